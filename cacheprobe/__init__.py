@@ -1,0 +1,46 @@
+"""cacheprobe: what a language model believed before it committed.
+
+The names below are all that a notebook needs; each is loaded when first used, so that the import is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cacheprobe import drafters, lenses, tasks, views
+    from cacheprobe.api import load_model, load_trace, reference, run, verify
+    from cacheprobe.config import CaptureConfig
+    from cacheprobe.observe.trace import Trace
+    from cacheprobe.records import Request, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "load_model": "cacheprobe.api",
+    "load_trace": "cacheprobe.api",
+    "run": "cacheprobe.api",
+    "reference": "cacheprobe.api",
+    "verify": "cacheprobe.api",
+    "CaptureConfig": "cacheprobe.config",
+    "Trace": "cacheprobe.observe.trace",
+    "Request": "cacheprobe.records",
+    "SamplingParams": "cacheprobe.records",
+}
+_MODULES = ("tasks", "drafters", "lenses", "views")
+
+__all__ = [  # noqa: RUF022
+    "load_model", "run", "reference", "verify", "load_trace", "Request", "SamplingParams", "CaptureConfig", "Trace",
+    "tasks", "drafters", "lenses", "views",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(f"cacheprobe.{name}")
+    raise AttributeError(f"module 'cacheprobe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,137 @@
+"""The KV cache: preallocated rows, one length each, written by absolute position whatever the phase.
+
+Knows nothing about models or requests. A row is one sequence's place; a slot is one position of it.
+
+    slots   0 ........ length-1 | length ........ capacity-1
+            in use, attended    | stale but finite: pads and rejected drafts; masked until written again
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cacheprobe.cache.ledger import CacheIntegrityError, Ledger
+
+
+class KVCache:
+    """Keys and values of every layer, [rows, heads, capacity, d] each, with per-row lengths and a ledger."""
+
+    def __init__(
+        self,
+        rows: int,
+        capacity: int,
+        layer_shapes: Sequence[tuple[int, int, int]],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """layer_shapes: (heads, key width, value width) of each layer.
+
+        Zeros and never `empty`: a NaN in a masked slot would poison every row's attention.
+        """
+        self.rows, self.capacity = rows, capacity
+        self.keys = [torch.zeros(rows, h, capacity, dk, dtype=dtype, device=device) for h, dk, _ in layer_shapes]
+        self.values = [torch.zeros(rows, h, capacity, dv, dtype=dtype, device=device) for h, _, dv in layer_shapes]
+        self.lengths = torch.zeros(rows, dtype=torch.long)
+        self.ledger = Ledger(rows, capacity)
+        self._taken = [False] * rows
+        self._staged: tuple[Tensor, Tensor, slice | Tensor] | None = None
+
+    def __repr__(self) -> str:
+        used = f"{sum(self._taken)} of {self.rows} rows, {int(self.lengths.sum())} slots in use"
+        return f"KVCache({len(self.keys)} layers, {used}, capacity {self.capacity}, {self.cache_bytes / 2**20:.0f} MiB)"
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    @property
+    def num_free_rows(self) -> int:
+        return self._taken.count(False)
+
+    def allocate(self) -> int:
+        """Take the lowest free row. Raises: CacheIntegrityError when none is left."""
+        if not self.num_free_rows:
+            raise CacheIntegrityError(f"all {self.rows} cache rows are taken; a row was not released, or rows= is low")
+        row = self._taken.index(False)
+        self._taken[row] = True
+        return row
+
+    def release(self, row: int) -> None:
+        """Give the row back; its content stays, stale and masked."""
+        if not self._taken[row]:
+            raise CacheIntegrityError(f"cache row {row} was released twice")
+        self.truncate(row, 0)
+        self._taken[row] = False
+
+    def stage(self, rows: Sequence[int], starts: Sequence[int], width: int) -> Int[Tensor, "b t"]:
+        """Say where the next forward writes: token slot t of batch row b goes to position starts[b] + t of rows[b].
+
+        Returns the absolute positions [b, t]. Pads included, so start + width must fit the capacity.
+        """
+        start = torch.tensor(starts, dtype=torch.long)
+        if len(rows) != len(start) or len(set(rows)) != len(rows):
+            raise ValueError(f"a forward needs one start for each of its rows, each row once; got {rows} and {starts}")
+        if int(start.max()) + width > self.capacity or int(start.min()) < 0:
+            raise ValueError(
+                f"cache rows {list(rows)} at positions {list(starts)} + {width} slots leave the capacity of "
+                f"{self.capacity}; set capacity={int(start.max()) + width} or more"
+            )
+        positions = start[:, None] + torch.arange(width)
+        row_index = torch.tensor(list(rows), dtype=torch.long)[:, None]
+        first = rows[0]
+        is_run = list(rows) == list(range(first, first + len(rows)))
+        self._staged = (positions, row_index, slice(first, first + len(rows)) if is_run else row_index[:, 0])
+        return positions
+
+    def write(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> tuple[Tensor, Tensor]:
+        """Store new keys and values at the staged positions; returns the rows' whole capacity, [b, h, s, d] each."""
+        if self._staged is None:
+            raise CacheIntegrityError(f"layer {layer} wrote to the cache without a staged position")
+        positions, row_index, rows = self._staged
+        keys, values = self.keys[layer], self.values[layer]
+        if k.shape[0] != positions.shape[0] or k.shape[2] != positions.shape[1]:
+            raise CacheIntegrityError(f"layer {layer} wrote {tuple(k.shape)} for staged {tuple(positions.shape)}")
+        keys[row_index, :, positions] = k.transpose(1, 2)
+        values[row_index, :, positions] = v.transpose(1, 2)
+        return keys[rows], values[rows]
+
+    def unstage(self) -> None:
+        self._staged = None
+
+    def extend(self, row: int, start: int, end: int, provenance: str) -> None:
+        """Slots start..end-1 hold real tokens now. They may rewrite used slots, and may not leave a hole."""
+        if not 0 <= start <= int(self.lengths[row]) or end > self.capacity or end < start:
+            raise CacheIntegrityError(
+                f"cache row {row} of length {int(self.lengths[row])} cannot take slots {start} to {end}"
+            )
+        self.ledger.mark(row, start, end, provenance)
+        self.lengths[row] = max(int(self.lengths[row]), end)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget the slots from `length` on. Growing by truncation is an error."""
+        if not 0 <= length <= int(self.lengths[row]):
+            raise CacheIntegrityError(f"cannot truncate cache row {row} of length {int(self.lengths[row])} to {length}")
+        self.ledger.mark(row, length, int(self.lengths[row]), "free")
+        self.lengths[row] = length
+
+    def mask(self, positions: Int[Tensor, "b t"], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """[b, 1, t, s] additive causal mask over the whole capacity: 0 to attend, the dtype's minimum elsewhere.
+
+        Additive and never boolean: Hugging Face's eager attention adds a boolean mask to the scores, silently wrong.
+        """
+        hidden = torch.arange(self.capacity) > positions[..., None]
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+        return mask[:, None].to(device)
+
+    def check_integrity(self) -> None:
+        """Raise CacheIntegrityError unless lengths and ledger agree, free rows are empty and every slot is finite."""
+        self.ledger.check(self.lengths)
+        for row, taken in enumerate(self._taken):
+            if not taken and int(self.lengths[row]):
+                raise CacheIntegrityError(f"cache row {row} is free but has length {int(self.lengths[row])}")
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            for name, held in (("keys", keys), ("values", values)):
+                if not bool(torch.isfinite(held).all()):
+                    raise CacheIntegrityError(f"layer {layer}: the cache's {name} hold NaN or infinity")

@@ -1,0 +1,113 @@
+"""Settings of a run, resolved once, frozen, and checked before anything is computed."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cacheprobe.names import SITES
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The fixed shapes of the loop. All of it belongs to the schedule fingerprint except `max_batch`."""
+
+    window: int = 16
+    """W: rows of a verify pass for each request, so at most W - 1 candidates are verified at once."""
+    group: int = 4
+    """G: requests of a verify pass; a pass is padded with dummies to exactly G x W."""
+    capacity: int = 512
+    """C: cache rows of each request. Attention always runs over all of them, masked."""
+    prefill_chunk: int = 32
+    """Prompt tokens of a verified request are fed in chunks of this many, padded."""
+    max_batch: int = 64
+    """Requests in flight at once; the others wait."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "group", "capacity", "prefill_chunk", "max_batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+    def rows_needed(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
+        """Cache rows that a request may touch: pads are written past its length, in prefill and in verify."""
+        chunks = -(-num_prompt_tokens // self.prefill_chunk)
+        return max(num_prompt_tokens + max_new_tokens + self.window, chunks * self.prefill_chunk)
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    """What the recorder keeps."""
+
+    sites: str = "STCZ"
+    """Any of S, T, C (states) and Z (lens readings at site S)."""
+    layers: tuple[int, ...] | None = None
+    """Layers to keep; None for all."""
+    positions: tuple[int, ...] | None = None
+    """Absolute positions to keep; None for all."""
+    phases: tuple[str, ...] | None = None
+    """Of prefill, decode, verify; None for all."""
+    dtype: str | None = None
+    """dtype of kept states; None for the model's own."""
+    prompt_hypotheses: bool = False
+    """Z also for the prompt's rows before the last one."""
+    top_k: int = 5
+    """Tokens in a lens reading."""
+
+    def __post_init__(self) -> None:
+        from cacheprobe.records import PHASES
+
+        unknown = sorted(set(self.sites) - set("STCZ"))
+        if unknown:
+            raise ValueError(f"unknown site {unknown[0]!r} in capture={self.sites!r}; sites are S, T, C and Z")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r} for captured states; choose one of {', '.join(DTYPES)}")
+        for phase in self.phases or ():
+            if phase not in PHASES:
+                raise ValueError(f"unknown phase {phase!r}; phases are {', '.join(PHASES)}")
+        if self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        for name in ("layers", "positions", "phases"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise ValueError(f"capture {name} is empty: nothing would be kept; use None for all")
+
+    @property
+    def state_sites(self) -> tuple[str, ...]:
+        return tuple(site for site in SITES if site in self.sites)
+
+    @property
+    def reads_lens(self) -> bool:
+        return "Z" in self.sites
+
+
+def resolve_layers(layers: "str | int | Iterable[int] | None", n_layers: int) -> tuple[int, ...]:
+    """Sorted layer numbers, negative ones counted from the end; "all" and None mean every layer."""
+    if layers is None or layers == "all":
+        return tuple(range(n_layers))
+    if isinstance(layers, str):
+        raise ValueError(f"unknown layers {layers!r}; give 'all', a number or a list of numbers")
+    wanted = [layers] if isinstance(layers, int) else list(layers)
+    for layer in wanted:
+        if not -n_layers <= layer < n_layers:
+            raise ValueError(f"unknown layer {layer}; the model has layers 0 to {n_layers - 1}")
+    return tuple(sorted({layer % n_layers for layer in wanted}))
+
+
+def pick_deterministic(deterministic: "bool | float | Sequence[int] | Sequence[bool]", n: int) -> frozenset[int]:
+    """Indices of the deterministic ones among n requests: all, none, a fraction (evenly spaced), or a list."""
+    if isinstance(deterministic, bool):
+        return frozenset(range(n)) if deterministic else frozenset()
+    if isinstance(deterministic, int | float):
+        if not 0 <= deterministic <= 1:
+            raise ValueError(f"deterministic as a fraction must lie between 0 and 1, got {deterministic}")
+        count = round(deterministic * n)
+        return frozenset(i * n // count for i in range(count))
+    listed = list(deterministic)
+    if listed and all(isinstance(item, bool) for item in listed):
+        if len(listed) != n:
+            raise ValueError(f"deterministic lists {len(listed)} flags for {n} requests; give one for each")
+        return frozenset(i for i, flag in enumerate(listed) if flag)
+    for index in listed:
+        if not 0 <= index < n:
+            raise ValueError(f"deterministic names request {index}, but there are requests 0 to {n - 1}")
+    return frozenset(listed)

@@ -1,0 +1,40 @@
+"""What a drafter offers, and what the engine lends it."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.models.base import CachedLM
+
+
+class DraftContext(Protocol):
+    """The engine's side: forwards that are recorded and accounted for, and each request's own way to choose."""
+
+    model: CachedLM
+
+    def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
+        """Feed each request's newest token in one batch, writing its cache row.
+
+        Returns logits [b, v], or the residual stream [b, m] after `num_layers` blocks where that is given.
+        """
+        ...
+
+    def choose(self, state: SequenceState, logits: Tensor) -> int:
+        """The token that this request would take from logits [v] as its next one: greedy, or with its keyed noise."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes continuations. Candidates are hints: any tokens at all change the cost and never the output."""
+
+    name: ClassVar[str]
+
+    def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        """The next candidate tokens of each request, at least one; none where its draft should be verified now."""
+        ...
+
+    def check(self, model: CachedLM) -> None:
+        """Raise ValueError where this drafter cannot serve this model."""
+        ...

@@ -1,0 +1,39 @@
+"""An early layer, read through a lens, as a drafter: the model's own hypothesis becomes the draft."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.drafters.base import DraftContext
+from cacheprobe.lenses.base import Lens
+from cacheprobe.lenses.logit import LogitLens
+from cacheprobe.models.base import CachedLM
+from cacheprobe.registry import register
+
+
+@register("drafters", "early_exit")
+@dataclass(frozen=True)
+class EarlyExit:
+    """Stops after block `layer` and drafts what the lens reads there. Layers above are not computed.
+
+    Their cache slots stay stale until the verifier writes them, which it does for every accepted token.
+    Source: self-speculation as in LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), without its trained exit.
+    """
+
+    layer: int
+    """Block after which the draft is read, 0 to n_layers - 1."""
+    lens: Lens = field(default_factory=LogitLens)
+    name: ClassVar[str] = "early_exit"
+
+    def check(self, model: CachedLM) -> None:
+        if not 0 <= self.layer < model.n_layers:
+            raise ValueError(f"unknown layer {self.layer} for EarlyExit; {model.name} has 0 to {model.n_layers - 1}")
+
+    def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        residual = context.feed_newest(states, num_layers=self.layer + 1)
+        layers = torch.full((len(states),), self.layer, device=residual.device)
+        logits = self.lens.logits(context.model, residual, layers)
+        return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]

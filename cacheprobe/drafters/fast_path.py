@@ -1,0 +1,28 @@
+"""The fast path itself as a drafter: one decode step of the whole batch, in whatever shape the traffic has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.drafters.base import DraftContext
+from cacheprobe.models.base import CachedLM
+from cacheprobe.registry import register
+
+
+@register("drafters", "fast_path")
+@dataclass(frozen=True)
+class FastPath:
+    """All layers, batched with every other request: right nearly always, and deterministic never.
+
+    Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
+    """
+
+    name: ClassVar[str] = "fast_path"
+
+    def check(self, model: CachedLM) -> None:
+        """Every model has a fast path."""
+
+    def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        logits = context.feed_newest(states)
+        return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]

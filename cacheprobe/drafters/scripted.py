@@ -1,0 +1,27 @@
+"""A drafter that says what it is told: for experiments with a chosen draft, and for hostile ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.drafters.base import DraftContext
+from cacheprobe.models.base import CachedLM
+from cacheprobe.registry import register
+
+Script = Callable[[SequenceState], Sequence[int]]
+
+
+@register("drafters", "scripted")
+@dataclass(frozen=True)
+class Scripted:
+    """Drafts `script(state)`: as many tokens as it likes, cut by the engine to what one pass can hold."""
+
+    script: Script
+    name: ClassVar[str] = "scripted"
+
+    def check(self, model: CachedLM) -> None:
+        """Tokens are checked as they come: the vocabulary's size is the engine's to know."""
+
+    def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        return [[] if state.draft else [int(token) for token in self.script(state)] for state in states]

@@ -1,0 +1,31 @@
+"""The schedule fingerprint: all that the bits of a deterministic request depend on, besides its prompt and settings."""
+
+from cacheprobe.config import EngineConfig
+from cacheprobe.models.base import CachedLM
+
+Fingerprint = dict[str, str | int | float]
+
+
+class FingerprintMismatch(ValueError):
+    """Two runs under different schedules cannot be compared bit for bit."""
+
+
+def schedule_fingerprint(model: CachedLM, config: EngineConfig, lens_tile: int) -> Fingerprint:
+    """Model, platform and fixed shapes. `max_batch`, the drafter and the traffic are not in it: they may not matter."""
+    shapes = {
+        "window": config.window,
+        "group": config.group,
+        "capacity": config.capacity,
+        "prefill_chunk": config.prefill_chunk,
+        "lens_tile": lens_tile,
+    }
+    return {**model.fingerprint(), **shapes}
+
+
+def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:
+    """Raises: FingerprintMismatch with the fields that differ."""
+    differing = [
+        f"{key}: {a.get(key)!r} against {b.get(key)!r}" for key in sorted({*a, *b}) if a.get(key) != b.get(key)
+    ]
+    if differing:
+        raise FingerprintMismatch(f"{what} ran under different schedules; {'; '.join(differing)}")

@@ -1,0 +1,77 @@
+"""What the engine asks of a model: a forward over our own KV cache, and a place to listen."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor, device, dtype
+
+from cacheprobe.cache.kv import KVCache
+
+StateSink = Callable[[str, int, Tensor], None]
+"""Called inside the forward with (site, layer, [b, t, m] tensor); the tensor is the model's own: copy what is kept.
+Site "pre" is the residual stream that enters block 0."""
+
+
+class ModelError(ValueError):
+    """A model that cannot be used as asked; the message names the remedy."""
+
+
+class CachedLM(Protocol):
+    """A decoder that reads and writes a `KVCache`. It never learns the phase: position is an argument."""
+
+    name: str
+    weights_note: str
+    n_layers: int
+    d_model: int
+    d_vocab: int
+    n_ctx: int
+    dtype: dtype
+    device: device
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """An empty cache of this model's shapes."""
+        ...
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        logit_slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Feed token_ids [b, t] to cache rows `rows`, from absolute positions `starts` on.
+
+        Returns logits [b, t, v] of every slot, or of `logit_slots` alone ([b, len, v]); or, where `num_layers` is
+        given, the residual stream [b, t, m] after that many blocks, the others not computed.
+        """
+        ...
+
+    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> AbstractContextManager[None]:
+        """Call `sink` for these (site, layer) pairs in every forward inside the `with`."""
+        ...
+
+    def read_out(self, states: Tensor) -> Tensor:
+        """Logits [n, v] of residual states [n, m] through the final norm and the unembedding."""
+        ...
+
+    def fingerprint(self) -> dict[str, str | int | float]:
+        """Everything of the model and its platform that may change bits."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token's own text; "<17>" for token 17 where there is no tokenizer."""
+        ...
+
+    def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> Any:
+        """TransformerLens' ActivationCache of states [p, m] by (site, layer)."""
+        ...

@@ -1,0 +1,63 @@
+"""A model is tried before it is trusted: one short text through our cache in parts, against one uncached forward."""
+
+import torch
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.bridge import BridgeLM
+
+_PROBE_TEXT = "The coin lies on the table. Alice flips it, and then Bob looks at it"
+_CAPACITY = 48
+_LEAST_COSINE = 0.9
+"""In 16 bits two right ways to compute the same logits agree to about .99; a wrong mask gives less than .5."""
+
+
+def check_model(model: BridgeLM) -> None:
+    """Feed a text whole without our cache, and in three parts with it; the logits must be the same.
+
+    In float32 to 1e-3 of the largest logit (sums are reordered), in 16 bits by the cosine of the centred logits.
+    Also proves that every layer's hooks fire with the right shape.
+    Raises: ModelError naming what differs.
+    """
+    token_ids = _probe_ids(model)
+    n = token_ids.shape[1]
+    cache = model.new_cache(2, _CAPACITY)
+    seen: set[tuple[str, int]] = set()
+
+    def note(site: str, layer: int, value: torch.Tensor) -> None:
+        if value.shape[-1] == model.d_model and value.dim() == 3:
+            seen.add((site, layer))
+
+    wanted = [("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in "STC"]
+    pieces = []
+    with model.capturing(wanted, note):
+        for start, end in ((0, n // 2), (n // 2, n - 1), (n - 1, n)):
+            pieces.append(model.forward(token_ids[:, start:end], cache, [0], [start]))
+    cached = torch.cat(pieces, dim=1)[0].float()
+    with torch.inference_mode():
+        whole = model.bridge.forward(token_ids.to(model.device), return_type="logits")[0].float()
+    if silent := sorted(set(wanted) - seen):
+        raise ModelError(f"{model.name}: the hook for site {silent[0][0]} of layer {silent[0][1]} does not fire")
+    if not bool(torch.isfinite(cached).all()):
+        raise ModelError(f"{model.name} gives NaN or infinite logits; load it in float32 or check its weights")
+    if agrees(cached, whole, model.dtype) is not True:
+        raise ModelError(
+            f"{model.name}: the model with our KV cache differs from the model without it by up to "
+            f"{float((cached - whole).abs().max()):.3g}; its attention is not plain full attention, which is not supported"
+        )
+
+
+def agrees(cached: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits [t, v] from two right computations may differ this much; see `check_model`."""
+    if dtype == torch.float32:
+        return bool((cached - whole).abs().max() <= 1e-3 * whole.abs().max().clamp(min=1.0))
+    a, b = cached - cached.mean(-1, keepdim=True), whole - whole.mean(-1, keepdim=True)
+    return float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0)) >= _LEAST_COSINE
+
+
+def _probe_ids(model: BridgeLM) -> torch.Tensor:
+    """[1, t] ids of a real sentence where there is a tokenizer: in 16 bits, random tokens are unstable."""
+    if model.tokenizer is not None:
+        ids = list(model.encode(_PROBE_TEXT))[:24]
+    else:
+        ids = [(7 + 31 * i) % model.d_vocab for i in range(16)]
+    return torch.tensor([ids[: model.n_ctx]])

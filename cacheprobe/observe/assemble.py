@@ -1,0 +1,81 @@
+"""From a recorder that has seen a whole run to its Trace."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cacheprobe.config import CaptureConfig, EngineConfig
+from cacheprobe.observe import tables
+from cacheprobe.observe.recorder import Recorder
+from cacheprobe.observe.trace import Trace
+from cacheprobe.records import Request
+from cacheprobe.tasks import accuracy
+
+
+def assemble(
+    recorder: Recorder,
+    requests: Sequence[Request],
+    fingerprint: dict[str, Any],
+    config: EngineConfig,
+    capture: CaptureConfig,
+    meta: dict[str, Any],
+) -> Trace:
+    """Read the last lens tiles, join the states, build the tables."""
+    model = recorder.model
+    tokens = {r.request_id: list(recorder.finished[r.request_id].committed) for r in requests}
+    texts = {request_id: model.decode(token_ids) for request_id, token_ids in tokens.items()}
+    rows = tables.rows_table(recorder.rows, model.token_texts)
+    columns = recorder.reader.finish() if recorder.reader is not None else {}
+    hypotheses = tables.hypotheses_table(columns, rows, recorder.lens.name, model.token_texts) if columns else None
+    checks = [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows]
+    return Trace(
+        requests=tuple(requests),
+        tokens=tokens,
+        texts=texts,
+        row_table=rows,
+        hypothesis_table=hypotheses,
+        event_table=tables.events_table(recorder.steps),
+        ledger_table=tables.ledger_table(recorder.ledger),
+        store=recorder.blocks.joined(),
+        meta={
+            **meta,
+            "fingerprint": fingerprint,
+            "config": asdict(config),
+            "capture": {**asdict(capture), "layers": list(recorder.layers)},
+            "lens": recorder.lens.name,
+            "weights_note": model.weights_note,
+            "checks": checks,
+            "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
+            "behaviour": behaviour(recorder, requests, texts),
+        },
+        model=model,
+    )
+
+
+def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, Any] | None:
+    """How the model does on the task it was given: accuracy of the text, mass on the answers, chance.
+
+    answer_mass: mean probability that the first generated token is one of the answers.
+    forced_accuracy: share of prompts where the right answer is the likelier of the two.
+    None where no request came from a task.
+    """
+    asked = [r for r in requests if r.example is not None]
+    if not asked:
+        return None
+    score = accuracy([r.example for r in asked], [texts[r.request_id] for r in asked])
+    masses = [recorder.answer_mass[r.request_id] for r in asked]
+    right = [
+        mass[r.example.answers.index(r.example.answer)] > max(m for i, m in enumerate(mass) if r.example.answers[i] != r.example.answer)
+        for r, mass in zip(asked, masses, strict=True)
+    ]
+    low, high = score.interval
+    return {
+        "num_examples": score.num_examples,
+        "accuracy": score.accuracy,
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "num_unparsed": score.num_unparsed,
+        "chance": score.chance,
+        "answer_mass": sum(sum(mass) for mass in masses) / len(masses),
+        "forced_accuracy": sum(right) / len(right),
+    }

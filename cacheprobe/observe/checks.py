@@ -1,0 +1,74 @@
+"""The capture's own controls: every run shows that what it kept is what the model computed."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class CaptureError(RuntimeError):
+    """The capture contradicts the model. Nothing read from such a run can be trusted."""
+
+
+@dataclass
+class Check:
+    """One identity, over all that was checked: the largest error in units of what is allowed."""
+
+    name: str
+    dtype: str
+    tolerance: str
+    num_rows: int = 0
+    worst: float = 0.0
+    """Largest error as a fraction of the tolerance: at most 1."""
+
+    def add(self, error: Tensor, allowed: Tensor, step: int) -> None:
+        """Record errors [..] against what is allowed [..]. Raises: CaptureError beyond the tolerance, or on NaN."""
+        fraction = torch.where(error == 0, 0.0, error / allowed)
+        worst = float(fraction.max()) if fraction.numel() else 0.0
+        if not worst <= 1.0:
+            raise CaptureError(
+                f"step {step}: {self.name} fails by {worst:.3g} times its tolerance ({self.tolerance}, {self.dtype}); "
+                "the model's hooks do not give the sites that they name"
+            )
+        self.worst = max(self.worst, worst)
+
+
+def residual_check(dtype: torch.dtype) -> Check:
+    tolerance = "4 eps (|pre| + |T| + |C|)"
+    return Check("resid_post = resid_pre + T + C", _name(dtype), tolerance)
+
+
+def check_residual(check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: Tensor, step: int) -> None:
+    """post against pre + attn + mlp, elementwise, in the model's dtype.
+
+    Each of the two additions rounds once, and architectures add in different orders; two orders differ by at most
+    2 eps of the terms' magnitudes, four allow for fused additions.
+    """
+    eps = torch.finfo(post.dtype).eps
+    magnitude = pre.float().abs() + attn.float().abs() + mlp.float().abs()
+    error = (post.float() - (pre + attn + mlp).float()).abs()
+    check.num_rows += post.reshape(-1, post.shape[-1]).shape[0]
+    check.add(error, 4 * eps * magnitude.clamp(min=torch.finfo(torch.float32).tiny), step)
+
+
+def lens_check(dtype: torch.dtype) -> Check:
+    return Check("last layer's Z = the model's own output", _name(dtype), f"{_lens_rtol(dtype):.2g} of the largest logit")
+
+
+def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) -> None:
+    """Logits [n, v] read from the last layer's S against those that the model gave.
+
+    Not bitwise: the two products have different numbers of rows, and sums are reordered.
+    """
+    scale = model_logits.float().abs().amax(-1, keepdim=True)
+    error = (logits.float() - model_logits.float()).abs()
+    check.num_rows += len(logits)
+    check.add(error, (_lens_rtol(logits.dtype) * scale).expand_as(error), step)
+
+
+def _lens_rtol(dtype: torch.dtype) -> float:
+    return max(2 * torch.finfo(dtype).eps, 1e-5)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

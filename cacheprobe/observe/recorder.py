@@ -1,0 +1,213 @@
+"""Keeps what the engine computes: every row's states, its role and status, and the queue of lens readings.
+
+A row whose input is a draft token has no role until the verdict; all others are labelled as they come.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cacheprobe.config import CaptureConfig
+from cacheprobe.lenses.base import Lens
+from cacheprobe.models.base import CachedLM
+from cacheprobe.observe import checks
+from cacheprobe.observe.lens_reader import LensReader, Queued
+from cacheprobe.observe.store import Blocks
+from cacheprobe.records import Finished, ForwardRecord, RowSlot, StepRecord
+
+CHECK_EVERY = 16
+"""Passes between self-checks, beside the first of each phase."""
+_LENS_CHECK_ROWS = 16
+
+
+@dataclass(slots=True)
+class RowRecord:
+    """One row of one pass: a token, where it stood, and what became of it."""
+
+    request_id: int
+    step: int
+    phase: str
+    position: int
+    token_id: int
+    num_layers: int
+    state_index: int
+    """Place among the stored vectors, -1 where a filter dropped it."""
+    role: str = ""
+    status: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerChange:
+    """Cache rows start..end-1 of a request took this provenance in this step."""
+
+    request_id: int
+    step: int
+    start: int
+    end: int
+    provenance: str
+
+
+@dataclass
+class Recorder:
+    """The Observer that becomes a Trace."""
+
+    model: CachedLM
+    config: CaptureConfig
+    layers: tuple[int, ...]
+    lens: Lens
+    prompts: Mapping[int, Sequence[int]]
+    """Prompt token ids by request."""
+    answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """First token ids of the answers that a request's task allows."""
+    answer_mass: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Probability of each answer as the first generated token."""
+    rows: list[RowRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    ledger: list[LedgerChange] = field(default_factory=list)
+    finished: dict[int, Finished] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        dtype = getattr(torch, self.config.dtype) if self.config.dtype else self.model.dtype
+        self.blocks = Blocks(self.config.state_sites, self.layers, dtype)
+        self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
+        self.residual_check = checks.residual_check(self.model.dtype)
+        self.lens_check = checks.lens_check(self.model.dtype)
+        self._roles: dict[int, dict[int, str]] = {r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()}
+        self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
+        self._seen_phases: set[str] = set()
+        self._open: dict[str, Tensor] = {}
+        self._watched: dict[tuple[str, int], Tensor] | None = None
+        self._keep_flat = self._all_flat = self._lens_flat = torch.empty(0, dtype=torch.long)
+        self._lens_block: Tensor | None = None
+        self._kept: list[bool] = []
+        self._lens_rows: list[bool] = []
+
+    def wanted(self) -> list[tuple[str, int]]:
+        """(site, layer) pairs to listen to: the self-check needs all of them, whatever is kept."""
+        return [("pre", 0)] + [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
+
+    # -- one pass
+
+    def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
+        """Choose the rows to keep and open their blocks."""
+        device, width = self.model.device, shape[1]
+        flat = torch.tensor([row.batch_index * width + row.slot for row in rows])
+        self._kept = [self._keeps(phase, row.position) for row in rows]
+        self._lens_rows = [self.reader is not None and self._reads(row) and kept for row, kept in zip(rows, self._kept, strict=True)]
+        self._keep_flat = flat[torch.tensor(self._kept)].to(device)
+        self._lens_flat = flat[torch.tensor(self._lens_rows)].to(device)
+        self._all_flat = flat.to(device)
+        self._open = self.blocks.open(len(self._keep_flat), self.model.d_model) if any(self._kept) else {}
+        self._lens_block = (
+            torch.empty(len(self.layers), len(self._lens_flat), self.model.d_model, dtype=self.model.dtype, device=device)
+            if any(self._lens_rows)
+            else None
+        )
+        self._watched = {} if phase not in self._seen_phases or step % CHECK_EVERY == 0 else None
+        self._seen_phases.add(phase)
+
+    def on_state(self, site: str, layer: int, value: Tensor) -> None:
+        """The model's hook: copy the wanted rows of [b, t, m], never keep the tensor itself."""
+        flat = value.reshape(-1, value.shape[-1])
+        if self._watched is not None:
+            self._watched[site, layer] = flat[self._all_flat]
+        index = self.blocks.layer_index.get(layer)
+        if index is None or site == "pre":
+            return
+        if site in self._open:
+            self._open[site][index].copy_(flat[self._keep_flat])
+        if site == "S" and self._lens_block is not None:
+            self._lens_block[index] = flat[self._lens_flat]
+
+    def after_forward(self, record: ForwardRecord) -> None:
+        """Label the pass's rows, queue their lens readings, and check the capture."""
+        ran = self.model.n_layers if record.num_layers is None else record.num_layers
+        next_index = self.blocks.num_rows - sum(self._kept)
+        lens_column = 0
+        for slot, is_kept, is_read in zip(record.rows, self._kept, self._lens_rows, strict=True):
+            row = RowRecord(slot.request_id, record.step, record.phase, slot.position, slot.token_id, ran, next_index if is_kept else -1)
+            next_index += is_kept
+            if slot.is_draft:
+                self._undecided[slot.request_id].append(row)
+            else:
+                row.role = self._roles[slot.request_id][slot.position]
+                row.status = "committed" if slot.is_canonical else "candidate"
+            self.rows.append(row)
+            if is_read:
+                self._queue(row, lens_column, ran)
+                lens_column += 1
+        if self._watched is not None:
+            self._check(record, self._watched, ran)
+            self._watched = None
+        self._open, self._lens_block = {}, None
+
+    def _keeps(self, phase: str, position: int) -> bool:
+        phases, positions = self.config.phases, self.config.positions
+        return (phases is None or phase in phases) and (positions is None or position in positions)
+
+    def _reads(self, row: RowSlot) -> bool:
+        return self.config.prompt_hypotheses or row.position >= len(self.prompts[row.request_id]) - 1
+
+    def _queue(self, row: RowRecord, column: int, ran: int) -> None:
+        assert self.reader is not None and self._lens_block is not None
+        layers = torch.tensor([layer for layer in self.layers if layer < ran], dtype=torch.long)
+        queued = Queued(len(self.rows) - 1, row.position, self._lens_block[: len(layers), column].clone(), layers)
+        prompt = self.prompts[row.request_id]
+        if row.position + 1 < len(prompt):
+            queued.target = prompt[row.position + 1]
+            self.reader.queue_resolved(queued)
+        else:
+            self.reader.queue(row.request_id, queued)
+
+    def _check(self, record: ForwardRecord, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
+        for layer in range(ran):
+            pre = watched["pre", 0] if layer == 0 else watched["S", layer - 1]
+            sites = (watched[site, layer] for site in "TCS")
+            checks.check_residual(self.residual_check, pre, *sites, step=record.step)
+        if record.logits is not None and ran == self.model.n_layers:
+            rows = self._all_flat[:_LENS_CHECK_ROWS]
+            logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])
+            checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
+
+    # -- what became of it
+
+    def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
+        """See Observer."""
+        for row in self._undecided[request_id]:
+            if start <= row.position < end:
+                row.role = row.status = "rolled_back"
+
+    def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
+        """See Observer. Rows of accepted drafts: the verifier's are canonical, the drafter's are candidates."""
+        self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
+        for row in self._undecided[request_id]:
+            if not row.role:
+                row.role = self._roles[request_id][row.position]
+                row.status = "committed" if row.phase == "verify" else "candidate"
+        self._undecided[request_id] = []
+        if self.reader is not None:
+            self.reader.resolve(request_id, start, tuple(token_ids))
+
+    def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Tensor) -> None:
+        """See Observer. The first generated token of a task's prompt tells how much of the mass its answers got."""
+        answers = self.answers.get(request_id)
+        if answers and position == len(self.prompts[request_id]) and request_id not in self.answer_mass:
+            probs = logits.float().softmax(-1)
+            self.answer_mass[request_id] = tuple(float(probs[token]) for token in answers)
+
+    def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
+        """See Observer."""
+        self.ledger.append(LedgerChange(request_id, step, start, end, provenance))
+
+    def on_step(self, record: StepRecord) -> None:
+        """See Observer."""
+        self.steps.append(record)
+
+    def on_finish(self, finished: Finished) -> None:
+        """See Observer."""
+        self.finished[finished.request_id] = finished
+        if self.reader is not None:
+            end = len(self.prompts[finished.request_id]) + len(finished.committed)
+            self.reader.resolve(finished.request_id, end, (), is_over=True)

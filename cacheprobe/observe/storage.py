@@ -1,0 +1,203 @@
+"""The only on-disk format: safetensors shards, Parquet tables, and a manifest that is written last.
+
+    run/
+      manifest.json                  the commit point: names the files that belong to the run, with their sizes
+      states-<id>-00000.safetensors  one tensor [n, m] for each (site, layer), shards of about 1 GB
+      rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet
+
+Every file is written beside its place, flushed to the disk and renamed. Files carry an id of their own, so that saving
+over a run leaves the old one whole until the manifest is replaced; what no manifest names is swept afterwards.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.observe.store import ShardStore, tensor_key
+from cacheprobe.observe.trace import Trace
+from cacheprobe.records import Request, SamplingParams
+
+FORMAT_VERSION = 1
+SHARD_BYTES = 10**9
+MANIFEST = "manifest.json"
+_TABLES = {"rows": "row_table", "hypotheses": "hypothesis_table", "events": "event_table", "ledger": "ledger_table"}
+
+
+class TraceError(ValueError):
+    """A directory that holds no readable trace; the message says why and what to do."""
+
+
+def save_trace(trace: Trace, directory: Path) -> Path:
+    """Write a trace into `directory`, which is made if absent and may hold an earlier run, but nothing else."""
+    directory.mkdir(parents=True, exist_ok=True)
+    strangers = [p.name for p in directory.iterdir() if not _is_ours(p.name)]
+    if strangers and not (directory / MANIFEST).exists():
+        raise TraceError(f"{directory} holds files that are not a trace, such as {strangers[0]}; choose an empty directory")
+    run_id = secrets.token_hex(4)
+    files: dict[str, int] = {}
+
+    def write(name: str, fill: Callable[[Path], None]) -> None:
+        _write_whole(directory / name, fill)
+        files[name] = (directory / name).stat().st_size
+
+    shards = _write_states(trace, run_id, write)
+    for name, attribute in _TABLES.items():
+        table = getattr(trace, attribute)
+        if table is not None:
+            write(f"{name}-{run_id}.parquet", lambda path, table=table: table.to_parquet(path, index=False))
+    manifest = {
+        "format": "cacheprobe trace",
+        "format_version": FORMAT_VERSION,
+        "run_id": run_id,
+        "files": files,
+        "shards": shards,
+        "sites": list(trace.store.sites),
+        "layers": list(trace.store.layers),
+        "requests": [_request_to_json(trace, request) for request in trace.requests],
+        "meta": trace.meta,
+    }
+    text = json.dumps(manifest, indent=1, ensure_ascii=False)
+    _write_whole(directory / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+    _sweep(directory, set(files))
+    return directory
+
+
+def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
+    """Open a saved trace. Tables are read now, states when first asked for.
+
+    Raises: TraceError for a directory without a manifest, of another version, or with a file missing or cut short.
+    """
+    directory = Path(directory)
+    manifest = _read_manifest(directory)
+    for name, size in manifest["files"].items():
+        path = directory / name
+        if not path.exists():
+            raise TraceError(f"{directory} is incomplete: {name} is missing; run it again or restore the file")
+        if path.stat().st_size != size:
+            raise TraceError(f"{path} has {path.stat().st_size} bytes instead of {size}; run it again or restore the file")
+    run_id = manifest["run_id"]
+    held = {
+        attribute: pd.read_parquet(directory / f"{name}-{run_id}.parquet") if f"{name}-{run_id}.parquet" in manifest["files"] else None
+        for name, attribute in _TABLES.items()
+    }
+    requests = tuple(_request_from_json(item) for item in manifest["requests"])
+    return Trace(
+        requests=requests,
+        tokens={item["request_id"]: item["committed_token_ids"] for item in manifest["requests"]},
+        texts={item["request_id"]: item["text"] for item in manifest["requests"]},
+        store=ShardStore(directory, manifest["shards"], manifest["sites"], manifest["layers"]),
+        meta=manifest["meta"],
+        model=model,
+        **held,
+    )
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise TraceError(f"{directory} is not a directory; give the directory that a run was saved in")
+    if not path.exists():
+        raise TraceError(f"{directory} has no {MANIFEST}: the run was not saved to its end; run it again")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path} is not readable as JSON ({error}); run it again") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != "cacheprobe trace":
+        raise TraceError(f"{path} is not a cacheprobe trace")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise TraceError(
+            f"{directory} is of trace format {manifest.get('format_version')}, this cacheprobe reads {FORMAT_VERSION}; "
+            "run it again, or open it with the version that wrote it"
+        )
+    return manifest
+
+
+def _write_states(trace: Trace, run_id: str, write: Callable[[str, Callable[[Path], None]], None]) -> list[str]:
+    from safetensors.torch import save_file
+
+    shards: list[str] = []
+    batch: dict[str, Any] = {}
+    held_bytes = 0
+
+    def flush() -> None:
+        nonlocal batch, held_bytes
+        if batch:
+            name = f"states-{run_id}-{len(shards):05d}.safetensors"
+            write(name, lambda path, tensors=batch: save_file(tensors, path))
+            shards.append(name)
+            batch, held_bytes = {}, 0
+
+    for site in trace.store.sites:
+        for layer in trace.store.layers:
+            tensor = trace.store.all_of(site, layer).contiguous()
+            batch[tensor_key(site, layer)] = tensor
+            held_bytes += tensor.numel() * tensor.element_size()
+            if held_bytes >= SHARD_BYTES:
+                flush()
+    flush()
+    return shards
+
+
+def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write a temporary sibling, flush it to the disk, and rename it into place."""
+    temporary = path.with_name(path.name + ".tmp")
+    fill(temporary)
+    _fsync(temporary)
+    os.replace(temporary, path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_ours(name: str) -> bool:
+    stem = name.removesuffix(".tmp")
+    is_data = stem.endswith((".parquet", ".safetensors")) and stem.startswith(("states-", *(f"{t}-" for t in _TABLES)))
+    return is_data or stem in (MANIFEST, "report.html")
+
+
+def _sweep(directory: Path, kept: set[str]) -> None:
+    for path in directory.iterdir():
+        if _is_ours(path.name) and path.name not in kept and path.name not in (MANIFEST, "report.html"):
+            path.unlink()
+
+
+def _request_to_json(trace: Trace, request: Request) -> dict[str, Any]:
+    example = request.example
+    return {
+        "request_id": request.request_id,
+        "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt),
+        "prompt_token_ids": list(request.prompt_token_ids),
+        "sampling": asdict(request.sampling) if request.sampling else None,
+        "is_deterministic": request.is_deterministic,
+        "example": example.to_json() if hasattr(example, "to_json") else None,
+        "committed_token_ids": list(trace.tokens[request.request_id]),
+        "text": trace.texts[request.request_id],
+    }
+
+
+def _request_from_json(item: dict[str, Any]) -> Request:
+    from cacheprobe.tasks import example_from_json
+
+    prompt = item["prompt"] if isinstance(item["prompt"], str) else tuple(item["prompt"])
+    sampling = item["sampling"]
+    return Request(
+        prompt=prompt,
+        sampling=SamplingParams(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])}) if sampling else None,
+        is_deterministic=item["is_deterministic"],
+        request_id=item["request_id"],
+        prompt_token_ids=tuple(item["prompt_token_ids"]),
+        example=example_from_json(item["example"]) if item["example"] else None,
+    )

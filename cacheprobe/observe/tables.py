@@ -1,0 +1,125 @@
+"""From what the recorder holds to tidy pandas tables. Columns are documented where they are made."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.observe.recorder import LedgerChange, RowRecord
+from cacheprobe.records import StepRecord
+
+HYPOTHESIS_KEYS = ("row", "request_id", "step", "phase", "role", "status", "position", "layer", "site", "lens")
+
+TokenTexts = Callable[[Sequence[int]], list[str]]
+
+
+def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
+    """One row for every token of every pass: row, request_id, step, phase, role, status, position, token_id, token,
+    num_layers (that ran), state_index (place among the stored vectors; -1 where a filter dropped it)."""
+    table = pd.DataFrame([asdict(row) for row in rows])
+    table.insert(0, "row", np.arange(len(table)))
+    table.insert(7, "token", texts_of(table.token_id.to_numpy(), token_texts))
+    return table
+
+
+def hypotheses_table(
+    columns: dict[str, Any], rows: pd.DataFrame, lens: str, token_texts: TokenTexts
+) -> pd.DataFrame:
+    """One row for every lens reading: layer x position x pass.
+
+    The reading of a row at position p speaks of the token at p + 1. token_id, token, logprob_nats: the layer's first
+    choice; top_token_ids, top_logprob_nats: its first five; entropy_nats; committed_token_id, committed_token: what
+    was committed at p + 1, null where nothing was; rank, committed_logprob_nats: that token's place and log-probability
+    in this layer's reading; agrees: whether the first choice is the committed token.
+    """
+    about = rows.set_index("row").loc[columns["row"].numpy()]
+    target, top = columns["target"].numpy(), columns["top_token_ids"].numpy()
+    has_target = target >= 0
+    table = pd.DataFrame(
+        {
+            "row": columns["row"].numpy(),
+            **{key: about[key].to_numpy() for key in ("request_id", "step", "phase", "role", "status", "position")},
+            "layer": columns["layer"].numpy(),
+            "site": "S",
+            "lens": lens,
+            "token_id": top[:, 0],
+            "token": texts_of(top[:, 0], token_texts),
+            "logprob_nats": columns["top_logprob_nats"][:, 0].numpy(),
+            "entropy_nats": columns["entropy_nats"].numpy(),
+            "committed_token_id": pd.array(np.where(has_target, target, 0), dtype="Int64"),
+            "committed_token": texts_of(np.where(has_target, target, 0), token_texts),
+            "rank": pd.array(columns["target_rank"].numpy(), dtype="Int64"),
+            "committed_logprob_nats": columns["target_logprob_nats"].numpy(),
+            "agrees": pd.array(top[:, 0] == target, dtype="boolean"),
+            "top_token_ids": list(top),
+            "top_logprob_nats": list(columns["top_logprob_nats"].numpy()),
+        }
+    )
+    table.loc[~has_target, ["committed_token_id", "committed_token", "rank", "agrees"]] = pd.NA
+    return table.sort_values(["request_id", "step", "row", "layer"], ignore_index=True)
+
+
+def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
+    """One row for every request in every step: step, phase, batch_rows, batch_slots, request_id, seconds,
+    draft_start, draft_token_ids, target_token_ids, num_accepted, finish (verify); proposed_token_ids (decode of a
+    draft); committed_token_ids; recovered_token_id, bonus_token_id; margin_nats (smallest of the step's choices)."""
+    records = []
+    for step in steps:
+        committed, proposed = dict(step.committed), dict(step.proposed)
+        verdicts = {verdict.request_id: verdict for verdict in step.verdicts}
+        for request_id in step.request_ids:
+            verdict = verdicts.get(request_id)
+            margins = [margin for r, margin in step.margins if r == request_id]
+            records.append(
+                {
+                    "step": step.step,
+                    "phase": step.phase,
+                    "batch_rows": step.batch_shape[0],
+                    "batch_slots": step.batch_shape[1],
+                    "request_id": request_id,
+                    "seconds": step.seconds,
+                    "proposed_token_ids": list(proposed.get(request_id, ())),
+                    "draft_start": verdict.start if verdict else None,
+                    "draft_token_ids": list(verdict.draft_token_ids) if verdict else [],
+                    "target_token_ids": list(verdict.target_token_ids) if verdict else [],
+                    "num_accepted": verdict.num_accepted if verdict else None,
+                    "num_rolled_back": len(verdict.rolled_back) if verdict else None,
+                    "committed_token_ids": list(verdict.committed if verdict else committed.get(request_id, ())),
+                    "recovered_token_id": verdict.recovered if verdict else None,
+                    "bonus_token_id": verdict.bonus if verdict else None,
+                    "finish": verdict.finish if verdict else None,
+                    "margin_nats": min(margins) if margins else None,
+                }
+            )
+    table = pd.DataFrame(records)
+    whole = ("draft_start", "num_accepted", "num_rolled_back", "recovered_token_id", "bonus_token_id")
+    return table.astype({name: "Int64" for name in whole} | {"margin_nats": "Float64", "finish": "string"})
+
+
+def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
+    """One row for every change: request_id, step, start, end, provenance of cache rows start..end-1."""
+    return pd.DataFrame([asdict(change) for change in changes])
+
+
+def ledger_at(changes: pd.DataFrame, step: int | None) -> pd.DataFrame:
+    """One request's cache rows after `step` (None: at the end): position, provenance, step of the last write."""
+    held: dict[int, tuple[str, int]] = {}
+    for change in changes.itertuples():
+        if step is not None and change.step > step:
+            break
+        for position in range(change.start, change.end):
+            if change.provenance == "free":
+                held.pop(position, None)
+            else:
+                held[position] = (change.provenance, change.step)
+    return pd.DataFrame(
+        [(position, *held[position]) for position in sorted(held)], columns=["position", "provenance", "step"]
+    )
+
+
+def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:
+    """Each token's text, decoding every distinct id once."""
+    distinct, inverse = np.unique(token_ids, return_inverse=True)
+    return np.array(token_texts(distinct.tolist()), dtype=object)[inverse]

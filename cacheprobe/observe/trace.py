@@ -1,0 +1,190 @@
+"""The trace: one run's requests, states, hypotheses, events and ledger, in memory or read from disk."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.observe import hypotheses as measures
+from cacheprobe.observe import tables
+from cacheprobe.observe.store import StateStore
+from cacheprobe.records import STATUSES, Request
+
+SITE_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"}
+
+
+@dataclass
+class Trace:
+    """What a run computed, believed, committed and threw away.
+
+    A row is one token of one pass, at the absolute position of that token; a reading of it speaks of the next one.
+    Every position has one canonical row, of status `committed`: prompt + generated - 1 of them for each request, since
+    the newest token has none yet.
+    """
+
+    requests: tuple[Request, ...]
+    tokens: Mapping[int, Sequence[int]]
+    """Committed token ids by request, the prompt not included."""
+    texts: Mapping[int, str]
+    row_table: pd.DataFrame = field(repr=False)
+    hypothesis_table: pd.DataFrame | None = field(repr=False)
+    event_table: pd.DataFrame = field(repr=False)
+    ledger_table: pd.DataFrame = field(repr=False)
+    store: StateStore = field(repr=False)
+    meta: dict[str, Any] = field(repr=False)
+    """fingerprint, config, capture, checks, behaviour, drafter, lens, finish reasons, model source."""
+    model: CachedLM | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        steps = self.event_table.drop_duplicates("step").phase.value_counts()
+        phases = ", ".join(f"{steps.get(phase, 0)} {phase}" for phase in ("prefill", "decode", "verify"))
+        text = f"Trace({len(self.requests)} requests, {steps.sum()} steps: {phases}"
+        drafted = self.num_drafted
+        if drafted:
+            rolled_back = self.num_rolled_back
+            text += f"; accepted {100 * (drafted - rolled_back) / drafted:.0f} %, rolled back {rolled_back} tokens"
+        return text + ")"
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The schedule that the bits of this run depend on."""
+        return self.meta["fingerprint"]
+
+    @property
+    def num_drafted(self) -> int:
+        """Candidates that reached the verifier."""
+        return int(self.event_table.draft_token_ids.map(len).sum())
+
+    @property
+    def num_rolled_back(self) -> int:
+        return int(self.event_table.num_rolled_back.sum())
+
+    # -- what was said
+
+    def committed(self, request_id: int) -> list[int]:
+        """The request's committed token ids, without its prompt."""
+        self._require(request_id)
+        return list(self.tokens[request_id])
+
+    def text(self, request_id: int) -> str:
+        """The committed tokens as text."""
+        self._require(request_id)
+        return self.texts[request_id]
+
+    # -- tables
+
+    def events(self) -> pd.DataFrame:
+        """One row for every request in every step; columns as in `observe.tables.events_table`."""
+        return self.event_table.copy()
+
+    def ledger(self, request_id: int, step: int | None = None) -> pd.DataFrame:
+        """Cache rows of a request after `step` (default: its last): position, provenance, step of the last write."""
+        self._require(request_id)
+        return tables.ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
+
+    def hypotheses(self) -> pd.DataFrame:
+        """Every lens reading, one row for each layer x position x step; as in `observe.tables.hypotheses_table`."""
+        if self.hypothesis_table is None:
+            raise ValueError("this run read no lens; run it with 'Z' in capture=")
+        return self.hypothesis_table.copy()
+
+    def agreement(self) -> pd.DataFrame:
+        """Share of first choices that equal the committed token, by layer and status."""
+        return measures.agreement_by_layer(self.hypotheses())
+
+    def settling(self) -> pd.DataFrame:
+        """For every row: the layer at which its prediction settles, the flips on the way, and their path."""
+        return measures.settling(self.hypotheses())
+
+    def rows(self, request_id: int, status: str | None = None) -> pd.DataFrame:
+        """Every row of a request, or those of one status: committed, candidate or rolled_back."""
+        self._require(request_id)
+        if status is not None and status not in STATUSES:
+            raise ValueError(f"unknown status {status!r}; statuses are {', '.join(STATUSES)}")
+        table = self.row_table[self.row_table.request_id == request_id]
+        return table[table.status == status].copy() if status else table.copy()
+
+    def thoughts(self) -> pd.DataFrame:
+        """Thoughts of a Thinking States model, one row for each chunk."""
+        name = self.fingerprint["model"]
+        raise ValueError(f"{name} writes no thoughts; only a Thinking States model does")
+
+    # -- tensors
+
+    def vectors(self, site: str, layer: int, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
+        """States [n, m] of the given rows (a table from `rows()`, or row numbers) at one site and layer."""
+        self._require_site(site, layer)
+        numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
+        about = self.row_table.set_index("row")
+        if unknown := [row for row in numbers if row not in about.index]:
+            raise KeyError(f"no row {unknown[0]} in this trace; it has rows 0 to {len(about) - 1}")
+        about = about.loc[numbers]
+        if (about.state_index < 0).any():
+            row = about[about.state_index < 0].iloc[0]
+            raise ValueError(
+                f"request {row.request_id}: the state at position {row.position} ({row.phase}) was not kept; capture "
+                f"filters were positions={self.meta['capture']['positions']}, phases={self.meta['capture']['phases']}"
+            )
+        if (about.num_layers <= layer).any():
+            row = about[about.num_layers <= layer].iloc[0]
+            raise ValueError(
+                f"request {row.request_id} step {row.step}: the drafter stopped after layer {row.num_layers - 1}, so "
+                f"there is no state at layer {layer}"
+            )
+        return self.store.all_of(site, layer)[torch.tensor(about.state_index.to_numpy())]
+
+    def states(self, site: str, layer: int, request_id: int) -> Tensor:
+        """The canonical states of a request, [position, m]: prompt + generated - 1 rows in order of position."""
+        return self.vectors(site, layer, self._canonical(request_id))
+
+    def digest(self, request_id: int) -> str:
+        """SHA-256 over the committed tokens and their canonical states at every captured site and layer."""
+        rows = self._canonical(request_id)
+        digest = hashlib.sha256(repr(self.committed(request_id)).encode())
+        for site in self.store.sites:
+            for layer in self.store.layers:
+                digest.update(f"{site}.{layer}".encode())
+                states = self.vectors(site, layer, rows).contiguous()
+                digest.update(memoryview(states.view(torch.uint8).numpy()).cast("B"))
+        return digest.hexdigest()
+
+    def to_activation_cache(self, request_id: int) -> Any:
+        """TransformerLens' ActivationCache of the request's canonical states, [1, position, m] by hook name."""
+        if self.model is None:
+            raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
+        if not self.store.sites:
+            raise ValueError("this run kept no states; run it with S, T or C in capture=")
+        rows = self._canonical(request_id)
+        pairs = [(site, layer) for layer in self.store.layers for site in self.store.sites]
+        return self.model.to_activation_cache({pair: self.vectors(*pair, rows) for pair in pairs})
+
+    # -- on disk
+
+    def save(self, directory: "str | Path") -> Path:
+        """Write the trace; the directory shows it whole, or as it was before. See `observe.storage`."""
+        from cacheprobe.observe.storage import save_trace
+
+        return save_trace(self, Path(directory))
+
+    # -- shared
+
+    def _canonical(self, request_id: int) -> pd.DataFrame:
+        return self.rows(request_id, "committed").sort_values("position")
+
+    def _require(self, request_id: int) -> None:
+        if request_id not in self.tokens:
+            raise KeyError(f"no request {request_id} in this trace; it has 0 to {len(self.requests) - 1}")
+
+    def _require_site(self, site: str, layer: int) -> None:
+        if site not in SITE_NAMES:
+            raise ValueError(f"unknown site {site!r}; states are kept at S, T and C")
+        if site not in self.store.sites:
+            raise ValueError(f"site {site} was not captured; this run kept {', '.join(self.store.sites) or 'no states'}")
+        if layer not in self.store.layers:
+            raise ValueError(f"layer {layer} was not captured; this run kept layers {list(self.store.layers)}")

@@ -1,0 +1,229 @@
+"""The facts that everything else passes around: frozen, self-checking, free of torch.
+
+Knows nothing about models, tensors or files. `Observer` is the one way out of the engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+PHASES = ("prefill", "decode", "verify")
+ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back")
+STATUSES = ("committed", "candidate", "rolled_back")
+PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request chooses its tokens. Fields left at None take the run's value, then the default."""
+
+    temperature: float | None = None
+    """0 is greedy; otherwise logits are divided by it before keyed Gumbel noise is added. Default 0."""
+    seed: int | None = None
+    """Seed of the noise. Default: derived from the run's seed and the request's index."""
+    max_new_tokens: int | None = None
+    """Tokens to commit at most. Default 32."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Committing one of these ends the request; the token is kept. Default: the model's own; () stops at none."""
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed must be a non-negative integer, got {self.seed}")
+        if self.stop_token_ids is not None:
+            object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
+
+    def over(self, fallback: "SamplingParams") -> "SamplingParams":
+        """These settings, with `fallback`'s where a field is None."""
+        return SamplingParams(*(b if a is None else a for a, b in zip(_fields(self), _fields(fallback), strict=True)))
+
+
+def _fields(params: SamplingParams) -> tuple[Any, ...]:
+    return params.temperature, params.seed, params.max_new_tokens, params.stop_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate, as its author wrote it. `cacheprobe.run` fills in what is left open."""
+
+    prompt: "str | Sequence[int]"
+    """Text, or token ids."""
+    sampling: SamplingParams | None = None
+    is_deterministic: bool = False
+    """Promise D1 and D2 for this request: its tokens and states are independent of the traffic around it."""
+    request_id: int | None = None
+    """Given by the run: its place in the order of requests."""
+    prompt_token_ids: tuple[int, ...] = ()
+    example: Any = None
+    """The task example that the prompt was made from, if any."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens proposed for one request and not yet verified."""
+
+    request_id: int
+    start: int
+    """Absolute position of the first draft token."""
+    token_ids: tuple[int, ...]
+    drafter: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the verifier decided about one draft.
+
+    Source: decode-verify-rollback of LLM-42 (arXiv 2601.17768, section 4.2), the variant with a bonus token.
+    """
+
+    request_id: int
+    step: int
+    start: int
+    """Absolute position of the first draft token."""
+    draft_token_ids: tuple[int, ...]
+    target_token_ids: tuple[int, ...]
+    """What the verifier chose at each draft position, and one beyond; none beyond a drafted stop token, which is
+    compared but never fed."""
+    num_accepted: int
+    """Length of the longest prefix of the draft that the verifier would have chosen itself."""
+    num_committed: int
+    """Tokens that this pass committed: num_accepted + 1, or fewer where the request ended."""
+    finish: str | None = None
+    """"stop" or "length" where this pass ended the request."""
+
+    def __post_init__(self) -> None:
+        n, drafted, targets = self.num_accepted, len(self.draft_token_ids), len(self.target_token_ids)
+        if not (0 <= n <= drafted <= targets <= drafted + 1 and 1 <= self.num_committed <= min(n + 1, targets)):
+            raise ValueError(
+                f"request {self.request_id} step {self.step}: accepted {n} of {drafted} drafted tokens, "
+                f"committed {self.num_committed}, {targets} target tokens"
+            )
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """Accepted tokens, then one recovered (or, if all were accepted, bonus) token."""
+        n = self.num_accepted
+        return (self.draft_token_ids[:n] + self.target_token_ids[n : n + 1])[: self.num_committed]
+
+    @property
+    def recovered(self) -> int | None:
+        """The verifier's own token at the first mismatch, if there was one."""
+        return self.committed[-1] if self.is_rollback and self.num_committed > self.num_accepted else None
+
+    @property
+    def bonus(self) -> int | None:
+        """The verifier's own next token after a full match."""
+        return self.committed[-1] if not self.is_rollback and self.num_committed > self.num_accepted else None
+
+    @property
+    def is_rollback(self) -> bool:
+        return self.num_accepted < len(self.draft_token_ids)
+
+    @property
+    def rolled_back(self) -> tuple[int, ...]:
+        return self.draft_token_ids[self.num_accepted :]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One forward pass of the engine and what followed from it."""
+
+    step: int
+    phase: str
+    batch_shape: tuple[int, int]
+    """Rows and token slots of the pass, dummies and pads included."""
+    request_ids: tuple[int, ...]
+    """The real requests in it."""
+    seconds: float
+    committed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(request_id, tokens) committed without a verdict: by the prefill, or by a decode that is never verified."""
+    proposed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(request_id, tokens) added to drafts."""
+    verdicts: tuple[Verdict, ...] = ()
+    margins: tuple[tuple[int, float], ...] = ()
+    """(request_id, nats between the two best tokens) where this step chose a token: how settled the choice was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """One thought of a Thinking States model: what T wrote for one chunk, before C turned it into the next S."""
+
+    request_id: int
+    chunk: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlot:
+    """Where one real row of a pass stands, and whose it is."""
+
+    request_id: int
+    batch_index: int
+    """Row b of the pass."""
+    slot: int
+    """Token slot t of the pass."""
+    position: int
+    """Absolute position of the row's input token."""
+    token_id: int
+    is_canonical: bool
+    """True where these states become the request's own: prefill rows, verify rows, never-verified decode rows."""
+    is_draft: bool = False
+    """The input token is a candidate whose verdict is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRecord:
+    """What one pass computed, as an observer needs it. Tensors are the pass's own: copy what is kept."""
+
+    step: int
+    phase: str
+    rows: tuple[RowSlot, ...]
+    logits: Any = None
+    """[b, t, v], or None where the pass stopped at an early layer or kept no logits."""
+    num_layers: int | None = None
+    """Layers that ran; None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request's end."""
+
+    request_id: int
+    step: int
+    reason: str
+    committed: tuple[int, ...] = field(repr=False, default=())
+
+
+class Observer(Protocol):
+    """Looks, and does not touch. The engine calls these in order; nothing that they return is used."""
+
+    def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None: ...
+
+    def after_forward(self, record: ForwardRecord) -> None: ...
+
+    def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Any) -> None:
+        """A token was chosen for `position` from logits [v]; whether it stays is not yet known."""
+        ...
+
+    def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
+        """Tokens `token_ids` now stand at positions start.. for good; `roles` says how each came about."""
+        ...
+
+    def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
+        """Draft tokens at positions start..end-1 were rejected."""
+        ...
+
+    def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
+        """Cache rows start..end-1 of the request now have this provenance."""
+        ...
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_finish(self, finished: Finished) -> None: ...

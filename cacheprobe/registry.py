@@ -1,0 +1,71 @@
+"""Plug-ins: drafters, lenses and tasks, one file each, found by themselves.
+
+A kind is a folder of cacheprobe. A file in it marks what it offers with `@register("drafters", "early_exit")`; the
+folder's files are imported at the first question about that kind.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+P = TypeVar("P")
+
+_plugins: dict[str, dict[str, Any]] = {}
+_scanned: set[str] = set()
+
+
+def register(kind: str, name: str) -> Callable[[P], P]:
+    """Decorator: offer a class or function under `name`. A name belongs to one plug-in of its kind."""
+
+    def keep(plugin: P) -> P:
+        held = _plugins.setdefault(kind, {})
+        if name in held and _origin(held[name]) != _origin(plugin):  # the same one again: its file was reloaded
+            raise ValueError(f"two {kind} are named {name!r}: {_origin(held[name])} and {_origin(plugin)}; rename one")
+        held[name] = plugin
+        return plugin
+
+    return keep
+
+
+def available(kind: str) -> MappingProxyType[str, Any]:
+    """Every plug-in of a kind by name, in alphabetical order."""
+    _scan(kind)
+    return MappingProxyType(dict(sorted(_plugins.get(kind, {}).items())))
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """Sorted names of the plug-ins of a kind."""
+    return tuple(available(kind))
+
+
+def find(kind: str, name: str) -> Any:
+    """The plug-in of that kind and name."""
+    plugins = available(kind)
+    if name not in plugins:
+        raise ValueError(
+            f"unknown name {name!r} among {kind}; there are {', '.join(plugins) or 'none'}; "
+            f"choose one, or add a file to cacheprobe/{kind} that registers it"
+        )
+    return plugins[name]
+
+
+def _scan(kind: str) -> None:
+    """Import the files of cacheprobe/<kind>, once; a file that does not import says so itself."""
+    if kind in _scanned:
+        return
+    package_name = f"cacheprobe.{kind}"
+    try:
+        package = importlib.import_module(package_name)
+    except ModuleNotFoundError as missing:
+        if missing.name != package_name:
+            raise
+        raise ValueError(f"unknown kind of plug-in {kind!r}: there is no folder cacheprobe/{kind}") from None
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package_name}.{module.name}")
+    _scanned.add(kind)
+
+
+def _origin(plugin: Any) -> str:
+    return f"{plugin.__module__}.{plugin.__qualname__}"

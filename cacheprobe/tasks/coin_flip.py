@@ -1,0 +1,260 @@
+"""The coin-flip task: people flip a coin or leave it, and the model is asked for its state.
+
+Source: the task is that of Wei et al. 2022, arXiv 2201.11903; the wording follows Thinking States, arXiv 2602.08332.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from cacheprobe.tasks.base import Example, Question, Tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+STATES = ("heads", "tails")
+ANSWERS = (" heads", " tails")
+
+NAMES = tuple(
+    """
+    Adam Alan Alice Amy Andrew Anna Anthony Arthur Barbara Ben Beth Bob Brian Carl Carol Charles Chris Claire
+    Daniel David Diana Donald Dorothy Edward Ellen Emily Emma Eric Eva Frank Fred George Grace Hannah Harry
+    Helen Henry Ian Jack Jacob James Jane Jason Jennifer Jessica John Joseph Julia Karen Kate Kevin Laura Lisa
+    Louis Lucy Maria Mark Martha Martin Mary Matthew Michael Nancy Nicole Oliver Oscar Paul Peter Philip
+    Rachel Ralph Rebecca Robert Roger Rose Ruth Sam Sarah Scott Simon Sophie Stephen Steven Susan Thomas Tim
+    Victor Victoria Walter William
+    """.split()
+)
+
+
+def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
+    """The question for a coin that starts as `initial`, after `events`: (name, whether that person flips it)."""
+    if initial not in STATES:
+        raise ValueError(f"initial={initial!r} is no state of a coin; use one of {STATES}")
+    if not events:
+        raise ValueError("a coin question needs at least one event, such as ('Alice', True)")
+    text = f"A coin's state is {initial}"
+    states, spans = [initial], [(0, len(text))]
+    for name, flipped in events:
+        text += ", then " if len(states) > 1 else ". "
+        start = len(text)
+        text += f"{name} flips" if flipped else f"{name} does not flip"
+        states.append(STATES[1 - STATES.index(states[-1])] if flipped else states[-1])
+        spans.append((start, len(text)))
+    text += ". What's the state? A:"
+    return Question(text, f" {states[-1]}", ANSWERS, tuple(map(tuple, events)), tuple(states), tuple(spans))
+
+
+def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
+    """Chance that the next of `remaining` people flips, given that an odd (or even) number of them will.
+
+    Each flips by themselves with `flip_probability`, strictly between 0 and 1.
+    Twin: tests.test_coin_flip.enumerated_chance, close.
+    """
+    even_chance, odd_chance = 1.0, 0.0  # of the flips among those after the next
+    stay_probability = 1 - flip_probability
+    for _ in range(remaining - 1):
+        even_chance, odd_chance = (
+            even_chance * stay_probability + odd_chance * flip_probability,
+            odd_chance * stay_probability + even_chance * flip_probability,
+        )
+    flips = flip_probability * (even_chance if odd else odd_chance)
+    stays = stay_probability * (odd_chance if odd else even_chance)
+    return flips / (flips + stays)
+
+
+@dataclass(frozen=True)
+class CoinFlip:
+    """Coin-flip questions: `people` with distinct random names each flip the coin, or do not.
+
+    flip_probability: of each person, independently.  initial: "heads", "tails", or "random".
+    balanced: exactly half of the examples have the answer heads (with an odd n, one more or one fewer). Of examples
+    0 and 1, 2 and 3, ..., one is heads and one tails, in random order. Two ways to reach the answer so chosen:
+    - initial="random": the flips are drawn first, exactly Bernoulli, then the initial state that gives the answer.
+    - a fixed initial: the flips are drawn given that their number is odd (or even). With one person, the answer
+      decides the flip; in general the share of flips is `flip_probability` only where that is 0.5.
+    Not balanced, flips are Bernoulli, a random initial state is a fair coin, and the answer is what comes of them.
+    shots: worked examples in front, drawn anew for each example by the same rules, from names it does not ask about.
+    chat: the model reads the example in its chat template, the shots being earlier turns.
+    """
+
+    people: int = 2
+    flip_probability: float | int = 0.5
+    initial: str = "random"
+    balanced: bool = True
+    shots: int = 0
+    chat: bool = False
+    names: Sequence[str] = NAMES
+
+    def __post_init__(self) -> None:
+        _check_count("people", self.people, at_least=1)
+        _check_count("shots", self.shots, at_least=0)
+        if not isinstance(self.flip_probability, Real) or not 0 <= self.flip_probability <= 1:
+            raise ValueError(f"flip_probability={self.flip_probability!r} is no probability; give a number from 0 to 1")
+        if self.initial not in ("random", *STATES):
+            raise ValueError(f"initial={self.initial!r} is unknown; use 'random', 'heads' or 'tails'")
+        if self.balanced and self.initial != "random" and self.flip_probability in (0, 1):
+            raise ValueError(
+                f"balanced=True cannot be had with initial={self.initial!r} and "
+                f"flip_probability={self.flip_probability!r}, where every answer is the same; "
+                "use initial='random' or balanced=False"
+            )
+        if isinstance(self.names, str):
+            raise ValueError(f"names={self.names!r} is one string; give a sequence of names")
+        for name in self.names:
+            if not isinstance(name, str) or not name or name != " ".join(name.split()):
+                raise ValueError(f"names holds {name!r}; give words, with single spaces between them at most")
+        if len(set(self.names)) < len(self.names):
+            raise ValueError("names holds a name more than once; give each once")
+        needed = self.people * (2 if self.shots else 1)
+        if needed > len(self.names):
+            others = ", as shots take other people than the question" if self.shots else ""
+            raise ValueError(
+                f"people={self.people} needs {needed} names{others}, got {len(self.names)}; "
+                "give more names or fewer people"
+            )
+
+    def examples(self, n: int, seed: int = 0) -> list[Example]:
+        """`n` independent examples. Example i depends on (seed, i) alone: a larger n continues a smaller one.
+
+        The asked question does not depend on `shots` and `chat`. With few people and many examples, questions recur.
+        Sets of one seed that differ in the other settings share random draws: for independent sets, take other seeds.
+        """
+        _check_count("n", n, at_least=1)
+        _check_count("seed", seed)
+        return [self._example(f"coin_flip/{seed}", index) for index in range(n)]
+
+    def _example(self, key: str, index: int) -> Example:
+        question = self._question(key, index, self.names)
+        asked = {name for name, _ in question.events}
+        others = [name for name in self.names if name not in asked] if self.shots else []
+        shots = tuple(self._question(f"{key}/{index}/shots", shot, others) for shot in range(self.shots))
+        return Example(question, shots, self.chat)
+
+    def _question(self, key: str, index: int, names: Sequence[str]) -> Question:
+        rng = Random(f"{key}/{index}")  # a string seed, and rng.random() alone: the same on every Python
+        chosen = _draw(rng, names, self.people)
+        if not self.balanced:
+            initial = STATES[rng.random() < 0.5] if self.initial == "random" else self.initial
+            return coin_question(initial, [(name, rng.random() < self.flip_probability) for name in chosen])
+        first_of_pair = Random(f"{key}/pair/{index // 2}").random() < 0.5
+        answer = STATES[first_of_pair ^ (index % 2)]
+        if self.initial == "random":
+            events = [(name, rng.random() < self.flip_probability) for name in chosen]
+            odd = sum(flipped for _, flipped in events) % 2
+            return coin_question(STATES[STATES.index(answer) ^ odd], events)
+        events, odd = [], answer != self.initial
+        for remaining, name in zip(range(self.people, 0, -1), chosen, strict=True):
+            events.append((name, rng.random() < flip_chance(self.flip_probability, remaining, odd)))
+            odd ^= events[-1][1]
+        return coin_question(self.initial, events)
+
+
+def answer_token_ids(tokenizer: Tokenizer, *, chat: bool = False) -> tuple[int, ...]:
+    """The first tokens of heads and of tails, right after a question as the model reads it; they must differ."""
+    return Example(coin_question("heads", [("Alice", True)]), chat=chat).answer_token_ids(tokenizer)
+
+
+def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) -> Dataset:
+    """A `datasets.Dataset` with `inputs` and `targets`, the fields of the public set skrishna/coin_flip, and the truth.
+
+    inputs: the text the model reads (examples with `chat` need the tokenizer).  targets: "heads" or "tails".
+    names, flips: who acts, and whether they flip.  states: the true state after 0, 1, ... of them.
+    """
+    from datasets import Dataset
+
+    if not examples:
+        raise ValueError("no examples to export; give at least one")
+    columns: dict[str, list] = {"inputs": [], "targets": [], "names": [], "flips": [], "states": []}
+    for example in examples:
+        columns["inputs"].append(example.prompt_text(tokenizer))
+        columns["targets"].append(example.answer.strip())
+        columns["names"].append([name for name, _ in example.events])
+        columns["flips"].append([flipped for _, flipped in example.events])
+        columns["states"].append(list(example.states))
+    return Dataset.from_dict(columns)
+
+
+def save_examples(path: str | Path, examples: Iterable[Example]) -> None:
+    """Write examples as JSON lines: prompt, answer, events, states, and shots and chat where there are any."""
+    lines = [json.dumps(_to_record(example), ensure_ascii=False) + "\n" for example in examples]
+    Path(path).write_text("".join(lines), encoding="utf-8", newline="\n")
+
+
+def load_examples(path: str | Path) -> list[Example]:
+    """Read what `save_examples` wrote. Each line is rebuilt from its events, and must say what they give."""
+    examples = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        try:
+            examples.append(_from_record(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: {error}; write the file with save_examples") from error
+    if not examples:
+        raise ValueError(f"{path} holds no examples; write it with save_examples")
+    return examples
+
+
+def _to_record(example: Example) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "prompt": example.prompt,
+        "answer": example.answer,
+        "events": example.events,
+        "states": example.states,
+    }
+    if example.shots:
+        record["shots"] = [{"events": shot.events, "states": shot.states} for shot in example.shots]
+    if example.chat:
+        record["chat"] = True
+    return record
+
+
+def _from_record(record: Any) -> Example:
+    _check_fields(record, {"prompt", "answer", "events", "states"}, {"shots", "chat"})
+    shots, chat = record.get("shots", []), record.get("chat", False)
+    if type(chat) is not bool:
+        raise ValueError(f"chat is {chat!r}; it must be true or false")
+    for shot in shots:
+        _check_fields(shot, {"events", "states"}, set())
+    example = Example(_question_from(record), tuple(map(_question_from, shots)), chat)
+    for field in ("prompt", "answer"):
+        if record[field] != getattr(example, field):
+            raise ValueError(f"{field} is {record[field]!r}, but the events give {getattr(example, field)!r}")
+    return example
+
+
+def _question_from(record: dict[str, Any]) -> Question:
+    events, states = record["events"], tuple(record["states"])
+    for event in events:
+        if len(event) != 2 or type(event[0]) is not str or type(event[1]) is not bool:
+            raise ValueError(f"an event is [name, true or false], got {event!r}")
+    question = coin_question(states[0] if states else "", list(map(tuple, events)))
+    if states != question.states:
+        raise ValueError(f"states are {states}, but the events give {question.states}")
+    return question
+
+
+def _check_fields(record: Any, required: set[str], optional: set[str]) -> None:
+    found = set(record) if isinstance(record, dict) else set()
+    if not required <= found <= required | optional:
+        raise ValueError(f"expected an object with {sorted(required)}, perhaps {sorted(optional)}, got {record!r:.80}")
+
+
+def _draw(rng: Random, names: Sequence[str], count: int) -> list[str]:
+    """`count` different names in random order: the first steps of a Fisher-Yates shuffle."""
+    pool = list(names)
+    for index in range(count):
+        other = index + int(rng.random() * (len(pool) - index))
+        pool[index], pool[other] = pool[other], pool[index]
+    return pool[:count]
+
+
+def _check_count(name: str, value: int, at_least: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or (at_least is not None and value < at_least):
+        bound = "" if at_least is None else f", {at_least} or more"
+        raise ValueError(f"{name}={value!r} must be a whole number{bound}")
