@@ -5,7 +5,7 @@ Knows nothing about models, tensors or files. `Observer` is the one way out of t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 PHASES = ("prefill", "decode", "verify")
 ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back")
@@ -201,6 +201,7 @@ class Finished:
     committed: tuple[int, ...] = field(repr=False, default=())
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Looks, and does not touch. The engine calls these in order; nothing that they return is used."""
 

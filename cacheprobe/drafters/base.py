@@ -1,7 +1,7 @@
 """What a drafter offers, and what the engine lends it."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -9,6 +9,7 @@ from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 
 
+@runtime_checkable
 class DraftContext(Protocol):
     """The engine's side: forwards that are recorded and accounted for, and each request's own way to choose."""
 
@@ -26,6 +27,7 @@ class DraftContext(Protocol):
         ...
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes continuations. Candidates are hints: any tokens at all change the cost and never the output."""
 

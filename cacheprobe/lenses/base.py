@@ -1,12 +1,13 @@
 """What every lens offers."""
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from cacheprobe.models.base import CachedLM
 
 
+@runtime_checkable
 class Lens(Protocol):
     """Reads states [n, m] of any layers as logits [n, v] in the model's own dtype."""
 

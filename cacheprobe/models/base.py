@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, device, dtype
 
@@ -17,6 +17,7 @@ class ModelError(ValueError):
     """A model that cannot be used as asked; the message names the remedy."""
 
 
+@runtime_checkable
 class CachedLM(Protocol):
     """A decoder that reads and writes a `KVCache`. It never learns the phase: position is an argument."""
 

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 from filelock import FileLock
@@ -31,7 +32,7 @@ CONTENTS = "contents.json"
 def smollm2_directory(progress: bool = True) -> Path:
     """Directory with the configuration, the float32 weights and the tokenizer, converted at the first call.
 
-    float32 because a dequantised 4-bit weight, a 16-bit scale times a number plus a 16-bit offset, does not fit bfloat16.
+    float32, since a dequantised 4-bit weight (16-bit scale times a number, plus a 16-bit offset) does not fit bfloat16.
     Any number of processes may call this at once: one converts, the others wait for it.
     """
     gguf = smollm2_gguf()
@@ -134,10 +135,9 @@ def _convert(gguf: Path, directory: Path) -> None:
         from tokenizers import pre_tokenizers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         model.hf_quantizer, model.is_quantized = None, False  # or save_pretrained refuses
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
+        vars(model.config).pop("quantization_config", None)
         model.save_pretrained(directory)
 
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

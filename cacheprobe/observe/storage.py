@@ -23,6 +23,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.observe.store import ShardStore, tensor_key
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Request, SamplingParams
+from cacheprobe.tasks import example_from_record, example_record
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 10**9
@@ -182,15 +183,13 @@ def _request_to_json(trace: Trace, request: Request) -> dict[str, Any]:
         "prompt_token_ids": list(request.prompt_token_ids),
         "sampling": asdict(request.sampling) if request.sampling else None,
         "is_deterministic": request.is_deterministic,
-        "example": example.to_json() if hasattr(example, "to_json") else None,
+        "example": example_record(example) if example is not None else None,
         "committed_token_ids": list(trace.tokens[request.request_id]),
         "text": trace.texts[request.request_id],
     }
 
 
 def _request_from_json(item: dict[str, Any]) -> Request:
-    from cacheprobe.tasks import example_from_json
-
     prompt = item["prompt"] if isinstance(item["prompt"], str) else tuple(item["prompt"])
     sampling = item["sampling"]
     return Request(
@@ -199,5 +198,5 @@ def _request_from_json(item: dict[str, Any]) -> Request:
         is_deterministic=item["is_deterministic"],
         request_id=item["request_id"],
         prompt_token_ids=tuple(item["prompt_token_ids"]),
-        example=example_from_json(item["example"]) if item["example"] else None,
+        example=example_from_record(item["example"]) if item["example"] else None,
     )

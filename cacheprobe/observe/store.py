@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 
+@runtime_checkable
 class StateStore(Protocol):
     """[n, m] vectors for each captured (site, layer), all in the order of the rows table's `state_index`."""
 

@@ -207,7 +207,7 @@ def parse_answer(text: str, words: Sequence[str] = ("heads", "tails")) -> str | 
     """The first of `words` that stands in `text` as a whole word, in any case; None where none does."""
     groups = "|".join(f"({re.escape(word)})" for word in words)
     found = re.search(rf"\b(?:{groups})\b", text, re.IGNORECASE)
-    return words[found.lastindex - 1] if found else None
+    return words[found.lastindex - 1] if found and found.lastindex else None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

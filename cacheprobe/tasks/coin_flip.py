@@ -183,7 +183,7 @@ def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) 
 
 def save_examples(path: str | Path, examples: Iterable[Example]) -> None:
     """Write examples as JSON lines: prompt, answer, events, states, and shots and chat where there are any."""
-    lines = [json.dumps(_to_record(example), ensure_ascii=False) + "\n" for example in examples]
+    lines = [json.dumps(example_record(example), ensure_ascii=False) + "\n" for example in examples]
     Path(path).write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
@@ -192,7 +192,7 @@ def load_examples(path: str | Path) -> list[Example]:
     examples = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
-            examples.append(_from_record(json.loads(line)))
+            examples.append(example_from_record(json.loads(line)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: {error}; write the file with save_examples") from error
     if not examples:
@@ -200,7 +200,7 @@ def load_examples(path: str | Path) -> list[Example]:
     return examples
 
 
-def _to_record(example: Example) -> dict[str, Any]:
+def example_record(example: Example) -> dict[str, Any]:
     record: dict[str, Any] = {
         "prompt": example.prompt,
         "answer": example.answer,
@@ -214,7 +214,7 @@ def _to_record(example: Example) -> dict[str, Any]:
     return record
 
 
-def _from_record(record: Any) -> Example:
+def example_from_record(record: Any) -> Example:
     _check_fields(record, {"prompt", "answer", "events", "states"}, {"shots", "chat"})
     shots, chat = record.get("shots", []), record.get("chat", False)
     if type(chat) is not bool:

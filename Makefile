@@ -1,0 +1,45 @@
+# make demo      set up once, then show the loop on a real model
+# make test      set up once, then run the tests      make test-all   the slow ones too
+# make lint      ruff and basedpyright                make clean      remove the environment and caches
+# Another interpreter: make PYTHON=python3.12 demo
+
+SHELL := bash
+PYTHON ?= python3
+BIN := .venv/bin
+TEST_ENV := OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 \
+            TOKENIZERS_PARALLELISM=false WANDB_MODE=disabled
+
+# The environment is ready when the stamp of exactly these files, in this folder, is there.
+INPUTS := pyproject.toml constraints.txt Makefile scripts/setup.sh
+KEY := $(shell { pwd -P; cat $(INPUTS); } | sha256sum | cut -c1-16)
+STAMP := .venv/.ready-$(KEY)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint browser clean
+
+help:
+	@sed -n '1,4s/^# //p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP):
+	@PYTHON="$(PYTHON)" bash scripts/setup.sh "$@"
+
+browser:
+	@bash scripts/install_browser.sh
+
+demo: $(STAMP)
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/cacheprobe demo
+
+test: $(STAMP) browser
+	@$(TEST_ENV) $(BIN)/python -m pytest -q
+
+test-all: $(STAMP) browser
+	@$(TEST_ENV) $(BIN)/python -m pytest -q -m ""
+
+lint: $(STAMP)
+	@$(BIN)/ruff check . && $(BIN)/basedpyright
+
+clean:
+	rm -rf .venv .setup.* build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

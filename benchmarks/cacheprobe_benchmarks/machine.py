@@ -1,0 +1,20 @@
+"""Where a number was measured."""
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+
+def machine() -> dict[str, str | int]:
+    """Processor, cores and the versions that a timing depends on."""
+    cpu_info = Path("/proc/cpuinfo")
+    names = [line for line in cpu_info.read_text().splitlines() if "model name" in line] if cpu_info.exists() else []
+    return {
+        "cpu": names[0].split(":")[1].strip() if names else platform.processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "bfloat16_in_hardware": bool(names) and "avx512_bf16" in cpu_info.read_text(),
+        "threads": torch.get_num_threads(),
+        **{name: version(name) for name in ("torch", "transformers", "transformer-lens")},
+    }

@@ -1,0 +1,262 @@
+"""The command line: demo, run, report, verify, bench. Heavy imports wait until a command runs."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from cacheprobe import __version__
+
+app = App(
+    name="cacheprobe",
+    help="What a language model believed before it committed.",
+    version=__version__,
+)
+
+
+@app.command
+def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
+    """Run SmolLM2 on coin-flip prompts with an early-exit drafter, save the run, and draw its report.
+
+    Parameters
+    ----------
+    out
+        Directory for the run and its report.html; an earlier run there is replaced.
+    progress
+        Show progress bars.
+    """
+    import cacheprobe as cp
+    from cacheprobe.observe.summary import summary
+    from cacheprobe.views import write_report
+
+    model = cp.load_model("smollm2-135m", dtype="bfloat16", progress=progress)
+    examples = cp.tasks.CoinFlip(people=3, shots=2).examples(n=8, seed=0)
+    trace = cp.run(
+        model,
+        examples,
+        drafter=cp.drafters.EarlyExit(layer=26),
+        window=4,
+        deterministic=0.5,
+        max_new_tokens=16,
+        sampling=cp.SamplingParams(stop_token_ids=()),
+        progress=progress,
+    )
+    trace.save(out)
+    print(summary(trace))
+    print(f"run: {out}\nreport: {write_report(trace, out / 'report.html')}")
+
+
+@app.command
+def run(
+    *,
+    out: Path,
+    model: str = "smollm2-135m",
+    dtype: str = "bfloat16",
+    prompt: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    task: str | None = None,
+    n: int = 8,
+    people: int = 2,
+    flip_probability: float = 0.5,
+    shots: int = 0,
+    chat: bool = False,
+    drafter: str | None = None,
+    window: int = 16,
+    group: int = 4,
+    deterministic: float = 0.0,
+    capture: str = "STCZ",
+    layers: Annotated[tuple[int, ...], Parameter(negative="")] = (),
+    temperature: float = 0.0,
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    capacity: int = 512,
+    progress: bool = True,
+) -> None:
+    """Generate from prompts or a task's examples, and save the trace.
+
+    Parameters
+    ----------
+    out
+        Directory for the trace.
+    model
+        "smollm2-135m", a hub name or a local directory.
+    dtype
+        float32, bfloat16 or float16.
+    prompt
+        A prompt's text; repeat for several.
+    task
+        A task by name, such as coin_flip, instead of prompts.
+    n
+        Examples of the task.
+    people, flip_probability
+        Of the coin flip.
+    shots
+        Worked examples in front of each question.
+    chat
+        Use the model's chat template.
+    drafter
+        NAME or NAME:key=value,... such as early_exit:layer=20. Without one, only deterministic requests are verified.
+    window, group
+        Rows of a verify pass for each request, and requests in it.
+    deterministic
+        Fraction of the requests.
+    capture
+        Sites to keep, of S, T, C and Z.
+    layers
+        Layers to keep; all by default.
+    temperature
+        0 is greedy.
+    max_new_tokens, seed, capacity
+        See `cacheprobe.run`.
+    progress
+        Show progress bars.
+    """
+    import cacheprobe as cp
+    from cacheprobe.observe.summary import summary
+    from cacheprobe.registry import find
+
+    if bool(prompt) == (task is not None):
+        raise ValueError("give either --prompt (once or more) or --task, such as --task coin_flip")
+    prompts: Any = list(prompt)
+    if task is not None:
+        kind = find("tasks", task)
+        prompts = kind(people=people, flip_probability=flip_probability, shots=shots, chat=chat).examples(n, seed)
+    chosen = _plug_in("drafters", drafter) if drafter else None
+    trace = cp.run(
+        cp.load_model(model, dtype=dtype, progress=progress),
+        prompts,
+        drafter=chosen,
+        window=window,
+        group=group,
+        deterministic=deterministic,
+        capture=capture,
+        layers=list(layers) or "all",
+        sampling=cp.SamplingParams(temperature=temperature),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        capacity=capacity,
+        progress=progress,
+    )
+    trace.save(out)
+    print(summary(trace))
+    print(f"run: {out}")
+
+
+@app.command
+def report(run: Path, *, request: int | None = None, out: Path | None = None) -> None:
+    """Draw a stored run as one self-contained HTML file.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run.
+    request
+        The request to draw; by default one with an accepted and a rolled-back window, if there is any.
+    out
+        The file; by default report.html in the run's directory.
+    """
+    import cacheprobe as cp
+    from cacheprobe.views import write_report
+
+    trace = cp.load_trace(run)
+    print(write_report(trace, out or run / "report.html", request_id=request))
+
+
+@app.command
+def verify(run: Path, *, model: str | None = None, progress: bool = True) -> int:
+    """Replay a stored run against the oracle; exit 1 with the first difference.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run.
+    model
+        Name or directory of the model, where it is not the one that the run names.
+    progress
+        Show progress bars.
+    """
+    import cacheprobe as cp
+
+    trace = cp.load_trace(run)
+    finger = trace.fingerprint
+    loaded = cp.load_model(model or finger["model"], dtype=finger["dtype"], progress=progress)
+    result = cp.verify(trace, loaded, progress=progress)
+    skipped = f"; {result.num_skipped} requests were never verified and are not compared" if result.num_skipped else ""
+    if not result.is_equal:
+        print(f"differs from the oracle: {result.first_difference}{skipped}")
+        return 1
+    print(
+        f"equal to the oracle: {result.num_tokens} tokens of {result.num_requests} requests, and {result.num_states} states "
+        f"of the deterministic ones bit for bit{skipped}"
+    )
+    return 0
+
+
+@app.command
+def bench(name: str, *, json: Path | None = None, rounds: int = 3) -> None:
+    """Measure, in one process, and print ratios of medians.
+
+    Parameters
+    ----------
+    name
+        The benchmark, such as main-job.
+    json
+        Also write the numbers to this file.
+    rounds
+        Interleaved repetitions.
+    """
+    from importlib import import_module
+    from json import dumps
+    from pkgutil import iter_modules
+
+    try:
+        package = import_module("cacheprobe_benchmarks")
+    except ModuleNotFoundError:
+        raise ValueError("the benchmarks are not installed; run from a checkout with pip install -e .") from None
+    names = sorted(module.name.replace("_", "-") for module in iter_modules(package.__path__))
+    if name not in names:
+        raise ValueError(f"unknown benchmark {name!r}; there are {', '.join(names)}")
+    numbers = import_module(f"cacheprobe_benchmarks.{name.replace('-', '_')}").run(rounds)
+    print(dumps(numbers, indent=1))
+    if json is not None:
+        json.write_text(dumps(numbers, indent=1) + "\n")
+
+
+def _plug_in(kind: str, text: str) -> Any:
+    """NAME or NAME:key=value,... to the plug-in's object; values are numbers where they read as such."""
+    from cacheprobe.registry import find
+
+    name, _, listed = text.partition(":")
+    options = {}
+    for item in filter(None, listed.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{kind} option {item!r} is not key=value, as in early_exit:layer=20")
+        options[key] = int(value) if value.lstrip("-").isdigit() else value
+    try:
+        return find(kind, name)(**options)
+    except TypeError as error:
+        raise ValueError(f"{kind} {name!r} cannot be made from {options}: {error}") from error
+
+
+def main() -> None:
+    """Entry point. Errors of use are one line on stderr and exit code 2."""
+    # before torch starts its threads: workers that wait for each other should not burn a shared core
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        result = app(result_action="return_value")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        if os.environ.get("CACHEPROBE_DEBUG"):
+            raise
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

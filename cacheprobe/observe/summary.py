@@ -1,0 +1,43 @@
+"""A run in a few lines of text, for terminals."""
+
+from typing import Any
+
+from cacheprobe.observe.hypotheses import agreement_by_layer, settling_by_status
+from cacheprobe.observe.trace import Trace
+
+
+def behaviour_line(behaviour: dict[str, Any]) -> str:
+    """Accuracy, mass on the answers and chance of a task's run, with what may be said from it."""
+    b = behaviour
+    line = (
+        f"behaviour: {b['accuracy']:.0%} of {b['num_examples']} answers right "
+        f"(95 % interval {b['accuracy_low']:.0%} to {b['accuracy_high']:.0%}, {b['num_unparsed']} without an answer), "
+        f"chance {b['chance']:.0%}; the answer words get {b['answer_mass']:.2%} of the first token's mass"
+    )
+    if b["accuracy_low"] <= b["chance"]:
+        line += "; not above chance, so nothing here speaks of the model's state of the task"
+    return line
+
+
+def summary(trace: Trace) -> str:
+    """The run's shape, behaviour, controls, and when its layers agreed with what was committed."""
+    finger = trace.fingerprint
+    lines = [
+        repr(trace),
+        f"model {finger['model']}, {finger['dtype']}, {finger['path']} on {finger['device']}, {finger['threads']} threads"
+        + (f" ({trace.meta['weights_note']})" if trace.meta["weights_note"] else ""),
+    ]
+    if trace.meta["behaviour"]:
+        lines.append(behaviour_line(trace.meta["behaviour"]))
+    for check in trace.meta["checks"]:
+        lines.append(
+            f"check: {check['name']} in {check['dtype']} on {check['num_rows']} rows, worst error {check['worst']:.2f} of "
+            f"the tolerance, {check['tolerance']}"
+        )
+    if trace.hypothesis_table is not None:
+        hypotheses = trace.hypotheses()
+        table = agreement_by_layer(hypotheses)
+        shown = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
+        lines += ["first choice = committed token, by layer:", table.loc[shown].round(2).to_string(na_rep="-")]
+        lines += ["settling:", settling_by_status(hypotheses).round(1).to_string()]
+    return "\n".join(lines)

@@ -1,0 +1,22 @@
+"""Set-up of every test run. Nothing of cacheprobe is imported here: shape checks are switched on before its import."""
+
+import os
+
+from hypothesis import settings
+
+# Read by torch, transformers and their friends when a test first imports them.
+for name, value in {
+    "OMP_NUM_THREADS": "2",
+    "MKL_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "disabled",
+}.items():
+    os.environ.setdefault(name, value)
+
+# Time limits of single examples fail on a busy machine; in CI the examples are the same each time.
+settings.register_profile("cacheprobe", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("cacheprobe")

@@ -1,0 +1,55 @@
+"""The slow twins: each written to be read, sharing no code with what it checks."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def num_accepted_slowly(draft: list[int], targets: list[int]) -> int:
+    """Every prefix tried, the longest equal one kept."""
+    return max(n for n in range(len(draft) + 1) if list(draft[:n]) == list(targets[:n]))
+
+
+def sample_token_slowly(logits: Tensor, temperature: float, seed: int, position: int) -> int:
+    """Plain Python over a list, the first largest wins."""
+    values = [float(x) for x in logits.double()]
+    if temperature > 0:
+        words = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(len(values))
+        uniform = [((int(word) >> 12) + 0.5) / 2**52 for word in words]
+        values = [v / temperature - math.log(-math.log(u)) for v, u in zip(values, uniform, strict=True)]
+    best = 0
+    for token_id, value in enumerate(values):
+        if value > values[best]:
+            best = token_id
+    return best
+
+
+def lowest_topk_slowly(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Python's stable sort, row by row."""
+    ids = [sorted(range(values.shape[1]), key=lambda i, row=row: (-float(row[i]), i))[:k] for row in values]
+    picked = torch.tensor(ids)
+    return values.gather(1, picked), picked
+
+
+def read_logits_slowly(logits: Tensor, targets: Tensor, top_k: int) -> dict[str, Tensor]:
+    """One row at a time, in float64, by the definitions."""
+    out: dict[str, list] = {name: [] for name in ("ids", "logprobs", "entropy", "rank", "target_logprob")}
+    for row, target in zip(logits.double(), targets.tolist(), strict=True):
+        logprobs = row - torch.logsumexp(row, 0)
+        order = sorted(range(len(row)), key=lambda i, row=row: (-float(row[i]), i))
+        out["ids"].append(order[:top_k])
+        out["logprobs"].append([float(logprobs[i]) for i in order[:top_k]])
+        out["entropy"].append(-sum(math.exp(p) * p for p in logprobs.tolist() if p > -math.inf))
+        out["rank"].append(order.index(target) if target >= 0 else -1)
+        out["target_logprob"].append(float(logprobs[target]) if target >= 0 else math.nan)
+    return {name: torch.tensor(values) for name, values in out.items()}
+
+
+def hf_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """Hugging Face's own greedy decoding, one sequence alone."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids))
+    return out[0, len(prompt) :].tolist()

