@@ -1,13 +1,9 @@
-"""The coin-flip task: text, true states, balance, token states, answers, files and errors."""
+"""The coin-flip task: text, true states, shots, token states, chat, answer tokens and errors."""
 
-import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
-from itertools import product
-from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -16,18 +12,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from cacheprobe.tasks import (
-    Accuracy,
     CoinFlip,
     Example,
-    accuracy,
     answer_token_ids,
     coin_question,
-    load_examples,
-    parse_answer,
-    save_examples,
     to_dataset,
 )
-from cacheprobe.tasks.coin_flip import NAMES, flip_chance
+from cacheprobe.tasks.coin_flip import NAMES
 
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
 TEMPLATE = (
@@ -101,16 +92,6 @@ def state_read_from(text: str) -> str | None:
     return initial if story.count(" flips") % 2 == 0 else {"heads": "tails", "tails": "heads"}[initial]
 
 
-def enumerated_chance(flip_probability: float, remaining: int, odd: bool) -> float:
-    """Slow twin of `flip_chance`: add up every outcome with the wanted parity."""
-    outcomes = [flips for flips in product((0, 1), repeat=remaining) if sum(flips) % 2 == odd]
-    weights = [prod(flip_probability if flip else 1 - flip_probability for flip in flips) for flips in outcomes]
-    return sum(weight for flips, weight in zip(outcomes, weights, strict=True) if flips[0]) / sum(weights)
-
-
-# --- text and states
-
-
 def test_prompts_are_worded_exactly():
     two = coin_question("heads", [("Alice", True), ("Bob", True)])
     assert (two.text, two.answer, two.states) == (SENTENCE, " heads", ("heads", "tails", "heads"))
@@ -139,74 +120,9 @@ def test_every_example_tells_the_truth(task, n, seed):
         assert example.prompt.count("What's the state? A:") == task.shots + 1
 
 
-@settings(max_examples=60, deadline=None)
-@given(CONFIGS, st.integers(1, 12), st.integers(0, 5))
-def test_a_larger_set_continues_a_smaller_one(task, n, seed):
-    assert task.examples(12, seed)[:n] == task.examples(n, seed)
-
-
 def test_an_example_shows_what_it_asks():
     (example,) = CoinFlip(people=1, shots=2, chat=True, names=["Alice", "Bob"]).examples(1)
     assert repr(example) == f"Example({example.question.text!r} -> {example.answer!r}, shots=2, chat=True)"
-
-
-def test_seeds_and_indices_differ():
-    assert len({e.prompt for seed in range(5) for e in CoinFlip(people=4).examples(20, seed)}) == 100
-
-
-@settings(max_examples=60, deadline=None)
-@given(CONFIGS.filter(lambda task: task.balanced), st.integers(1, 15), st.integers(0, 50))
-def test_balance_is_exact(task, n, seed):
-    examples = task.examples(n, seed)
-    assert abs(2 * sum(e.answer == " heads" for e in examples) - n) == n % 2
-    for example in examples:
-        shots = [shot.answer for shot in example.shots]
-        assert abs(2 * shots.count(" heads") - len(shots)) == len(shots) % 2
-
-
-def test_the_order_of_answers_is_random():
-    """Were example i's answer i's parity, any split into every other example would be a split by answer."""
-    answers = [e.answer for e in CoinFlip().examples(400)]
-    assert 60 < answers[::2].count(" heads") < 140
-
-
-@pytest.mark.parametrize("balanced", [True, False])
-def test_flips_are_bernoulli_and_the_initial_state_is_independent_of_them(balanced):
-    examples = CoinFlip(people=3, flip_probability=0.3, balanced=balanced).examples(4000, seed=3)
-    counts = Counter((e.states[0], *(flipped for _, flipped in e.events)) for e in examples)
-    for initial, *flips in product(("heads", "tails"), *[(True, False)] * 3):
-        expected = 2000 * prod(0.3 if flip else 0.7 for flip in flips)
-        assert abs(counts[initial, *flips] - expected) < 4.5 * expected**0.5, (initial, flips)
-
-
-def test_with_a_fixed_initial_state_flips_are_bernoulli_given_the_answer():
-    examples = CoinFlip(people=3, flip_probability=0.3, initial="tails").examples(4000, seed=3)
-    counts = Counter(tuple(flipped for _, flipped in e.events) for e in examples)
-    for flips in product((True, False), repeat=3):
-        weight = {f: prod(0.3 if flip else 0.7 for flip in f) for f in product((True, False), repeat=3)}
-        expected = 2000 * weight[flips] / sum(w for f, w in weight.items() if sum(f) % 2 == sum(flips) % 2)
-        assert abs(counts[flips] - expected) < 4.5 * expected**0.5, flips
-
-
-@given(st.floats(0.01, 0.99), st.integers(1, 8), st.booleans())
-def test_flip_chance_agrees_with_enumeration(flip_probability, remaining, odd):
-    slow = enumerated_chance(flip_probability, remaining, odd)
-    assert flip_chance(flip_probability, remaining, odd) == pytest.approx(slow, rel=1e-9)  # sums in another order
-
-
-@pytest.mark.parametrize("flip_probability", [5e-324, 1e-17, 1 - 2**-53])
-def test_flips_given_the_answer_exist_at_the_edge(flip_probability):
-    examples = CoinFlip(people=3, flip_probability=flip_probability, initial="heads").examples(10)
-    assert sorted(e.answer for e in examples) == [" heads"] * 5 + [" tails"] * 5
-
-
-@pytest.mark.parametrize("flip_probability", [0, 1])
-def test_certain_flips_are_balanced_by_the_initial_state(flip_probability):
-    examples = CoinFlip(people=3, flip_probability=flip_probability).examples(10)
-    assert sorted(e.states[0] for e in examples) == ["heads"] * 5 + ["tails"] * 5
-    assert all(flipped == flip_probability for e in examples for _, flipped in e.events)
-    unbalanced = CoinFlip(people=3, flip_probability=flip_probability, initial="heads", balanced=False).examples(10)
-    assert {e.answer for e in unbalanced} == {" tails" if flip_probability else " heads"}
 
 
 def test_all_names_can_be_used():
@@ -222,9 +138,6 @@ def test_a_question_that_contradicts_itself_is_refused():
         replace(good, spans=good.spans[::-1])
     with pytest.raises(ValueError, match="answer ' edge' is not one of"):
         replace(good, answer=" edge")
-
-
-# --- shots
 
 
 def test_shots_stand_in_front_with_their_answers():
@@ -258,9 +171,6 @@ def test_the_state_of_a_shot_holds_until_its_answer_is_read():
     assert [example.state_at(n) for n in range(len(example.prompt) + 1)] == expected
     assert [example.prompt[a:b] for a, b in example.operations] == ["Bob does not flip"]
     assert example.operations[0][0] == example.prompt.rindex("Bob")
-
-
-# --- tokens
 
 
 def test_an_operation_takes_effect_on_the_token_that_completes_its_verb(byte_tokenizer):
@@ -316,9 +226,6 @@ def test_a_tokenizer_without_offsets_is_refused(byte_tokenizer):
         CoinFlip().examples(1)[0].states_after_tokens(Slow())
 
 
-# --- chat
-
-
 def test_chat_renders_turns_and_keeps_the_states_in_place(byte_tokenizer):
     shot, asked = coin_question("tails", [("Alice", True)]), coin_question("heads", [("Alice", True), ("Bob", True)])
     example = Example(asked, (shot, asked), chat=True)
@@ -360,9 +267,6 @@ def test_chat_errors_name_the_remedy(byte_tokenizer, word_tokenizer):
         example.states_after_tokens(shouting)
 
 
-# --- answers
-
-
 def test_answer_tokens_are_those_that_follow_the_prompt(byte_tokenizer):
     heads, tails = answer_token_ids(byte_tokenizer)
     assert byte_tokenizer.decode([heads])[0] == " " == byte_tokenizer.decode([tails])[0]
@@ -382,58 +286,6 @@ def test_answers_that_cannot_be_told_apart_are_refused(letter_tokenizer, sentenc
     with pytest.raises(ValueError, match="joins ' heads' to the prompt's last token"):
         answer_token_ids(sentence_tokenizer)
     assert len(set(answer_token_ids(word_tokenizer))) == 2
-
-
-@pytest.mark.parametrize(
-    "text, word",
-    [
-        (" heads", "heads"),
-        ("Tails. Not heads", "tails"),
-        ("the coin is HEADS-up", "heads"),
-        ("overheads, then tails", "tails"),
-        ("head", None),
-        ("tailspin", None),
-        ("", None),
-    ],
-)
-def test_the_first_whole_word_is_the_answer(text, word):
-    assert parse_answer(text) == word
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_accuracy_counts_unparsed_as_wrong(chat):
-    examples = [
-        Example(coin_question(initial, [("Alice", True)]), chat=chat)
-        for initial in ("heads", "heads", "tails", "tails")
-    ]
-    score = accuracy(examples, [" tails", " heads", "no idea", "Heads!"])
-    assert score == Accuracy(num_examples=4, num_correct=2, num_unparsed=1, chance=0.5)
-    assert score.accuracy == 0.5 and "2 of 4" in repr(score) and "1 unparsed" in repr(score)
-    with pytest.raises(ValueError, match="got 4 and 1"):
-        accuracy(examples, [" tails"])
-    with pytest.raises(ValueError, match="got 0 and 0"):
-        accuracy([], [])
-
-
-@given(st.integers(1, 500), st.data())
-def test_the_interval_holds_what_the_score_test_does_not_reject(n, data):
-    """Wilson's bounds are the p at which the observed share lies exactly 1.96 standard errors away."""
-    score = Accuracy(n, data.draw(st.integers(0, n)), 0, 0.5)
-    low, high = score.interval
-    assert 0 <= low <= score.accuracy <= high <= 1 and low < high
-    for bound in (low, high):
-        if 0 < bound < 1:
-            deviation = (score.accuracy - bound) ** 2
-            assert deviation == pytest.approx(3.8414588 * bound * (1 - bound) / n, rel=1e-6, abs=1e-12)
-
-
-def test_impossible_counts_are_refused():
-    for counts in ((0, 0, 0), (3, 4, 0), (3, 2, 2), (3, -1, 0), (3, 0, -1)):
-        with pytest.raises(ValueError, match="examples cannot have"):
-            Accuracy(*counts, chance=0.5)
-
-
-# --- errors
 
 
 @pytest.mark.parametrize(
@@ -482,62 +334,6 @@ def test_bad_calls_are_one_line_errors():
         coin_question("heads", [])
     with pytest.raises(ValueError, match="num_chars=99 is outside the text; give 0 to 74"):
         Example(coin_question("heads", [("Alice", True), ("Bob", True)])).state_at(99)
-
-
-# --- files and export
-
-
-@settings(max_examples=30, deadline=None)
-@given(task=CONFIGS, chat=st.booleans(), seed=st.integers(0, 99))
-def test_files_give_back_equal_examples(tmp_path_factory, task, chat, seed):
-    path = tmp_path_factory.mktemp("sets") / "set.jsonl"
-    examples = [Example(e.question, e.shots, chat) for e in task.examples(3, seed)]
-    save_examples(path, examples)
-    loaded = load_examples(path)
-    assert loaded == examples and [hash(e) for e in loaded] == [hash(e) for e in examples]
-    save_examples(path.with_suffix(".again"), loaded)
-    assert path.with_suffix(".again").read_bytes() == path.read_bytes()
-
-
-GOOD = {
-    "prompt": SENTENCE,
-    "answer": " heads",
-    "events": [["Alice", True], ["Bob", True]],
-    "states": ["heads", "tails", "heads"],
-}
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("{", "Expecting"),
-        ("", "Expecting"),
-        ("[1]", "expected an object"),
-        (json.dumps({**GOOD, "people": 2}), "expected an object"),
-        (json.dumps({**GOOD, "prompt": SENTENCE + " "}), "prompt is"),
-        (json.dumps({**GOOD, "answer": " tails"}), "answer is ' tails', but the events give ' heads'"),
-        (json.dumps({**GOOD, "states": ["heads", "heads", "heads"]}), "states are"),
-        (json.dumps({**GOOD, "states": []}), "is no state of a coin"),
-        (json.dumps({**GOOD, "events": [["Alice", 1], ["Bob", 1]]}), "an event is"),
-        (json.dumps({**GOOD, "events": 3}), "not iterable"),
-        (json.dumps({**GOOD, "chat": "yes"}), "chat is 'yes'"),
-        (json.dumps({**GOOD, "shots": [{}]}), "expected an object"),
-        (b"\xff", "decode"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path, line, message):
-    path = tmp_path / "set.jsonl"
-    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
-    with pytest.raises(ValueError, match=r"set\.jsonl, line 2: ") as error:
-        load_examples(path)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_an_empty_file_is_an_error(tmp_path):
-    path = tmp_path / "set.jsonl"
-    path.touch()
-    with pytest.raises(ValueError, match="holds no examples"):
-        load_examples(path)
 
 
 def test_the_export_has_the_fields_of_the_public_set(byte_tokenizer):

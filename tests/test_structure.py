@@ -89,7 +89,8 @@ def layer_complaints(files: Mapping[str, str]) -> Iterator[str]:
                 continue
             target = (*name.split("."), "")[1]
             if target not in LEVEL:
-                yield f"{path}:{line}: imports {name}, which is no part of the package below it"
+                if part not in LAYERS[-1]:  # the top may use the package as its users do
+                    yield f"{path}:{line}: imports {name}, which is no part of the package"
             elif target != part and not (LEVEL[target] < LEVEL[part] or LEVEL[target] == LEVEL[part] == 0):
                 yield f"{path}:{line}: {part} imports {target}, which is not below it"
 
@@ -221,6 +222,7 @@ def test_the_rule_catches_a_planted_violation(rule, path, source):
         (layer_complaints, "cacheprobe/observe/x.py", "from cacheprobe.engine import loop"),
         (layer_complaints, "cacheprobe/observe/x.py", "import cacheprobe.observe.trace"),
         (layer_complaints, "cacheprobe/observe/x.py", "from cacheprobe import __version__, names"),
+        (layer_complaints, "cacheprobe/cli.py", "import cacheprobe as cp"),
         (layer_complaints, "cacheprobe/config.py", "from cacheprobe.names import SITES"),
         (size_complaints, "tests/x.py", "pass\n" * LONGEST_FILE),
         (hook_name_complaints, "cacheprobe/names.py", "S = 'hook_resid_post'"),
@@ -253,3 +255,14 @@ def test_views_do_not_load_torch_by_a_detour():
     paths = [path for path in PACKAGE if path.startswith("cacheprobe/views/")]
     views = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths]
     assert loaded_early("\n".join(f"import {view}" for view in views), NEVER_IN_VIEWS) == []
+
+
+def test_shape_annotations_are_checked_in_tests():
+    """The option in pyproject.toml works only while nothing imports cacheprobe before pytest has read it."""
+    import torch
+
+    from cacheprobe.ops.sampling import lowest_argmax
+
+    assert lowest_argmax(torch.tensor([1.0, 3.0, 3.0])) == 1
+    with pytest.raises(Exception, match="Type-check error"):
+        lowest_argmax(torch.zeros(2, 2))

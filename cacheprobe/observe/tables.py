@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import pandas as pd
@@ -103,7 +103,7 @@ def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
     return pd.DataFrame([asdict(change) for change in changes])
 
 
-def ledger_at(changes: pd.DataFrame, step: int | None) -> pd.DataFrame:
+def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame:
     """One request's cache rows after `step` (None: at the end): position, provenance, step of the last write."""
     held: dict[int, tuple[str, int]] = {}
     for change in changes.itertuples():

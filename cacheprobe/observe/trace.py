@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import pandas as pd
 import torch
@@ -67,12 +67,12 @@ class Trace:
 
     # -- what was said
 
-    def committed(self, request_id: int) -> list[int]:
+    def committed(self, request_id: SupportsIndex) -> list[int]:
         """The request's committed token ids, without its prompt."""
         self._require(request_id)
         return list(self.tokens[request_id])
 
-    def text(self, request_id: int) -> str:
+    def text(self, request_id: SupportsIndex) -> str:
         """The committed tokens as text."""
         self._require(request_id)
         return self.texts[request_id]
@@ -83,7 +83,7 @@ class Trace:
         """One row for every request in every step; columns as in `observe.tables.events_table`."""
         return self.event_table.copy()
 
-    def ledger(self, request_id: int, step: int | None = None) -> pd.DataFrame:
+    def ledger(self, request_id: SupportsIndex, step: SupportsIndex | None = None) -> pd.DataFrame:
         """Cache rows of a request after `step` (default: its last): position, provenance, step of the last write."""
         self._require(request_id)
         return tables.ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
@@ -102,7 +102,7 @@ class Trace:
         """For every row: the layer at which its prediction settles, the flips on the way, and their path."""
         return measures.settling(self.hypotheses())
 
-    def rows(self, request_id: int, status: str | None = None) -> pd.DataFrame:
+    def rows(self, request_id: SupportsIndex, status: str | None = None) -> pd.DataFrame:
         """Every row of a request, or those of one status: committed, candidate or rolled_back."""
         self._require(request_id)
         if status is not None and status not in STATUSES:
@@ -117,7 +117,7 @@ class Trace:
 
     # -- tensors
 
-    def vectors(self, site: str, layer: int, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
+    def vectors(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
         """States [n, m] of the given rows (a table from `rows()`, or row numbers) at one site and layer."""
         self._require_site(site, layer)
         numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
@@ -139,11 +139,11 @@ class Trace:
             )
         return self.store.all_of(site, layer)[torch.tensor(about.state_index.to_numpy())]
 
-    def states(self, site: str, layer: int, request_id: int) -> Tensor:
+    def states(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
         """The canonical states of a request, [position, m]: prompt + generated - 1 rows in order of position."""
         return self.vectors(site, layer, self._canonical(request_id))
 
-    def digest(self, request_id: int) -> str:
+    def digest(self, request_id: SupportsIndex) -> str:
         """SHA-256 over the committed tokens and their canonical states at every captured site and layer."""
         rows = self._canonical(request_id)
         digest = hashlib.sha256(repr(self.committed(request_id)).encode())
@@ -154,7 +154,7 @@ class Trace:
                 digest.update(memoryview(states.view(torch.uint8).numpy()).cast("B"))
         return digest.hexdigest()
 
-    def to_activation_cache(self, request_id: int) -> Any:
+    def to_activation_cache(self, request_id: SupportsIndex) -> Any:
         """TransformerLens' ActivationCache of the request's canonical states, [1, position, m] by hook name."""
         if self.model is None:
             raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
@@ -174,14 +174,14 @@ class Trace:
 
     # -- shared
 
-    def _canonical(self, request_id: int) -> pd.DataFrame:
+    def _canonical(self, request_id: SupportsIndex) -> pd.DataFrame:
         return self.rows(request_id, "committed").sort_values("position")
 
-    def _require(self, request_id: int) -> None:
+    def _require(self, request_id: SupportsIndex) -> None:
         if request_id not in self.tokens:
             raise KeyError(f"no request {request_id} in this trace; it has 0 to {len(self.requests) - 1}")
 
-    def _require_site(self, site: str, layer: int) -> None:
+    def _require_site(self, site: str, layer: SupportsIndex) -> None:
         if site not in SITE_NAMES:
             raise ValueError(f"unknown site {site!r}; states are kept at S, T and C")
         if site not in self.store.sites:

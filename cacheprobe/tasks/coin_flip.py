@@ -55,7 +55,7 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
     """Chance that the next of `remaining` people flips, given that an odd (or even) number of them will.
 
     Each flips by themselves with `flip_probability`, strictly between 0 and 1.
-    Twin: tests.test_coin_flip.enumerated_chance, close.
+    Twin: tests.test_data.enumerated_chance, close.
     """
     even_chance, odd_chance = 1.0, 0.0  # of the flips among those after the next
     stay_probability = 1 - flip_probability

@@ -1,0 +1,105 @@
+"""The one place for colours, patterns and the settings of plotly.
+
+Blue prefill, yellow candidate or provisional row, green accepted or verified, red rejected, hatched pending, grey other
+requests. Each has a texture or a sign beside its colour, so that no picture needs colour vision.
+"""
+
+import plotly.graph_objects as go
+
+FIGURE_CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
+"""Of every figure that is written to a page; the upload button stays off."""
+
+SANS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", "Liberation Sans", sans-serif'
+MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace'
+
+_LIGHT = {
+    "ink": "#1b2027", "muted": "#59636e", "paper": "#ffffff", "card": "#f6f7f9", "line": "#d3d8de",
+    "blue": "#cfe2f8", "blue-edge": "#2b6cb0", "yellow": "#fdebae", "yellow-edge": "#a87900",
+    "green": "#ccecd2", "green-edge": "#23793a", "red": "#fad6d2", "red-edge": "#bd3127",
+    "grey": "#e3e6ea", "grey-edge": "#7b858f",
+}  # fmt: skip
+_DARK = {
+    "ink": "#e7ebf0", "muted": "#9ba6b2", "paper": "#0f1318", "card": "#171c22", "line": "#323a44",
+    "blue": "#1c3d63", "blue-edge": "#74b0f0", "yellow": "#4b3c0c", "yellow-edge": "#e6bf45",
+    "green": "#184728", "green-edge": "#66cc80", "red": "#55201d", "red-edge": "#f4877e",
+    "grey": "#2d333b", "grey-edge": "#8d97a2",
+}  # fmt: skip
+
+STATUS_STYLES = {
+    "committed": {"color": "#2f9e4f", "dash": "solid", "symbol": "circle"},
+    "candidate": {"color": "#c58f00", "dash": "dash", "symbol": "diamond"},
+    "rolled_back": {"color": "#d9483b", "dash": "dot", "symbol": "x"},
+}
+"""Lines and marks of figures, readable on white and on black."""
+
+_SCALES = {
+    False: ["#f3f0f9", "#d5cbeb", "#aa97d6", "#7c5fbd", "#4a2c8f"],
+    True: ["#1d1b28", "#38305a", "#5d4b96", "#8d76cc", "#c9b8ff"],
+}
+
+
+def layout_template(*, dark: bool = False) -> go.layout.Template:
+    """What figures look like on a light or a dark page. Violet grids: no colour of the words above means a number."""
+    ink = _DARK if dark else _LIGHT
+    axis = {"gridcolor": ink["line"], "linecolor": ink["line"], "zeroline": False, "ticks": "", "automargin": True}
+    scale = [[i / (len(_SCALES[dark]) - 1), colour] for i, colour in enumerate(_SCALES[dark])]
+    return go.layout.Template(
+        layout={
+            "font": {"family": SANS, "size": 13, "color": ink["ink"]},
+            "title": {"x": 0, "xref": "paper", "font": {"size": 16}},
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "xaxis": axis,
+            "yaxis": axis,
+            "hoverlabel": {"bgcolor": ink["card"], "bordercolor": ink["line"], "font": {"color": ink["ink"]}, "align": "left"},
+            "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"},
+        },
+        data={"heatmap": [{"colorscale": scale, "colorbar": {"outlinewidth": 0, "ticks": ""}}]},
+    )
+
+
+def _variables(colours: dict[str, str]) -> str:
+    return "".join(f"--{name}:{value};" for name, value in colours.items())
+
+
+_TINTS = "".join(
+    f".cp .{name}{{fill:var(--{name});stroke:var(--{name}-edge)}}.cp .{name}-ink{{fill:var(--{name}-edge)}}"
+    f".cp .{name}-stroke{{stroke:var(--{name}-edge)}}"
+    for name in ("blue", "yellow", "green", "red", "grey")
+)
+
+DIAGRAM_CSS = f"""
+.cp{{{_variables(_LIGHT)}color-scheme:light dark;color:var(--ink);font-family:{SANS}}}
+@media (prefers-color-scheme:dark){{.cp{{{_variables(_DARK)}}}}}
+{_TINTS}
+.cp svg{{display:block;width:100%;height:auto;overflow:visible}}
+.cp svg text{{fill:var(--ink);stroke:none;font:12px {SANS}}}
+.cp svg .strong{{font-weight:650}}
+.cp svg .small{{font-size:11px}}
+.cp svg .muted{{fill:var(--muted)}}
+.cp svg .token{{font:11px {MONO}}}
+.cp svg .struck{{text-decoration:line-through}}
+.cp svg .halo{{paint-order:stroke;stroke-width:3.5px;stroke-linejoin:round}}
+.cp svg .on-green{{stroke:var(--green)}}.cp svg .on-yellow{{stroke:var(--yellow)}}
+.cp svg .on-red{{stroke:var(--red)}}.cp svg .on-grey{{stroke:var(--grey)}}.cp svg .on-blue{{stroke:var(--blue)}}
+.cp svg .red-ink{{fill:var(--red-edge)}}.cp svg .green-ink{{fill:var(--green-edge)}}
+.cp svg .box{{stroke-width:1.3}}
+.cp svg .texture{{stroke:none}}
+.cp svg .arrow{{fill:none;stroke:var(--muted);stroke-width:1.5;stroke-linecap:round;stroke-linejoin:round}}
+.cp svg .sign{{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}}
+.cp svg .gone{{fill:none;stroke-dasharray:3 3}}
+.cp .panels{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(272px,100%),1fr));gap:22px;margin:0}}
+.cp .panel{{position:relative;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 9px 12px;
+  min-width:0}}
+.cp .panel h4{{margin:0 0 10px;padding:0 4px;font-size:16px;display:flex;justify-content:space-between;align-items:baseline;
+  gap:8px}}
+.cp .panel h4 small{{font-weight:400;font-size:12px;color:var(--muted);white-space:nowrap}}
+.cp .panel p{{margin:10px 4px 0;font-size:13px;line-height:1.45;color:var(--muted);overflow-wrap:anywhere}}
+.cp .panel:not(:last-child)::after{{content:"";position:absolute;right:-16px;top:50%;width:8px;height:8px;
+  border:solid var(--muted);border-width:2px 2px 0 0;transform:translateY(-50%) rotate(45deg)}}
+.cp .legend{{display:flex;flex-wrap:wrap;gap:6px 18px;margin:14px 0;padding:0;list-style:none;font-size:13px}}
+.cp .legend li{{display:flex;align-items:center;gap:7px}}
+.cp .legend svg{{width:26px;height:18px;flex:none}}
+@media (max-width:640px){{.cp .panels{{grid-template-columns:minmax(0,1fr)}}
+  .cp .panel:not(:last-child)::after{{right:50%;top:auto;bottom:-15px;transform:translateX(50%) rotate(135deg)}}}}
+"""

@@ -1,0 +1,136 @@
+"""Verify windows, found in the events table: what was drafted, what the verifier said, and from which steps."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One verify pass of one request, and the steps that led to it."""
+
+    request_id: int
+    step: int
+    start: int
+    """Absolute position of T1', the first candidate; T0 stands one before."""
+    newest_token_id: int
+    """T0, the last token committed before this window: its cache row is written in it."""
+    draft_token_ids: tuple[int, ...]
+    """T1', T2', ..."""
+    target_token_ids: tuple[int, ...]
+    """T1, T2, ...: the verifier's own tokens, one for each row that it was fed."""
+    committed_token_ids: tuple[int, ...]
+    num_accepted: int
+    finish: str | None
+    batch_shape: tuple[int, int]
+    """Requests and rows of the verify pass, dummies and pads included."""
+    prefill_steps: tuple[int, ...]
+    """Passes that read the request's prompt."""
+    decode_steps: tuple[int, ...]
+    """The step that proposed each candidate."""
+
+    def __post_init__(self) -> None:
+        n, drafted, committed = self.num_accepted, len(self.draft_token_ids), len(self.committed_token_ids)
+        if not (0 <= n <= drafted == len(self.decode_steps) and 1 <= committed <= len(self.target_token_ids)):
+            raise ValueError(
+                f"request {self.request_id} step {self.step}: accepted {n} of {drafted} drafted tokens, "
+                f"{len(self.decode_steps)} proposed, committed {committed} of {len(self.target_token_ids)} targets"
+            )
+
+    @property
+    def is_full_match(self) -> bool:
+        """Something was drafted, and all of it was accepted."""
+        return 0 < len(self.draft_token_ids) == self.num_accepted
+
+    @property
+    def is_rollback(self) -> bool:
+        return self.num_accepted < len(self.draft_token_ids)
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """For each of the verifier's tokens: accepted, then recovered or bonus, then rejected."""
+        own = "recovered" if self.is_rollback else "bonus"
+        committed = len(self.committed_token_ids)
+        return tuple(
+            "accepted" if i < self.num_accepted else own if i < committed else "rejected"
+            for i in range(len(self.target_token_ids))
+        )
+
+    @property
+    def num_truncated(self) -> int:
+        """Cache rows that the pass wrote and that were cut off again."""
+        return len(self.target_token_ids) - len(self.committed_token_ids)
+
+    @property
+    def ledger_steps(self) -> tuple[int, int, int]:
+        """The steps after which the cache is drawn: last prefill, last before the verify pass, the verify pass."""
+        return self.prefill_steps[-1], self.step - 1, self.step
+
+
+def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
+    """Every verify window of a request, in order; none where it was never verified.
+
+    events: as in `Trace.events`.  Raises: ValueError for a request that no event names.
+    """
+    own = events[events.request_id == request_id].sort_values("step")
+    if own.empty:
+        raise ValueError(f"no events of request {request_id}; the table has {sorted(events.request_id.unique())}")
+    windows: list[Window] = []
+    prefill_steps: list[int] = []
+    proposed: list[tuple[int, int]] = []
+    newest = -1
+    for event in own.itertuples():
+        if event.phase == "prefill":
+            prefill_steps.append(int(event.step))
+        elif event.phase == "decode":
+            proposed += [(int(event.step), int(token_id)) for token_id in event.proposed_token_ids]
+        else:
+            windows.append(_window(event, newest, tuple(prefill_steps), tuple(step for step, _ in proposed)))
+            proposed = []
+        if len(event.committed_token_ids):
+            newest = int(event.committed_token_ids[-1])
+    return tuple(windows)
+
+
+def _window(event: object, newest: int, prefill_steps: tuple[int, ...], decode_steps: tuple[int, ...]) -> Window:
+    return Window(
+        request_id=int(event.request_id),
+        step=int(event.step),
+        start=int(event.draft_start),
+        newest_token_id=newest,
+        draft_token_ids=tuple(int(token_id) for token_id in event.draft_token_ids),
+        target_token_ids=tuple(int(token_id) for token_id in event.target_token_ids),
+        committed_token_ids=tuple(int(token_id) for token_id in event.committed_token_ids),
+        num_accepted=int(event.num_accepted),
+        finish=None if pd.isna(event.finish) else str(event.finish),
+        batch_shape=(int(event.batch_rows), int(event.batch_slots)),
+        prefill_steps=prefill_steps,
+        decode_steps=decode_steps,
+    )
+
+
+def accepted_whole(windows: tuple[Window, ...]) -> Window | None:
+    """The window to show for a full match: the longest draft, the earliest of those."""
+    return max((w for w in windows if w.is_full_match), key=lambda w: (len(w.draft_token_ids), -w.step), default=None)
+
+
+def rolled_back(windows: tuple[Window, ...]) -> Window | None:
+    """The window to show for a rollback: one that accepted something first, then the longest draft, then the earliest."""
+    return max(
+        (w for w in windows if w.is_rollback),
+        key=lambda w: (w.num_accepted > 0, len(w.draft_token_ids), -w.step),
+        default=None,
+    )
+
+
+def pick_request(events: pd.DataFrame) -> int:
+    """The request that shows most: both kinds of windows, with the longest full match and then a partial rollback."""
+
+    def score(request_id: int) -> tuple[bool, int, bool, bool, int]:
+        windows = find_windows(events, request_id)
+        full, back = accepted_whole(windows), rolled_back(windows)
+        drafted = len(full.draft_token_ids) if full else 0
+        partial = back is not None and back.num_accepted > 0
+        return full is not None and back is not None, drafted, partial, bool(windows), -request_id
+
+    return max((int(request_id) for request_id in events.request_id.unique()), key=score)

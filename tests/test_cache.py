@@ -1,0 +1,122 @@
+"""The KV cache alone: positions, lengths, the ledger, and what it refuses."""
+
+import pytest
+import torch
+
+from cacheprobe.cache.kv import KVCache
+from cacheprobe.cache.ledger import CacheIntegrityError
+from cacheprobe.cache.sequence import Mark, SequenceState
+from cacheprobe.records import Request
+from tests.tiny import loaded
+
+
+def make(rows: int = 3, capacity: int = 16) -> KVCache:
+    return KVCache(rows, capacity, [(2, 4, 4), (2, 4, 6)], torch.float32)
+
+
+def test_rows_are_written_by_absolute_position() -> None:
+    cache = make()
+    cache.stage([2, 0], [5, 0], width=3)
+    k = torch.randn(2, 2, 3, 4)
+    keys, values = cache.write(0, k, k)
+    assert keys.shape == (2, 2, 16, 4)
+    assert torch.equal(cache.keys[0][2, :, 5:8], k[0]) and torch.equal(cache.keys[0][0, :, :3], k[1])
+    assert torch.equal(keys[0], cache.keys[0][2]) and torch.equal(values[1], cache.values[0][0])
+    assert not cache.keys[0][1].any()
+
+
+def test_contiguous_rows_are_a_view_and_others_a_copy() -> None:
+    cache = make()
+    k = torch.randn(2, 2, 1, 4)
+    cache.stage([0, 1], [0, 0], width=1)
+    assert cache.write(0, k, k)[0].data_ptr() == cache.keys[0].data_ptr()
+    cache.stage([0, 2], [0, 0], width=1)
+    assert cache.write(0, k, k)[0].data_ptr() != cache.keys[0].data_ptr()
+
+
+def test_pads_must_fit_and_the_message_names_the_number() -> None:
+    with pytest.raises(ValueError, match="set capacity=18"):
+        make().stage([0], [14], width=4)
+    with pytest.raises(ValueError, match="each row once"):
+        make().stage([0, 0], [0, 0], width=1)
+    with pytest.raises(CacheIntegrityError, match="without a staged position"):
+        make().write(0, torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
+
+
+def test_mask_hides_everything_after_each_position() -> None:
+    cache = make(capacity=6)
+    mask = cache.mask(torch.tensor([[0, 1], [3, 4]]), torch.float32, "cpu")
+    visible = (mask[:, 0] == 0).sum(-1)
+    assert mask.shape == (2, 1, 2, 6) and visible.tolist() == [[1, 2], [4, 5]]
+    assert torch.isfinite(mask).all() and mask.dtype == torch.float32  # never boolean
+
+
+def test_ledger_follows_a_rollback() -> None:
+    cache = make()
+    row = cache.allocate()
+    cache.extend(row, 0, 5, "prefill")
+    cache.extend(row, 5, 9, "provisional")
+    cache.check_integrity()
+    cache.truncate(row, 5)
+    cache.extend(row, 5, 7, "verified")
+    assert cache.ledger.names(row, 9) == ["prefill"] * 5 + ["verified"] * 2 + ["free"] * 2
+    cache.check_integrity()
+    cache.release(row)
+    cache.check_integrity()
+    assert cache.num_free_rows == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda cache: cache.ledger.codes.__setitem__((0, 2), 0),  # a hole
+        lambda cache: cache.lengths.__setitem__(0, 9),  # a length that the ledger does not know
+        lambda cache: cache.lengths.__setitem__(1, 1),  # a free row in use
+        lambda cache: cache.values[1].__setitem__((2, 0, 15, 0), torch.nan),  # poison in a masked slot
+    ],
+)
+def test_check_integrity_sees_damage(damage) -> None:
+    cache = make()
+    cache.extend(cache.allocate(), 0, 5, "prefill")
+    cache.check_integrity()
+    damage(cache)
+    with pytest.raises(CacheIntegrityError):
+        cache.check_integrity()
+
+
+def test_impossible_moves_are_refused() -> None:
+    cache = make()
+    row = cache.allocate()
+    cache.extend(row, 0, 4, "prefill")
+    with pytest.raises(CacheIntegrityError):
+        cache.truncate(row, 5)
+    with pytest.raises(CacheIntegrityError):
+        cache.extend(row, 5, 6, "decoded")
+    cache.release(row)
+    with pytest.raises(CacheIntegrityError, match="twice"):
+        cache.release(row)
+
+
+def test_any_split_of_a_sequence_gives_the_same_logits() -> None:
+    """Phase is a label: prefill, decode and verify are one case. Stale rows of a rolled-back draft do not matter."""
+    model = loaded()
+    tokens = torch.tensor([[5, 9, 2, 33, 41, 8, 60, 3, 17]])
+    whole = model.forward(tokens, model.new_cache(1, 32), [0], [0])
+    for parts in ([6, 1, 1, 1], [4, 4, 1], [1] * 9):
+        cache, start, pieces = model.new_cache(2, 32), 0, []
+        for width in parts:
+            model.forward(torch.full((1, 5), 96), cache, [1], [start])  # a wrong draft, rolled back by starting again
+            pieces.append(model.forward(tokens[:, start : start + width], cache, [1], [start]))
+            start += width
+        assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-4 * whole.abs().max()
+
+
+def test_sequence_rollback_is_total_and_never_grows() -> None:
+    state = SequenceState(Request([1, 2], request_id=0, prompt_token_ids=(1, 2)), True, (), 8, 0.0, 0, token_ids=[1, 2])
+    mark = state.mark()
+    state.draft += [7, 8]
+    state.draft_is_closed = True
+    state.rollback(mark)
+    assert (state.token_ids, state.draft, state.draft_is_closed) == ([1, 2], [], False)
+    with pytest.raises(ValueError, match="roll forward"):
+        state.rollback(Mark(3, 0))

@@ -1,0 +1,129 @@
+"""Sampling, acceptance, equality and readout against their slow twins."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheprobe.noise import derive_seed, gumbel_noise, uniform_noise
+from cacheprobe.ops.acceptance import clip_draft, find_ending, num_accepted
+from cacheprobe.ops.equality import bitwise, close, ulp_distance
+from cacheprobe.ops.readout import lowest_topk, read_logits
+from cacheprobe.ops.sampling import sample_token
+from tests.equivalence import lowest_topk_slowly, num_accepted_slowly, read_logits_slowly, sample_token_slowly
+
+tokens = st.lists(st.integers(0, 3), max_size=8)
+
+
+@given(tokens, tokens)
+def test_num_accepted_equals_its_twin(draft: list[int], targets: list[int]) -> None:
+    targets = targets + [9] * (len(draft) + 1 - len(targets))
+    assert num_accepted(draft, targets) == num_accepted_slowly(draft, targets)
+
+
+@pytest.mark.parametrize(
+    ("new", "stops", "left", "expected"),
+    [
+        ((5, 6, 7), (), 9, (3, None)),
+        ((5, 6, 7), (6,), 9, (2, "stop")),
+        ((5, 6, 7), (7,), 3, (3, "stop")),  # a stop token in the last place is a stop, not a length
+        ((5, 6, 7), (), 3, (3, "length")),
+        ((5, 6, 7), (7,), 2, (2, "length")),
+        ((6, 6), (6,), 1, (1, "stop")),
+    ],
+)
+def test_find_ending(new: tuple, stops: tuple, left: int, expected: tuple) -> None:
+    assert find_ending(new, stops, left) == expected
+
+
+@given(tokens, st.integers(-1, 5))
+def test_clip_draft_ends_at_the_first_stop(draft: list[int], limit: int) -> None:
+    kept = clip_draft(draft, (2,), limit)
+    assert list(kept) == draft[: len(kept)] and len(kept) <= max(limit, 0)
+    assert 2 not in kept[:-1]
+    if len(kept) < min(len(draft), max(limit, 0)):
+        assert kept[-1] == 2
+
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=12), st.sampled_from([0.0, 0.7, 1.5]), st.integers(0, 2**70))
+def test_sample_token_equals_its_twin(values: list[int], temperature: float, seed: int) -> None:
+    """Integers as logits: ties everywhere, so that the lowest id is put to the test at temperature 0."""
+    logits = torch.tensor(values, dtype=torch.bfloat16)
+    chosen = sample_token(logits, temperature, seed, position=11)
+    assert chosen == sample_token_slowly(logits, temperature, seed, 11)
+
+
+def test_sample_token_refuses_nan() -> None:
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="position 7"):
+            sample_token(torch.tensor([0.0, bad]), 0.0, 0, 7)
+
+
+def test_sampling_is_unbiased() -> None:
+    """100,000 draws against the softmax: Pearson's statistic stays below its 1-in-a-million value, and a model that is
+    off by one percent in two tokens is caught."""
+    logits = torch.tensor([0.5, -1.0, 1.5, 0.0])
+    draws = np.array([sample_token(logits, 0.8, seed=3, position=p) for p in range(100_000)])
+    counts = np.bincount(draws, minlength=4)
+    expected = (logits / 0.8).softmax(0).numpy() * len(draws)
+    limit = 30.7  # chi-square with 3 degrees of freedom, p = 1e-6
+    assert ((counts - expected) ** 2 / expected).sum() < limit
+    wrong = expected + np.array([0.01, 0, -0.01, 0]) * len(draws)
+    assert ((counts - wrong) ** 2 / wrong).sum() > limit
+
+
+def test_noise_is_keyed_by_seed_and_position() -> None:
+    assert (gumbel_noise(3, 11, 50) == gumbel_noise(3, 11, 50)).all()
+    streams = {uniform_noise(seed, position, 8).tobytes() for seed in (0, 1, 2**32, 2**64 + 1) for position in range(20)}
+    assert len(streams) == 80
+    assert np.isfinite(gumbel_noise(5, 5, 100_000)).all()
+    assert len({derive_seed(0, i) for i in range(1000)} | {derive_seed(1, i) for i in range(1000)}) == 2000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lowest_topk_equals_its_twin(dtype: torch.dtype) -> None:
+    """Rounded to a handful of values, so that nearly every place is a tie; `topk` itself fails this."""
+    values = (torch.randn(40, 200, generator=torch.Generator().manual_seed(0)) * 2).round().to(dtype).float()
+    ours, slow = lowest_topk(values, 5), lowest_topk_slowly(values, 5)
+    assert torch.equal(ours[0], slow[0]) and torch.equal(ours[1], slow[1])
+    assert not torch.equal(values.topk(5).indices, slow[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_read_logits_equals_its_twin(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(70, 97, generator=generator) * 3).to(dtype)
+    logits[3] = logits[3].round()
+    logits[4, 10] = -torch.inf
+    targets = torch.randint(-1, 97, (70,), generator=generator)
+    ours, slow = read_logits(logits, targets, 5), read_logits_slowly(logits, targets, 5)
+    assert torch.equal(ours.top_token_ids, slow["ids"]) and torch.equal(ours.target_rank, slow["rank"])
+    why = "float32 sums against float64"
+    assert close(ours.top_logprob_nats, slow["logprobs"], 1e-5, because=why)
+    assert close(ours.entropy_nats, slow["entropy"], 1e-5, because=why)
+    has_target = targets >= 0
+    assert close(ours.target_logprob_nats[has_target], slow["target_logprob"][has_target], 1e-5, because=why)
+    assert bool(ours.target_logprob_nats[~has_target].isnan().all()) and 0 < int(has_target.sum()) < 70
+
+
+def test_bitwise_tells_what_equality_hides() -> None:
+    zero, nan = torch.tensor(0.0), torch.tensor(torch.nan)
+    assert not bitwise(zero, -zero) and bitwise(nan, nan)
+    assert not bitwise(zero, zero.double()) and not bitwise(zero, zero[None])
+
+
+def test_ulp_distance_counts_neighbours() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        one = torch.ones(3, dtype=dtype)
+        assert ulp_distance(one, torch.nextafter(one, 2 * one)) == 1
+        tiny = torch.nextafter(torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype))
+        assert ulp_distance(tiny, -tiny) == 2 and ulp_distance(torch.zeros(1), -torch.zeros(1)) == 0
+
+
+def test_close_needs_a_reason_and_sees_nan() -> None:
+    with pytest.raises(ValueError, match="reason"):
+        close(torch.ones(1), torch.ones(1), 1e-5, because="")
+    assert not close(torch.tensor([math.nan]), torch.ones(1), 1.0, because="NaN is close to nothing")

@@ -1,0 +1,91 @@
+"""The real model in bfloat16, where the shape of a batch changes bits: rollbacks happen, and the output is the oracle's."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.ops.equality import bitwise
+
+RUN = dict(window=4, group=2, capacity=128, max_new_tokens=12, progress=False)
+EXAMPLES = cp.tasks.CoinFlip(people=3).examples(4, seed=5)
+IGNORE_EOS = cp.SamplingParams(stop_token_ids=())
+
+
+@cache
+def smollm2() -> BridgeLM:
+    return cp.load_model("smollm2-135m", dtype="bfloat16", progress=False)
+
+
+@cache
+def oracle() -> cp.Trace:
+    return cp.reference(smollm2(), EXAMPLES, **RUN, sampling=IGNORE_EOS)
+
+
+@pytest.fixture(scope="module")
+def drafted() -> cp.Trace:
+    drafter = cp.drafters.EarlyExit(layer=26)
+    return cp.run(smollm2(), EXAMPLES, **RUN, sampling=IGNORE_EOS, drafter=drafter, deterministic=True)
+
+
+def test_drafted_run_equals_the_oracle_with_real_rollbacks(drafted: cp.Trace) -> None:
+    assert drafted.num_rolled_back >= 10 and drafted.num_drafted - drafted.num_rolled_back >= 10
+    for i in range(4):
+        assert drafted.committed(i) == oracle().committed(i)
+        assert drafted.digest(i) == oracle().digest(i)
+
+
+def test_readings_of_committed_rows_equal_the_oracles(drafted: cp.Trace) -> None:
+    """Z comes in tiles of one height, so that a row's reading depends on the row alone."""
+    columns = ["request_id", "position", "layer"]
+    tables = []
+    for trace in (drafted, oracle()):
+        hypotheses = trace.hypotheses()
+        tables.append(hypotheses[hypotheses.status == "committed"].sort_values(columns).reset_index(drop=True))
+    ours, theirs = tables
+    assert len(ours) == len(theirs) == 4 * 12 * 30
+    for column in ("token_id", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats"):
+        assert (ours[column] == theirs[column]).all(), column
+
+
+def test_fast_path_in_mixed_traffic_equals_the_oracle() -> None:
+    """Two deterministic requests among others, in one decode batch."""
+    trace = cp.run(smollm2(), EXAMPLES, **RUN, sampling=IGNORE_EOS, deterministic=0.5)
+    for i in (0, 2):
+        assert trace.requests[i].is_deterministic
+        assert trace.committed(i) == oracle().committed(i) and trace.digest(i) == oracle().digest(i)
+    provenance = {i: set(trace.ledger(i).provenance) for i in range(4)}
+    assert provenance[0] == {"prefill", "verified"} and provenance[1] == {"prefill", "decoded"}
+
+
+def test_candidate_states_do_differ_in_bits(drafted: cp.Trace) -> None:
+    """The control: bitwise equality means something here, since the drafter's rows of the same tokens differ."""
+    candidates = drafted.rows(0, "candidate")
+    canonical = drafted.rows(0, "committed").set_index("position").loc[candidates.position].reset_index()
+    ours, theirs = drafted.vectors("S", 20, candidates), drafted.vectors("S", 20, canonical)
+    assert len(candidates) > 0 and not bitwise(ours, theirs)
+    assert torch.nn.functional.cosine_similarity(ours.float(), theirs.float()).min() > 0.99
+
+
+def test_behaviour_is_reported_and_claims_nothing(drafted: cp.Trace, capsys: pytest.CaptureFixture) -> None:
+    from cacheprobe.observe.summary import summary
+
+    behaviour = drafted.meta["behaviour"]
+    assert behaviour["chance"] == 0.5 and behaviour["answer_mass"] < 0.02
+    text = summary(drafted)
+    assert "nothing here speaks of the model's state" in text and "4-bit dequantised" in text
+
+
+def test_verify_replays_and_finds_a_forged_token(drafted: cp.Trace) -> None:
+    result = cp.verify(drafted, progress=False)
+    assert result.is_equal and result.num_tokens == 48 and result.num_states > 4 * 30 * 3 * 12
+    honest = drafted.tokens
+    drafted.tokens = {**honest, 1: [*honest[1][:5], honest[1][5] + 1, *honest[1][6:]]}
+    try:
+        forged = cp.verify(drafted, progress=False)
+    finally:
+        drafted.tokens = honest
+    position = drafted.requests[1].num_prompt_tokens + 5
+    assert not forged.is_equal and f"request 1 position {position}" in forged.first_difference
