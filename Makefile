@@ -1,6 +1,6 @@
 # make demo      set up once, then show the loop on a real model
 # make test      set up once, then run the tests      make test-all   the slow ones too
-# make lint      ruff and basedpyright                make clean      remove the environment and caches
+# make lint      ruff: rules and format                make clean      remove the environment and caches
 # Another interpreter: make PYTHON=python3.12 demo
 
 SHELL := bash
@@ -38,7 +38,7 @@ test-all: $(STAMP) browser
 	@$(TEST_ENV) $(BIN)/python -m pytest -q -m ""
 
 lint: $(STAMP)
-	@$(BIN)/ruff check . && $(BIN)/basedpyright
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 clean:
 	rm -rf .venv .setup.* build dist .pytest_cache .ruff_cache .hypothesis

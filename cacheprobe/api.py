@@ -1,7 +1,6 @@
 """The few names that a notebook needs: load_model, run, reference, verify, load_trace."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from cacheprobe.cache.sequence import SequenceState
@@ -27,8 +26,6 @@ from cacheprobe.records import Observer, Request, SamplingParams
 __all__ = ["load_model", "load_trace", "reference", "run", "verify"]
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_new_tokens=32)
-
-Prompts = "str | Request | Iterable[str | Sequence[int] | Request | Any]"
 
 
 def run(
@@ -70,7 +67,9 @@ def run(
     if drafter is not None:
         _check_drafter(drafter)
         drafter.check(model)
-    states = [setup.state(request, is_verified=drafter is not None or request.is_deterministic) for request in setup.requests]
+    states = [
+        setup.state(request, is_verified=drafter is not None or request.is_deterministic) for request in setup.requests
+    ]
 
     def job(observer: Observer) -> None:
         run_loop(model, states, config, observer, drafter)
@@ -105,7 +104,9 @@ def reference(
     config = EngineConfig(window, group, capacity, prefill_chunk, max_batch)
     setup = _Setup(model, prompts, config, deterministic, capture, layers, lens, sampling, max_new_tokens, seed)
     states = [setup.state(request, is_verified=True) for request in setup.requests]
-    return setup.record(lambda observer: run_reference(model, states, config, observer), progress, drafter=None, kind="reference")
+    return setup.record(
+        lambda observer: run_reference(model, states, config, observer), progress, drafter=None, kind="reference"
+    )
 
 
 def verify(trace: Trace, model: CachedLM | None = None, *, progress: bool = True) -> Replay:
@@ -176,7 +177,8 @@ class _Setup:
                 ids = tuple(int(token_id) for token_id in prompt)
             except (TypeError, ValueError) as error:
                 raise ValueError(
-                    f"request {index}: a prompt is text, a list of token ids, a task example or a Request; got {prompt!r:.60}"
+                    f"request {index}: a prompt is text, a list of token ids, a task example or a Request; "
+                    f"got {prompt!r:.60}"
                 ) from error
         if not ids or (isinstance(prompt, str) and not prompt.strip()):
             raise ValueError(f"request {index}: the prompt is empty; give at least one token")
@@ -230,6 +232,8 @@ def _as_list(prompts: Any) -> list[Any]:
     """One prompt or many: a list of whole numbers is one prompt of token ids."""
     if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"a prompt is text, a list of token ids, a task example or a Request; got {prompts!r:.60}")
     listed = list(prompts)
     if not listed:
         raise ValueError("there are no prompts; give at least one")

@@ -187,8 +187,8 @@ def verify(run: Path, *, model: str | None = None, progress: bool = True) -> int
         print(f"differs from the oracle: {result.first_difference}{skipped}")
         return 1
     print(
-        f"equal to the oracle: {result.num_tokens} tokens of {result.num_requests} requests, and {result.num_states} states "
-        f"of the deterministic ones bit for bit{skipped}"
+        f"equal to the oracle: {result.num_tokens} tokens of {result.num_requests} requests, and {result.num_states} "
+        f"states of the deterministic ones bit for bit{skipped}"
     )
     return 0
 

@@ -65,6 +65,8 @@ class CaptureConfig:
         for phase in self.phases or ():
             if phase not in PHASES:
                 raise ValueError(f"unknown phase {phase!r}; phases are {', '.join(PHASES)}")
+        if not self.sites:
+            raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z")
         if self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         for name in ("layers", "positions", "phases"):
@@ -87,6 +89,8 @@ def resolve_layers(layers: "str | int | Iterable[int] | None", n_layers: int) ->
     if isinstance(layers, str):
         raise ValueError(f"unknown layers {layers!r}; give 'all', a number or a list of numbers")
     wanted = [layers] if isinstance(layers, int) else list(layers)
+    if not wanted:
+        raise ValueError("layers is empty: give at least one layer, or 'all'")
     for layer in wanted:
         if not -n_layers <= layer < n_layers:
             raise ValueError(f"unknown layer {layer}; the model has layers 0 to {n_layers - 1}")

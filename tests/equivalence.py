@@ -51,5 +51,7 @@ def read_logits_slowly(logits: Tensor, targets: Tensor, top_k: int) -> dict[str,
 def hf_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
     """Hugging Face's own greedy decoding, one sequence alone."""
     ids = torch.tensor([prompt])
-    out = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids))
+    out = model.generate(
+        ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids)
+    )
     return out[0, len(prompt) :].tolist()

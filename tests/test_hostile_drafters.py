@@ -54,7 +54,9 @@ def test_wrong_at_each_draft(window: int, wrong_at: int) -> None:
     assert full.recovered_token_id.notna().all() and full.bonus_token_id.isna().all()
 
 
-@pytest.mark.parametrize("script", [lambda s: [0] * 9, lambda s: [STOP] * 9, lambda s: [VOCAB - 1, STOP, 5], lambda s: []])
+@pytest.mark.parametrize(
+    "script", [lambda s: [0] * 9, lambda s: [STOP] * 9, lambda s: [VOCAB - 1, STOP, 5], lambda s: []]
+)
 def test_nonsense_and_stop_tokens(script) -> None:
     """Drafted stop tokens never end a request; the verifier's own do, exactly where they stand."""
     stops = cp.SamplingParams(stop_token_ids=(STOP,))

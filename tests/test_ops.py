@@ -77,7 +77,9 @@ def test_sampling_is_unbiased() -> None:
 
 def test_noise_is_keyed_by_seed_and_position() -> None:
     assert (gumbel_noise(3, 11, 50) == gumbel_noise(3, 11, 50)).all()
-    streams = {uniform_noise(seed, position, 8).tobytes() for seed in (0, 1, 2**32, 2**64 + 1) for position in range(20)}
+    streams = {
+        uniform_noise(seed, position, 8).tobytes() for seed in (0, 1, 2**32, 2**64 + 1) for position in range(20)
+    }
     assert len(streams) == 80
     assert np.isfinite(gumbel_noise(5, 5, 100_000)).all()
     assert len({derive_seed(0, i) for i in range(1000)} | {derive_seed(1, i) for i in range(1000)}) == 2000

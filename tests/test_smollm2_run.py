@@ -1,4 +1,4 @@
-"""The real model in bfloat16, where the shape of a batch changes bits: rollbacks happen, and the output is the oracle's."""
+"""The real model in bfloat16, where shapes change bits: rollbacks happen, and the output is the oracle's."""
 
 from functools import cache
 

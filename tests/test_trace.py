@@ -167,11 +167,33 @@ def hypotheses_by_hand() -> pd.DataFrame:
     """Two rows of four layers: "tails" before "heads", and one that never moves."""
     base = dict(request_id=0, step=3, phase="verify", site="S")
     rows = [
-        dict(base, row=0, status="committed", position=9, layer=layer, token_id=t, token=name, committed_token="heads", agrees=a)
-        for layer, (t, name, a) in enumerate([(4, "tails", False), (5, "heads", True), (4, "tails", False), (5, "heads", True)])
+        dict(
+            base,
+            row=0,
+            status="committed",
+            position=9,
+            layer=layer,
+            token_id=t,
+            token=name,
+            committed_token="heads",
+            agrees=a,
+        )
+        for layer, (t, name, a) in enumerate(
+            [(4, "tails", False), (5, "heads", True), (4, "tails", False), (5, "heads", True)]
+        )
     ]
     rows += [
-        dict(base, row=1, status="rolled_back", position=10, layer=layer, token_id=7, token="x", committed_token=None, agrees=None)
+        dict(
+            base,
+            row=1,
+            status="rolled_back",
+            position=10,
+            layer=layer,
+            token_id=7,
+            token="x",
+            committed_token=None,
+            agrees=None,
+        )
         for layer in range(4)
     ]
     return pd.DataFrame(rows)

@@ -46,7 +46,9 @@ def run(rounds: int) -> dict[str, Any]:
             tokens = job()
             seconds[name].append(time.perf_counter() - began)
             if any(len(ids) != NEW_TOKENS for ids in tokens):
-                raise RuntimeError(f"{name} generated {[len(ids) for ids in tokens]} tokens instead of {NEW_TOKENS} each")
+                raise RuntimeError(
+                    f"{name} generated {[len(ids) for ids in tokens]} tokens instead of {NEW_TOKENS} each"
+                )
     medians = {name: median(values) for name, values in seconds.items()}
     return {
         "benchmark": "main-job",

@@ -17,9 +17,9 @@ class Mark(NamedTuple):
 class SequenceState:
     """One request on its way: committed tokens, an open draft, and its cache row.
 
-        prompt + committed tokens        | draft
-        0 ................ frontier      | frontier + 1 ...
-        cached up to frontier - 1; the newest committed token is pending until its row is written
+    prompt + committed tokens        | draft
+    0 ................ frontier      | frontier + 1 ...
+    cached up to frontier - 1; the newest committed token is pending until its row is written
     """
 
     request: Request
@@ -41,7 +41,8 @@ class SequenceState:
 
     def __repr__(self) -> str:
         state = self.finish or ("waiting" if self.row < 0 else "running")
-        return f"SequenceState(request {self.request_id}, {self.num_generated} committed, {len(self.draft)} drafted, {state})"
+        counts = f"{self.num_generated} committed, {len(self.draft)} drafted"
+        return f"SequenceState(request {self.request_id}, {counts}, {state})"
 
     @property
     def request_id(self) -> int:

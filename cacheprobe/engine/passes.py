@@ -81,9 +81,7 @@ class PassRunner:
         self.shape = (len(rows), width)
         began = time.perf_counter()
         self.observer.before_forward(self.step, phase, slots, self.shape)
-        out = self.model.forward(
-            token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
-        )
+        out = self.model.forward(token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots)
         logits = None if num_layers is not None or logit_slots is not None else out
         self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers))
         self.seconds = time.perf_counter() - began

@@ -14,9 +14,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.records import Observer
 
 
-def run_reference(
-    model: CachedLM, states: Sequence[SequenceState], config: EngineConfig, observer: Observer
-) -> None:
+def run_reference(model: CachedLM, states: Sequence[SequenceState], config: EngineConfig, observer: Observer) -> None:
     """Run each request by itself on a fresh cache: prefill in fixed chunks, then verify passes with empty drafts.
 
     Source: LLM-42 (arXiv 2601.17768): the declared reference is the verifier's schedule, not batch-1 decoding.

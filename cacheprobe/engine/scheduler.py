@@ -11,9 +11,7 @@ from cacheprobe.config import EngineConfig
 class Scheduler:
     """First come, first served; at most `max_running` requests hold a cache row, and always one of the lowest."""
 
-    def __init__(
-        self, states: Sequence[SequenceState], cache: KVCache, config: EngineConfig, max_running: int
-    ) -> None:
+    def __init__(self, states: Sequence[SequenceState], cache: KVCache, config: EngineConfig, max_running: int) -> None:
         self.waiting = deque(states)
         self.max_running = max_running
         self.running: list[SequenceState] = []

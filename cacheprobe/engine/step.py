@@ -46,7 +46,9 @@ class Stepper:
                 for s in unread
             ]
             width = chunk if batch else max(len(entry.token_ids) for entry in entries)
-            last = {e.state.request_id: len(e.token_ids) - 1 for e in entries if e.end == e.state.request.num_prompt_tokens}
+            last = {
+                e.state.request_id: len(e.token_ids) - 1 for e in entries if e.end == e.state.request.num_prompt_tokens
+            }
             # logits of every slot where the shape is fixed, so that the unembedding's shape is fixed too
             slots = None if batch and last else sorted(set(last.values())) or [width - 1]
             logits = self.passes.run("prefill", entries, width, batch=batch, logit_slots=slots)
@@ -99,7 +101,9 @@ class Stepper:
             entries.append(Entry(state, (token_id,), position, not state.is_verified, 1 if state.draft else 0))
         out = self.passes.run("decode", entries, 1, num_layers=num_layers)
         for entry in entries:
-            self._write_ledger(entry.state, entry.start, entry.end, "provisional" if entry.state.is_verified else "decoded")
+            self._write_ledger(
+                entry.state, entry.start, entry.end, "provisional" if entry.state.is_verified else "decoded"
+            )
         return out[:, 0]
 
     def choose(self, state: SequenceState, logits: Tensor) -> int:
@@ -127,9 +131,7 @@ class Stepper:
 
     def _judge(self, entry: Entry, logits: Tensor) -> Verdict:
         state, draft = entry.state, tuple(entry.state.draft)
-        targets = tuple(
-            self._choose_at(state, logits[t], entry.start + t + 1) for t in range(len(entry.token_ids))
-        )
+        targets = tuple(self._choose_at(state, logits[t], entry.start + t + 1) for t in range(len(entry.token_ids)))
         n = num_accepted(draft, targets)
         ending = find_ending(draft[:n] + targets[n : n + 1], state.stop_token_ids, state.num_left)
         return Verdict(

@@ -42,7 +42,9 @@ class BridgeLM:
         self._adapters: tuple[KVCache, RowsCache] | None = None
         missing = [n for n in self._hook_names() if n not in bridge.hook_dict]
         if missing:
-            raise ModelError(f"{name}: TransformerLens gives this architecture no hook {missing[0]}; it cannot be captured")
+            raise ModelError(
+                f"{name}: TransformerLens gives this architecture no hook {missing[0]}; it cannot be captured"
+            )
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any, name: str, weights_note: str = "") -> "BridgeLM":
@@ -76,8 +78,8 @@ class BridgeLM:
             )
         if sorted(probe.layer_shapes) != list(range(self.n_layers)):
             raise ModelError(
-                f"{self.name}: layers {sorted(probe.layer_shapes)} of {self.n_layers} keep keys and values; a model with "
-                "another kind of memory has no rollback here, use a decoder with full attention in every layer"
+                f"{self.name}: layers {sorted(probe.layer_shapes)} of {self.n_layers} keep keys and values; a model "
+                "with another kind of memory has no rollback here, use a decoder with full attention in every layer"
             )
         return [probe.layer_shapes[layer] for layer in range(self.n_layers)]
 
@@ -201,7 +203,9 @@ class BridgeLM:
 def _one_dtype(bridge: TransformerBridge, name: str) -> torch.dtype:
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in bridge.parameters()})
     if len(dtypes) != 1:
-        raise ModelError(f"{name} holds weights of two dtypes, {' and '.join(dtypes)}; convert it to one with .to(dtype)")
+        raise ModelError(
+            f"{name} holds weights of two dtypes, {' and '.join(dtypes)}; convert it to one with .to(dtype)"
+        )
     if dtypes[0] not in ("float32", "bfloat16", "float16"):
         raise ModelError(f"{name} is in {dtypes[0]}; convert it to float32, bfloat16 or float16")
     return next(bridge.parameters()).dtype

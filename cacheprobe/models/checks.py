@@ -19,8 +19,6 @@ def check_model(model: BridgeLM) -> None:
     Raises: ModelError naming what differs.
     """
     token_ids = _probe_ids(model)
-    n = token_ids.shape[1]
-    cache = model.new_cache(2, _CAPACITY)
     seen: set[tuple[str, int]] = set()
 
     def note(site: str, layer: int, value: torch.Tensor) -> None:
@@ -28,22 +26,38 @@ def check_model(model: BridgeLM) -> None:
             seen.add((site, layer))
 
     wanted = [("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in "STC"]
-    pieces = []
-    with model.capturing(wanted, note):
-        for start, end in ((0, n // 2), (n // 2, n - 1), (n - 1, n)):
-            pieces.append(model.forward(token_ids[:, start:end], cache, [0], [start]))
-    cached = torch.cat(pieces, dim=1)[0].float()
-    with torch.inference_mode():
-        whole = model.bridge.forward(token_ids.to(model.device), return_type="logits")[0].float()
+    try:
+        with model.capturing(wanted, note):
+            cached = _cached_logits(model, token_ids)
+        with torch.inference_mode():
+            whole = model.bridge.forward(token_ids.to(model.device), return_type="logits")[0].float()
+    except ModelError:
+        raise
+    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
+        kind = type(model.bridge.original_model).__name__
+        raise ModelError(
+            f"{model.name}: {kind} does not run on our KV cache ({type(error).__name__}: {str(error):.120}); use a decoder "
+            "with plain full attention"
+        ) from error
     if silent := sorted(set(wanted) - seen):
         raise ModelError(f"{model.name}: the hook for site {silent[0][0]} of layer {silent[0][1]} does not fire")
     if not bool(torch.isfinite(cached).all()):
         raise ModelError(f"{model.name} gives NaN or infinite logits; load it in float32 or check its weights")
-    if agrees(cached, whole, model.dtype) is not True:
+    if not agrees(cached, whole, model.dtype):
         raise ModelError(
             f"{model.name}: the model with our KV cache differs from the model without it by up to "
-            f"{float((cached - whole).abs().max()):.3g}; its attention is not plain full attention, which is not supported"
+            f"{float((cached - whole).abs().max()):.3g}; its attention is not plain full attention over the context, "
+            "which is not supported; use another architecture"
         )
+
+
+def _cached_logits(model: BridgeLM, token_ids: torch.Tensor) -> torch.Tensor:
+    """[t, v] float32 logits of a text that is fed in three parts."""
+    n = token_ids.shape[1]
+    cache = model.new_cache(2, _CAPACITY)
+    parts = ((0, n // 2), (n // 2, n - 1), (n - 1, n))
+    pieces = [model.forward(token_ids[:, start:end], cache, [0], [start]) for start, end in parts]
+    return torch.cat(pieces, dim=1)[0].float()
 
 
 def agrees(cached: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> bool:

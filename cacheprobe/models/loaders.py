@@ -50,7 +50,9 @@ def load_model(
             )
         held = str(wrapped.dtype).removeprefix("torch.")
         if dtype_name not in (None, held):
-            raise ModelError(f"{wrapped.name} is in {held}, not {dtype_name}; convert it with .to(torch.{dtype_name}) first")
+            raise ModelError(
+                f"{wrapped.name} is in {held}, not {dtype_name}; convert it with .to(torch.{dtype_name}) first"
+            )
     check_model(wrapped)
     return wrapped
 
@@ -88,7 +90,10 @@ def _from_pretrained(model: "str | Path", tokenizer: Any, dtype_name: str, progr
 
 def _tokenizer_or_none(auto_tokenizer: Any, source: str, is_local: bool) -> Any:
     """A directory may hold a model alone; its prompts are then lists of token ids."""
-    has_one = any((Path(source) / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model"))
+    has_one = any(
+        (Path(source) / f).exists()
+        for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    )
     return auto_tokenizer.from_pretrained(source, local_files_only=is_local) if has_one or not is_local else None
 
 
@@ -100,8 +105,8 @@ def _refuse_unknown_memory(config: Any, architecture: str) -> None:
     window = getattr(config, "sliding_window", None)
     if others:
         raise ModelError(
-            f"{architecture} has {' and '.join(others)} layers, whose rollback is not defined yet; use a model with full "
-            "attention in every layer"
+            f"{architecture} has {' and '.join(others)} layers, whose rollback is not defined yet; use a model with "
+            "full attention in every layer"
         )
     if window and getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
         raise ModelError(
@@ -111,8 +116,8 @@ def _refuse_unknown_memory(config: Any, architecture: str) -> None:
     for field in ("attention_window_size", "state_size", "ssm_state_size", "linear_num_value_heads", "mamba_d_state"):
         if getattr(config, field, None):
             raise ModelError(
-                f"{architecture} keeps a recurrent state ({field}), whose rollback is not defined yet; use a model with "
-                "full attention in every layer"
+                f"{architecture} keeps a recurrent state ({field}), whose rollback is not defined yet; use a model "
+                "with full attention in every layer"
             )
 
 

@@ -65,7 +65,8 @@ def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, 
     score = accuracy([r.example for r in asked], [texts[r.request_id] for r in asked])
     masses = [recorder.answer_mass[r.request_id] for r in asked]
     right = [
-        mass[r.example.answers.index(r.example.answer)] > max(m for i, m in enumerate(mass) if r.example.answers[i] != r.example.answer)
+        mass[r.example.answers.index(r.example.answer)]
+        > max(m for i, m in enumerate(mass) if r.example.answers[i] != r.example.answer)
         for r, mass in zip(asked, masses, strict=True)
     ]
     low, high = score.interval

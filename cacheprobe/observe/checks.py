@@ -52,7 +52,9 @@ def check_residual(check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: T
 
 
 def lens_check(dtype: torch.dtype) -> Check:
-    return Check("last layer's Z = the model's own output", _name(dtype), f"{_lens_rtol(dtype):.2g} of the largest logit")
+    return Check(
+        "last layer's Z = the model's own output", _name(dtype), f"{_lens_rtol(dtype):.2g} of the largest logit"
+    )
 
 
 def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) -> None:

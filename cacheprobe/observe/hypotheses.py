@@ -38,8 +38,14 @@ def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
     following = table.layer.where(table.layer > last_difference).groupby(table.row).transform("min")
     settled = following.where(last_difference.notna(), first).astype(int)
     keep = flips | previous.isna()
-    paths = table.token.where(keep).groupby(table.row).agg(lambda tokens: " → ".join(t.strip() or repr(t) for t in tokens.dropna()))
-    ends = table.assign(settling_layer=settled, num_flips=flips.groupby(table.row).transform("sum")).groupby("row").tail(1)
+    paths = (
+        table.token.where(keep)
+        .groupby(table.row)
+        .agg(lambda tokens: " → ".join(t.strip() or repr(t) for t in tokens.dropna()))
+    )
+    ends = (
+        table.assign(settling_layer=settled, num_flips=flips.groupby(table.row).transform("sum")).groupby("row").tail(1)
+    )
     ends = ends.assign(path=ends.row.map(paths)).rename(columns={"token": "final_token"})
     columns = [*_ROW, "settling_layer", "num_flips", "path", "final_token", "committed_token", "agrees"]
     return ends[columns].reset_index(drop=True)

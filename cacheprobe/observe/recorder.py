@@ -74,7 +74,9 @@ class Recorder:
         self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
         self.residual_check = checks.residual_check(self.model.dtype)
         self.lens_check = checks.lens_check(self.model.dtype)
-        self._roles: dict[int, dict[int, str]] = {r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()}
+        self._roles: dict[int, dict[int, str]] = {
+            r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()
+        }
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
         self._seen_phases: set[str] = set()
         self._open: dict[str, Tensor] = {}
@@ -95,13 +97,17 @@ class Recorder:
         device, width = self.model.device, shape[1]
         flat = torch.tensor([row.batch_index * width + row.slot for row in rows])
         self._kept = [self._keeps(phase, row.position) for row in rows]
-        self._lens_rows = [self.reader is not None and self._reads(row) and kept for row, kept in zip(rows, self._kept, strict=True)]
+        self._lens_rows = [
+            self.reader is not None and self._reads(row) and kept for row, kept in zip(rows, self._kept, strict=True)
+        ]
         self._keep_flat = flat[torch.tensor(self._kept)].to(device)
         self._lens_flat = flat[torch.tensor(self._lens_rows)].to(device)
         self._all_flat = flat.to(device)
         self._open = self.blocks.open(len(self._keep_flat), self.model.d_model) if any(self._kept) else {}
         self._lens_block = (
-            torch.empty(len(self.layers), len(self._lens_flat), self.model.d_model, dtype=self.model.dtype, device=device)
+            torch.empty(
+                len(self.layers), len(self._lens_flat), self.model.d_model, dtype=self.model.dtype, device=device
+            )
             if any(self._lens_rows)
             else None
         )
@@ -127,7 +133,15 @@ class Recorder:
         next_index = self.blocks.num_rows - sum(self._kept)
         lens_column = 0
         for slot, is_kept, is_read in zip(record.rows, self._kept, self._lens_rows, strict=True):
-            row = RowRecord(slot.request_id, record.step, record.phase, slot.position, slot.token_id, ran, next_index if is_kept else -1)
+            row = RowRecord(
+                slot.request_id,
+                record.step,
+                record.phase,
+                slot.position,
+                slot.token_id,
+                ran,
+                next_index if is_kept else -1,
+            )
             next_index += is_kept
             if slot.is_draft:
                 self._undecided[slot.request_id].append(row)

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from cacheprobe.config import CaptureConfig
+from cacheprobe.config import CaptureConfig, EngineConfig
 from cacheprobe.engine.fingerprint import require_same, schedule_fingerprint
 from cacheprobe.models.base import CachedLM
-from cacheprobe.config import EngineConfig
 from cacheprobe.observe.lens_reader import LENS_TILE
 from cacheprobe.observe.trace import Trace
 from cacheprobe.ops.equality import bitwise
@@ -49,7 +48,9 @@ def replay(trace: Trace, model: CachedLM, oracle: Callable[..., Trace], progress
         group=config.group,
         capacity=config.capacity,
         prefill_chunk=config.prefill_chunk,
-        capture=CaptureConfig(sites="".join(kept), layers=trace.store.layers or None, dtype=trace.meta["capture"]["dtype"]),
+        capture=CaptureConfig(
+            sites="".join(kept), layers=trace.store.layers or None, dtype=trace.meta["capture"]["dtype"]
+        ),
         progress=progress,
     )
     num_tokens = num_states = 0
@@ -69,7 +70,8 @@ def _first_token_difference(trace: Trace, again: Trace, request: Request, number
         return None
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     position = request.num_prompt_tokens + at
-    return f"request {request.request_id} position {position}: the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
+    said = f"the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
+    return f"request {request.request_id} position {position}: {said}"
 
 
 def _first_state_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
@@ -82,6 +84,9 @@ def _first_state_difference(trace: Trace, again: Trace, request: Request, number
             a, b = trace.vectors(site, layer, rows), again.vectors(site, layer, theirs)
             for i, position in enumerate(rows.position):
                 if not bitwise(a[i], b[i]):
-                    return f"request {request.request_id} position {position}: site {site} of layer {layer} differs", compared
+                    return (
+                        f"request {request.request_id} position {position}: site {site} of layer {layer} differs",
+                        compared,
+                    )
                 compared += 1
     return None, compared

@@ -40,7 +40,9 @@ def save_trace(trace: Trace, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     strangers = [p.name for p in directory.iterdir() if not _is_ours(p.name)]
     if strangers and not (directory / MANIFEST).exists():
-        raise TraceError(f"{directory} holds files that are not a trace, such as {strangers[0]}; choose an empty directory")
+        raise TraceError(
+            f"{directory} holds files that are not a trace, such as {strangers[0]}; choose an empty directory"
+        )
     run_id = secrets.token_hex(4)
     files: dict[str, int] = {}
 
@@ -82,10 +84,14 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
         if not path.exists():
             raise TraceError(f"{directory} is incomplete: {name} is missing; run it again or restore the file")
         if path.stat().st_size != size:
-            raise TraceError(f"{path} has {path.stat().st_size} bytes instead of {size}; run it again or restore the file")
+            raise TraceError(
+                f"{path} has {path.stat().st_size} bytes instead of {size}; run it again or restore the file"
+            )
     run_id = manifest["run_id"]
     held = {
-        attribute: pd.read_parquet(directory / f"{name}-{run_id}.parquet") if f"{name}-{run_id}.parquet" in manifest["files"] else None
+        attribute: pd.read_parquet(directory / f"{name}-{run_id}.parquet")
+        if f"{name}-{run_id}.parquet" in manifest["files"]
+        else None
         for name, attribute in _TABLES.items()
     }
     requests = tuple(_request_from_json(item) for item in manifest["requests"])
@@ -194,7 +200,9 @@ def _request_from_json(item: dict[str, Any]) -> Request:
     sampling = item["sampling"]
     return Request(
         prompt=prompt,
-        sampling=SamplingParams(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])}) if sampling else None,
+        sampling=SamplingParams(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])})
+        if sampling
+        else None,
         is_deterministic=item["is_deterministic"],
         request_id=item["request_id"],
         prompt_token_ids=tuple(item["prompt_token_ids"]),

@@ -21,18 +21,15 @@ def behaviour_line(behaviour: dict[str, Any]) -> str:
 
 def summary(trace: Trace) -> str:
     """The run's shape, behaviour, controls, and when its layers agreed with what was committed."""
-    finger = trace.fingerprint
-    lines = [
-        repr(trace),
-        f"model {finger['model']}, {finger['dtype']}, {finger['path']} on {finger['device']}, {finger['threads']} threads"
-        + (f" ({trace.meta['weights_note']})" if trace.meta["weights_note"] else ""),
-    ]
+    finger, note = trace.fingerprint, trace.meta["weights_note"]
+    platform = f"{finger['dtype']}, {finger['path']} on {finger['device']}, {finger['threads']} threads"
+    lines = [repr(trace), f"model {finger['model']}, {platform}" + (f" ({note})" if note else "")]
     if trace.meta["behaviour"]:
         lines.append(behaviour_line(trace.meta["behaviour"]))
     for check in trace.meta["checks"]:
         lines.append(
-            f"check: {check['name']} in {check['dtype']} on {check['num_rows']} rows, worst error {check['worst']:.2f} of "
-            f"the tolerance, {check['tolerance']}"
+            f"check: {check['name']} in {check['dtype']} on {check['num_rows']} rows, "
+            f"worst error {check['worst']:.2f} of the tolerance, {check['tolerance']}"
         )
     if trace.hypothesis_table is not None:
         hypotheses = trace.hypotheses()

@@ -24,9 +24,7 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
     return table
 
 
-def hypotheses_table(
-    columns: dict[str, Any], rows: pd.DataFrame, lens: str, token_texts: TokenTexts
-) -> pd.DataFrame:
+def hypotheses_table(columns: dict[str, Any], rows: pd.DataFrame, lens: str, token_texts: TokenTexts) -> pd.DataFrame:
     """One row for every lens reading: layer x position x pass.
 
     The reading of a row at position p speaks of the token at p + 1. token_id, token, logprob_nats: the layer's first
@@ -95,7 +93,7 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
             )
     table = pd.DataFrame(records)
     whole = ("draft_start", "num_accepted", "num_rolled_back", "recovered_token_id", "bonus_token_id")
-    return table.astype({name: "Int64" for name in whole} | {"margin_nats": "Float64", "finish": "string"})
+    return table.astype(dict.fromkeys(whole, "Int64") | {"margin_nats": "Float64", "finish": "string"})
 
 
 def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:

@@ -185,6 +185,8 @@ class Trace:
         if site not in SITE_NAMES:
             raise ValueError(f"unknown site {site!r}; states are kept at S, T and C")
         if site not in self.store.sites:
-            raise ValueError(f"site {site} was not captured; this run kept {', '.join(self.store.sites) or 'no states'}")
+            raise ValueError(
+                f"site {site} was not captured; this run kept {', '.join(self.store.sites) or 'no states'}"
+            )
         if layer not in self.store.layers:
             raise ValueError(f"layer {layer} was not captured; this run kept layers {list(self.store.layers)}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from cacheprobe.registry import register
 from cacheprobe.tasks.base import Example, Question, Tokenizer
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
     return flips / (flips + stays)
 
 
+@register("tasks", "coin_flip")
 @dataclass(frozen=True)
 class CoinFlip:
     """Coin-flip questions: `people` with distinct random names each flip the coin, or do not.

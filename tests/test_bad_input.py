@@ -1,0 +1,125 @@
+"""Bad input: a one-line error that names the thing and the remedy, before anything is computed."""
+
+import subprocess
+import sys
+
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.config import pick_deterministic, resolve_layers
+from cacheprobe.registry import find
+from tests.tiny import PROMPTS, SMALL, loaded
+
+P = [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([[]], {}, "request 0: the prompt is empty"),
+        ([], {}, "there are no prompts"),
+        ([[1, 97]], {}, "request 0: token id 97 is outside the vocabulary of 97"),
+        ([[1], [-1]], {}, "request 1: token id -1"),
+        ([3.5], {}, "request 0: a prompt is text, a list of token ids"),
+        ([[1] * 3000], {"capacity": 4096}, "exceed the model's context of 2048; shorten the prompt"),
+        ([[1] * 80], {}, r"need 104 cache rows, capacity is 96; set capacity=104"),
+        ([[1] * 2], {"capacity": 24}, "need 32 cache rows"),  # the padded prefill chunk
+        (P, {"window": 0}, "window must be a whole number of at least 1, got 0"),
+        (P, {"group": 0}, "group must be"),
+        (P, {"capture": "SX"}, "unknown site 'X'.*S, T, C and Z"),
+        (P, {"layers": [3]}, "unknown layer 3; the model has layers 0 to 2"),
+        (P, {"layers": "most"}, "unknown layers 'most'"),
+        (P, {"layers": []}, "no layers|at least one"),
+        (P, {"deterministic": 1.5}, "between 0 and 1"),
+        (P, {"deterministic": [1]}, "names request 1, but there are requests 0 to 0"),
+        (P, {"deterministic": [True, False]}, "2 flags for 1 requests"),
+        (P, {"drafter": cp.drafters.EarlyExit(layer=3)}, "unknown layer 3 for EarlyExit.*0 to 2"),
+        (P, {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ],
+)
+def test_run_refuses(prompts, settings, message: str) -> None:
+    for entry in (cp.run, cp.reference):
+        if entry is cp.reference and "drafter" in settings:
+            continue
+        with pytest.raises(ValueError, match=message) as caught:
+            entry(loaded(), prompts, **{**SMALL, **settings})
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"seed": -1}, {"max_new_tokens": 0}])
+def test_sampling_params_check_themselves(bad: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        cp.SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("bad", [{"phases": ("warm-up",)}, {"dtype": "int4"}, {"top_k": 0}, {"positions": ()}, {"sites": ""}])
+def test_capture_config_checks_itself(bad: dict) -> None:
+    with pytest.raises(ValueError, match="phase|dtype|top_k|positions|sites"):
+        cp.CaptureConfig(**bad)
+
+
+def test_unknown_plug_ins_name_what_there_is() -> None:
+    with pytest.raises(ValueError, match="oracle.*early_exit"):
+        find("drafters", "oracle")
+    with pytest.raises(ValueError, match="poker.*coin_flip"):
+        find("tasks", "poker")
+
+
+WRONG_KINDS = """
+import cacheprobe as cp
+from tests.tiny import SMALL, loaded
+for model, prompt, settings in [
+    ("smollm2-135m", [1], {}),
+    (loaded(), [1], {"capacity": 1.5}),
+    (loaded(), [1], {"drafter": "early_exit"}),
+    (loaded(), object(), {}),
+    (loaded(), None, {}),
+    (loaded(), [""], {}),
+]:
+    try:
+        cp.run(model, prompt, **{**SMALL, **settings})
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_wrong_kinds_of_argument() -> None:
+    """In a process of its own: here, the type checks that the tests switch on would answer first."""
+    done = subprocess.run([sys.executable, "-c", WRONG_KINDS], capture_output=True, text=True, check=True)
+    expected = (
+        "needs a model from cp.load_model",
+        "capacity must be a whole number",
+        "a drafter is an object such as cp.drafters.EarlyExit",
+        "a prompt is text, a list of token ids",
+        "a prompt is text, a list of token ids",
+        "has no tokenizer",
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(expected), done.stdout
+    for line, part in zip(lines, expected, strict=True):
+        assert part in line
+
+
+def test_deterministic_picks() -> None:
+    assert pick_deterministic(0.5, 8) == {0, 2, 4, 6} and pick_deterministic(0.25, 8) == {0, 4}
+    assert pick_deterministic(True, 3) == {0, 1, 2} and pick_deterministic(0.0, 3) == set()
+    assert pick_deterministic([False, True], 2) == {1} and pick_deterministic([2], 3) == {2}
+    assert resolve_layers([-1, 0, 2], 3) == (0, 2) and resolve_layers("all", 2) == (0, 1) and resolve_layers(1, 3) == (1,)
+
+
+def test_a_requests_own_settings_win() -> None:
+    own = cp.SamplingParams(temperature=1.0, seed=7, max_new_tokens=3)
+    requests = [cp.Request([1, 2], sampling=own), cp.Request([1, 2], is_deterministic=True), [1, 2]]
+    trace = cp.run(loaded(), requests, **SMALL, seed=5)
+    first, second, third = (r.sampling for r in trace.requests)
+    assert (first.temperature, first.seed, first.max_new_tokens) == (1.0, 7, 3) and len(trace.committed(0)) == 3
+    assert second.seed != third.seed and second.temperature == 0 and len(trace.committed(1)) == 20
+    assert [r.is_deterministic for r in trace.requests] == [False, True, False]
+    assert [r.request_id for r in trace.requests] == [0, 1, 2]
+
+
+def test_more_requests_than_rows_wait_their_turn() -> None:
+    whole = cp.run(loaded(), PROMPTS, **SMALL, deterministic=True)
+    queued = cp.run(loaded(), PROMPTS, **SMALL, deterministic=True, max_batch=2)
+    assert [queued.digest(i) for i in range(5)] == [whole.digest(i) for i in range(5)]
+    assert queued.events().query("phase == 'decode'").groupby("step").size().max() == 2

@@ -1,0 +1,177 @@
+"""Every way to hand over a model, and every model that is refused by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import cacheprobe as cp
+from cacheprobe.engine.passes import EngineError
+from cacheprobe.models import checks
+from cacheprobe.models.base import ModelError
+from tests.tiny import PROMPTS, SMALL, hf_model, loaded
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = "<unk> A B C heads tails coin state is . ? Alice Bob flips , then What the".split()
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-llama")
+    hf_model().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def tokens_of(model) -> list[int]:
+    return cp.run(model, PROMPTS[0], **SMALL).committed(0)
+
+
+def test_directory_live_model_and_bridge_are_the_same(directory: Path) -> None:
+    expected = tokens_of(loaded())
+    assert tokens_of(cp.load_model(directory)) == expected
+    assert tokens_of(cp.load_model(str(directory), dtype=torch.float32)) == expected
+    live = cp.load_model(hf_model(), tokenizer=tokenizer())
+    assert tokens_of(live) == expected
+    assert tokens_of(cp.load_model(live.bridge)) == expected
+    assert cp.run(live, "heads is tails", **SMALL).requests[0].prompt_token_ids == (4, 8, 5)
+    assert len(cp.run(cp.load_model(directory), ["coin", "flips"], **SMALL).committed(1)) == 20
+
+
+def test_directory_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
+    hf_model().save_pretrained(tmp_path)
+    model = cp.load_model(tmp_path)
+    assert tokens_of(model) == tokens_of(loaded())
+    with pytest.raises(ModelError, match="no tokenizer.*lists of token ids"):
+        cp.run(model, "heads", **SMALL)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes_reach_the_states(directory: Path, dtype: str) -> None:
+    model = cp.load_model(directory, dtype=dtype)
+    drafted = cp.run(model, PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1), deterministic=True)
+    oracle = cp.reference(model, PROMPTS, **SMALL)
+    assert drafted.states("S", 0, 0).dtype == getattr(torch, dtype)
+    assert drafted.num_rolled_back > 0
+    assert [drafted.digest(i) for i in range(5)] == [oracle.digest(i) for i in range(5)]
+
+
+def test_a_live_model_keeps_its_dtype() -> None:
+    with pytest.raises(ModelError, match=r"float32, not bfloat16.*\.to\(torch\.bfloat16\)"):
+        cp.load_model(hf_model(), dtype="bfloat16")
+
+
+def test_two_dtypes_are_refused() -> None:
+    mixed = hf_model()
+    mixed.model.layers[1].mlp.to(torch.bfloat16)
+    with pytest.raises(ModelError, match=r"two dtypes, bfloat16 and float32.*\.to"):
+        cp.load_model(mixed)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("no-such-model", r"unknown model 'no-such-model'.*smollm2-135m"),
+        ("./nowhere", "no directory ./nowhere"),
+        ("", "name is empty"),
+        (42, "cannot load a int"),
+    ],
+)
+def test_unknown_models(argument, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        cp.load_model(argument)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_dtype(directory: Path) -> None:
+    with pytest.raises(ModelError, match="unknown dtype 'int8'.*bfloat16"):
+        cp.load_model(directory, dtype="int8")
+
+
+def test_sliding_window_is_refused_by_name() -> None:
+    shape = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    windowed = MistralForCausalLM(MistralConfig(**shape, num_key_value_heads=2, sliding_window=8))
+    with pytest.raises(ModelError, match="MistralForCausalLM attends over a sliding window of 8"):
+        cp.load_model(windowed)
+
+
+def test_mixed_layer_types_are_refused_by_name() -> None:
+    config = Gemma3TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4, head_dim=8
+    )
+    with pytest.raises(ModelError, match="Gemma3ForCausalLM has sliding_attention layers"):
+        cp.load_model(Gemma3ForCausalLM(config))
+
+
+def test_recurrent_state_is_refused_by_name() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4))
+    with pytest.raises(ModelError, match="MambaForCausalLM has linear_attention layers, whose rollback is not defined"):
+        cp.load_model(model)
+
+
+def test_encoder_decoder_is_refused_by_name() -> None:
+    model = T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4))
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        cp.load_model(model)
+
+
+def test_a_model_that_our_mask_gets_wrong_is_refused() -> None:
+    """ALiBi is built from a 2-D mask: with ours, Bloom fails or is silently wrong, and must not load."""
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4))
+    with pytest.raises(ModelError, match="(?i)bloom"):
+        cp.load_model(bloom)
+
+
+def test_the_load_check_sees_a_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: a mask that hides one more row is caught, in float32 and in 16 bits."""
+    from cacheprobe.cache.kv import KVCache
+
+    right = KVCache.mask
+    for dtype in (torch.float32, torch.bfloat16):
+        model = loaded("llama", dtype)
+        checks.check_model(model)
+        monkeypatch.setattr(KVCache, "mask", lambda self, p, *args: right(self, (p - 1).clamp(min=0), *args))
+        with pytest.raises(ModelError, match="differs from the model without it"):
+            checks.check_model(model)
+        monkeypatch.setattr(KVCache, "mask", right)
+
+
+def test_nan_logits_name_request_and_step() -> None:
+    model = hf_model()
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    with pytest.raises(ModelError, match="NaN"):
+        cp.load_model(model)
+    good = cp.load_model(hf_model(seed=3))
+    before = cp.run(good, PROMPTS[:2], **SMALL)
+    with torch.no_grad():
+        list(good.bridge.original_model.parameters())[-1].fill_(torch.nan)
+    with pytest.raises(EngineError, match=r"request 0 step 0: logits for position 5 hold NaN.*float32"):
+        cp.run(good, PROMPTS[:2], **SMALL, capture="T", layers=[0])
+    assert len(before.committed(0)) == 20
+
+
+def test_context_is_the_models() -> None:
+    assert cp.load_model(hf_model("gpt2")).n_ctx == 128
+    long = cp.run(loaded("gpt2"), [[1] * 100], **{**SMALL, "capacity": 160, "max_new_tokens": 28, "window": 16})
+    assert len(long.committed(0)) == 28  # pads lie beyond the learned positions, and do not matter
+    with pytest.raises(ValueError, match="exceed the model's context of 128.*max_new_tokens=28"):
+        cp.run(loaded("gpt2"), [[1] * 100], **{**SMALL, "capacity": 256, "max_new_tokens": 29})
