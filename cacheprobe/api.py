@@ -180,7 +180,7 @@ class _Setup:
                     f"request {index}: a prompt is text, a list of token ids, a task example or a Request; "
                     f"got {prompt!r:.60}"
                 ) from error
-        if not ids or (isinstance(prompt, str) and not prompt.strip()):
+        if not ids or prompt == "":
             raise ValueError(f"request {index}: the prompt is empty; give at least one token")
         if bad := [t for t in ids if not 0 <= t < self.model.d_vocab]:
             raise ValueError(f"request {index}: token id {bad[0]} is outside the vocabulary of {self.model.d_vocab}")

@@ -46,13 +46,17 @@ def test_run_refuses(prompts, settings, message: str) -> None:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"seed": -1}, {"max_new_tokens": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"seed": -1}, {"max_new_tokens": 0}]
+)
 def test_sampling_params_check_themselves(bad: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         cp.SamplingParams(**bad)
 
 
-@pytest.mark.parametrize("bad", [{"phases": ("warm-up",)}, {"dtype": "int4"}, {"top_k": 0}, {"positions": ()}, {"sites": ""}])
+@pytest.mark.parametrize(
+    "bad", [{"phases": ("warm-up",)}, {"dtype": "int4"}, {"top_k": 0}, {"positions": ()}, {"sites": ""}]
+)
 def test_capture_config_checks_itself(bad: dict) -> None:
     with pytest.raises(ValueError, match="phase|dtype|top_k|positions|sites"):
         cp.CaptureConfig(**bad)
@@ -104,7 +108,9 @@ def test_deterministic_picks() -> None:
     assert pick_deterministic(0.5, 8) == {0, 2, 4, 6} and pick_deterministic(0.25, 8) == {0, 4}
     assert pick_deterministic(True, 3) == {0, 1, 2} and pick_deterministic(0.0, 3) == set()
     assert pick_deterministic([False, True], 2) == {1} and pick_deterministic([2], 3) == {2}
-    assert resolve_layers([-1, 0, 2], 3) == (0, 2) and resolve_layers("all", 2) == (0, 1) and resolve_layers(1, 3) == (1,)
+    assert (
+        resolve_layers([-1, 0, 2], 3) == (0, 2) and resolve_layers("all", 2) == (0, 1) and resolve_layers(1, 3) == (1,)
+    )
 
 
 def test_a_requests_own_settings_win() -> None:

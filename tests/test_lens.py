@@ -1,0 +1,68 @@
+"""Lenses: the contract that each one must keep, and the logit lens against TransformerLens' own."""
+
+import inspect
+
+import pytest
+import torch
+from transformer_lens.tools.analysis import logit_lens
+
+import cacheprobe as cp
+from cacheprobe.lenses.base import Lens
+from cacheprobe.observe.checks import CaptureError
+from cacheprobe.ops.equality import close
+from cacheprobe.registry import available
+from tests.tiny import FAMILIES, PROMPTS, SMALL, loaded
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_readings_equal_transformer_lens(family: str) -> None:
+    """Every layer's log-probability of the committed token and its rank, on the finished text."""
+    model = loaded(family)
+    trace = cp.run(model, PROMPTS[:1], **SMALL)
+    text = torch.tensor([PROMPTS[0] + trace.committed(0)])
+    theirs = logit_lens(model.bridge, text[:, :-1], positions=None, targets=text[:, 1:], return_type="log_probs")
+    labels = [label for label in theirs.labels]
+    values, ranks = theirs.values[..., 0], theirs.rank_trajectory()
+    hypotheses = trace.hypotheses()
+    for layer in range(model.n_layers):
+        row = next(i for i, label in enumerate(labels) if label in (f"{layer + 1}_pre", f"{layer}_post", "final_post"))
+        ours = hypotheses.query(f"layer == {layer} and status == 'committed'").sort_values("position")
+        at = ours.position.tolist()
+        mine = torch.tensor(ours.committed_logprob_nats.to_numpy())
+        assert close(mine, values[row, 0, at], 1e-5, because="products with other numbers of rows")
+        assert ours["rank"].tolist() == ranks[row, 0, at].tolist()
+
+
+@pytest.mark.parametrize("name", [*available("lenses")])
+def test_contract(name: str) -> None:
+    """Every lens: logits for each vector, and at the last layer the model's own output."""
+    lens = available("lenses")[name]()
+    assert isinstance(lens, Lens) and lens.name == name and inspect.getdoc(type(lens))
+    model = loaded()
+    trace = cp.run(model, PROMPTS[:1], **SMALL, lens=lens)
+    states = torch.cat([trace.states("S", layer, 0) for layer in range(3)])
+    layers = torch.arange(3).repeat_interleave(len(states) // 3)
+    logits = lens.logits(model, states, layers)
+    assert logits.shape == (len(states), model.d_vocab) and logits.dtype == model.dtype
+    with torch.inference_mode():
+        own = model.bridge.forward(torch.tensor([PROMPTS[0] + trace.committed(0)[:-1]]), return_type="logits")[0]
+    assert close(logits[layers == 2], own, 1e-5, because="products with other numbers of rows")
+
+
+def test_every_run_checks_the_last_layer_and_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks are in the trace with their tolerance, and they fail where they should."""
+    trace = cp.run(loaded(), PROMPTS, **SMALL, deterministic=0.5)
+    names = {check["name"]: check for check in trace.meta["checks"]}
+    assert len(names) == 2 and all(check["num_rows"] > 0 and check["worst"] <= 1 for check in names.values())
+    model = loaded()
+    right = type(model).read_out
+    monkeypatch.setattr(type(model), "read_out", lambda self, states: right(self, states) * 1.001)
+    with pytest.raises(CaptureError, match="last layer's Z"):
+        cp.run(model, PROMPTS, **SMALL, drafter=cp.drafters.FastPath())
+    monkeypatch.setattr(type(model), "read_out", right)
+    hook = ("blocks.1.hook_mlp_out", lambda value, hook: value + 1e-3)
+    with pytest.raises(CaptureError, match="resid_post = resid_pre"):
+        with model.bridge.hooks(fwd_hooks=[("blocks.1.hook_out", lambda value, hook: value + 1e-3)]):
+            cp.run(model, PROMPTS, **SMALL)
+    with model.bridge.hooks(fwd_hooks=[hook]):
+        assert len(cp.run(model, PROMPTS, **SMALL).requests) == 5  # an edit of C reaches the stream, so the sum holds
