@@ -20,6 +20,7 @@ from cacheprobe.observe.observers import ProgressBar, Tee
 from cacheprobe.observe.recorder import Recorder
 from cacheprobe.observe.replay import Replay, replay
 from cacheprobe.observe.storage import load_trace
+from cacheprobe.observe.summary import behaviour_line
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Observer, Request, SamplingParams
 
@@ -59,6 +60,7 @@ def run(
     sampling, max_new_tokens, seed: for requests that do not say themselves; seeds derive from (seed, index).
     capacity: cache rows of each request, part of the schedule fingerprint; prompt + max_new_tokens + window must fit.
     prefill_chunk: prompt tokens fed at once for verified requests.  max_batch: requests in flight at once.
+    progress: show a bar on a terminal, and print how the model did where the prompts come from a task.
     Raises: ValueError for settings that cannot be met, before anything is computed; EngineError on NaN logits.
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
     """
@@ -219,13 +221,26 @@ class _Setup:
         """Run the job under a recorder and put the trace together."""
         model, requests = self.model, self.requests
         prompts = {r.request_id: r.prompt_token_ids for r in requests}
-        answers = {r.request_id: r.example.answer_token_ids(model.tokenizer) for r in requests if r.example is not None}
+        answers = {r.request_id: ids for r in requests if (ids := _answer_token_ids(r, model))}
         recorder = Recorder(model, self.capture, self.layers, self.lens, prompts, answers)
         total = sum(r.sampling.max_new_tokens for r in requests)
         with ProgressBar(total, enabled=progress) as bar, model.capturing(recorder.wanted(), recorder.on_state):
             job(Tee(recorder, bar))
         fingerprint = schedule_fingerprint(model, self.config, LENS_TILE)
-        return assemble(recorder, requests, fingerprint, self.config, self.capture, meta)
+        trace = assemble(recorder, requests, fingerprint, self.config, self.capture, meta)
+        if progress and trace.meta["behaviour"]:
+            print(behaviour_line(trace.meta["behaviour"]))
+        return trace
+
+
+def _answer_token_ids(request: Request, model: CachedLM) -> tuple[int, ...]:
+    """First token ids of a task's answers; none where the tokenizer does not tell them apart at their first token."""
+    if request.example is None:
+        return ()
+    try:
+        return request.example.answer_token_ids(model.tokenizer)
+    except ValueError:
+        return ()
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -28,7 +28,6 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
         Show progress bars.
     """
     import cacheprobe as cp
-    from cacheprobe.observe.summary import summary
     from cacheprobe.views import write_report
 
     model = cp.load_model("smollm2-135m", dtype="bfloat16", progress=progress)
@@ -44,7 +43,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
         progress=progress,
     )
     trace.save(out)
-    print(summary(trace))
+    _print_summary(trace, progress)
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html')}")
 
 
@@ -113,7 +112,6 @@ def run(
         Show progress bars.
     """
     import cacheprobe as cp
-    from cacheprobe.observe.summary import summary
     from cacheprobe.registry import find
 
     if bool(prompt) == (task is not None):
@@ -139,7 +137,7 @@ def run(
         progress=progress,
     )
     trace.save(out)
-    print(summary(trace))
+    _print_summary(trace, progress)
     print(f"run: {out}")
 
 
@@ -221,6 +219,14 @@ def bench(name: str, *, json: Path | None = None, rounds: int = 3) -> None:
     print(dumps(numbers, indent=1))
     if json is not None:
         json.write_text(dumps(numbers, indent=1) + "\n")
+
+
+def _print_summary(trace: Any, is_behaviour_printed: bool) -> None:
+    from cacheprobe.observe.summary import behaviour_line, summary
+
+    if trace.meta["behaviour"] and not is_behaviour_printed:
+        print(behaviour_line(trace.meta["behaviour"]))
+    print(summary(trace))
 
 
 def _plug_in(kind: str, text: str) -> Any:

@@ -21,7 +21,7 @@ def test_readings_equal_transformer_lens(family: str) -> None:
     trace = cp.run(model, PROMPTS[:1], **SMALL)
     text = torch.tensor([PROMPTS[0] + trace.committed(0)])
     theirs = logit_lens(model.bridge, text[:, :-1], positions=None, targets=text[:, 1:], return_type="log_probs")
-    labels = [label for label in theirs.labels]
+    labels = list(theirs.labels)
     values, ranks = theirs.values[..., 0], theirs.rank_trajectory()
     hypotheses = trace.hypotheses()
     for layer in range(model.n_layers):

@@ -70,12 +70,14 @@ def test_candidate_states_do_differ_in_bits(drafted: cp.Trace) -> None:
 
 
 def test_behaviour_is_reported_and_claims_nothing(drafted: cp.Trace, capsys: pytest.CaptureFixture) -> None:
-    from cacheprobe.observe.summary import summary
+    from cacheprobe.observe.summary import behaviour_line, summary
 
     behaviour = drafted.meta["behaviour"]
     assert behaviour["chance"] == 0.5 and behaviour["answer_mass"] < 0.02
-    text = summary(drafted)
-    assert "nothing here speaks of the model's state" in text and "4-bit dequantised" in text
+    assert "nothing here speaks of the model's state" in behaviour_line(behaviour)
+    assert "4-bit dequantised" in summary(drafted)
+    cp.run(smollm2(), EXAMPLES[:1], **{**RUN, "max_new_tokens": 1, "progress": True}, capture="S", layers=[0])
+    assert "chance 50%" in capsys.readouterr().out
 
 
 def test_verify_replays_and_finds_a_forged_token(drafted: cp.Trace) -> None:

@@ -36,8 +36,8 @@ def check_model(model: BridgeLM) -> None:
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
         kind = type(model.bridge.original_model).__name__
         raise ModelError(
-            f"{model.name}: {kind} does not run on our KV cache ({type(error).__name__}: {str(error):.120}); use a decoder "
-            "with plain full attention"
+            f"{model.name}: {kind} does not run on our KV cache ({type(error).__name__}: {error!s:.120}); use a "
+            "decoder with plain full attention"
         ) from error
     if silent := sorted(set(wanted) - seen):
         raise ModelError(f"{model.name}: the hook for site {silent[0][0]} of layer {silent[0][1]} does not fire")

