@@ -3,10 +3,12 @@
 from functools import cache
 
 import pytest
+import torch
 
 import cacheprobe as cp
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.engine.passes import EngineError
+from tests.equivalence import sample_token_slowly
 from tests.tiny import PROMPTS, SMALL, VOCAB, loaded
 
 STOP = 30
@@ -111,3 +113,17 @@ def test_sampling_is_lossless(temperature: float, seed: int) -> None:
     greedy = oracle(4)
     assert [want.committed(i) for i in range(5)] != [greedy.committed(i) for i in range(5)]
     assert want.committed(0) != oracle(4, sampling=sampling, seed=seed + 1).committed(0)
+
+
+def test_noise_belongs_to_the_tokens_own_position() -> None:
+    """In prefill, decode and verify alike: a slow sampler over clean logits, with noise keyed by the position where the
+    token came to stand, gives every committed token. (Were verify off by one, the oracle would be off with it.)"""
+    sampling = cp.SamplingParams(temperature=1.0, seed=11)
+    model = loaded()
+    for trace in (oracle(4, sampling=sampling), cp.run(model, PROMPTS, **SMALL, sampling=sampling)):
+        for i, prompt in enumerate(PROMPTS):
+            text = prompt + trace.committed(i)
+            with torch.inference_mode():
+                logits = model.bridge.forward(torch.tensor([text]), return_type="logits")[0]
+            for position in range(len(prompt), len(text)):
+                assert text[position] == sample_token_slowly(logits[position - 1], 1.0, 11, position)
