@@ -27,7 +27,9 @@ def cache_counts(ledger: pd.DataFrame) -> dict[str, int]:
     return {name: int(counts[name]) for name in _STYLES if name in counts.index}
 
 
-def cache_picture(title: Iterable[str], ledger: pd.DataFrame, *, step: int | None = None, truncated: int = 0) -> list[str]:
+def cache_picture(
+    title: Iterable[str], ledger: pd.DataFrame, *, step: int | None = None, truncated: int = 0
+) -> list[str]:
     """Cylinder and counts, within 280 x CACHE_HEIGHT px.
 
     title: its lines.  step: rows written by this step are counted apart.  truncated: rows that were cut off, drawn
@@ -38,7 +40,10 @@ def cache_picture(title: Iterable[str], ledger: pd.DataFrame, *, step: int | Non
     rows = sum(counts.values())
     if truncated:
         counts["truncated"] = truncated
-    bands = [(*_STYLES[name], _height(name, count), count if count <= 8 and name != "prefill" else 0) for name, count in counts.items()]
+    bands = [
+        (*_STYLES[name], _height(name, count), count if count <= 8 and name != "prefill" else 0)
+        for name, count in counts.items()
+    ]
     parts = [svg.cylinder(12, 16, _WIDTH, bands)]
     y = 18.0
     for line in title:
@@ -51,7 +56,7 @@ def cache_picture(title: Iterable[str], ledger: pd.DataFrame, *, step: int | Non
         parts.append(swatch(112, y, colour, texture))
         label = f"{count} {name}"
         if name == "verified" and 0 < (now := new.get(name, 0)) < count:
-            label += f", {now} of them now"
+            label += f" ({now} now)"
         parts.append(svg.text(136, y + 11, label, "red-ink" if colour == "gone" else ""))
         y += 20
     return parts

@@ -1,6 +1,7 @@
-"""The four phases of one verify window, each as a panel: heading, picture, one sentence."""
+"""Phases of one verify window, each as a panel: heading, picture, one sentence. `decode_panel` has its own file."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -10,9 +11,6 @@ from cacheprobe.views.text import markup, subscript, text_of, token_label
 from cacheprobe.views.windows import Window
 
 WIDTH = 280
-SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5
-"""A choice is drawn solid from the first margin on, dotted below the second."""
-_MOST_REQUESTS = 8
 _VERDICTS = {  # colour, texture, sign of the verifier's token
     "accepted": ("green", None, "check"),
     "recovered": ("green", "pending", "turn"),
@@ -21,9 +19,9 @@ _VERDICTS = {  # colour, texture, sign of the verifier's token
 }
 
 
-def panel(heading: str, note: str, picture: str, sentence: str) -> str:
+def panel(heading: str, note: str, picture: str, sentence: str, *, classes: str = "panel") -> str:
     """Heading and note are ours; the sentence is markup, its tokens escaped by whoever wrote it."""
-    return f'<section class="panel"><h4>{heading} <small>{note}</small></h4>{picture}<p>{sentence}</p></section>'
+    return f'<section class="{classes}"><h4>{heading} <small>{note}</small></h4>{picture}<p>{sentence}</p></section>'
 
 
 def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, name: str) -> str:
@@ -41,97 +39,20 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
         svg.text(112, y + 37, f"{len(ledger)} prompt tokens", "halo on-blue", "middle"),
     ]
     if others:
-        parts += [svg.box(12 + 9 * i, y + 72 - 7 * i, 200, 48, "grey", radius=5) for i in (2, 1, 0)][: min(others, 3)]
-        front = 12 + 9 * max(0, 3 - min(others, 3))
-        parts.append(svg.text(front + 100, y + 101, f"{others} other request{'s' * (others > 1)}", "halo on-grey", "middle"))
+        stack = min(others, 3)
+        for i in reversed(range(stack)):  # the last one stands in front
+            parts.append(svg.box(12 + 9 * i, y + 72 + 7 * (stack - 1 - i), 200, 44, "grey"))
+        label_y = y + 72 + 7 * (stack - 1) + 26
+        parts.append(svg.text(112, label_y, f"{others} other request{'s' * (others > 1)}", "halo on-grey", "middle"))
     num_passes = passes.step.nunique()
     sentence = (
-        f"The prompt was read in {num_passes} pass{'es' * (num_passes != 1)} of {first.batch_rows} × {first.batch_slots} "
+        f"The prompt was read in {num_passes} pass{'es' * (num_passes != 1)} "
+        f"of {first.batch_rows} × {first.batch_slots} "
         f"tokens, with {beside} other request{'s' * (beside != 1)} beside it."
     )
-    height = y + (124 if others else 52)
+    height = y + (134 if others else 52)
     label = f"Prefill: {len(ledger)} prompt tokens of request {request_id}; {others} other requests"
-    return panel("Prefill", _step_note(passes.step), svg.picture(WIDTH, height, label, parts), sentence)
-
-
-def decode_panel(
-    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: str, columns: Sequence[tuple[str, str, int]],
-    *, is_verified: bool = True,
-) -> str:  # fmt: skip
-    """What was proposed after T0, above the grid of requests by tokens.
-
-    newest: text of T0.  columns: (name, text, step) of each token.  is_verified: False where the tokens of this request
-    are committed as they are decoded; they are grey then.
-    """
-    colour, texture = ("yellow", "provisional") if is_verified else ("grey", None)
-    kind = "candidate" if is_verified else "committed as decoded"
-    shown = abridged(len(columns), 4)
-    gap = 6
-    width = min((WIDTH - 80 - 8 - gap * (len(shown) - 1)) / max(len(shown), 1), 60)
-    places = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
-    top = CACHE_HEIGHT + 14
-    parts = cache_picture(["KV cache", "after decode"], ledger)
-    parts.append(svg.chip(8, top, 64, "T₀", newest, "green", tip="committed"))
-    for x, index in places:
-        if index is None:
-            parts.append(svg.text(x + width / 2, top + 24, f"+ {_hidden(shown, len(columns))}", "muted", "middle"))
-            continue
-        name, token, step = columns[index]
-        parts.append(svg.chip(x, top, width, name, token, colour, texture, tip=f"{kind}, step {step}"))
-    steps = [columns[index][2] if index is not None else None for index in shown]
-    grid, height = _grid(events, request_id, steps, [x for x, _ in places], width, top + 54, colour)
-    count = len(columns)
-    if is_verified and count:
-        sentence = f"The fast path or drafter proposed {count} candidate{'s' * (count != 1)}; the rows it wrote are provisional."
-    elif is_verified:
-        sentence = "Nothing was drafted: the verifier alone chose the next token."
-    else:
-        sentence = "This request is never verified: each token is committed as it is decoded, and its rows stay."
-    note = _step_note([step for _, _, step in columns])
-    label = f"Decode: T0 and {count} tokens {kind}"
-    return panel("Decode", note, svg.picture(WIDTH, height, label, parts + grid), sentence)
-
-
-def _grid(
-    events: pd.DataFrame, request_id: int, steps: Sequence[int | None], places: Sequence[float], width: float, top: float,
-    colour: str,
-) -> tuple[list[str], float]:  # fmt: skip
-    """Requests x tokens, each cell by the margin of its choice; and where the picture ends."""
-    if not places:
-        return [], top
-    cells = events[events.step.isin([step for step in steps if step is not None])]
-    others = sorted(set(cells.request_id.tolist()) - {request_id})
-    margins = cells.set_index(["request_id", "step"]).margin_nats
-    parts, y = [], top
-    for row in [request_id, *others[: _MOST_REQUESTS - 1]]:
-        parts.append(svg.text(8, y + 13, f"request {row}", "small strong" if row == request_id else "small muted"))
-        tint = colour if row == request_id else "grey"
-        for x, step in zip(places, steps, strict=True):
-            if step is None or (row, step) not in margins.index:
-                continue
-            margin = margins[row, step]
-            is_known = bool(pd.notna(margin))
-            said = f"{margin:.2f} nats between its two best tokens" if is_known else "no model pass"
-            tip = f"request {row}, step {step}: {said}"
-            parts.append(svg.box(x, y, width, 18, tint, _margin_texture(margin, tint), radius=3, tip=tip))
-        y += 22
-    if more := len(others[_MOST_REQUESTS - 1 :]):
-        parts.append(svg.text(8, y + 12, f"and {more} more", "small muted"))
-        y += 20
-    y += 18
-    parts.append(svg.text(8, y, "top-two margin, nats", "small muted"))
-    keys = [(SETTLED_NATS, f"≥ {SETTLED_NATS:g}"), ((SETTLED_NATS + CONTESTED_NATS) / 2, "between"), (0.0, f"< {CONTESTED_NATS:g}")]
-    for i, (margin, label) in enumerate(keys):
-        x = 8 + i * 88
-        parts.append(svg.box(x, y + 8, 26, 13, "grey", _margin_texture(margin, "grey"), radius=3))
-        parts.append(svg.text(x + 32, y + 19, label, "small muted"))
-    return parts, y + 26
-
-
-def _margin_texture(margin: float, colour: str) -> str | None:
-    if pd.isna(margin) or margin >= SETTLED_NATS:
-        return None
-    return f"crossed-{colour}" if margin >= CONTESTED_NATS else f"dotted-{colour}"
+    return panel("Prefill", step_note(passes.step), svg.picture(WIDTH, height, label, parts), sentence)
 
 
 def verify_panel(window: Window, texts: Mapping[int, str]) -> str:
@@ -144,11 +65,10 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> str:
         svg.text(204, 14, "verdict", "small muted"),
     ]
     count = len(window.target_token_ids)
-    shown = abridged(count, 9, around=window.num_accepted)
-    for index in shown:
-        if index is None:
-            parts.append(svg.text(WIDTH / 2, y + 16, f"⋮  {_hidden(shown, count)} more  ⋮", "muted", "middle"))
-            y += 36
+    for index in abridged(count, 9, around=window.num_accepted):
+        if index < 0:
+            parts.append(svg.text(WIDTH / 2, y + 16, f"⋮  {-index} more  ⋮", "muted", "middle"))
+            y += 40
             continue
         verdict = window.verdicts[index]
         colour, texture, sign = _VERDICTS[verdict]
@@ -156,22 +76,26 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> str:
         fed = ("green", None) if index == 0 else ("red", None) if is_wrong else ("yellow", "provisional")
         fed_sign = "cross" if is_wrong else None
         parts += [
-            svg.chip(8, y, 70, _name(index, candidate=index > 0), text_of(texts, inputs[index]), *fed, sign=fed_sign),
+            svg.chip(
+                8, y, 70, token_name(index, candidate=index > 0), text_of(texts, inputs[index]), *fed, sign=fed_sign
+            ),
             svg.arrow(84, y + 20, 98, y + 20),
-            svg.chip(104, y, 90, _compared(window, index), text_of(texts, window.target_token_ids[index]), colour, texture),
+            svg.chip(
+                104, y, 90, _compared(window, index), text_of(texts, window.target_token_ids[index]), colour, texture
+            ),
             svg.mark(211, y + 20, sign),
             svg.text(222, y + 24, verdict, "small red-ink" if sign == "cross" else "small"),
         ]
-        y += 52
+        y += 62
     label = "Verify: " + ", ".join(f"T{i + 1} {verdict}" for i, verdict in enumerate(window.verdicts))
     rows, slots = window.batch_shape
     sentence = _verdict_sentence(window, texts) + f" The pass has the fixed shape {rows} × {slots}."
-    return panel("Verify", f"step {window.step}", svg.picture(WIDTH, y, label, parts), sentence)
+    return panel("Verify", f"step {window.step}", svg.picture(WIDTH, y, label, parts), sentence, classes="panel middle")
 
 
 def _compared(window: Window, index: int) -> str:
     """T1 (=T1′), T2 (≠T2′), or T3 where there is nothing it should equal."""
-    name = _name(index + 1)
+    name = token_name(index + 1)
     if index > window.num_accepted or index >= len(window.draft_token_ids):
         return name
     return f"{name} ({'=' if index < window.num_accepted else '≠'}{name}′)"
@@ -180,10 +104,14 @@ def _compared(window: Window, index: int) -> str:
 def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
     accepted, drafted = window.num_accepted, len(window.draft_token_ids)
     own = len(window.committed_token_ids) > accepted
-    said = f"{accepted} of {drafted} candidates equal the verifier's tokens." if drafted else "There was nothing to compare."
+    said = (
+        f"{accepted} of {drafted} candidates equal the verifier's tokens."
+        if drafted
+        else "There was nothing to compare."
+    )
     if not own:
         return said
-    name, token = _name(accepted + 1), _quoted(texts, window.committed_token_ids[-1])
+    name, token = token_name(accepted + 1), _quoted(texts, window.committed_token_ids[-1])
     if window.is_rollback:
         wrong = _quoted(texts, window.draft_token_ids[accepted])
         return f"{said} At the first mismatch its own {name}, {token}, replaces {wrong}."
@@ -193,81 +121,84 @@ def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
 def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]) -> str:
     """No rollback, or rollback: the sequence and the cache that are left."""
     back = window.is_rollback
-    title = ["KV cache restored", "to the final", "accepted token"] if back else ["KV cache after", "accepting all tokens"]
+    title = (
+        ["KV cache restored", "to the final", "accepted token"] if back else ["KV cache after", "accepting all tokens"]
+    )
     parts = cache_picture(title, ledger, step=window.step, truncated=window.num_truncated)
-    sequence = (window.newest_token_id, *window.committed_token_ids)
-    last = len(sequence) - 1
+    last = len(window.committed_token_ids)
+    chips = [_Chip("T₀", text_of(texts, window.newest_token_id), "green", tip="committed before this window")]
+    for i, (token_id, verdict) in enumerate(zip(window.committed_token_ids, window.verdicts, strict=False), 1):
+        texture, tip = ("pending", "committed; its cache row is not written yet") if i == last else (None, "committed")
+        chips.append(_Chip(token_name(i), text_of(texts, token_id), "green", texture, _VERDICTS[verdict][2], tip))
     y = CACHE_HEIGHT + 26
     parts.append(svg.text(8, y, "sequence", "small muted"))
-    chips = []
-    for index in abridged(len(sequence), 10):
-        if index is None:
-            chips.append(None)
-            continue
-        is_newest = index == last
-        sign = None if index == 0 else _VERDICTS[window.verdicts[index - 1]][2]
-        tip = "committed; its cache row is not written yet" if is_newest else "committed"
-        chips.append((_name(index), text_of(texts, sequence[index]), "green", "pending" if is_newest else None, sign, tip))
-    placed, y = _flow(chips, y + 12, len(sequence))
+    placed, y = _flow(chips, y + 12, limit=10)
     parts += placed
-    dropped = window.draft_token_ids[window.num_accepted :]
+    dropped = [
+        _Chip(token_name(i, candidate=True), text_of(texts, token_id), "red", sign="cross", tip="rolled back")
+        for i, token_id in enumerate(window.draft_token_ids, 1)
+        if i > window.num_accepted
+    ]
     if dropped:
-        parts.append(svg.text(8, y + 16, "rolled back", "small muted"))
-        chips = [
-            None
-            if index is None
-            else (_name(window.num_accepted + 1 + index, candidate=True), text_of(texts, dropped[index]), "red", None, "cross", "")
-            for index in abridged(len(dropped), 5)
-        ]
-        placed, y = _flow(chips, y + 28, len(dropped))
+        parts.append(svg.text(8, y + 18, "rolled back", "small muted"))
+        placed, y = _flow(dropped, y + 30, limit=5)
         parts += placed
-    label = f"{'Rollback' if back else 'No rollback'}: {last} tokens committed, {len(dropped)} rolled back"
-    newest = _name(last)
+    title_word = "Rollback" if back else "No rollback"
+    newest = token_name(last)
     if back:
         sentence = f"Sequence and KV restored to the final accepted token; {newest} is committed, its row pending."
     else:
         sentence = f"Sequence and KV after accepting all tokens (including {newest}, whose row is pending)."
     if window.finish:
         sentence += f" The request ends here ({markup(window.finish)})."
-    return panel("Rollback" if back else "No rollback", "", svg.picture(WIDTH, y, label, parts), sentence)
+    label = f"{title_word}: {last} tokens committed, {len(dropped)} rolled back"
+    return panel(title_word, f"after step {window.step}", svg.picture(WIDTH, y, label, parts), sentence)
 
 
-def _flow(chips: Sequence[tuple | None], top: float, count: int) -> tuple[list[str], float]:
-    """Chips in rows of five; None is a gap. Returns the strokes and where they end."""
-    width, gap = 48, 6
-    hidden = count - sum(chip is not None for chip in chips)
+class _Chip(NamedTuple):
+    name: str
+    token: str
+    colour: str
+    texture: str | None = None
+    sign: str | None = None
+    tip: str = ""
+
+
+def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], float]:
+    """Chips in rows of five, `limit` places in all. Returns the strokes and where they end."""
+    width, gap, places = 48, 6, abridged(len(chips), limit)
     parts = []
-    for place, content in enumerate(chips):
+    for place, index in enumerate(places):
         x, y = 8 + place % 5 * (width + gap), top + place // 5 * 52
-        if content is None:
-            parts.append(svg.text(x + width / 2, y + 24, f"+ {hidden}", "muted", "middle"))
+        if index < 0:
+            parts.append(svg.text(x + width / 2, y + 24, f"+ {-index}", "muted", "middle"))
             continue
-        name, token, colour, texture, sign, tip = content
-        parts.append(svg.chip(x, y, width, name, token, colour, texture, sign=sign, tip=tip))
-    return parts, top + ((len(chips) - 1) // 5) * 52 + 48
+        c = chips[index]
+        parts.append(svg.chip(x, y, width, c.name, c.token, c.colour, c.texture, sign=c.sign, tip=c.tip))
+    return parts, top + (len(places) - 1) // 5 * 52 + 46
 
 
-def abridged(count: int, limit: int, around: int | None = None) -> list[int | None]:
-    """Which of `count` things to draw in `limit` places: the first, those next to `around`, the last; None is a gap."""
+def abridged(count: int, limit: int, around: int | None = None) -> list[int]:
+    """Which of `count` things to draw in `limit` places: the first, those next to `around`, the last.
+
+    A gap that hides n things takes a place and is given as -n.
+    """
     if count <= limit:
         return list(range(count))
-    if around is None:
-        return [*range(limit - 2), None, count - 1]
-    start = min(max(around - (limit - 4) // 2, 1), count - (limit - 3))
-    kept = sorted({0, *range(start, start + limit - 4), count - 1})
-    shown: list[int | None] = []
-    for index in kept:
-        if shown and index - (shown[-1] or 0) > 1:
-            shown.append(None)
+    room = limit - 3 if around is None else limit - 4
+    start = 1 if around is None else min(max(around - room // 2, 1), count - 1 - room)
+    shown: list[int] = []
+    previous = -1
+    for index in sorted({0, *range(start, start + room), count - 1}):
+        if hidden := index - previous - 1:
+            shown.append(-hidden)
         shown.append(index)
+        previous = index
     return shown
 
 
-def _hidden(shown: Sequence[int | None], count: int) -> int:
-    return count - sum(index is not None for index in shown)
-
-
-def _name(index: int, *, candidate: bool = False) -> str:
+def token_name(index: int, *, candidate: bool = False) -> str:
+    """T1 the verifier's, T1′ a candidate."""
     return f"T{subscript(index)}{'′' * candidate}"
 
 
@@ -279,7 +210,8 @@ def _steps(events: pd.DataFrame, request_id: int, phase: str) -> list[int]:
     return events[(events.request_id == request_id) & (events.phase == phase)].step.tolist()
 
 
-def _step_note(steps: Sequence[int] | pd.Series) -> str:
+def step_note(steps: Sequence[int] | pd.Series) -> str:
+    """The steps that a panel shows, for its heading."""
     numbers = sorted({int(step) for step in steps})
     if not numbers:
         return ""

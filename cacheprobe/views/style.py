@@ -51,7 +51,12 @@ def layout_template(*, dark: bool = False) -> go.layout.Template:
             "plot_bgcolor": "rgba(0,0,0,0)",
             "xaxis": axis,
             "yaxis": axis,
-            "hoverlabel": {"bgcolor": ink["card"], "bordercolor": ink["line"], "font": {"color": ink["ink"]}, "align": "left"},
+            "hoverlabel": {
+                "bgcolor": ink["card"],
+                "bordercolor": ink["line"],
+                "font": {"color": ink["ink"]},
+                "align": "left",
+            },
             "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"},
         },
         data={"heatmap": [{"colorscale": scale, "colorbar": {"outlinewidth": 0, "ticks": ""}}]},
@@ -78,8 +83,8 @@ DIAGRAM_CSS = f"""
 .cp svg .small{{font-size:11px}}
 .cp svg .muted{{fill:var(--muted)}}
 .cp svg .token{{font:11px {MONO}}}
-.cp svg .struck{{text-decoration:line-through}}
-.cp svg .halo{{paint-order:stroke;stroke-width:3.5px;stroke-linejoin:round}}
+.cp svg .brief{{font-size:14px;font-weight:600}}
+.cp svg .halo{{paint-order:stroke;stroke-width:5px;stroke-linejoin:round}}
 .cp svg .on-green{{stroke:var(--green)}}.cp svg .on-yellow{{stroke:var(--yellow)}}
 .cp svg .on-red{{stroke:var(--red)}}.cp svg .on-grey{{stroke:var(--grey)}}.cp svg .on-blue{{stroke:var(--blue)}}
 .cp svg .red-ink{{fill:var(--red-edge)}}.cp svg .green-ink{{fill:var(--green-edge)}}
@@ -88,13 +93,17 @@ DIAGRAM_CSS = f"""
 .cp svg .arrow{{fill:none;stroke:var(--muted);stroke-width:1.5;stroke-linecap:round;stroke-linejoin:round}}
 .cp svg .sign{{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}}
 .cp svg .gone{{fill:none;stroke-dasharray:3 3}}
-.cp .panels{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(272px,100%),1fr));gap:22px;margin:0}}
-.cp .panel{{position:relative;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 9px 12px;
+.cp .panels{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(272px,100%),1fr));gap:0 22px;margin:0}}
+.cp .panel{{position:relative;display:grid;grid-row:span 3;grid-template-rows:subgrid;margin:0 0 22px;
+  background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 9px 12px;
   min-width:0}}
-.cp .panel h4{{margin:0 0 10px;padding:0 4px;font-size:16px;display:flex;justify-content:space-between;align-items:baseline;
-  gap:8px}}
+.cp .panel svg{{max-width:340px;margin:0 auto}}
+.cp .panel.middle svg{{align-self:center}}
+.cp .panel h4{{margin:0 0 10px;padding:0 4px;font-size:16px;display:flex;justify-content:space-between;
+  align-items:baseline;gap:8px}}
 .cp .panel h4 small{{font-weight:400;font-size:12px;color:var(--muted);white-space:nowrap}}
-.cp .panel p{{margin:10px 4px 0;font-size:13px;line-height:1.45;color:var(--muted);overflow-wrap:anywhere}}
+.cp .panel p{{margin:12px 4px 0;padding-top:10px;border-top:1px solid var(--line);font-size:13px;
+  line-height:1.45;color:var(--muted);overflow-wrap:anywhere}}
 .cp .panel:not(:last-child)::after{{content:"";position:absolute;right:-16px;top:50%;width:8px;height:8px;
   border:solid var(--muted);border-width:2px 2px 0 0;transform:translateY(-50%) rotate(45deg)}}
 .cp .legend{{display:flex;flex-wrap:wrap;gap:6px 18px;margin:14px 0;padding:0;list-style:none;font-size:13px}}

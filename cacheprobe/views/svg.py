@@ -1,9 +1,9 @@
-"""Strokes of the diagrams, as SVG text: token chips, the cache cylinder, arrows, signs. Coordinates in pixels at scale 1.
+"""Strokes of the diagrams, as SVG text: token chips, the cache cylinder, arrows, signs. Coordinates in pixels.
 
 Every text argument is escaped here, and nowhere else.
 """
 
-from cacheprobe.views.text import markup, token_label
+from cacheprobe.views.text import columns_of, markup, token_label
 
 _TOKEN_COLUMN = 6.7
 """Width of a column of the 11 px monospaced font, rounded up."""
@@ -52,13 +52,13 @@ def chip(
 ) -> str:  # fmt: skip
     """A token: its name (T1) above its text, 40 px high. Its whole text stands in the tip."""
     halo = f"halo on-{colour}"
-    struck = " struck" if colour == "red" else ""
     label = token_label(token, int((width - 6) / _TOKEN_COLUMN))
+    brief = " brief" if columns_of(label) <= 3 else ""  # a lone comma is hard to see
     centre = x + width / 2
     parts = [
         box(x, y, width, 40, colour, texture, tip=f"{name}: {token!r}{'; ' + tip if tip else ''}"),
         text(centre, y + 16, name, f"strong {halo}", "middle"),
-        text(centre, y + 32, label, f"token {halo}{struck}", "middle"),
+        text(centre, y + 32, label, f"token {halo}{brief}", "middle"),
     ]
     if sign:
         parts.append(badge(x + width - 3, y + 2, sign))
@@ -111,7 +111,8 @@ def cylinder(x: float, y: float, width: float, bands: list[tuple[str, str | None
             line = top + height * row / rows
             ruled = "red-stroke gone" if colour == "gone" else f"{colour}-stroke"
             parts.append(
-                f'<path d="M{x:g} {line:g}A{rx:g} {ry} 0 0 0 {x + width:g} {line:g}" fill="none" class="{ruled}" opacity=".6"/>'
+                f'<path d="M{x:g} {line:g}A{rx:g} {ry} 0 0 0 {x + width:g} {line:g}" fill="none" '
+                f'class="{ruled}" opacity=".6"/>'
             )
         top += height
     lid = bands[0][0]

@@ -19,9 +19,7 @@ def visible(text: str) -> str:
 
 def columns_of(text: str) -> int:
     """Width of a text in columns of a monospaced font."""
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
-    )
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def shorten(text: str, width: int) -> str:

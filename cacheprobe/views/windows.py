@@ -115,7 +115,7 @@ def accepted_whole(windows: tuple[Window, ...]) -> Window | None:
 
 
 def rolled_back(windows: tuple[Window, ...]) -> Window | None:
-    """The window to show for a rollback: one that accepted something first, then the longest draft, then the earliest."""
+    """The window to show for a rollback: one that accepted something, the longest draft, the earliest of those."""
     return max(
         (w for w in windows if w.is_rollback),
         key=lambda w: (w.num_accepted > 0, len(w.draft_token_ids), -w.step),

@@ -1,0 +1,21 @@
+"""Pictures of a trace: pure functions from its tables to figures and HTML, and the report that puts them on one page."""
+
+from cacheprobe.views.curves import agreement_figure, settling_figure
+from cacheprobe.views.diagram import window_diagram
+from cacheprobe.views.lens_grid import lens_grid
+from cacheprobe.views.report import write_report
+from cacheprobe.views.text import token_texts
+from cacheprobe.views.windows import Window, accepted_whole, find_windows, rolled_back
+
+__all__ = [
+    "Window",
+    "accepted_whole",
+    "agreement_figure",
+    "find_windows",
+    "lens_grid",
+    "rolled_back",
+    "settling_figure",
+    "token_texts",
+    "window_diagram",
+    "write_report",
+]

@@ -1,0 +1,103 @@
+"""The decode panel: T0, what was proposed after it, and the grid of requests by tokens."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from cacheprobe.views import svg
+from cacheprobe.views.cache_picture import CACHE_HEIGHT, cache_picture
+from cacheprobe.views.panels import WIDTH, abridged, panel, step_note
+
+SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5
+"""A choice is drawn solid from the first margin on, dotted below the second."""
+_MOST_REQUESTS = 8
+
+
+def decode_panel(
+    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: str, columns: Sequence[tuple[str, str, int]],
+    *, is_verified: bool = True,
+) -> str:  # fmt: skip
+    """What was proposed after T0, above the grid of requests by tokens.
+
+    newest: text of T0.  columns: (name, text, step) of each token.  is_verified: False where the tokens of this request
+    are committed as they are decoded; they are grey then.
+    """
+    colour, texture = ("yellow", "provisional") if is_verified else ("grey", None)
+    kind = "candidate" if is_verified else "committed as decoded"
+    shown = abridged(len(columns), 4)
+    gap = 6
+    width = min((WIDTH - 80 - 8 - gap * (len(shown) - 1)) / max(len(shown), 1), 60)
+    places = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
+    top = CACHE_HEIGHT + 14
+    parts = cache_picture(["KV cache", "after decode"], ledger)
+    parts.append(svg.chip(8, top, 64, "T₀", newest, "green", tip="committed"))
+    for x, index in places:
+        if index < 0:
+            parts.append(svg.text(x + width / 2, top + 24, f"+ {-index}", "muted", "middle"))
+            continue
+        name, token, step = columns[index]
+        parts.append(svg.chip(x, top, width, name, token, colour, texture, tip=f"{kind}, step {step}"))
+    steps = [columns[index][2] if index >= 0 else None for index in shown]
+    grid, height = _grid(events, request_id, steps, [x for x, _ in places], width, top + 54, colour)
+    count = len(columns)
+    if is_verified and count:
+        candidates = f"{count} candidate{'s' * (count != 1)}"
+        sentence = f"The fast path or drafter proposed {candidates}; the rows it wrote are provisional."
+    elif is_verified:
+        sentence = "Nothing was drafted: the verifier alone chose the next token."
+    else:
+        sentence = "This request is never verified: each token is committed as it is decoded, and its rows stay."
+    note = step_note([step for _, _, step in columns])
+    label = f"Decode: T0 and {count} tokens {kind}"
+    return panel("Decode", note, svg.picture(WIDTH, height, label, parts + grid), sentence)
+
+
+def _grid(
+    events: pd.DataFrame,
+    request_id: int,
+    steps: Sequence[int | None],
+    places: Sequence[float],
+    width: float,
+    top: float,
+    colour: str,
+) -> tuple[list[str], float]:
+    """Requests x tokens, each cell by the margin of its choice; and where the picture ends."""
+    if not places:
+        return [], top
+    cells = events[events.step.isin([step for step in steps if step is not None])]
+    others = sorted(set(cells.request_id.tolist()) - {request_id})
+    margins = cells.set_index(["request_id", "step"]).margin_nats
+    parts, y = [], top
+    for row in [request_id, *others[: _MOST_REQUESTS - 1]]:
+        parts.append(svg.text(8, y + 13, f"request {row}", "small strong" if row == request_id else "small muted"))
+        tint = colour if row == request_id else "grey"
+        for x, step in zip(places, steps, strict=True):
+            if step is None or (row, step) not in margins.index:
+                continue
+            margin = margins[row, step]
+            is_known = bool(pd.notna(margin))
+            said = f"{margin:.2f} nats between its two best tokens" if is_known else "no model pass"
+            tip = f"request {row}, step {step}: {said}"
+            parts.append(svg.box(x, y, width, 18, tint, _margin_texture(margin, tint), radius=3, tip=tip))
+        y += 22
+    if more := len(others[_MOST_REQUESTS - 1 :]):
+        parts.append(svg.text(8, y + 12, f"and {more} more", "small muted"))
+        y += 20
+    y += 18
+    parts.append(svg.text(8, y, "top-two margin, nats", "small muted"))
+    keys = [
+        (SETTLED_NATS, f"≥ {SETTLED_NATS:g}"),
+        ((SETTLED_NATS + CONTESTED_NATS) / 2, "between"),
+        (0.0, f"< {CONTESTED_NATS:g}"),
+    ]
+    for i, (margin, label) in enumerate(keys):
+        x = 8 + i * 88
+        parts.append(svg.box(x, y + 8, 26, 13, "grey", _margin_texture(margin, "grey"), radius=3))
+        parts.append(svg.text(x + 32, y + 19, label, "small muted"))
+    return parts, y + 26
+
+
+def _margin_texture(margin: float, colour: str) -> str | None:
+    if pd.isna(margin) or margin >= SETTLED_NATS:
+        return None
+    return f"crossed-{colour}" if margin >= CONTESTED_NATS else f"dotted-{colour}"

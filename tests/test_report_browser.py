@@ -1,0 +1,65 @@
+"""The report in a real browser, at two widths and in both colour schemes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+import cacheprobe as cp
+from tests.test_views import hostile
+from tests.tiny import PROMPTS, SMALL, loaded
+
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+QUIET += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=QUIET)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trace = cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1))
+    return cp.views.write_report(hostile(trace), tmp_path_factory.mktemp("report") / "report.html")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme: str) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    complaints: list[str] = []
+    requested: list[str] = []
+    page.on(
+        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: requested.append(request.url))
+    page.goto(report.as_uri())
+    page.wait_for_selector(".js-plotly-plot .main-svg")
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 4")
+    assert complaints == []
+    assert [url for url in requested if not url.startswith(("file:", "data:"))] == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("window.hacked") is None
+    ink = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (ink == "rgb(255, 255, 255)") == (scheme == "light")
+    columns = page.evaluate("getComputedStyle(document.querySelector('.panels')).gridTemplateColumns.split(' ').length")
+    assert columns == (4 if width == 1280 else 1)
+    page.close()
+
+
+def test_hover_tells_where_a_reading_comes_from(browser: Browser, report: Path) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(report.as_uri())
+    page.wait_for_selector("#lens-grid .nsewdrag")
+    page.locator("#lens-grid .nsewdrag").scroll_into_view_if_needed()
+    page.locator("#lens-grid .nsewdrag").hover()
+    page.wait_for_selector("#lens-grid .hovertext")
+    text = page.locator("#lens-grid .hovertext").text_content()
+    assert "request" in text and "layer" in text and "entropy" in text
+    page.close()
