@@ -31,14 +31,14 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     from cacheprobe.views import write_report
 
     model = cp.load_model("smollm2-135m", dtype="bfloat16", progress=progress)
-    examples = cp.tasks.CoinFlip(people=3, shots=2).examples(n=8, seed=0)
+    examples = cp.tasks.CoinFlip(people=3, shots=2).examples(n=6, seed=0)
     trace = cp.run(
         model,
         examples,
         drafter=cp.drafters.EarlyExit(layer=26),
         window=4,
         deterministic=0.5,
-        max_new_tokens=16,
+        max_new_tokens=12,
         sampling=cp.SamplingParams(stop_token_ids=()),
         progress=progress,
     )
