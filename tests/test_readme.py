@@ -61,5 +61,5 @@ def test_numbers_are_those_of_a_stored_measurement() -> None:
     stored = json.loads((ROOT / "benchmarks/results/main-job.json").read_text())
     section = README.split("## Numbers")[1].split("##")[0]
     for name in ("stc_ratio", "stcz_ratio"):
-        assert f"`{name}` | {stored[name]}" in section
+        assert f"`{name}` | {stored[name]} |" in section
     assert stored["cpu"] in section and stored["torch"] in section
