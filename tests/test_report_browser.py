@@ -48,8 +48,29 @@ def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme
     assert page.evaluate("window.hacked") is None
     ink = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (ink == "rgb(255, 255, 255)") == (scheme == "light")
+    light_ink = page.evaluate(
+        "parseInt(getComputedStyle(document.querySelector('#agreement .xtitle')).fill.slice(4)) > 128"
+    )
+    assert light_ink == (scheme == "dark")
     columns = page.evaluate("getComputedStyle(document.querySelector('.panels')).gridTemplateColumns.split(' ').length")
     assert columns == (4 if width == 1280 else 1)
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_every_figure_fills_its_place(browser: Browser, report: Path, width: int) -> None:
+    """A figure drawn before its neighbour, or inside a closed box, once kept the width of that moment."""
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto(report.as_uri())
+    page.wait_for_selector("#settling .main-svg")
+    page.evaluate("document.querySelectorAll('details').forEach(box => { box.open = true })")
+    page.wait_for_timeout(500)
+    widths = page.evaluate(
+        "[...document.querySelectorAll('.js-plotly-plot')].map(figure => [figure.id, figure.clientWidth, "
+        "figure.querySelector('.main-svg').clientWidth, figure.parentElement.parentElement.clientWidth])"
+    )
+    assert [name for name, *_ in widths] == ["lens-grid", "lens-grid-all", "agreement", "settling"]
+    assert all(place == drawn == held for _, place, drawn, held in widths), widths
     page.close()
 
 

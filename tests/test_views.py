@@ -1,13 +1,20 @@
 """Figures and diagrams: what they show, read from their data and markup."""
 
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.views.cache_picture import cache_counts, cache_picture
+from cacheprobe.views.decode_panel import CONTESTED_NATS, SETTLED_NATS
 from cacheprobe.views.diagram import window_diagram
 from cacheprobe.views.lens_grid import finding, grid_width
+from cacheprobe.views.panels import abridged
+from cacheprobe.views.prose import behaviour_sentences
 from cacheprobe.views.report import report_html
 from cacheprobe.views.text import shorten, visible
 from cacheprobe.views.windows import accepted_whole, find_windows, pick_request, rolled_back
@@ -59,6 +66,50 @@ def test_diagram_tells_the_window(trace: cp.Trace, kind) -> None:
     panels = html.split("</style>")[1].split('class="legend"')[0]
     assert ("rejected" in panels) == (window.verdicts.count("rejected") > 0)
     assert ("recovered" in panels) == window.is_rollback and ("bonus" in panels) != window.is_rollback
+    # red where rejected; hatched where pending: the newest token, beside its verdict and in the sequence
+    wrong = len(window.draft_token_ids) - window.num_accepted
+    assert panels.count('class="box red"/></g>') + panels.count('class="box red"/><title>') == 3 * wrong
+    assert panels.count("url(#cp-pending)") == 2
+    assert (f"{window.num_truncated} truncated" in panels) == (window.num_truncated > 0)
+    assert "4 other requests" in panels
+
+
+def test_decode_grid_is_shaded_by_margin(trace: cp.Trace) -> None:
+    events = trace.events()
+    request_id = pick_request(events)
+    window = rolled_back(find_windows(events, request_id))
+    assert window is not None
+    ledgers = [trace.ledger(request_id, step) for step in window.ledger_steps]
+    textures = {}
+    for margin in (SETTLED_NATS, (SETTLED_NATS + CONTESTED_NATS) / 2, 0.0):
+        html = window_diagram(window, events.assign(margin_nats=margin), ledgers, {}).split("</style>")[1]
+        textures[margin] = [html.count(f"url(#cp-{name}-grey)") for name in ("crossed", "dotted")]
+    cells = sum(len(events[(events.step == step) & (events.request_id != request_id)]) for step in window.decode_steps)
+    assert cells > 0  # one more of each stands in the key
+    assert list(textures.values()) == [[1, 1], [1 + cells, 1], [1, 1 + cells]]
+
+
+def test_long_drafts_are_cut_in_the_middle() -> None:
+    assert abridged(4, 4) == [0, 1, 2, 3] and abridged(9, 4) == [0, 1, -6, 8]
+    for count, limit, around in ((15, 9, 0), (15, 9, 7), (15, 9, 14), (64, 9, 30)):
+        shown = abridged(count, limit, around)
+        assert len(shown) <= limit and around in shown and {0, count - 1} <= set(shown)
+        assert sum(1 if index >= 0 else -index for index in shown) == count
+    long = cp.run(loaded(), PROMPTS[:1], **{**SMALL, "window": 16}, deterministic=True)
+    window = accepted_whole(find_windows(long.events(), 0))
+    assert window is not None and len(window.draft_token_ids) == 15
+    ledgers = [long.ledger(0, step) for step in window.ledger_steps]
+    html = window_diagram(window, long.events(), ledgers, {})
+    assert "+ 12<" in html and "⋮  9 more  ⋮" in html and "no other request beside it" in html
+
+
+def test_cache_is_counted_by_provenance() -> None:
+    ledger = pd.DataFrame(dict(position=range(5), provenance=["prefill"] * 2 + ["decoded"] * 3, step=[0, 0, 1, 2, 3]))
+    assert cache_counts(ledger) == {"prefill": 2, "decoded": 3}
+    drawn = "".join(cache_picture(["cache"], ledger))
+    assert "5 rows" in drawn and "3 decoded" in drawn and 'class="box grey"' in drawn and "box yellow" not in drawn
+    with pytest.raises(ValueError, match="unknown provenance 'borrowed'"):
+        cache_counts(ledger.assign(provenance="borrowed"))
 
 
 def test_lens_grid_is_the_table(trace: cp.Trace) -> None:
@@ -71,6 +122,9 @@ def test_lens_grid_is_the_table(trace: cp.Trace) -> None:
     assert "committed token is the first choice from layer" in figure.layout.title.text
     everything = cp.views.lens_grid(hypotheses, 0, include="all")
     assert len(everything.data[0].x) == hypotheses.query("request_id == 0").row.nunique() > 20
+    assert [t.split("<br>")[0][0] for t in everything.layout.xaxis.ticktext].count("✗") == len(
+        hypotheses.query("request_id == 0 and status == 'rolled_back'").row.unique()
+    )
     assert "null" not in {str(t) for t in everything.data[0].text.flatten()} and grid_width(everything) > grid_width(
         figure
     )
@@ -79,6 +133,37 @@ def test_lens_grid_is_the_table(trace: cp.Trace) -> None:
     for bad in (dict(request_id=9), dict(request_id=0, positions=range(90, 95))):
         with pytest.raises(ValueError, match="no committed hypotheses"):
             cp.views.lens_grid(hypotheses, **bad)
+
+
+def test_lens_grid_outlines_where_the_first_choice_agrees(trace: cp.Trace) -> None:
+    hypotheses = trace.hypotheses().query("request_id == 0")
+    outlines = cp.views.lens_grid(hypotheses, 0).data[1]
+    area = sum(  # five corners and a gap for each box; a cell is 1 x 1 and the line stands a little inside
+        round(outlines.x[i + 1] - outlines.x[i] + 0.08) * round(outlines.y[i + 2] - outlines.y[i] + 0.12)
+        for i in range(0, len(outlines.x), 6)
+    )
+    assert area == hypotheses.query("status == 'committed'").agrees.sum() > 0
+
+
+def test_lens_grid_where_nothing_was_committed(trace: cp.Trace) -> None:
+    hypotheses = trace.hypotheses().query("request_id == 0")
+    last = hypotheses.position == hypotheses.position.max()
+    hypotheses.loc[last, ["committed_token_id", "committed_token", "rank", "agrees"]] = pd.NA
+    for colour in ("logprob", "rank"):
+        figure = cp.views.lens_grid(hypotheses, 0, include="all", colour=colour)
+        assert pd.isna(figure.data[0].z[:, -1]).all() and "nothing was committed" in figure.data[0].hovertext[0][-1]
+        assert figure.layout.xaxis.ticktext[-1].endswith("—")
+
+
+def test_token_texts_cannot_mark_up_a_figure(trace: cp.Trace) -> None:
+    """Plotly reads <b> and <a href> in its texts, and drops other tags with what they hold."""
+    figure = cp.views.lens_grid(hostile(trace).hypotheses(), 0, include="all")
+    heat = figure.data[0]
+    shown = [*heat.text.flatten(), *figure.layout.xaxis.ticktext, *heat.hovertext.flatten()]
+    tags = {tag for said in shown for tag in re.findall(r"<[^>]*>", said)}
+    assert tags == {"<br>", "<b>", "</b>"} and "&lt;/script&gt;" in heat.hovertext[0][0]
+    boxes = cp.views.settling_figure(trace.settling().assign(path=HOSTILE)).data
+    assert all("<script" not in said for box in boxes for said in box.hovertext)
 
 
 def test_finding_is_computed() -> None:
@@ -105,8 +190,6 @@ def test_text_is_made_visible_and_cut() -> None:
 
 def hostile(trace: cp.Trace) -> cp.Trace:
     """The same run by a model whose every token, prompt and name is an attack."""
-    from dataclasses import replace
-
     rows, hypotheses = trace.row_table.copy(), trace.hypotheses()
     rows["token"] = HOSTILE
     hypotheses[["token", "committed_token"]] = HOSTILE
@@ -145,3 +228,37 @@ def test_report_of_a_request_that_is_never_verified() -> None:
     assert "never verified" in report_html(mixed, 1) and "Accepted whole" in report_html(mixed, 0)
     bare = cp.run(loaded(), PROMPTS[:1], **SMALL, capture="S", deterministic=True)
     assert "Every layer" not in report_html(bare, 0)
+
+
+BEHAVIOUR = dict(
+    num_examples=8, accuracy=0.9, accuracy_low=0.6, accuracy_high=0.98, num_unparsed=0, chance=0.5, answer_mass=0.8,
+    forced_accuracy=0.9,
+)  # fmt: skip
+
+
+def test_nothing_is_said_of_a_state_that_the_model_does_not_track() -> None:
+    refusal = "does not solve the task, and nothing here is said about “its state”"
+    assert refusal not in " ".join(behaviour_sentences(BEHAVIOUR)) and "90%" in behaviour_sentences(BEHAVIOUR)[0]
+    for lacking in (dict(accuracy_low=0.5), dict(accuracy_low=0.1), dict(chance=None)):
+        assert refusal in " ".join(behaviour_sentences({**BEHAVIOUR, **lacking}))
+    assert behaviour_sentences(None) == []
+
+
+def test_report_says_what_the_run_has_none_of() -> None:
+    whole = cp.run(loaded(), PROMPTS[:2], **SMALL, deterministic=True)  # float32: the fast path is always right
+    html = report_html(whole, 0)
+    assert "Accepted whole: positions" in html and "Rolled back: none" in html
+    assert "No window of request 0 was rolled back. Windows accepted whole in other requests: 1. Windows rolled" in html
+
+
+def test_failed_write_leaves_the_old_report(trace: cp.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+
+    def broken(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="disk full"):
+        cp.views.write_report(trace, path)
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.html"]

@@ -1,4 +1,4 @@
-"""Pictures of a trace: pure functions from its tables to figures and HTML, and the report that puts them on one page."""
+"""Pictures of a trace: pure functions from its tables to figures and HTML, and a report of all on one page."""
 
 from cacheprobe.views.curves import agreement_figure, settling_figure
 from cacheprobe.views.diagram import window_diagram

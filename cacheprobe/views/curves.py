@@ -1,5 +1,7 @@
 """Whole-run figures: agreement with the committed token by layer, and where predictions settle."""
 
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -101,7 +103,7 @@ def _settling_finding(settling: pd.DataFrame) -> str:
     return f"Predictions settle (median): {', '.join(said)}" if said else "Where predictions settle"
 
 
-def _hover(row: object) -> str:
+def _hover(row: Any) -> str:
     return (
         f"request {row.request_id} · step {row.step} · {row.phase} · {row.status} · position {row.position}<br>"
         f"settles at layer {row.settling_layer} after {row.num_flips} changes<br>{markup(shorten(row.path, 160))}"

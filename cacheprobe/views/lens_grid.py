@@ -1,6 +1,6 @@
 """Layer by position: what every layer would have said, against what was committed."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ from cacheprobe.views.text import markup, token_label, visible
 
 Measure = Literal["logprob", "entropy", "rank"]
 
-_CELL = (46, 19)
+_CELL = (50, 19)
 """Pixels of a cell."""
 _TOKEN_COLUMNS = 6
 _FLOOR_NATS = -12.0
@@ -126,7 +126,7 @@ def _columns(rows: pd.DataFrame) -> pd.DataFrame:
     return columns.reset_index(drop=True)
 
 
-def _tick(column: object) -> str:
+def _tick(column: Any) -> str:
     token = "—" if pd.isna(column.committed_token) else token_label(column.committed_token, _TOKEN_COLUMNS)
     return f"{_SIGNS[column.status]}{column.position}<br>{markup(token)}"
 
@@ -182,7 +182,7 @@ def _blank_where_missing(texts: np.ndarray) -> np.ndarray:
 def _hover(rows: pd.DataFrame) -> pd.Series:
     """Provenance and numbers of every cell, tokens in full."""
 
-    def line(row: object) -> str:
+    def line(row: Any) -> str:
         choice = f"first choice <b>{markup(visible(row.token))}</b>, log p {row.logprob_nats:.2f} nats"
         if pd.isna(row.committed_token):
             target = "nothing was committed there"

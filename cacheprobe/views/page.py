@@ -10,7 +10,9 @@ from cacheprobe.views.style import DIAGRAM_CSS, FIGURE_CONFIG, MONO, layout_temp
 from cacheprobe.views.text import markup
 
 # Nothing may be fetched: the page is whole, and says so to the browser.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+)
 
 _PAGE_CSS = f"""
 :root{{color-scheme:light dark}}
@@ -24,13 +26,14 @@ p.lead,p.note{{max-width:82ch}}
 p.lead{{margin:0 0 10px}}
 figure{{margin:0}}
 code,.prompt{{font-family:{MONO};font-size:.92em;overflow-wrap:anywhere}}
-.prompt{{white-space:pre-wrap;unicode-bidi:isolate;background:var(--card);border:1px solid var(--line);border-radius:10px;
-  padding:14px 16px;margin:8px 0;font-size:14px;max-height:24em;overflow-y:auto}}
+.prompt{{white-space:pre-wrap;unicode-bidi:isolate;background:var(--card);border:1px solid var(--line);
+  border-radius:10px;padding:14px 16px;margin:8px 0;font-size:14px;max-height:24em;overflow-y:auto}}
 .prompt mark{{background:var(--green);color:var(--ink);border-bottom:2px solid var(--green-edge);border-radius:3px}}
 .scroll{{overflow-x:auto;max-width:100%;-webkit-overflow-scrolling:touch}}
 .two{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:0 28px}}
 .two>*{{min-width:0}}
 table{{border-collapse:collapse;font-size:14px;width:100%}}
+table.wide{{min-width:620px}}
 th,td{{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}}
 td{{overflow-wrap:anywhere}}
 .number{{text-align:right;font-variant-numeric:tabular-nums}}
@@ -48,6 +51,10 @@ _THEME_SCRIPT = """
     figure => Plotly.relayout(figure, {template: templates[dark.matches ? "dark" : "light"]}));
   dark.addEventListener("change", paint);
   if (dark.matches) paint();
+  // a figure that was drawn while its place was still growing, or closed, has the wrong width
+  const fit = place => place.querySelectorAll(".js-plotly-plot").forEach(figure => Plotly.Plots.resize(figure));
+  document.querySelectorAll("details").forEach(box => box.addEventListener("toggle", () => box.open && fit(box)));
+  fit(document);
 })();
 """
 
@@ -74,7 +81,9 @@ def figure_block(figure: go.Figure, name: str, note: str, *, min_width: int = 0)
     shown = go.Figure(figure).update_layout(title=None)
     top = shown.layout.margin.t or 0
     shown.update_layout(margin_t=max(top - 40, 28), height=(shown.layout.height or 400) - min(40, max(top - 28, 0)))
-    html = shown.to_html(full_html=False, include_plotlyjs=False, config=FIGURE_CONFIG, div_id=name, default_width="100%")
+    html = shown.to_html(
+        full_html=False, include_plotlyjs=False, config=FIGURE_CONFIG, div_id=name, default_width="100%"
+    )
     return (
         f'<figure><h3>{heading}</h3><figcaption>{note}</figcaption><div class="scroll">'
         f'<div style="min-width:{min_width}px">{html}</div></div></figure>'
@@ -82,13 +91,18 @@ def figure_block(figure: go.Figure, name: str, note: str, *, min_width: int = 0)
 
 
 def table(columns: list[str], rows: list[list[object]]) -> str:
-    """A plain table; numbers to the right, everything escaped."""
+    """A plain table; numbers to the right, everything escaped. Of more than two columns it scrolls on a narrow page."""
 
     def cell(value: object) -> str:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return f'<td class="number">{value:,.3g}</td>' if isinstance(value, float) else f'<td class="number">{value:,}</td>'
+            return (
+                f'<td class="number">{value:,.3g}</td>'
+                if isinstance(value, float)
+                else f'<td class="number">{value:,}</td>'
+            )
         return f"<td>{markup(str(value))}</td>"
 
     head = "".join(f"<th>{markup(name)}</th>" for name in columns)
     lines = "".join(f"<tr>{''.join(cell(value) for value in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    wide = ' class="wide"' if len(columns) > 2 else ""
+    return f'<div class="scroll"><table{wide}><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'

@@ -29,7 +29,6 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
     passes = events[(events.phase == "prefill") & events.step.isin(_steps(events, request_id, "prefill"))]
     beside = passes.request_id.nunique() - 1
     others = events.request_id.nunique() - 1
-    first = passes.iloc[0]
     y = CACHE_HEIGHT + 34
     parts = cache_picture(["KV cache", "after prefill"], ledger)
     parts += [
@@ -43,15 +42,14 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
         for i in reversed(range(stack)):  # the last one stands in front
             parts.append(svg.box(12 + 9 * i, y + 72 + 7 * (stack - 1 - i), 200, 44, "grey"))
         label_y = y + 72 + 7 * (stack - 1) + 26
-        parts.append(svg.text(112, label_y, f"{others} other request{'s' * (others > 1)}", "halo on-grey", "middle"))
-    num_passes = passes.step.nunique()
-    sentence = (
-        f"The prompt was read in {num_passes} pass{'es' * (num_passes != 1)} "
-        f"of {first.batch_rows} × {first.batch_slots} "
-        f"tokens, with {beside} other request{'s' * (beside != 1)} beside it."
-    )
+        parts.append(svg.text(112, label_y, _other_requests(others), "halo on-grey", "middle"))
+    count = passes.step.nunique()
+    up_to = "up to " if passes[["batch_rows", "batch_slots"]].drop_duplicates().shape[0] > 1 else ""
+    shape = f"{up_to}{passes.batch_rows.max()} × {passes.batch_slots.max()}"
+    company = f"{_other_requests(beside)} beside it" if beside else "no other request beside it"
+    sentence = f"The prompt was read in {count} pass{'es' * (count != 1)} of {shape} tokens, {company}."
     height = y + (134 if others else 52)
-    label = f"Prefill: {len(ledger)} prompt tokens of request {request_id}; {others} other requests"
+    label = f"Prefill: {len(ledger)} prompt tokens of request {request_id}, {_other_requests(others)}"
     return panel("Prefill", step_note(passes.step), svg.picture(WIDTH, height, label, parts), sentence)
 
 
@@ -89,7 +87,7 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> str:
         y += 62
     label = "Verify: " + ", ".join(f"T{i + 1} {verdict}" for i, verdict in enumerate(window.verdicts))
     rows, slots = window.batch_shape
-    sentence = _verdict_sentence(window, texts) + f" The pass has the fixed shape {rows} × {slots}."
+    sentence = _verdict_sentence(window, texts) + f" The pass has the fixed shape {rows} × {slots}."
     return panel("Verify", f"step {window.step}", svg.picture(WIDTH, y, label, parts), sentence, classes="panel middle")
 
 
@@ -204,6 +202,10 @@ def token_name(index: int, *, candidate: bool = False) -> str:
 
 def _quoted(texts: Mapping[int, str], token_id: int) -> str:
     return f"<code>{markup(token_label(text_of(texts, token_id), 24))}</code>"
+
+
+def _other_requests(count: int) -> str:
+    return f"{count} other request{'s' * (count != 1)}"
 
 
 def _steps(events: pd.DataFrame, request_id: int, phase: str) -> list[int]:

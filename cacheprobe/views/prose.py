@@ -40,11 +40,15 @@ def behaviour_sentences(behaviour: dict[str, Any] | None) -> list[str]:
     said = (
         f"Task: {_percent(b['accuracy'])} of {b['num_examples']} answers are right (95 % interval "
         f"{_percent(b['accuracy_low'])} to {_percent(b['accuracy_high'])}), chance is {_percent(b['chance'])}; "
-        f"{b['num_unparsed']} gave no answer that can be read. The answer words hold {_percent(b['answer_mass'], 1)} of the "
-        f"first token's probability; forced to choose between them, {_percent(b['forced_accuracy'])} are right."
+        f"{b['num_unparsed']} gave no answer that can be read. The answer words hold {_percent(b['answer_mass'], 1)} "
+        f"of the first token's probability; forced to choose between them, {_percent(b['forced_accuracy'])} are right."
     )
     if not is_above_chance(b):
-        return [said, "<strong>This model does not solve the task, and nothing here is said about “its state”.</strong>"]
+        return [
+            said,
+            "<strong>Not above chance: this model does not solve the task, and nothing here is said about “its "
+            "state”.</strong>",
+        ]
     return [said]
 
 

@@ -24,7 +24,7 @@ def write_report(trace: "Trace", path: "str | Path", request_id: int | None = No
     """Write the report of one request to `path`, whole or not at all.
 
     request_id: by default one that shows both a window accepted whole and one rolled back, if any does.
-    Raises: ValueError for a request that the trace does not have.
+    Raises: KeyError for a request that the trace does not have.
     """
     path = Path(path)
     if request_id is None:
@@ -46,7 +46,7 @@ def write_report(trace: "Trace", path: "str | Path", request_id: int | None = No
 def report_html(trace: "Trace", request_id: int) -> str:
     """The report as one HTML document that needs no network."""
     if request_id not in trace.tokens:
-        raise ValueError(f"no request {request_id} in this trace; it has {sorted(trace.tokens)}")
+        raise KeyError(f"no request {request_id} in this trace; it has {sorted(trace.tokens)}")
     hypotheses = trace.hypothesis_table
     texts = token_texts(trace.row_table, hypotheses)
     title = f"cacheprobe: request {request_id} of {len(trace.requests)}"
@@ -62,7 +62,8 @@ def report_html(trace: "Trace", request_id: int) -> str:
 
 
 _NO_LENS = (
-    "<h2>Lens readings</h2><p class='note'>This run read no lens; with <code>Z</code> among the captured sites it does.</p>"
+    "<h2>Lens readings</h2>"
+    "<p class='note'>This run read no lens; with <code>Z</code> among the captured sites it does.</p>"
 )
 
 
@@ -73,8 +74,8 @@ def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
         prompt = " ".join(text_of(texts, int(token_id)) for token_id in request.prompt_token_ids)
     count = len(trace.committed(request_id))
     return (
-        f"<h2>Prompt and answer of request {request_id}</h2><p class='note'>{len(request.prompt_token_ids)} prompt tokens; "
-        f"the {count} generated ones are marked.</p>"
+        f"<h2>Prompt and answer of request {request_id}</h2>"
+        f"<p class='note'>{len(request.prompt_token_ids)} prompt tokens; the {count} generated ones are marked.</p>"
         f"<div class='prompt'>{markup(prompt)}<mark>{markup(trace.text(request_id))}</mark></div>"
     )
 
@@ -86,8 +87,8 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     if not windows:
         own = events[(events.request_id == request_id) & (events.phase == "prefill")]
         ledgers = [trace.ledger(request_id, int(own.step.max())), trace.ledger(request_id)]
-        note = f"<p class='note'>Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}</p>"
-        return head + note + legend() + decoded_panels(request_id, events, ledgers, texts)
+        said = f"Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}"
+        return f"{head}<p class='note'>{said}</p>" + legend() + decoded_panels(request_id, events, ledgers, texts)
     drafted = sum(len(window.draft_token_ids) for window in windows)
     accepted = sum(window.num_accepted for window in windows)
     note = (
@@ -100,11 +101,12 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     def drawn(window: Window | None, kind: str) -> str:
         if window is None:
             return (
-                f"<h3>No window {kind}</h3><p class='note'>No window of request {request_id} was {kind}. "
+                f"<h3>{kind.capitalize()}: none</h3><p class='note'>No window of request {request_id} was {kind}. "
                 f"{_elsewhere(trace, request_id)}</p>"
             )
         ledgers = [trace.ledger(request_id, step) for step in window.ledger_steps]
-        heading = f"<h3>A window {kind}: positions {window.start - 1} to {window.start + len(window.target_token_ids) - 2}</h3>"
+        last = window.start + len(window.target_token_ids) - 2
+        heading = f"<h3>{kind.capitalize()}: positions {window.start - 1} to {last}</h3>"
         return heading + window_panels(window, events, ledgers, texts, is_deterministic=is_deterministic)
 
     return (
@@ -130,12 +132,12 @@ def _lens(trace: "Trace", request_id: int) -> str:
     first = len(trace.requests[request_id].prompt_token_ids) - 1
     end = first + len(trace.committed(request_id))
     shown = range(first, min(end, first + _MOST_POSITIONS))
-    parts = ["<h2>What each layer would have said</h2>"]
+    parts = ["<h2>Every layer beside what was committed</h2>"]
     cut = f" The first {len(shown)} of {end - first} positions are shown." if len(shown) < end - first else ""
     note = (
         "Every block's residual stream, read through the "
-        f"{markup(trace.meta['lens'])} lens: the cell names its first choice, the colour is the probability that it gave to "
-        f"the token committed next. A narrow screen scrolls the grid sideways.{cut}"
+        f"{markup(trace.meta['lens'])} lens: the cell names its first choice, the colour is the log-probability "
+        f"that it gave to the token committed next. A narrow screen scrolls the grid sideways.{cut}"
     )
     own = hypotheses[(hypotheses.request_id == request_id) & hypotheses.position.isin(shown)]
     if own.empty:
@@ -145,7 +147,8 @@ def _lens(trace: "Trace", request_id: int) -> str:
         parts.append(figure_block(grid, "lens-grid", note, min_width=grid_width(grid)))
         if (own.status == "rolled_back").any():
             every = lens_grid(hypotheses, request_id, positions=shown, include="all")
-            inner = figure_block(every, "lens-grid-all", "Candidates and rolled-back rows as columns of their own.", min_width=grid_width(every))
+            about = "Candidates and rolled-back rows as columns of their own; what a rolled-back row was fed is wrong."
+            inner = figure_block(every, "lens-grid-all", about, min_width=grid_width(every))
             parts.append(f"<details><summary>The same with the rows that lost</summary>{inner}</details>")
     agreement = figure_block(
         agreement_figure(trace.agreement()), "agreement",
@@ -168,7 +171,8 @@ def _controls(trace: "Trace") -> str:
     fingerprint = table(["setting", "value"], [[name, str(value)] for name, value in trace.fingerprint.items()])
     return (
         "<h2>Controls</h2><p class='note'>Identities that the captured states were held to while the run went on.</p>"
-        f"{shown}<details><summary>Schedule fingerprint: what the bits of this run depend on</summary>{fingerprint}</details>"
+        f"{shown}<details><summary>Schedule fingerprint: what the bits of this run depend on</summary>"
+        f"{fingerprint}</details>"
     )
 
 

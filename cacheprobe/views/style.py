@@ -42,6 +42,7 @@ def layout_template(*, dark: bool = False) -> go.layout.Template:
     """What figures look like on a light or a dark page. Violet grids: no colour of the words above means a number."""
     ink = _DARK if dark else _LIGHT
     axis = {"gridcolor": ink["line"], "linecolor": ink["line"], "zeroline": False, "ticks": "", "automargin": True}
+    axis["title"] = {"font": {"size": 13}}
     scale = [[i / (len(_SCALES[dark]) - 1), colour] for i, colour in enumerate(_SCALES[dark])]
     return go.layout.Template(
         layout={
@@ -57,6 +58,7 @@ def layout_template(*, dark: bool = False) -> go.layout.Template:
                 "font": {"color": ink["ink"]},
                 "align": "left",
             },
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": ink["muted"], "activecolor": ink["ink"]},
             "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"},
         },
         data={"heatmap": [{"colorscale": scale, "colorbar": {"outlinewidth": 0, "ticks": ""}}]},

@@ -58,7 +58,7 @@ def chip(
     parts = [
         box(x, y, width, 40, colour, texture, tip=f"{name}: {token!r}{'; ' + tip if tip else ''}"),
         text(centre, y + 16, name, f"strong {halo}", "middle"),
-        text(centre, y + 32, label, f"token {halo}{brief}", "middle"),
+        text(centre, y + 33, label, f"token {halo}{brief}", "middle"),
     ]
     if sign:
         parts.append(badge(x + width - 3, y + 2, sign))

@@ -1,6 +1,7 @@
 """Verify windows, found in the events table: what was drafted, what the verifier said, and from which steps."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -92,7 +93,7 @@ def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
     return tuple(windows)
 
 
-def _window(event: object, newest: int, prefill_steps: tuple[int, ...], decode_steps: tuple[int, ...]) -> Window:
+def _window(event: Any, newest: int, prefill_steps: tuple[int, ...], decode_steps: tuple[int, ...]) -> Window:
     return Window(
         request_id=int(event.request_id),
         step=int(event.step),
