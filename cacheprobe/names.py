@@ -3,8 +3,6 @@
 SITES = ("S", "T", "C")
 """S: residual stream after a block; T: attention output; C: MLP output."""
 
-ALL_SITES = "STCZ"
-
 SITE_HOOKS = {"S": "hook_resid_post", "T": "hook_attn_out", "C": "hook_mlp_out"}
 RESID_PRE = "hook_resid_pre"
 

@@ -66,17 +66,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """Tokens proposed for one request and not yet verified."""
-
-    request_id: int
-    start: int
-    """Absolute position of the first draft token."""
-    token_ids: tuple[int, ...]
-    drafter: str
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """What the verifier decided about one draft.
 
@@ -149,15 +138,6 @@ class StepRecord:
     verdicts: tuple[Verdict, ...] = ()
     margins: tuple[tuple[int, float], ...] = ()
     """(request_id, nats between the two best tokens) where this step chose a token: how settled the choice was."""
-
-
-@dataclass(frozen=True, slots=True)
-class Thought:
-    """One thought of a Thinking States model: what T wrote for one chunk, before C turned it into the next S."""
-
-    request_id: int
-    chunk: int
-    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

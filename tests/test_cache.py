@@ -5,7 +5,7 @@ import torch
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.cache.ledger import CacheIntegrityError
-from cacheprobe.cache.sequence import Mark, SequenceState
+from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.records import Request
 from tests.tiny import loaded
 
@@ -111,12 +111,11 @@ def test_any_split_of_a_sequence_gives_the_same_logits() -> None:
         assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-4 * whole.abs().max()
 
 
-def test_sequence_rollback_is_total_and_never_grows() -> None:
+def test_a_commit_settles_the_whole_draft() -> None:
     state = SequenceState(Request([1, 2], request_id=0, prompt_token_ids=(1, 2)), True, (), 8, 0.0, 0, token_ids=[1, 2])
-    mark = state.mark()
     state.draft += [7, 8]
     state.draft_is_closed = True
-    state.rollback(mark)
-    assert (state.token_ids, state.draft, state.draft_is_closed) == ([1, 2], [], False)
-    with pytest.raises(ValueError, match="roll forward"):
-        state.rollback(Mark(3, 0))
+    assert state.newest == (8, 3) and state.frontier == 1
+    state.commit((7, 9))
+    assert (state.token_ids, state.draft, state.draft_is_closed) == ([1, 2, 7, 9], [], False)
+    assert state.newest == (9, 3) and (state.num_generated, state.num_left) == (2, 6)

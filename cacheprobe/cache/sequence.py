@@ -1,16 +1,8 @@
-"""Everything about one request that changes while it runs, with one undo."""
+"""Everything about one request that changes while it runs: committed tokens, which only grow, and an open draft."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from cacheprobe.records import Request
-
-
-class Mark(NamedTuple):
-    """A point to go back to."""
-
-    num_tokens: int
-    num_drafted: int
 
 
 @dataclass
@@ -78,18 +70,8 @@ class SequenceState:
         stopped = bool(self.draft) and self.draft[-1] in self.stop_token_ids
         return self.draft_is_closed or stopped or len(self.draft) >= self.draft_limit(window)
 
-    def mark(self) -> Mark:
-        return Mark(len(self.token_ids), len(self.draft))
-
-    def rollback(self, mark: Mark) -> None:
-        """Back to the mark, totally. Growing by rollback is an error."""
-        if mark.num_tokens > len(self.token_ids) or mark.num_drafted > len(self.draft):
-            raise ValueError(f"request {self.request_id}: cannot roll forward to {mark} from {self.mark()}")
-        del self.token_ids[mark.num_tokens :], self.draft[mark.num_drafted :]
-        self.draft_is_closed = False
-
     def commit(self, token_ids: tuple[int, ...]) -> None:
-        """These tokens can no longer change; whatever was drafted is settled by them."""
+        """These tokens can no longer change; whatever was drafted is settled by them, accepted or not."""
         self.token_ids.extend(token_ids)
         self.draft.clear()
         self.draft_is_closed = False

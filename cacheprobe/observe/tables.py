@@ -10,8 +10,6 @@ import pandas as pd
 from cacheprobe.observe.recorder import LedgerChange, RowRecord
 from cacheprobe.records import StepRecord
 
-HYPOTHESIS_KEYS = ("row", "request_id", "step", "phase", "role", "status", "position", "layer", "site", "lens")
-
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
 
