@@ -252,7 +252,7 @@ def _as_list(prompts: Any) -> list[Any]:
     listed = list(prompts)
     if not listed:
         raise ValueError("there are no prompts; give at least one")
-    return [listed] if all(hasattr(item, "__index__") for item in listed) else listed
+    return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
 
 
 def _check_drafter(drafter: Any) -> None:

@@ -40,7 +40,8 @@ def replay(trace: Trace, model: CachedLM, oracle: Callable[..., Trace], progress
     asked = [r for r in trace.requests if has_drafter or r.is_deterministic]
     if not asked:
         raise ValueError("no request of this run was verified: it had no drafter and none was deterministic")
-    kept = trace.store.sites
+    # with no states to compare, one layer is kept, since a run keeps something
+    sites, layers = "".join(trace.store.sites) or "S", trace.store.layers or (0,)
     again = oracle(
         model,
         [replace(r, prompt=r.prompt_token_ids, example=None) for r in asked],
@@ -48,9 +49,7 @@ def replay(trace: Trace, model: CachedLM, oracle: Callable[..., Trace], progress
         group=config.group,
         capacity=config.capacity,
         prefill_chunk=config.prefill_chunk,
-        capture=CaptureConfig(
-            sites="".join(kept), layers=trace.store.layers or None, dtype=trace.meta["capture"]["dtype"]
-        ),
+        capture=CaptureConfig(sites=sites, layers=layers, dtype=trace.meta["capture"]["dtype"]),
         progress=progress,
     )
     num_tokens = num_states = 0

@@ -91,6 +91,12 @@ class Trace:
     def hypotheses(self) -> pd.DataFrame:
         """Every lens reading, one row for each layer x position x step; as in `observe.tables.hypotheses_table`."""
         if self.hypothesis_table is None:
+            capture = self.meta["capture"]
+            if "Z" in capture["sites"]:
+                filters = f"positions={capture['positions']}, phases={capture['phases']}"
+                raise ValueError(
+                    f"the capture filters {filters} kept no row that predicts a generated token; widen them"
+                )
             raise ValueError("this run read no lens; run it with 'Z' in capture=")
         return self.hypothesis_table.copy()
 
