@@ -1,6 +1,6 @@
 """The few names that a notebook needs: load_model, run, reference, verify, load_trace."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cacheprobe.cache.sequence import SequenceState
@@ -36,7 +36,7 @@ def run(
     drafter: Drafter | None = None,
     window: int = 16,
     group: int = 4,
-    deterministic: "bool | float | Sequence[int] | Sequence[bool]" = False,
+    deterministic: "bool | float | Iterable[Any]" = False,
     capture: "str | CaptureConfig" = "STCZ",
     layers: "str | int | Iterable[int]" = "all",
     lens: Lens | None = None,
@@ -86,7 +86,7 @@ def reference(
     drafter: Drafter | None = None,
     window: int = 16,
     group: int = 4,
-    deterministic: "bool | float | Sequence[int] | Sequence[bool]" = False,
+    deterministic: "bool | float | Iterable[Any]" = False,
     capture: "str | CaptureConfig" = "STCZ",
     layers: "str | int | Iterable[int]" = "all",
     lens: Lens | None = None,
@@ -144,6 +144,8 @@ class _Setup:
         self.model, self.config = model, config
         self.capture = CaptureConfig(sites=capture) if isinstance(capture, str) else capture
         self.layers = resolve_layers(layers if self.capture.layers is None else self.capture.layers, model.n_layers)
+        if isinstance(lens, type) or (lens is not None and not hasattr(lens, "logits")):
+            raise ValueError(f"a lens is an object such as cp.lenses.LogitLens(), got {lens!r:.60}")
         self.lens = lens or LogitLens()
         run_sampling = SamplingParams(max_new_tokens=max_new_tokens).over(sampling or SamplingParams())
         self.fallback = run_sampling.over(DEFAULT_SAMPLING).over(SamplingParams(stop_token_ids=model.stop_token_ids))
@@ -247,6 +249,8 @@ def _as_list(prompts: Any) -> list[Any]:
     """One prompt or many: a list of whole numbers is one prompt of token ids."""
     if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
         return [prompts]
+    if isinstance(prompts, Mapping):
+        raise ValueError("prompts are a mapping, as a tokenizer returns; pass its input_ids as lists of token ids")
     if not isinstance(prompts, Iterable):
         raise ValueError(f"a prompt is text, a list of token ids, a task example or a Request; got {prompts!r:.60}")
     listed = list(prompts)
@@ -256,7 +260,7 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _check_drafter(drafter: Any) -> None:
-    if not hasattr(drafter, "extend"):
+    if isinstance(drafter, type) or not hasattr(drafter, "extend"):
         raise ValueError(
             f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}; names stand only in "
             "command lines"

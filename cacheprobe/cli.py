@@ -255,7 +255,7 @@ def main() -> None:
         result = app(result_action="return_value")
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
         if os.environ.get("CACHEPROBE_DEBUG"):
             raise
         message = error.args[0] if isinstance(error, KeyError) and error.args else error

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cacheprobe.names import SITES
 
@@ -43,7 +44,7 @@ class CaptureConfig:
     """Any of S, T, C (states) and Z (lens readings at site S)."""
     layers: tuple[int, ...] | None = None
     """Layers to keep; None for all."""
-    positions: tuple[int, ...] | None = None
+    positions: Sequence[int] | None = None
     """Absolute positions to keep; None for all."""
     phases: tuple[str, ...] | None = None
     """Of prefill, decode, verify; None for all."""
@@ -65,6 +66,9 @@ class CaptureConfig:
         for phase in self.phases or ():
             if phase not in PHASES:
                 raise ValueError(f"unknown phase {phase!r}; phases are {', '.join(PHASES)}")
+        for name in ("layers", "positions"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(int(item) for item in getattr(self, name)))
         if not self.sites:
             raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z")
         if self.top_k < 1:
@@ -84,11 +88,11 @@ class CaptureConfig:
 
 def resolve_layers(layers: "str | int | Iterable[int] | None", n_layers: int) -> tuple[int, ...]:
     """Sorted layer numbers, negative ones counted from the end; "all" and None mean every layer."""
-    if layers is None or layers == "all":
+    if layers is None or (isinstance(layers, str) and layers == "all"):
         return tuple(range(n_layers))
     if isinstance(layers, str):
         raise ValueError(f"unknown layers {layers!r}; give 'all', a number or a list of numbers")
-    wanted = [layers] if isinstance(layers, int) else list(layers)
+    wanted = [int(layer) for layer in (layers if isinstance(layers, Iterable) else [layers])]
     if not wanted:
         raise ValueError("layers is empty: give at least one layer, or 'all'")
     for layer in wanted:
@@ -97,16 +101,16 @@ def resolve_layers(layers: "str | int | Iterable[int] | None", n_layers: int) ->
     return tuple(sorted({layer % n_layers for layer in wanted}))
 
 
-def pick_deterministic(deterministic: "bool | float | Sequence[int] | Sequence[bool]", n: int) -> frozenset[int]:
+def pick_deterministic(deterministic: "bool | float | Iterable[Any]", n: int) -> frozenset[int]:
     """Indices of the deterministic ones among n requests: all, none, a fraction (evenly spaced), or a list."""
     if isinstance(deterministic, bool):
         return frozenset(range(n)) if deterministic else frozenset()
     if isinstance(deterministic, int | float):
         if not 0 <= deterministic <= 1:
             raise ValueError(f"deterministic as a fraction must lie between 0 and 1, got {deterministic}")
-        count = round(deterministic * n)
+        count = max(1, round(deterministic * n)) if deterministic else 0
         return frozenset(i * n // count for i in range(count))
-    listed = list(deterministic)
+    listed = [item.item() if hasattr(item, "item") else item for item in deterministic]  # numpy's bools are no bools
     if listed and all(isinstance(item, bool) for item in listed):
         if len(listed) != n:
             raise ValueError(f"deterministic lists {len(listed)} flags for {n} requests; give one for each")

@@ -5,6 +5,7 @@ Knows nothing about models, tensors or files. `Observer` is the one way out of t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Protocol, runtime_checkable
 
 PHASES = ("prefill", "decode", "verify")
@@ -27,6 +28,9 @@ class SamplingParams:
     """Committing one of these ends the request; the token is kept. Default: the model's own; () stops at none."""
 
     def __post_init__(self) -> None:
+        for name, kind in (("temperature", float), ("seed", index), ("max_new_tokens", index)):
+            if getattr(self, name) is not None:  # numpy's numbers are welcome, and become Python's
+                object.__setattr__(self, name, kind(getattr(self, name)))
         if self.temperature is not None and not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:

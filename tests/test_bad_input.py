@@ -33,7 +33,8 @@ P = [[1, 2, 3]]
         (P, {"deterministic": 1.5}, "between 0 and 1"),
         (P, {"deterministic": [1]}, "names request 1, but there are requests 0 to 0"),
         (P, {"deterministic": [True, False]}, "2 flags for 1 requests"),
-        (P, {"drafter": cp.drafters.EarlyExit(layer=3)}, "unknown layer 3 for EarlyExit.*0 to 2"),
+        (P, {"drafter": cp.drafters.EarlyExit(layer=3)}, "unknown layer 3 for EarlyExit.*0 to 1; FastPath"),
+        (P, {"drafter": cp.drafters.EarlyExit(layer=2)}, "unknown layer 2 for EarlyExit.*0 to 1; FastPath"),
         (P, {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     ],
 )

@@ -48,6 +48,10 @@ def test_windows_are_the_verdicts(trace: cp.Trace) -> None:
 def test_the_picked_request_shows_most(trace: cp.Trace) -> None:
     windows = find_windows(trace.events(), pick_request(trace.events()))
     assert rolled_back(windows) is not None and accepted_whole(windows) is not None
+    events = trace.events()
+    for i in range(len(PROMPTS)):  # whichever is the only one with windows
+        alone = events[(events.request_id == i) | (events.phase == "prefill")]
+        assert pick_request(alone) == i
 
 
 @pytest.mark.parametrize("kind", [accepted_whole, rolled_back])

@@ -24,13 +24,16 @@ class EarlyExit:
     """
 
     layer: int
-    """Block after which the draft is read, 0 to n_layers - 1."""
+    """Block after which the draft is read, 0 to n_layers - 2."""
     lens: Lens = field(default_factory=LogitLens)
     name: ClassVar[str] = "early_exit"
 
     def check(self, model: CachedLM) -> None:
-        if not 0 <= self.layer < model.n_layers:
-            raise ValueError(f"unknown layer {self.layer} for EarlyExit; {model.name} has 0 to {model.n_layers - 1}")
+        if not 0 <= self.layer < model.n_layers - 1:
+            raise ValueError(
+                f"unknown layer {self.layer} for EarlyExit; {model.name} can stop after 0 to {model.n_layers - 2}; "
+                "FastPath drafts from the last layer"
+            )
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         residual = context.feed_newest(states, num_layers=self.layer + 1)

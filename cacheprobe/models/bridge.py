@@ -40,6 +40,7 @@ class BridgeLM:
         self.tokenizer = bridge.tokenizer
         self.stop_token_ids = _stop_token_ids(bridge)
         self._adapters: tuple[KVCache, RowsCache] | None = None
+        self._hashed: tuple[object, str] | None = None
         missing = [n for n in self._hook_names() if n not in bridge.hook_dict]
         if missing:
             raise ModelError(
@@ -168,14 +169,14 @@ class BridgeLM:
             "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
         }
 
-    @cached_property
+    @property
     def weights_sha256(self) -> str:
-        """Hash of every parameter's bytes, in the order of their names."""
-        digest = hashlib.sha256()
-        for name, weight in sorted(self.bridge.original_model.named_parameters(), key=lambda item: item[0]):
-            digest.update(f"{name} {tuple(weight.shape)}".encode())
-            digest.update(memoryview(weight.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
-        return digest.hexdigest()[:16]
+        """Hash of every parameter's bytes, in the order of their names; taken anew after any of them was edited."""
+        named = sorted(self.bridge.original_model.named_parameters(), key=lambda item: item[0])
+        versions = tuple((weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in named)
+        if self._hashed is None or self._hashed[0] != versions:
+            self._hashed = (versions, _sha256_of(named))
+        return self._hashed[1]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         if self.tokenizer is None:
@@ -193,11 +194,19 @@ class BridgeLM:
         return [self.tokenizer.decode([t], clean_up_tokenization_spaces=False) for t in token_ids]
 
     def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> ActivationCache:
-        named = {
-            resid_pre_name(layer) if site == "pre" else hook_name(site, layer): value[None]
-            for (site, layer), value in states.items()
-        }
+        named = {hook_name(site, layer): value[None] for (site, layer), value in states.items()}
+        for (site, layer), value in states.items():
+            if site == "S" and layer + 1 < self.n_layers:  # what leaves a block enters the next
+                named[resid_pre_name(layer + 1)] = value[None]
         return ActivationCache(named, self.bridge, has_batch_dim=True)
+
+
+def _sha256_of(named: list[tuple[str, torch.nn.Parameter]]) -> str:
+    digest = hashlib.sha256()
+    for name, weight in named:
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(memoryview(weight.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+    return digest.hexdigest()[:16]
 
 
 def _one_dtype(bridge: TransformerBridge, name: str) -> torch.dtype:

@@ -41,6 +41,7 @@ def load_model(
 
         if type(model).__name__ == "TransformerBridge":
             model.eval()
+            _refuse_unknown_memory(model.original_model.config, type(model.original_model).__name__)
             wrapped = BridgeLM(model, _name_of(model))
             if tokenizer is not None:
                 wrapped.tokenizer = tokenizer
@@ -141,6 +142,11 @@ def _refuse_unknown_memory(config: Any, architecture: str) -> None:
         raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
     others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
     window = getattr(config, "sliding_window", None)
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise ModelError(
+            f"{architecture} has local attention layers, whose rollback is not defined yet; use a model with full "
+            "attention in every layer"
+        )
     if others:
         raise ModelError(
             f"{architecture} has {' and '.join(others)} layers, whose rollback is not defined yet; use a model with "
@@ -151,11 +157,18 @@ def _refuse_unknown_memory(config: Any, architecture: str) -> None:
             f"{architecture} attends over a sliding window of {window}, whose rollback is not defined yet; set "
             "config.sliding_window=None, or use a model with full attention"
         )
-    for field in ("attention_window_size", "state_size", "ssm_state_size", "linear_num_value_heads", "mamba_d_state"):
+    for field in (
+        "attention_window_size",
+        "attention_chunk_size",
+        "state_size",
+        "ssm_state_size",
+        "linear_num_value_heads",
+        "mamba_d_state",
+    ):
         if getattr(config, field, None):
             raise ModelError(
-                f"{architecture} keeps a recurrent state ({field}), whose rollback is not defined yet; use a model "
-                "with full attention in every layer"
+                f"{architecture} keeps a bounded or recurrent state ({field}), whose rollback is not defined yet; "
+                "use a model with full attention in every layer"
             )
 
 

@@ -25,10 +25,14 @@ class Check:
         """Record errors [..] against what is allowed [..]. Raises: CaptureError beyond the tolerance, or on NaN."""
         fraction = torch.where(error == 0, 0.0, error / allowed)
         worst = float(fraction.max()) if fraction.numel() else 0.0
+        if worst != worst:
+            raise CaptureError(
+                f"step {step}: the model's states hold NaN or infinity; load it in float32 or check its weights"
+            )
         if not worst <= 1.0:
             raise CaptureError(
                 f"step {step}: {self.name} fails by {worst:.3g} times its tolerance ({self.tolerance}, {self.dtype}); "
-                "the model's hooks do not give the sites that they name"
+                "the model's hooks do not give the sites that they name, or a hook of yours edits the residual stream"
             )
         self.worst = max(self.worst, worst)
 

@@ -177,7 +177,7 @@ def _is_ours(name: str) -> bool:
 
 def _sweep(directory: Path, kept: set[str]) -> None:
     for path in directory.iterdir():
-        if _is_ours(path.name) and path.name not in kept and path.name not in (MANIFEST, "report.html"):
+        if _is_ours(path.name) and path.name not in kept and path.name != MANIFEST:
             path.unlink()
 
 
