@@ -86,7 +86,7 @@ class CaptureConfig:
         return "Z" in self.sites
 
 
-def resolve_layers(layers: "str | int | Iterable[int] | None", n_layers: int) -> tuple[int, ...]:
+def resolve_layers(layers: "str | int | Iterable[Any] | None", n_layers: int) -> tuple[int, ...]:
     """Sorted layer numbers, negative ones counted from the end; "all" and None mean every layer."""
     if layers is None or (isinstance(layers, str) and layers == "all"):
         return tuple(range(n_layers))
