@@ -52,16 +52,18 @@ class Stepper:
             # logits of every slot where the shape is fixed, so that the unembedding's shape is fixed too
             slots = None if batch and last else sorted(set(last.values())) or [width - 1]
             logits = self.passes.run("prefill", entries, width, batch=batch, logit_slots=slots)
+            # every choice before any commit, as in verify
+            chosen = {}
+            for b, entry in enumerate(entries):
+                if (slot := last.get(entry.state.request_id)) is not None:
+                    row = logits[b, slot if slots is None else slots.index(slot)]
+                    chosen[b] = self._choose_at(entry.state, row, entry.state.frontier + 1)
             committed = []
             for b, entry in enumerate(entries):
-                state = entry.state
-                self._write_ledger(state, entry.start, entry.end, "prefill")
-                state.num_prefilled = entry.end
-                if state.request_id in last:
-                    slot = last[state.request_id]
-                    row = logits[b, slot if slots is None else slots.index(slot)]
-                    token_id = self._choose_at(state, row, state.frontier + 1)
-                    committed.append((state.request_id, self._commit_plain(state, token_id)))
+                self._write_ledger(entry.state, entry.start, entry.end, "prefill")
+                entry.state.num_prefilled = entry.end
+                if b in chosen:
+                    committed.append((entry.state.request_id, self._commit_plain(entry.state, chosen[b])))
             self._report("prefill", entries, committed=tuple(committed))
 
     # -- decode
