@@ -116,12 +116,22 @@ class KVCache:
         self.ledger.mark(row, length, int(self.lengths[row]), "free")
         self.lengths[row] = length
 
-    def mask(self, positions: Int[Tensor, "b t"], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    def mask(
+        self,
+        positions: Int[Tensor, "b t"],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        window: int | None = None,
+    ) -> Tensor:
         """[b, 1, t, s] additive causal mask over the whole capacity: 0 to attend, the dtype's minimum elsewhere.
 
+        window: how many positions a token sees, its own included; None for all up to its own.
         Additive and never boolean: Hugging Face's eager attention adds a boolean mask to the scores, silently wrong.
         """
-        hidden = torch.arange(self.capacity) > positions[..., None]
+        slots = torch.arange(self.capacity)
+        hidden = slots > positions[..., None]
+        if window is not None:
+            hidden |= slots <= positions[..., None] - window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
         return mask[:, None].to(device)
 
