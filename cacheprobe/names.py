@@ -5,11 +5,13 @@ SITES = ("S", "T", "C")
 
 SITE_HOOKS = {"S": "hook_resid_post", "T": "hook_attn_out", "C": "hook_mlp_out"}
 RESID_PRE = "hook_resid_pre"
+INPUT_POINT, OUTPUT_POINT = "hook_in", "hook_out"
+"""The last part of a canonical name: where at a component of TransformerLens' bridge the hook sits."""
 
 
 def hook_name(site: str, layer: int) -> str:
-    """Full TransformerLens name of a site at a layer, such as the residual stream after block 3."""
-    return f"blocks.{layer}.{SITE_HOOKS[site]}"
+    """Full TransformerLens name of a site at a layer, such as the residual stream after block 3; "pre" enters it."""
+    return f"blocks.{layer}.{RESID_PRE if site == 'pre' else SITE_HOOKS[site]}"
 
 
 def resid_pre_name(layer: int) -> str:

@@ -21,7 +21,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateSink
-from cacheprobe.models.hf_cache import RowsCache, ShapeProbe
+from cacheprobe.models.hf_cache import ShapeProbe, staged
 from cacheprobe.names import hook_name, resid_pre_name
 
 
@@ -39,7 +39,6 @@ class BridgeLM:
         self.dtype, self.device = _one_dtype(bridge, name), next(bridge.parameters()).device
         self.tokenizer = bridge.tokenizer
         self.stop_token_ids = _stop_token_ids(bridge)
-        self._adapters: tuple[KVCache, RowsCache] | None = None
         self._hashed: tuple[object, str] | None = None
         missing = [n for n in self._hook_names() if n not in bridge.hook_dict]
         if missing:
@@ -99,29 +98,29 @@ class BridgeLM:
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
         """See CachedLM.forward."""
-        if self._adapters is None or self._adapters[0] is not cache:
-            self._adapters = (cache, RowsCache(cache))
-        positions = cache.stage(rows, starts, token_ids.shape[1])
+        if num_layers == self.n_layers:  # the bridge would go on to the logits
+            return self._last_residual(token_ids, cache, rows, starts)
         extra: dict[str, Any] = {}
         if num_layers is not None:
             extra["stop_at_layer"] = num_layers
         elif logit_slots is not None and self._can_choose_logits:
             extra["logits_to_keep"] = torch.tensor(list(logit_slots), device=self.device)
-        try:
-            out = self.bridge.forward(
-                token_ids.to(self.device),
-                return_type="logits",
-                past_key_values=self._adapters[1],
-                attention_mask=cache.mask(positions, self.dtype, self.device),
-                # pads may lie beyond the context; learned position tables have no row there
-                position_ids=positions.clamp(max=self.n_ctx - 1).to(self.device),
-                **extra,
-            )
-        finally:
-            cache.unstage()
+        with staged(cache, rows, starts, token_ids.shape[1], self.config, self.n_ctx) as inputs:
+            out = self.bridge.forward(token_ids.to(self.device), return_type="logits", **inputs, **extra)
         if logit_slots is not None and num_layers is None and "logits_to_keep" not in extra:
             out = out[:, list(logit_slots)]
         return out
+
+    def _last_residual(self, token_ids: Tensor, cache: KVCache, rows: Sequence[int], starts: Sequence[int]) -> Tensor:
+        kept: list[Tensor] = []
+        with self.capturing([("S", self.n_layers - 1)], lambda site, layer, value: kept.append(value.clone())):
+            self.forward(token_ids, cache, rows, starts, logit_slots=[0])
+        return kept[0]
+
+    @property
+    def config(self) -> Any:
+        """The wrapped model's own config."""
+        return self.bridge.original_model.config
 
     @cached_property
     def _can_choose_logits(self) -> bool:
@@ -134,10 +133,7 @@ class BridgeLM:
         def keep(site: str, layer: int, value: Tensor, hook: Any) -> None:
             sink(site, layer, value)
 
-        hooks = [
-            (resid_pre_name(layer) if site == "pre" else hook_name(site, layer), partial(keep, site, layer))
-            for site, layer in sites
-        ]
+        hooks = [(hook_name(site, layer), partial(keep, site, layer)) for site, layer in sites]
         missing = [name for name, _ in hooks if name not in self.bridge.hook_dict]
         if missing:
             raise ModelError(f"{self.name} has no hook {missing[0]}")

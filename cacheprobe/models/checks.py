@@ -2,11 +2,15 @@
 
 import torch
 
-from cacheprobe.models.base import ModelError
+from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.masks import sliding_window
 
 _PROBE_TEXT = "The coin lies on the table. Alice flips it, and then Bob looks at it"
-_CAPACITY = 48
+_PROBE_LENGTH = 24
+_LONGEST_PROBE = 96
+"""A small sliding window is tried beyond its end; a large one is not, as that would cost seconds at every load."""
+_SPARE_SLOTS = 24
 _LEAST_COSINE = 0.9
 """In 16 bits two right ways to compute the same logits agree to about .99; a wrong mask gives less than .5."""
 
@@ -18,7 +22,7 @@ def check_model(model: BridgeLM) -> None:
     Also proves that every layer's hooks fire with the right shape.
     Raises: ModelError naming what differs.
     """
-    token_ids = _probe_ids(model)
+    token_ids = probe_ids(model)
     seen: set[tuple[str, int]] = set()
 
     def note(site: str, layer: int, value: torch.Tensor) -> None:
@@ -28,7 +32,7 @@ def check_model(model: BridgeLM) -> None:
     wanted = [("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in "STC"]
     try:
         with model.capturing(wanted, note):
-            cached = _cached_logits(model, token_ids)
+            cached = cached_logits(model, token_ids)
         with torch.inference_mode():
             whole = model.bridge.forward(token_ids.to(model.device), return_type="logits")[0].float()
     except ModelError:
@@ -51,12 +55,12 @@ def check_model(model: BridgeLM) -> None:
         )
 
 
-def _cached_logits(model: BridgeLM, token_ids: torch.Tensor) -> torch.Tensor:
+def cached_logits(model: CachedLM, token_ids: torch.Tensor) -> torch.Tensor:
     """[t, v] float32 logits of a text that is fed in three parts."""
     n = token_ids.shape[1]
-    cache = model.new_cache(2, _CAPACITY)
+    cache = model.new_cache(2, n + _SPARE_SLOTS)
     parts = ((0, n // 2), (n // 2, n - 1), (n - 1, n))
-    pieces = [model.forward(token_ids[:, start:end], cache, [0], [start]) for start, end in parts]
+    pieces = [model.forward(token_ids[:, start:end], cache, [0], [start]) for start, end in parts if end > start]
     return torch.cat(pieces, dim=1)[0].float()
 
 
@@ -68,10 +72,17 @@ def agrees(cached: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> boo
     return float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0)) >= _LEAST_COSINE
 
 
-def _probe_ids(model: BridgeLM) -> torch.Tensor:
-    """[1, t] ids of a real sentence where there is a tokenizer: in 16 bits, random tokens are unstable."""
+def probe_ids(model: BridgeLM) -> torch.Tensor:
+    """[1, t] ids of a real sentence where there is a tokenizer: in 16 bits, random tokens are unstable.
+
+    Longer than the model's sliding window where that is small.
+    """
+    length = max(_PROBE_LENGTH, (sliding_window(model.config) or 0) + 8)
+    if length > min(_LONGEST_PROBE, model.n_ctx):
+        length = min(_PROBE_LENGTH, model.n_ctx)
     if model.tokenizer is not None:
-        ids = list(model.encode(_PROBE_TEXT))[:24]
+        ids = list(model.encode(_PROBE_TEXT))
+        ids = ids * -(-length // len(ids)) if length > _PROBE_LENGTH else ids
     else:
-        ids = [(7 + 31 * i) % model.d_vocab for i in range(16)]
-    return torch.tensor([ids[: model.n_ctx]])
+        ids = [(7 + 31 * i) % model.d_vocab for i in range(length)]
+    return torch.tensor([ids[:length]])

@@ -4,12 +4,15 @@ Positions are staged on the KVCache before each forward. The two methods from wh
 position or build a mask raise: a forgotten mask or position is then an error and never a silent mistake.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.masks import attention_masks
 
 
 class RowsLayer(CacheLayerMixin):
@@ -50,6 +53,24 @@ class RowsCache(Cache):
     def __init__(self, cache: KVCache) -> None:
         super().__init__(layers=[RowsLayer(cache, layer) for layer in range(len(cache.keys))])
         self.rows = cache
+
+
+@contextmanager
+def staged(
+    cache: KVCache, rows: Sequence[int], starts: Sequence[int], width: int, config: Any, n_ctx: int
+) -> Iterator[dict[str, Any]]:
+    """What one forward of `width` slots a row must be given to run over our cache; nothing is staged after it."""
+    positions = cache.stage(rows, starts, width)
+    dtype, device = cache.keys[0].dtype, cache.keys[0].device
+    try:
+        yield {
+            "past_key_values": RowsCache(cache),
+            "attention_mask": attention_masks(config, cache, positions, dtype, device),
+            # pads may lie beyond the context; learned position tables have no row there
+            "position_ids": positions.clamp(max=n_ctx - 1).to(device),
+        }
+    finally:
+        cache.unstage()
 
 
 class ShapeProbe(Cache):

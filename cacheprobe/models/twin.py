@@ -1,0 +1,191 @@
+"""The plain Hugging Face model as a CachedLM: fused attention, the bridge's own weights, the bridge's hook names.
+
+Knows nothing about edits: a hook on the bridge is not seen here. `models.paths` decides which of the two runs.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.base import ModelError, StateSink
+from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.hf_cache import staged
+from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
+from cacheprobe.names import INPUT_POINT, OUTPUT_POINT, hook_name
+
+FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
+"""Read by transformers in every forward: 1 gives grouped keys and values to the fused attention uncopied."""
+
+Place = tuple[nn.Module, str]
+"""A module of the plain model, and whether its input or its output is read."""
+
+
+class TwinLM:
+    """The model inside a bridge without the bridge, on the same tensors and the same KVCache.
+
+    Twin: BridgeLM: logits, S, T, C, keys and values close(1e-4) in float32, since fused attention reorders sums.
+    """
+
+    def __init__(self, origin: BridgeLM) -> None:
+        """Raises: ModelError where the bridge's weights were processed, or its hooks name no module of the model."""
+        bridge = origin.bridge
+        if bridge.compatibility_mode or getattr(bridge, "_weights_processed", False):
+            raise ModelError(f"{origin.name}: the bridge's weights were processed (compatibility mode)")
+        self.origin = origin
+        self.model = empty_model(bridge.original_model)
+        self.weights = SharedWeights(bridge.original_model, self.model)
+        self._places = self._all_places()
+
+    def __repr__(self) -> str:
+        return f"TwinLM({repr(self.origin).removeprefix('BridgeLM(')}"
+
+    def _all_places(self) -> dict[tuple[str, int], Place]:
+        points = self.origin.bridge.hook_dict
+        return {
+            (site, layer): self._place(points, hook_name(site, layer))
+            for layer in range(self.n_layers)
+            for site in ("pre", "S", "T", "C")
+        }
+
+    def _place(self, points: dict[str, Any], name: str) -> Place:
+        """Where a hook of the bridge sits in the plain model: alias -> canonical name -> component -> its HF module."""
+        component, _, end = points[name].name.rpartition(".")
+        original = self.origin.bridge.get_submodule(component)._modules.get(WRAPPED)
+        path = self.weights.path_of(original)
+        if path is None or end not in (INPUT_POINT, OUTPUT_POINT):
+            raise ModelError(
+                f"{self.name}: {name} is {points[name].name} on the bridge, which is no module of the model"
+            )
+        return self.model.get_submodule(path), end
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        logit_slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """See CachedLM.forward."""
+        if not self.weights.is_current:
+            self.weights.bind()
+        can_choose = logit_slots is not None and self._can_choose_logits
+        extra = {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)} if can_choose else {}
+        with ExitStack() as stack:
+            inputs = stack.enter_context(staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx))
+            stack.enter_context(_environment(FORCE_GQA, self._force_gqa))
+            if num_layers is not None:
+                stack.enter_context(self._stop_after(num_layers))
+            try:
+                out = self.model(token_ids.to(self.device), use_cache=True, **inputs, **extra).logits
+            except _Stopped as stopped:
+                return stopped.residual
+        return out if logit_slots is None or can_choose else out[:, list(logit_slots)]
+
+    @contextmanager
+    def _stop_after(self, num_layers: int) -> Iterator[None]:
+        """End a forward after that many blocks. Entered last, so that what listens there has heard."""
+
+        def stop(value: Tensor) -> None:
+            raise _Stopped(value)
+
+        handle = _listen(self._places[("pre", 0) if num_layers == 0 else ("S", num_layers - 1)], stop)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @cached_property
+    def _can_choose_logits(self) -> bool:
+        return "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
+
+    @contextmanager
+    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
+        """See CachedLM.capturing. Only the hooks added here are removed."""
+        missing = [site for site in sites if site not in self._places]
+        if missing:
+            raise ModelError(f"{self.name} has no site {missing[0][0]} at layer {missing[0][1]}")
+        with ExitStack() as stack:
+            for site, layer in sites:
+                handle = _listen(self._places[site, layer], partial(sink, site, layer))
+                stack.callback(handle.remove)
+            yield
+
+    def fingerprint(self) -> dict[str, str | int | float]:
+        """The bridge's, with what differs: the path, and the attention in use."""
+        attention = self.model.config._attn_implementation
+        forced = self._force_gqa if attention == "sdpa" else ""
+        return {**self.origin.fingerprint(), "path": "twin", "attention": attention, "sdpa_force_gqa": forced}
+
+    @property
+    def _force_gqa(self) -> str:
+        # CUDA's fused kernels take no mask together with grouped heads, and would fall back to a slow one
+        return "1" if self.device.type == "cpu" else "0"
+
+    # what is the bridge's own
+    name = property(attrgetter("origin.name"))
+    weights_note = property(attrgetter("origin.weights_note"))
+    n_layers = property(attrgetter("origin.n_layers"))
+    d_model = property(attrgetter("origin.d_model"))
+    d_vocab = property(attrgetter("origin.d_vocab"))
+    n_ctx = property(attrgetter("origin.n_ctx"))
+    dtype = property(attrgetter("origin.dtype"))
+    device = property(attrgetter("origin.device"))
+    tokenizer = property(attrgetter("origin.tokenizer"))
+    stop_token_ids = property(attrgetter("origin.stop_token_ids"))
+    new_cache = property(attrgetter("origin.new_cache"))
+    read_out = property(attrgetter("origin.read_out"))
+    encode = property(attrgetter("origin.encode"))
+    decode = property(attrgetter("origin.decode"))
+    token_texts = property(attrgetter("origin.token_texts"))
+    to_activation_cache = property(attrgetter("origin.to_activation_cache"))
+
+
+class _Stopped(Exception):
+    """Ends a forward early; carries the residual stream there."""
+
+    def __init__(self, residual: Tensor) -> None:
+        super().__init__()
+        self.residual = residual
+
+
+def _listen(place: Place, hear: Callable[[Tensor], object]) -> RemovableHandle:
+    """Call `hear` with what enters or leaves a module; what it returns changes nothing."""
+    module, point = place
+    if point == OUTPUT_POINT:
+
+        def on_output(module: nn.Module, args: Any, output: Any) -> None:
+            hear(output[0] if isinstance(output, tuple) else output)
+
+        return module.register_forward_hook(on_output)
+
+    def on_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        hear(args[0] if args else kwargs["hidden_states"])
+
+    return module.register_forward_pre_hook(on_input, with_kwargs=True)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """An environment variable for the duration of a forward, and whatever it was before after it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
