@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cacheprobe.records import SamplingParams
+
 
 def num_accepted_slowly(draft: list[int], targets: list[int]) -> int:
     """Every prefix tried, the longest equal one kept."""
@@ -55,3 +57,30 @@ def hf_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) ->
         ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids)
     )
     return out[0, len(prompt) :].tolist()
+
+
+def target_scores_slowly(logits: Tensor, sampling: SamplingParams, prefix: list[int]) -> list[float]:
+    """One token at a time over Python lists; every filter ranks all tokens by score, then by id."""
+    scores = [float(x) for x in logits.double()]
+    penalty, removed = sampling.repetition_penalty, -math.inf
+    if penalty is not None:
+        scores = [(s * penalty if s < 0 else s / penalty) if i in set(prefix) else s for i, s in enumerate(scores)]
+    if not sampling.temperature:
+        return scores
+    scores = [s / sampling.temperature for s in scores]
+    ranking = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    kept = ranking[: sampling.top_k] if sampling.top_k else ranking
+    weights = {i: math.exp(scores[i] - scores[ranking[0]]) for i in kept}
+    if sampling.top_p is not None and sampling.top_p < 1:
+        limit = sampling.top_p * math.fsum(weights.values())
+        kept = [i for rank, i in enumerate(kept) if rank == 0 or math.fsum(weights[j] for j in kept[:rank]) < limit]
+    if sampling.min_p:
+        kept = [i for i in kept if weights[i] >= sampling.min_p]
+    return [s if i in kept else removed for i, s in enumerate(scores)]
+
+
+def choose_token_slowly(logits: Tensor, sampling: SamplingParams, prefix: list[int], position: int) -> int:
+    """The slow sampler over the slow scores."""
+    scores = torch.tensor(target_scores_slowly(logits, sampling, prefix), dtype=torch.float64)
+    temperature = 1.0 if sampling.temperature else 0.0  # they are divided by it already
+    return sample_token_slowly(scores, temperature, sampling.seed or 0, position)

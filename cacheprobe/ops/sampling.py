@@ -1,14 +1,20 @@
 """Choosing a token from logits: greedy, or at a temperature with keyed noise. Ties go to the lowest id."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from cacheprobe.noise import gumbel_noise
+from cacheprobe.ops.processors import target_scores
+from cacheprobe.records import SamplingParams
 
 
 def lowest_argmax(logits: Float[Tensor, "v"]) -> int:
     """Id of the largest logit; the lowest one of those that are equal."""
+    if logits.device.type == "cpu":
+        return int(logits.detach().double().numpy().argmax())  # NumPy promises the first one, torch does not
     return int((logits == logits.max()).nonzero()[0, 0])
 
 
@@ -22,16 +28,38 @@ def sample_token(logits: Float[Tensor, "v"], temperature: float, seed: int, posi
     Source: Gumbel 1954; LLM-42 (arXiv 2601.17768) uses the same rule so that acceptance is equality of tokens.
     Twin: tests.equivalence.sample_token_slowly, ==.
     """
-    best = logits.max()
-    if not torch.isfinite(best):
-        raise ValueError(f"logits for position {position} hold {'NaN' if torch.isnan(best) else float(best)}")
+    _require_a_best(logits, position)
     if temperature == 0:
         return lowest_argmax(logits)
     noise = torch.from_numpy(gumbel_noise(seed, position, logits.shape[-1]))
     return lowest_argmax(logits.double().cpu() / temperature + noise)
 
 
+def choose_token(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: Sequence[int], position: int) -> int:
+    """The token for absolute position `position` under all of a request's settings.
+
+    logits: [v] in the model's own dtype.  prefix: the tokens at positions 0 to position - 1.
+    The noise is `sample_token`'s, whatever the filters remove; plain settings give its very token.
+    Raises: ValueError on NaN, or where no logit is finite.
+    Twin: tests.equivalence.choose_token_slowly, ==.
+    """
+    temperature = sampling.temperature or 0.0
+    if sampling.is_plain:
+        return sample_token(logits, temperature, sampling.seed or 0, position)
+    _require_a_best(logits, position)
+    scores = target_scores(logits, sampling, prefix)
+    if temperature > 0:
+        scores += torch.from_numpy(gumbel_noise(sampling.seed or 0, position, len(scores)))
+    return lowest_argmax(scores)
+
+
 def top_two_margin_nats(logits: Float[Tensor, "v"]) -> float:
     """Difference between the two best logits, in nats: how settled the choice was."""
     best = logits.float().topk(2).values
     return float(best[0] - best[1])
+
+
+def _require_a_best(logits: Tensor, position: int) -> None:
+    best = logits.max()
+    if not torch.isfinite(best):
+        raise ValueError(f"logits for position {position} hold {'NaN' if torch.isnan(best) else float(best)}")
