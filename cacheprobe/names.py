@@ -5,6 +5,9 @@ SITES = ("S", "T", "C")
 
 SITE_HOOKS = {"S": "hook_resid_post", "T": "hook_attn_out", "C": "hook_mlp_out"}
 RESID_PRE = "hook_resid_pre"
+ROTATED = ("hook_rot_q", "hook_rot_k")
+"""Queries and keys after the rotary embedding."""
+
 INPUT_POINT, OUTPUT_POINT = "hook_in", "hook_out"
 """The last part of a canonical name: where at a component of TransformerLens' bridge the hook sits."""
 

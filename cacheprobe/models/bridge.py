@@ -3,7 +3,6 @@
 Knows nothing about requests, phases or what is kept of the captured states.
 """
 
-import hashlib
 import inspect
 import os
 from collections.abc import Iterator, Sequence
@@ -16,13 +15,15 @@ import transformer_lens
 import transformers
 from torch import Tensor
 from transformer_lens import ActivationCache
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateSink
+from cacheprobe.models.facts import one_dtype, sha256_of, stop_token_ids
 from cacheprobe.models.hf_cache import ShapeProbe, staged
-from cacheprobe.names import hook_name, resid_pre_name
+from cacheprobe.names import ROTATED, hook_name, resid_pre_name
 
 
 class BridgeLM:
@@ -36,11 +37,16 @@ class BridgeLM:
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
         self.n_ctx = int(cfg.n_ctx)
-        self.dtype, self.device = _one_dtype(bridge, name), next(bridge.parameters()).device
+        self.dtype, self.device = one_dtype(bridge, name), next(bridge.parameters()).device
         self.tokenizer = bridge.tokenizer
-        self.stop_token_ids = _stop_token_ids(bridge)
+        self.stop_token_ids = stop_token_ids(bridge)
         self._hashed: tuple[object, str] | None = None
-        missing = [n for n in self._hook_names() if n not in bridge.hook_dict]
+        self.versions_at_load = self.weight_versions
+        self.twin_trial: Any = None  # kept by models.paths
+        points = bridge.hook_dict
+        if self.dtype != torch.float32:
+            _keep_dtype_when_rotated(points, self.dtype)
+        missing = [n for n in self._hook_names() if n not in points]
         if missing:
             raise ModelError(
                 f"{name}: TransformerLens gives this architecture no hook {missing[0]}; it cannot be captured"
@@ -166,12 +172,19 @@ class BridgeLM:
         }
 
     @property
+    def weight_versions(self) -> tuple[tuple[int, int], ...]:
+        """Address and edit count of every parameter: another tuple after any of them was edited or replaced."""
+        return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for _, w in self._named_weights())
+
+    def _named_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return sorted(self.bridge.original_model.named_parameters(), key=lambda item: item[0])
+
+    @property
     def weights_sha256(self) -> str:
         """Hash of every parameter's bytes, in the order of their names; taken anew after any of them was edited."""
-        named = sorted(self.bridge.original_model.named_parameters(), key=lambda item: item[0])
-        versions = tuple((weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in named)
+        versions = self.weight_versions
         if self._hashed is None or self._hashed[0] != versions:
-            self._hashed = (versions, _sha256_of(named))
+            self._hashed = (versions, sha256_of(self._named_weights()))
         return self._hashed[1]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -197,30 +210,16 @@ class BridgeLM:
         return ActivationCache(named, self.bridge, has_batch_dim=True)
 
 
-def _sha256_of(named: list[tuple[str, torch.nn.Parameter]]) -> str:
-    digest = hashlib.sha256()
-    for name, weight in named:
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(memoryview(weight.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
-    return digest.hexdigest()[:16]
+def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -> None:
+    """Round rotated queries and keys to the model's dtype, as transformers does.
 
+    The bridge leaves them in float32 where the rotary table is (Olmo2): products with our 16-bit values then fail.
+    """
 
-def _one_dtype(bridge: TransformerBridge, name: str) -> torch.dtype:
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in bridge.parameters()})
-    if len(dtypes) != 1:
-        raise ModelError(
-            f"{name} holds weights of two dtypes, {' and '.join(dtypes)}; convert it to one with .to(dtype)"
-        )
-    if dtypes[0] not in ("float32", "bfloat16", "float16"):
-        raise ModelError(f"{name} is in {dtypes[0]}; convert it to float32, bfloat16 or float16")
-    return next(bridge.parameters()).dtype
+    def rounded(value: Tensor, hook: Any) -> Tensor | None:
+        return value.to(dtype) if value.dtype != dtype else None
 
-
-def _stop_token_ids(bridge: TransformerBridge) -> tuple[int, ...]:
-    """End-of-sequence ids by the model's generation config, its config or its tokenizer, whichever speaks first."""
-    model = bridge.original_model
-    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), bridge.tokenizer):
-        eos = getattr(holder, "eos_token_id", None)
-        if eos is not None:
-            return tuple(sorted(eos)) if isinstance(eos, list | tuple) else (int(eos),)
-    return ()
+    for name, point in points.items():
+        is_ours = any(getattr(handle.user_hook, "__module__", "") == __name__ for handle in point.fwd_hooks)
+        if name.endswith(ROTATED) and not is_ours:
+            point.add_perma_hook(rounded)

@@ -2,6 +2,7 @@
 
 import torch
 
+from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.masks import sliding_window
@@ -11,7 +12,7 @@ _PROBE_LENGTH = 24
 _LONGEST_PROBE = 96
 """A small sliding window is tried beyond its end; a large one is not, as that would cost seconds at every load."""
 _SPARE_SLOTS = 24
-_LEAST_COSINE = 0.9
+LEAST_COSINE = 0.9
 """In 16 bits two right ways to compute the same logits agree to about .99; a wrong mask gives less than .5."""
 
 
@@ -31,8 +32,9 @@ def check_model(model: BridgeLM) -> None:
 
     wanted = [("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in "STC"]
     try:
+        cache = probe_cache(model, token_ids)
         with model.capturing(wanted, note):
-            cached = cached_logits(model, token_ids)
+            cached = cached_logits(model, token_ids, cache)
         with torch.inference_mode():
             whole = model.bridge.forward(token_ids.to(model.device), return_type="logits")[0].float()
     except ModelError:
@@ -55,10 +57,14 @@ def check_model(model: BridgeLM) -> None:
         )
 
 
-def cached_logits(model: CachedLM, token_ids: torch.Tensor) -> torch.Tensor:
+def probe_cache(model: CachedLM, token_ids: torch.Tensor) -> KVCache:
+    """Room for a probe and its pads. Made before anything listens: the first cache of a model costs a forward."""
+    return model.new_cache(2, token_ids.shape[1] + _SPARE_SLOTS)
+
+
+def cached_logits(model: CachedLM, token_ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
     """[t, v] float32 logits of a text that is fed in three parts."""
     n = token_ids.shape[1]
-    cache = model.new_cache(2, n + _SPARE_SLOTS)
     parts = ((0, n // 2), (n // 2, n - 1), (n - 1, n))
     pieces = [model.forward(token_ids[:, start:end], cache, [0], [start]) for start, end in parts if end > start]
     return torch.cat(pieces, dim=1)[0].float()
@@ -68,8 +74,13 @@ def agrees(cached: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> boo
     """Whether logits [t, v] from two right computations may differ this much; see `check_model`."""
     if dtype == torch.float32:
         return bool((cached - whole).abs().max() <= 1e-3 * whole.abs().max().clamp(min=1.0))
-    a, b = cached - cached.mean(-1, keepdim=True), whole - whole.mean(-1, keepdim=True)
-    return float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0)) >= _LEAST_COSINE
+    return cosine(cached, whole) >= LEAST_COSINE
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of two float32 tensors [t, v], each row centred."""
+    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    return float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0))
 
 
 def probe_ids(model: BridgeLM) -> torch.Tensor:

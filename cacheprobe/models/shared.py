@@ -45,34 +45,27 @@ class SharedWeights:
     def __init__(self, wrapped: nn.Module, plain: nn.Module) -> None:
         """Raises: ModelError where the two differ in more than the bridge's wrappers."""
         self.wrapped, self.plain = wrapped, plain
-        self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        self._taken: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        """(a wrapped module's dictionary, name, the tensor that was there)"""
         self._path_of: dict[int, str] = {}
         self.bind()
 
     def bind(self) -> None:
         """Take the wrapped model's tensors as they are now: parameters, buffers and plain attributes."""
-        self._pairs.clear()
+        self._taken.clear()
         self._path_of.clear()
         for path, source, target in _pairs(self.wrapped, self.plain):
-            self._pairs.append((source, target))
             self._path_of[id(source)] = path
-            _take_tensors(source, target, path)
-            attributes = {
-                name: vars(source).get(name) for name in vars(target) if isinstance(vars(target)[name], Tensor)
-            }
-            if None in attributes.values():
-                raise ModelError(f"{path} lacks a tensor of its class: {', '.join(sorted(attributes))}")
-            vars(target).update(attributes)
+            self._taken += _take_tensors(source, target, path)
+            plain_tensors = [name for name, value in vars(target).items() if isinstance(value, Tensor)]
+            if lacking := sorted(set(plain_tensors) - set(vars(source))):
+                raise ModelError(f"{path or 'the model'} lacks a tensor of its class: {lacking[0]}")
+            vars(target).update({name: vars(source)[name] for name in plain_tensors})
 
     @property
     def is_current(self) -> bool:
         """Whether the wrapped modules still hold the very tensors that were taken. Cheap: asked in every forward."""
-        for source, target in self._pairs:
-            for held, own in ((source._parameters, target._parameters), (source._buffers, target._buffers)):
-                for name, tensor in own.items():
-                    if tensor is not None and held.get(name) is not tensor:
-                        return False
-        return True
+        return all(held.get(name) is tensor for held, name, tensor in self._taken)
 
     def path_of(self, original: nn.Module | None) -> str | None:
         """Path in the plain model of the module that stands for a wrapped one; None for a stranger."""
@@ -92,18 +85,22 @@ class SharedWeights:
         yield from self.plain.named_buffers(remove_duplicate=False)
 
 
-def _take_tensors(source: nn.Module, target: nn.Module, path: str) -> None:
-    """Whatever the source holds as a parameter or as a buffer; the target may have no other names."""
-    held = {name for kind in _TENSORS for name, tensor in getattr(source, kind).items() if tensor is not None}
-    own = {name: tensor for kind in _TENSORS for name, tensor in getattr(target, kind).items()}
-    needed = {name for name, tensor in own.items() if tensor is not None}
-    if not needed <= held <= set(own):  # a layer's optional bias is None, and the bridge may fill it with zeros
-        raise ModelError(f"{path or 'the model'} holds {sorted(held)}, its class {sorted(needed)}")
+def _take_tensors(
+    source: nn.Module, target: nn.Module, path: str
+) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    """Give the target whatever the source holds as a parameter or as a buffer; the target may have no other names."""
+    held = [(vars(source)[kind], name, tensor) for kind in _TENSORS for name, tensor in vars(source)[kind].items()]
+    held = [entry for entry in held if entry[2] is not None]
+    own = {name: tensor for kind in _TENSORS for name, tensor in vars(target)[kind].items()}
+    names, needed = {name for _, name, _ in held}, {name for name, tensor in own.items() if tensor is not None}
+    if not needed <= names <= set(own):  # a layer's optional bias is None, and the bridge may fill it with zeros
+        raise ModelError(f"{path or 'the model'} holds {sorted(names)}, its class {sorted(needed)}")
     for kind in _TENSORS:
-        tensors = {name: tensor for name, tensor in getattr(source, kind).items() if tensor is not None}
-        absent = {name: None for name in getattr(target, kind) if name not in held}
-        getattr(target, kind).clear()
-        getattr(target, kind).update({**tensors, **absent})
+        absent = {name: None for name in vars(target)[kind] if name not in names}
+        taken = {name: tensor for dictionary, name, tensor in held if dictionary is vars(source)[kind]}
+        vars(target)[kind].clear()
+        vars(target)[kind].update({**taken, **absent})
+    return held
 
 
 def _pairs(source: Any, target: Any, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:

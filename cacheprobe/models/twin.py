@@ -23,7 +23,8 @@ from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
 from cacheprobe.names import INPUT_POINT, OUTPUT_POINT, hook_name
 
 FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
-"""Read by transformers in every forward: 1 gives grouped keys and values to the fused attention uncopied."""
+"""Read by transformers in every forward: 1 gives grouped keys and values to the fused attention as they are, 0 copies
+them for every query head; but with one slot a row, 0 packs the queries instead, which is five times faster."""
 
 Place = tuple[nn.Module, str]
 """A module of the plain model, and whether its input or its output is read."""
@@ -85,7 +86,8 @@ class TwinLM:
         extra = {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)} if can_choose else {}
         with ExitStack() as stack:
             inputs = stack.enter_context(staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx))
-            stack.enter_context(_environment(FORCE_GQA, self._force_gqa))
+            is_forced = self._may_force_gqa and token_ids.shape[1] > 1
+            stack.enter_context(_environment(FORCE_GQA, "1" if is_forced else "0"))
             if num_layers is not None:
                 stack.enter_context(self._stop_after(num_layers))
             try:
@@ -126,13 +128,13 @@ class TwinLM:
     def fingerprint(self) -> dict[str, str | int | float]:
         """The bridge's, with what differs: the path, and the attention in use."""
         attention = self.model.config._attn_implementation
-        forced = self._force_gqa if attention == "sdpa" else ""
+        forced = "beyond one slot" if self._may_force_gqa else "never"
         return {**self.origin.fingerprint(), "path": "twin", "attention": attention, "sdpa_force_gqa": forced}
 
     @property
-    def _force_gqa(self) -> str:
+    def _may_force_gqa(self) -> bool:
         # CUDA's fused kernels take no mask together with grouped heads, and would fall back to a slow one
-        return "1" if self.device.type == "cpu" else "0"
+        return self.device.type == "cpu" and self.model.config._attn_implementation == "sdpa"
 
     # what is the bridge's own
     name = property(attrgetter("origin.name"))

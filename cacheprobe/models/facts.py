@@ -1,0 +1,37 @@
+"""Facts of a wrapped model: its one dtype, the tokens that end its texts, and the hash of its weights."""
+
+import hashlib
+from typing import Any
+
+import torch
+
+from cacheprobe.models.base import ModelError
+
+
+def one_dtype(bridge: Any, name: str) -> torch.dtype:
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in bridge.parameters()})
+    if len(dtypes) != 1:
+        raise ModelError(
+            f"{name} holds weights of two dtypes, {' and '.join(dtypes)}; convert it to one with .to(dtype)"
+        )
+    if dtypes[0] not in ("float32", "bfloat16", "float16"):
+        raise ModelError(f"{name} is in {dtypes[0]}; convert it to float32, bfloat16 or float16")
+    return next(bridge.parameters()).dtype
+
+
+def stop_token_ids(bridge: Any) -> tuple[int, ...]:
+    """End-of-sequence ids by the model's generation config, its config or its tokenizer, whichever speaks first."""
+    model = bridge.original_model
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), bridge.tokenizer):
+        eos = getattr(holder, "eos_token_id", None)
+        if eos is not None:
+            return tuple(sorted(eos)) if isinstance(eos, list | tuple) else (int(eos),)
+    return ()
+
+
+def sha256_of(named: list[tuple[str, torch.nn.Parameter]]) -> str:
+    digest = hashlib.sha256()
+    for name, weight in named:
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(memoryview(weight.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,144 @@
+"""Which of a model's two forms runs: the bridge, where hooks may edit, or its faster twin, where nothing does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.names import SITES
+
+if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
+    from cacheprobe.models.bridge import BridgeLM
+    from cacheprobe.models.twin import TwinLM
+
+PATHS = ("auto", "bridge", "twin")
+_PARITY = 1e-4
+"""In float32, of the largest value: two orders of summation differ by 1e-6, a wrong mask or site by more than .1."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What came of trying a twin; good for as long as weights and config are the ones it was tried with."""
+
+    state: object
+    twin: "TwinLM | None"
+    reason: str
+
+
+def choose_path(model: CachedLM, path: str = "auto") -> tuple[CachedLM, str]:
+    """The model to run on, and why, in one line.
+
+    path: "auto" takes the twin where no hook of the user's is set on the bridge and both agreed on a short text;
+        "bridge" takes the bridge; "twin" raises where it cannot be the twin. Any CachedLM but a BridgeLM is returned.
+    The twin is built when first chosen, kept on the BridgeLM, and tried anew after every edit of the weights.
+    Raises: ValueError for another path; ModelError with the reason for a twin that cannot be.
+    """
+    if path not in PATHS:
+        raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}")
+    from cacheprobe.models.bridge import BridgeLM
+
+    if not isinstance(model, BridgeLM):
+        return model, f"{type(model).__name__}: as given"
+    if path == "bridge":
+        return model, "bridge: as asked"
+    hook = next(user_hooks(model.bridge), None)
+    if hook is not None:
+        twin, reason = None, f"{hook} may edit the model, and acts on the bridge alone"
+    else:
+        trial = _tried_twin(model)
+        twin, reason = trial.twin, trial.reason
+    if twin is not None:
+        return twin, f"twin: {reason}"
+    if path == "twin":
+        raise ModelError(f"{model.name} cannot run on its twin: {reason}; use path='auto' or 'bridge'")
+    return model, f"bridge: {reason}"
+
+
+def user_hooks(bridge: Any) -> Iterator[str]:
+    """Every hook on the bridge that is not its own, in words: on a HookPoint, or PyTorch's on a module inside."""
+    for name, point in bridge.hook_dict.items():
+        for handle in (*point.fwd_hooks, *point.bwd_hooks):
+            if not (handle.is_permanent and _is_of(handle.user_hook, "transformer_lens", "cacheprobe")):
+                yield f"a hook on {name}"
+    points = {id(point) for point in bridge.hook_dict.values()}
+    for name, module in bridge.original_model.named_modules():
+        if id(module) in points:
+            continue
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not _is_of(hook, "transformer_lens", "accelerate"):
+                yield f"a PyTorch hook on {name or 'the model'}"
+
+
+def _is_of(function: Any, *libraries: str) -> bool:
+    home = getattr(getattr(function, "func", function), "__module__", None) or ""
+    return home.split(".")[0] in libraries
+
+
+def _tried_twin(model: "BridgeLM") -> _Trial:
+    """The last trial if nothing changed since, or a new one."""
+    original = model.bridge.original_model
+    state = (id(original), str(original.config), model.weight_versions)
+    if model.twin_trial is None or model.twin_trial.state != state:
+        model.twin_trial = _Trial(state, *_try_twin(model))
+    return model.twin_trial
+
+
+def _try_twin(model: "BridgeLM") -> "tuple[TwinLM | None, str]":
+    from cacheprobe.models.twin import TwinLM
+
+    try:
+        twin = TwinLM(model)
+        if model.weight_versions != model.versions_at_load and (apart := twin.weights.kept_apart()):
+            return (
+                None,
+                f"weights were edited, and the bridge keeps a copy of its own of {len(apart)}, as {apart[0][0]}",
+            )
+        return _compared(model, twin)
+    except ModelError as refusal:
+        return None, str(refusal)
+    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
+        return None, f"the plain model does not run on our cache ({type(error).__name__}: {error!s:.120})"
+
+
+def _compared(model: "BridgeLM", twin: "TwinLM") -> "tuple[TwinLM | None, str]":
+    """The twin if its logits, S, T and C of one short text, fed in parts, are the bridge's; and what was found.
+
+    In float32 to 1e-4 of each one's largest value; in 16 bits by the cosine that models.checks asks for.
+    """
+    from cacheprobe.models.checks import LEAST_COSINE, cosine, probe_ids
+
+    token_ids = probe_ids(model)
+    theirs, ours = _observed(model, token_ids), _observed(twin, token_ids)
+    if model.dtype == torch.float32:
+        far = {what: _relative_distance(ours[what], value) for what, value in theirs.items()}
+        limit, found = _PARITY, "{:.0e} of the largest value"
+    else:
+        far = {what: 1 - cosine(ours[what], value) for what, value in theirs.items()}
+        limit, found = 1 - LEAST_COSINE, "{:.0e} from a cosine of 1"
+    # not "> limit": a NaN is no agreement
+    if wrong := [what for what, distance in far.items() if not distance <= limit]:
+        return None, f"{wrong[0]} of the plain model are {found.format(far[wrong[0]])} away from the bridge's"
+    worst = found.format(max(far.values()))
+    return twin, f"no hook is set, and on {token_ids.shape[1]} tokens it was within {worst} of the bridge"
+
+
+def _relative_distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+
+
+def _observed(model: CachedLM, token_ids: Tensor) -> dict[str, Tensor]:
+    """Float32 logits [t, v] and states [t, m] of a text."""
+    from cacheprobe.models.checks import cached_logits, probe_cache
+
+    cache = probe_cache(model, token_ids)
+    parts: dict[str, list[Tensor]] = {}
+
+    def keep(site: str, layer: int, value: Tensor) -> None:
+        parts.setdefault(f"{site} of layer {layer}", []).append(value[0].float())
+
+    with model.capturing([("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in SITES], keep):
+        logits = cached_logits(model, token_ids, cache)
+    return {"logits": logits} | {what: torch.cat(pieces) for what, pieces in parts.items()}
