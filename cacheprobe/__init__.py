@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cacheprobe import drafters, lenses, tasks, views
-    from cacheprobe.api import load_model, load_trace, reference, run, verify
+    from cacheprobe.api import load_model, load_trace, reference, run, stream, verify
     from cacheprobe.config import CaptureConfig
     from cacheprobe.observe.trace import Trace
     from cacheprobe.records import Request, SamplingParams
@@ -19,6 +19,7 @@ _HOMES = {
     "load_model": "cacheprobe.api",
     "load_trace": "cacheprobe.api",
     "run": "cacheprobe.api",
+    "stream": "cacheprobe.api",
     "reference": "cacheprobe.api",
     "verify": "cacheprobe.api",
     "CaptureConfig": "cacheprobe.config",
@@ -29,7 +30,7 @@ _HOMES = {
 _MODULES = ("tasks", "drafters", "lenses", "views")
 
 __all__ = [  # noqa: RUF022
-    "load_model", "run", "reference", "verify", "load_trace", "Request", "SamplingParams", "CaptureConfig", "Trace",
+    "load_model", "run", "stream", "reference", "verify", "load_trace", "Request", "SamplingParams", "CaptureConfig", "Trace",
     "tasks", "drafters", "lenses", "views",
 ]  # fmt: skip
 

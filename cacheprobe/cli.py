@@ -187,7 +187,7 @@ def verify(run: Path, *, model: str | None = None, progress: bool = True) -> int
         return 1
     print(
         f"equal to the oracle: {result.num_tokens} tokens of {result.num_requests} requests, and {result.num_states} "
-        f"states of the deterministic ones bit for bit{skipped}"
+        f"states and {result.num_readings} readings of the deterministic ones bit for bit{skipped}"
     )
     return 0
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from cacheprobe.names import SITES
 
+ACCEPTANCES = ("equality", "rejection")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The fixed shapes of the loop. All of it belongs to the schedule fingerprint except `max_batch`."""
+    """The fixed shapes of the loop. Window, group, capacity and the two of prefill are part of the fingerprint."""
 
     window: int = 16
     """W: rows of a verify pass for each request, so at most W - 1 candidates are verified at once."""
@@ -21,14 +22,32 @@ class EngineConfig:
     """C: cache rows of each request. Attention always runs over all of them, masked."""
     prefill_chunk: int = 32
     """Prompt tokens of a verified request are fed in chunks of this many, padded."""
+    prefill_group: int = 1
+    """Verified prompts of one prefill pass; a pass is padded with dummies to exactly this many."""
     max_batch: int = 64
     """Requests in flight at once; the others wait."""
+    kv_rows: int | None = None
+    """Cache rows (token positions) in use at once, over all requests; the newest gives way where they run out. None
+    for no limit but max_batch x capacity."""
+    draft_length: "int | str | None" = None
+    """Candidates before each verification: None for all that the window takes, a number, or "adaptive"."""
+    acceptance: str = "equality"
+    """"equality": a candidate stays where the verifier chose the same token. "rejection": speculative sampling."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "group", "capacity", "prefill_chunk", "max_batch"):
+        for name in ("window", "group", "capacity", "prefill_chunk", "prefill_group", "max_batch", "kv_rows"):
             value = getattr(self, name)
+            if name == "kv_rows" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.window > self.capacity:
+            raise ValueError(f"window of {self.window} rows is larger than the capacity of {self.capacity}; lower it")
+        length = self.draft_length
+        if not (length is None or length == "adaptive" or (type(length) is int and length >= 1)):
+            raise ValueError(f'draft_length must be None, "adaptive" or a whole number of at least 1, got {length!r}')
+        if self.acceptance not in ACCEPTANCES:
+            raise ValueError(f"unknown acceptance {self.acceptance!r}; choose one of {', '.join(ACCEPTANCES)}")
 
     def rows_needed(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
         """Cache rows that a request may touch: pads are written past its length, in prefill and in verify."""
@@ -40,8 +59,8 @@ class EngineConfig:
 class CaptureConfig:
     """What the recorder keeps."""
 
-    sites: str = "STCZ"
-    """Any of S, T, C (states) and Z (lens readings at site S)."""
+    sites: "str | None" = "STCZ"
+    """Any of S, T, C (states) and Z (lens readings at site S); None for tokens and events alone."""
     layers: tuple[int, ...] | None = None
     """Layers to keep; None for all."""
     positions: Sequence[int] | None = None
@@ -58,6 +77,10 @@ class CaptureConfig:
     def __post_init__(self) -> None:
         from cacheprobe.records import PHASES
 
+        if self.sites is None:
+            object.__setattr__(self, "sites", "")
+        elif not self.sites:
+            raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z, or None")
         unknown = sorted(set(self.sites) - set("STCZ"))
         if unknown:
             raise ValueError(f"unknown site {unknown[0]!r} in capture={self.sites!r}; sites are S, T, C and Z")
@@ -69,8 +92,6 @@ class CaptureConfig:
         for name in ("layers", "positions"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(int(item) for item in getattr(self, name)))
-        if not self.sites:
-            raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z")
         if self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         for name in ("layers", "positions", "phases"):

@@ -3,8 +3,8 @@
 Knows nothing about models, tensors or files. `Observer` is the one way out of the engine.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from operator import index
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,11 @@ PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified")
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request chooses its tokens. Fields left at None take the run's value, then the default."""
+    """How a request chooses its tokens. Fields left at None take the run's value, then the default.
+
+    Order, as in Hugging Face: repetition penalty, temperature, top_k, top_p, min_p. Every one of them is a function of
+    the committed tokens alone, so that a rollback has nothing to restore. Equal logits rank by the lower token id.
+    """
 
     temperature: float | None = None
     """0 is greedy; otherwise logits are divided by it before keyed Gumbel noise is added. Default 0."""
@@ -24,29 +28,73 @@ class SamplingParams:
     """Seed of the noise. Default: derived from the run's seed and the request's index."""
     max_new_tokens: int | None = None
     """Tokens to commit at most. Default 32."""
-    stop_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: "Iterable[int] | int | None" = None
     """Committing one of these ends the request; the token is kept. Default: the model's own; () stops at none."""
+    top_k: int | None = None
+    """Draw from this many of the likeliest tokens. Default 0: from all."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that together hold this much probability, at least one. Default 1: from all."""
+    min_p: float | None = None
+    """Draw from the tokens with at least this share of the likeliest one's probability. Default 0: from all."""
+    repetition_penalty: float | None = None
+    """Divide positive and multiply negative logits of tokens that the prompt or the output holds. Default 1: not."""
+    stop: "Iterable[str] | None" = None
+    """Texts that end the request; the token that completes one is the last. Default (): none."""
+    n: int | None = None
+    """Samples of the prompt, each a request of its own with its own seed; they share one prefill. Default 1."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("temperature", float), ("seed", index), ("max_new_tokens", index)):
+        for name, kind in _KINDS.items():
             if getattr(self, name) is not None:  # numpy's numbers are welcome, and become Python's
-                object.__setattr__(self, name, kind(getattr(self, name)))
-        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.seed is not None and self.seed < 0:
-            raise ValueError(f"seed must be a non-negative integer, got {self.seed}")
+                object.__setattr__(self, name, _as(kind, name, getattr(self, name)))
+        for name, (is_allowed, wanted) in _LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not is_allowed(value):
+                raise ValueError(f"{name} must be {wanted}, got {value}")
         if self.stop_token_ids is not None:
-            object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
+            ids = self.stop_token_ids if isinstance(self.stop_token_ids, Iterable) else (self.stop_token_ids,)
+            object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in ids))
+        if self.stop is not None:
+            object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+            if not all(isinstance(text, str) and text for text in self.stop):
+                raise ValueError(f"stop must hold texts of at least one character, got {self.stop!r}")
 
     def over(self, fallback: "SamplingParams") -> "SamplingParams":
         """These settings, with `fallback`'s where a field is None."""
-        return SamplingParams(*(b if a is None else a for a, b in zip(_fields(self), _fields(fallback), strict=True)))
+        mine = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(fallback, **{name: value for name, value in mine.items() if value is not None})
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.temperature
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are used as they are, apart from the temperature."""
+        return not self.top_k and self.top_p in (None, 1) and not self.min_p and self.repetition_penalty in (None, 1)
 
 
-def _fields(params: SamplingParams) -> tuple[Any, ...]:
-    return params.temperature, params.seed, params.max_new_tokens, params.stop_token_ids
+_KINDS = {
+    "temperature": float, "seed": index, "max_new_tokens": index, "top_k": index, "top_p": float, "min_p": float,
+    "repetition_penalty": float, "n": index,
+}  # fmt: skip
+_LIMITS = {
+    "temperature": (lambda x: 0 <= x < float("inf"), "a finite number >= 0"),
+    "seed": (lambda x: x >= 0, "a non-negative integer"),
+    "max_new_tokens": (lambda x: x >= 1, "at least 1"),
+    "top_k": (lambda x: x >= 0, "at least 0 (0 draws from all tokens)"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "between 0 and 1"),
+    "repetition_penalty": (lambda x: 0 < x < float("inf"), "a finite number above 0"),
+    "n": (lambda x: x >= 1, "at least 1"),
+}
+
+
+def _as(kind: Any, name: str, value: Any) -> Any:
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a {'number' if kind is float else 'whole number'}, got {value!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +111,10 @@ class Request:
     prompt_token_ids: tuple[int, ...] = ()
     example: Any = None
     """The task example that the prompt was made from, if any."""
+    arrival_step: int = 0
+    """The request joins at the first round that begins at this step or later; at once where nothing else runs."""
+    sample_of: int | None = None
+    """Given by the run: the first of the samples (SamplingParams.n) that share this prompt."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -140,6 +192,8 @@ class StepRecord:
     proposed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(request_id, tokens) added to drafts."""
     verdicts: tuple[Verdict, ...] = ()
+    logprobs: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """(request_id, log-probability in nats of each token that this step committed), under the model's own logits."""
     margins: tuple[tuple[int, float], ...] = ()
     """(request_id, nats between the two best tokens) where this step chose a token: how settled the choice was."""
 
@@ -177,7 +231,7 @@ class ForwardRecord:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request's end."""
+    """A request's end: by a stop, by length, cancelled, or by an error."""
 
     request_id: int
     step: int
@@ -203,6 +257,18 @@ class Observer(Protocol):
 
     def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
         """Draft tokens at positions start..end-1 were rejected."""
+        ...
+
+    def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
+        """The request took its prompt's rows over from `source_id`, which has the same prompt."""
+        ...
+
+    def on_preempt(self, request_id: int, step: int) -> None:
+        """The request lost its cache row; its rows will be written again, unseen."""
+        ...
+
+    def on_failure(self, step: int) -> None:
+        """The pass that was announced failed: nothing that was seen of it counts."""
         ...
 
     def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:

@@ -6,7 +6,7 @@ import torch
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.cache.ledger import CacheIntegrityError
 from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.records import Request
+from cacheprobe.records import Request, SamplingParams
 from tests.tiny import loaded
 
 
@@ -112,7 +112,8 @@ def test_any_split_of_a_sequence_gives_the_same_logits() -> None:
 
 
 def test_a_commit_settles_the_whole_draft() -> None:
-    state = SequenceState(Request([1, 2], request_id=0, prompt_token_ids=(1, 2)), True, (), 8, 0.0, 0, token_ids=[1, 2])
+    sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(), stop=())
+    state = SequenceState(Request([1, 2], request_id=0, prompt_token_ids=(1, 2)), True, sampling)
     state.draft += [7, 8]
     state.draft_is_closed = True
     assert state.newest == (8, 3) and state.frontier == 1

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheprobe.noise import derive_seed, gumbel_noise, uniform_noise
-from cacheprobe.ops.acceptance import clip_draft, find_ending, num_accepted
+from cacheprobe.ops.acceptance import StopRule, clip_draft, find_ending, num_accepted
 from cacheprobe.ops.equality import bitwise, close, ulp_distance
 from cacheprobe.ops.readout import lowest_topk, read_logits
 from cacheprobe.ops.sampling import sample_token
@@ -36,12 +36,20 @@ def test_num_accepted_equals_its_twin(draft: list[int], targets: list[int]) -> N
     ],
 )
 def test_find_ending(new: tuple, stops: tuple, left: int, expected: tuple) -> None:
-    assert find_ending(new, stops, left) == expected
+    assert find_ending((1, 2), new, StopRule(frozenset(stops), (), str), left) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("bc", 3), ("xab", 2), ("abcd", 4), ("dx", None), ("d", 4), ("xa", 1)])
+def test_a_stop_text_ends_with_the_token_that_completes_it(text: str, expected: int | None) -> None:
+    """It may begin in tokens that were committed long before, and is kept whole."""
+    rule = StopRule(frozenset(), (text,), lambda ids: "".join("xabcd"[i] for i in ids))
+    ending = find_ending((0,), (1, 2, 3, 4), rule, 9)
+    assert ending == ((expected, "stop") if expected else (4, None))
 
 
 @given(tokens, st.integers(-1, 5))
 def test_clip_draft_ends_at_the_first_stop(draft: list[int], limit: int) -> None:
-    kept = clip_draft(draft, (2,), limit)
+    kept = clip_draft((), draft, StopRule(frozenset({2}), (), str), limit)
     assert list(kept) == draft[: len(kept)] and len(kept) <= max(limit, 0)
     assert 2 not in kept[:-1]
     if len(kept) < min(len(draft), max(limit, 0)):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from transformer_lens.model_bridge.sources import build_bridge_from_module
-from transformers import GPTNeoConfig, GPTNeoForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import cacheprobe as cp
 from cacheprobe.config import CaptureConfig, pick_deterministic, resolve_layers
@@ -25,10 +25,11 @@ def test_local_attention_is_refused_by_name() -> None:
 
 
 def test_a_bridge_does_not_bypass_the_refusal() -> None:
-    shape = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    model = MistralForCausalLM(MistralConfig(**shape, num_key_value_heads=2, sliding_window=24))
-    bridge = build_bridge_from_module(model, "MistralForCausalLM", hf_config=model.config)
-    with pytest.raises(ModelError, match="sliding window of 24"):
+    config = GPTNeoConfig(
+        vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+    )
+    bridge = build_bridge_from_module(GPTNeoForCausalLM(config), "GPTNeoForCausalLM", hf_config=config)
+    with pytest.raises(ModelError, match="local attention layers"):
         cp.load_model(bridge)
 
 

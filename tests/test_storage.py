@@ -91,7 +91,7 @@ def test_damage_is_named(saved: Path, damage, message: str) -> None:
 def test_another_version_is_refused(saved: Path) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
     (saved / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
-    with pytest.raises(TraceError, match="trace format 99, this cacheprobe reads 1"):
+    with pytest.raises(TraceError, match="trace format 99, this cacheprobe reads 2"):
         cp.load_trace(saved)
 
 
@@ -150,6 +150,7 @@ def test_killed_while_saving_again_and_again(tmp_path: Path) -> None:
     target = tmp_path / "run"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(target)], stdout=subprocess.PIPE, text=True)
     digest = process.stdout.readline().strip()
+    assert digest, "the writer did not get to its first save"
     while not (target / "manifest.json").exists():
         time.sleep(0.01)
     seen = 0

@@ -22,6 +22,7 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart, exc
     ("drafters", "interventions", "probes"),
     ("engine",),
     ("observe", "training"),
+    ("arguments",),
     ("api", "views"),
     ("cli", "__main__"),
 )

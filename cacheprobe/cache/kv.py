@@ -50,6 +50,18 @@ class KVCache:
     def num_free_rows(self) -> int:
         return self._taken.count(False)
 
+    def is_free(self, row: int) -> bool:
+        return not self._taken[row]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """The first `length` slots of one row into another, which then holds them with the same provenance."""
+        if length > int(self.lengths[source]):
+            raise CacheIntegrityError(f"cache row {source} holds {int(self.lengths[source])} slots, not {length}")
+        for held in (*self.keys, *self.values):
+            held[target, :, :length] = held[source, :, :length]
+        self.ledger.codes[target, :length] = self.ledger.codes[source, :length]
+        self.lengths[target] = length
+
     def allocate(self) -> int:
         """Take the lowest free row. Raises: CacheIntegrityError when none is left."""
         if not self.num_free_rows:

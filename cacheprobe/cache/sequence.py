@@ -1,11 +1,15 @@
 """Everything about one request that changes while it runs: committed tokens, which only grow, and an open draft."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cacheprobe.records import Request
+from torch import Tensor
+
+from cacheprobe.ops.acceptance import StopRule
+from cacheprobe.records import Request, SamplingParams
 
 
-@dataclass
+@dataclass(eq=False)
 class SequenceState:
     """One request on its way: committed tokens, an open draft, and its cache row.
 
@@ -17,10 +21,10 @@ class SequenceState:
     request: Request
     is_verified: bool
     """Whether every token of this request passes the verifier."""
-    stop_token_ids: tuple[int, ...]
-    max_new_tokens: int
-    temperature: float
-    seed: int
+    sampling: SamplingParams
+    """With no field left at None."""
+    decode: Callable[[Sequence[int]], str] = str
+    """Token ids to text, for stop strings."""
     row: int = -1
     """Cache row, -1 while waiting."""
     token_ids: list[int] = field(default_factory=list)
@@ -28,8 +32,25 @@ class SequenceState:
     draft: list[int] = field(default_factory=list)
     draft_is_closed: bool = False
     """The drafter has nothing to add before the next verification."""
+    draft_cap: int | None = None
+    """Candidates that the adaptive length allows; None for as many as the window takes."""
+    draft_probs: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    """By absolute position: the candidate and the distribution [v] it was drawn from; for rejection sampling."""
     num_prefilled: int = 0
+    num_rebuilt: int = 0
+    """After an eviction: positions whose cache rows stand again."""
+    prompt_logits: Tensor | None = None
+    """[v] logits of the last prompt token, kept for other requests of the same prompt."""
+    admitted_at: int = -1
+    """Order of admission: the newest gives way first where cache rows run out."""
+    is_cancelled: bool = False
     finish: str | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.token_ids or list(self.request.prompt_token_ids)
+        assert self.sampling.stop_token_ids is not None and self.sampling.stop is not None
+        self.stop_rule = StopRule(frozenset(self.sampling.stop_token_ids), self.sampling.stop, self.decode)
 
     def __repr__(self) -> str:
         state = self.finish or ("waiting" if self.row < 0 else "running")
@@ -42,12 +63,18 @@ class SequenceState:
         return self.request.request_id
 
     @property
+    def generated(self) -> list[int]:
+        """Committed token ids without the prompt."""
+        return self.token_ids[self.request.num_prompt_tokens :]
+
+    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
     def num_left(self) -> int:
-        return self.max_new_tokens - self.num_generated
+        assert self.sampling.max_new_tokens is not None
+        return self.sampling.max_new_tokens - self.num_generated
 
     @property
     def frontier(self) -> int:
@@ -59,19 +86,32 @@ class SequenceState:
         """(token id, absolute position) of the newest token, drafts included."""
         return (self.draft or self.token_ids)[-1], self.frontier + len(self.draft)
 
+    @property
+    def is_prompt_read(self) -> bool:
+        return self.num_prefilled >= self.request.num_prompt_tokens and self.num_generated > 0
+
     def draft_limit(self, window: int) -> int:
-        """Candidates that one pass could still commit: W - 1, and one less than the tokens left."""
-        return min(window - 1, self.num_left - 1)
+        """Candidates that one pass could still commit: W - 1, one less than the tokens left, the adaptive length."""
+        limit = min(window - 1, self.num_left - 1)
+        return limit if self.draft_cap is None else min(limit, self.draft_cap)
+
+    def draft_ends(self) -> bool:
+        """Whether the newest candidate would end the request: nothing after it could be committed."""
+        return bool(self.draft) and self.stop_rule.ends([*self.generated, *self.draft])
 
     def is_ready(self, window: int) -> bool:
         """Whether the draft is as long as it can be and waits for the verifier."""
-        if not self.is_verified or self.finish or self.num_prefilled < self.request.num_prompt_tokens:
+        if not self.is_verified or self.finish or not self.is_prompt_read:
             return False
-        stopped = bool(self.draft) and self.draft[-1] in self.stop_token_ids
-        return self.draft_is_closed or stopped or len(self.draft) >= self.draft_limit(window)
+        return self.draft_is_closed or len(self.draft) >= self.draft_limit(window) or self.draft_ends()
 
     def commit(self, token_ids: tuple[int, ...]) -> None:
         """These tokens can no longer change; whatever was drafted is settled by them, accepted or not."""
         self.token_ids.extend(token_ids)
+        self.drop_draft()
+
+    def drop_draft(self) -> None:
+        """Forget the candidates, unverified."""
         self.draft.clear()
+        self.draft_probs.clear()
         self.draft_is_closed = False

@@ -22,8 +22,11 @@ class DraftContext(Protocol):
         """
         ...
 
-    def choose(self, state: SequenceState, logits: Tensor) -> int:
-        """The token that this request would take from logits [v] as its next one: greedy, or with its keyed noise."""
+    def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
+        """The token that this request would take from logits [v], by its own settings and keyed noise.
+
+        drafted: candidates of the same `extend` that stand between the request's newest token and this one.
+        """
         ...
 
 
@@ -35,6 +38,10 @@ class Drafter(Protocol):
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         """The next candidate tokens of each request, at least one; none where its draft should be verified now."""
+        ...
+
+    def release(self, state: SequenceState) -> None:
+        """The request has left its cache row: forget what was kept for it."""
         ...
 
     def check(self, model: CachedLM) -> None:

@@ -35,6 +35,9 @@ class EarlyExit:
                 "FastPath drafts from the last layer"
             )
 
+    def release(self, state: SequenceState) -> None:
+        """Nothing is kept for a request."""
+
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         residual = context.feed_newest(states, num_layers=self.layer + 1)
         layers = torch.full((len(states),), self.layer, device=residual.device)

@@ -23,6 +23,9 @@ class FastPath:
     def check(self, model: CachedLM) -> None:
         """Every model has a fast path."""
 
+    def release(self, state: SequenceState) -> None:
+        """Nothing is kept for a request."""
+
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         logits = context.feed_newest(states)
         return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]

@@ -23,5 +23,8 @@ class Scripted:
     def check(self, model: CachedLM) -> None:
         """Tokens are checked as they come: the vocabulary's size is the engine's to know."""
 
+    def release(self, state: SequenceState) -> None:
+        """Nothing is kept for a request."""
+
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         return [[] if state.draft else [int(token) for token in self.script(state)] for state in states]

@@ -4,7 +4,7 @@ Without a drafter the fast path drafts for the deterministic requests, in one ba
 they decode. With a drafter every request is verified.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.cache.sequence import SequenceState
@@ -17,6 +17,9 @@ from cacheprobe.engine.step import Stepper
 from cacheprobe.models.base import CachedLM
 from cacheprobe.records import Observer
 
+FIRST_DRAFT_LENGTH = 4
+"""Candidates that the adaptive length starts from."""
+
 
 def run_loop(
     model: CachedLM,
@@ -27,32 +30,59 @@ def run_loop(
 ) -> None:
     """Run every request to its end. Tokens, states and verdicts leave through the observer.
 
-    Raises: EngineError, before the failed pass has committed anything.
     Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
+    """
+    for _ in rounds(model, states, config, observer, drafter):
+        pass
+
+
+def rounds(
+    model: CachedLM,
+    states: Sequence[SequenceState],
+    config: EngineConfig,
+    observer: Observer,
+    drafter: Drafter | None = None,
+) -> Iterator[int]:
+    """The loop, one round at a time; yields the step that each ended with. Between rounds a request may be cancelled.
+
+    A request whose pass fails ends with an error, and the others go on. Raises: EngineError where no request is left
+    that did not fail.
     """
     stepper, scheduler = prepare(model, states, config, observer)
     drafter = drafter or FastPath()
     drafter.check(model)
 
     while not scheduler.is_done:
-        if newcomers := scheduler.admit():
-            stepper.prefill(newcomers)
-        if growing := scheduler.growing():
+        for state in scheduler.cancelled():
+            stepper.books.stop(state, "cancelled")
+        for state in scheduler.giving_way():
+            stepper.books.evict(state)
+            drafter.release(state)
+        if newcomers := scheduler.admit(stepper.passes.step):
+            stepper.admit(newcomers, scheduler.running)
+        riders = scheduler.riders()
+        if growing := [state for state in scheduler.growing() if state not in riders]:
             stepper.decode(drafter, growing)
-        for group in scheduler.ready_groups():
+        for group in scheduler.ready_groups(riders):
             stepper.verify(group)
-        scheduler.retire()
+        for state in scheduler.retire():
+            drafter.release(state)
+        yield stepper.passes.step
 
     stepper.cache.check_integrity()
+    if all(state.error for state in states):
+        raise EngineError(states[0].error)
 
 
 def prepare(
     model: CachedLM, states: Sequence[SequenceState], config: EngineConfig, observer: Observer
 ) -> tuple[Stepper, Scheduler]:
-    """A cache with a row for each request in flight and scratch rows for dummies, and those who use it."""
+    """A cache with a row for each request in flight and spare rows for dummies, and those who use it."""
     if not states:
         raise EngineError("there is no request to run")
     in_flight = min(len(states), config.max_batch)
-    cache: KVCache = model.new_cache(in_flight + config.group, config.capacity)
-    scratch = range(in_flight, in_flight + config.group)
-    return Stepper(PassRunner(model, cache, scratch, observer), config), Scheduler(states, cache, config, in_flight)
+    cache: KVCache = model.new_cache(in_flight + max(config.group, config.prefill_group), config.capacity)
+    for state in states:
+        length = config.draft_length
+        state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if length == "adaptive" else length
+    return Stepper(PassRunner(model, cache, observer), config), Scheduler(states, cache, config, in_flight)

@@ -40,15 +40,29 @@ class Entry:
         return self.start + len(self.token_ids)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a pass gave, and where in it each entry stands."""
+
+    out: Tensor
+    """What CachedLM.forward returned."""
+    batch_index: tuple[int, ...]
+    """Row b of the pass, for each entry."""
+
+
 class PassRunner:
     """Runs passes over one cache and counts them: the step number is the pass's place in the run."""
 
-    def __init__(self, model: CachedLM, cache: KVCache, scratch_rows: Sequence[int], observer: Observer) -> None:
+    def __init__(self, model: CachedLM, cache: KVCache, observer: Observer) -> None:
         self.model, self.cache, self.observer = model, cache, observer
-        self.scratch_rows = tuple(scratch_rows)
         self.step = -1
         self.seconds = 0.0
         self.shape = (0, 0)
+
+    def skip(self) -> None:
+        """Count a step that ran no model."""
+        self.step += 1
+        self.shape, self.seconds = (0, 0), 0.0
 
     def run(
         self,
@@ -59,36 +73,71 @@ class PassRunner:
         batch: int | None = None,
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Feed the entries in a [batch, width] pass, with pads behind each and dummy rows below them.
+        is_hidden: bool = False,
+    ) -> Outcome:
+        """Feed the entries in a [batch, width] pass, with pads behind each and dummy rows between them.
 
-        Returns what CachedLM.forward returns. Raises: EngineError when a shape would not be the one asked for.
+        is_hidden: the observer is not told: these rows were seen before.
+        Raises: EngineError where the shape would not be the one asked for, or where the model fails.
         """
         self.step += 1
-        num_dummies = 0 if batch is None else batch - len(entries)
         longest = max(len(entry.token_ids) for entry in entries)
-        if num_dummies < 0 or num_dummies > len(self.scratch_rows) or longest > width:
+        size = len(entries) if batch is None else batch
+        rows = place_rows([entry.state.row for entry in entries], size, self.cache)
+        if rows is None or longest > width:
             raise EngineError(
                 f"step {self.step}: {len(entries)} requests of up to {longest} tokens do not fit a {phase} pass of "
-                f"{batch} x {width}"
+                f"{size} x {width}"
             )
-        rows = [entry.state.row for entry in entries] + list(self.scratch_rows[:num_dummies])
-        starts = [entry.start for entry in entries] + [0] * num_dummies
-        token_ids = torch.full((len(rows), width), PAD_TOKEN_ID, dtype=torch.long)
-        for b, entry in enumerate(entries):
+        index = {row: b for b, row in enumerate(rows)}
+        batch_index = tuple(index[entry.state.row] for entry in entries)
+        starts = [0] * size
+        token_ids = torch.full((size, width), PAD_TOKEN_ID, dtype=torch.long)
+        for b, entry in zip(batch_index, entries, strict=True):
+            starts[b] = entry.start
             token_ids[b, : len(entry.token_ids)] = torch.tensor(entry.token_ids)
-        slots = tuple(_slots(entries))
-        self.shape = (len(rows), width)
+        slots = tuple(_slots(entries, batch_index))
+        self.shape = (size, width)
         began = time.perf_counter()
-        self.observer.before_forward(self.step, phase, slots, self.shape)
-        out = self.model.forward(token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots)
-        logits = None if num_layers is not None or logit_slots is not None else out
-        self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers))
+        if not is_hidden:
+            self.observer.before_forward(self.step, phase, slots, self.shape)
+        try:
+            out = self.model.forward(
+                token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
+            )
+        except Exception as error:
+            self.observer.on_failure(self.step)
+            names = ", ".join(str(entry.state.request_id) for entry in entries)
+            raise EngineError(
+                f"step {self.step}: the {phase} pass of requests {names}, {size} x {width}, failed with "
+                f"{type(error).__name__}: {error!s:.200}; nothing of it was committed"
+            ) from error
+        if not is_hidden:
+            logits = None if num_layers is not None or logit_slots is not None else out
+            self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers))
         self.seconds = time.perf_counter() - began
-        return out
+        return Outcome(out, batch_index)
 
 
-def _slots(entries: Sequence[Entry]) -> list[RowSlot]:
+def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | None:
+    """Cache rows of a pass of `size` rows: those of its requests, and free ones for the dummies.
+
+    One run of neighbouring rows where there is one, since a run is a view of the cache and anything else a copy. Where
+    a row stands in a pass cannot change its bits. None where there are not enough free rows.
+    """
+    if len(taken) > size:
+        return None
+    first, last = min(taken), max(taken)
+    wanted = set(taken)
+    for start in range(max(last - size + 1, 0), min(first, cache.rows - size) + 1):
+        run = range(start, start + size)
+        if all(row in wanted or cache.is_free(row) for row in run):
+            return list(run)
+    free = [row for row in range(cache.rows) if cache.is_free(row)][: size - len(taken)]
+    return [*taken, *free] if len(taken) + len(free) == size else None
+
+
+def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot]:
     return [
         RowSlot(
             entry.state.request_id,
@@ -99,6 +148,6 @@ def _slots(entries: Sequence[Entry]) -> list[RowSlot]:
             entry.is_canonical,
             t >= len(entry.token_ids) - entry.num_drafts,
         )
-        for b, entry in enumerate(entries)
+        for b, entry in zip(batch_index, entries, strict=True)
         for t, token_id in enumerate(entry.token_ids)
     ]

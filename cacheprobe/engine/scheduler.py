@@ -1,4 +1,7 @@
-"""Who runs when: admission, who still drafts, who waits for the verifier. Knows no tensors but the cache's rows."""
+"""Who runs when: arrival, admission, who still drafts, who waits for the verifier, who gives way.
+
+Knows no tensors but the cache's rows.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,44 +15,97 @@ class Scheduler:
     """First come, first served; at most `max_running` requests hold a cache row, and always one of the lowest."""
 
     def __init__(self, states: Sequence[SequenceState], cache: KVCache, config: EngineConfig, max_running: int) -> None:
-        self.waiting = deque(states)
+        self.waiting = deque(sorted(states, key=lambda state: state.request.arrival_step))
         self.max_running = max_running
         self.running: list[SequenceState] = []
         self.cache, self.config = cache, config
+        self._num_admitted = 0
 
     @property
     def is_done(self) -> bool:
         return not self.waiting and not self.running
 
-    def admit(self) -> list[SequenceState]:
-        """Give waiting requests the free cache rows; returns the newcomers."""
+    # -- coming and going
+
+    def admit(self, step: int) -> list[SequenceState]:
+        """Give requests that have arrived the free cache rows; returns the newcomers.
+
+        Where nothing runs, the next to arrive does so now: there is nothing to wait for.
+        """
         newcomers = []
         while self.waiting and len(self.running) < self.max_running:
-            state = self.waiting.popleft()
+            state = self.waiting[0]
+            has_arrived = state.request.arrival_step <= step or not self.running
+            if not has_arrived or not self._fits(state):
+                break
+            self.waiting.popleft()
             state.row = self.cache.allocate()
+            state.admitted_at = self._num_admitted
+            self._num_admitted += 1
             self.running.append(state)
             newcomers.append(state)
         # in the order of their rows, so that a full batch is one contiguous view of the cache
         self.running.sort(key=lambda state: state.row)
         return newcomers
 
-    def growing(self) -> list[SequenceState]:
-        """Requests that take part in the next decode: all but those that wait for the verifier."""
-        return [state for state in self.running if not state.finish and not state.is_ready(self.config.window)]
+    def giving_way(self) -> list[SequenceState]:
+        """Requests to evict, newest first, until the others fit into kv_rows; they wait at the head of the queue."""
+        evicted = []
+        while self.config.kv_rows is not None and self._demand() > self.config.kv_rows and len(self.running) > 1:
+            state = max(self.running, key=lambda state: state.admitted_at)
+            self.running.remove(state)
+            self.waiting.appendleft(state)
+            evicted.append(state)
+        return evicted
 
-    def ready_groups(self) -> list[list[SequenceState]]:
-        """Full groups for the verifier; a group with dummies only when no verified request is still drafting."""
-        ready = [state for state in self.running if state.is_ready(self.config.window)]
-        size = self.config.group
-        groups = [ready[i : i + size] for i in range(0, len(ready), size)]
-        others_coming = any(state.is_verified for state in self.growing())
-        return [group for group in groups if len(group) == size or not others_coming]
+    def cancelled(self) -> list[SequenceState]:
+        """Requests that were cancelled since the last round; those that waited leave the queue."""
+        for state in [s for s in self.waiting if s.is_cancelled]:
+            self.waiting.remove(state)
+            self.running.append(state)
+        return [s for s in self.running if s.is_cancelled and not s.finish]
 
     def retire(self) -> list[SequenceState]:
         """Release the rows of finished requests; returns them."""
         finished = [state for state in self.running if state.finish]
         for state in finished:
             self.running.remove(state)
-            self.cache.release(state.row)
-            state.row = -1
+            if state.row >= 0:
+                self.cache.release(state.row)
+            state.row, state.prompt_logits = -1, None
         return finished
+
+    def _fits(self, state: SequenceState) -> bool:
+        return self.config.kv_rows is None or self._demand() + self._rows_of(state) <= self.config.kv_rows
+
+    def _demand(self) -> int:
+        return sum(self._rows_of(state) for state in self.running)
+
+    def _rows_of(self, state: SequenceState) -> int:
+        """Cache rows that a request may hold until its next commit."""
+        return len(state.token_ids) + (self.config.window if state.is_verified else 1)
+
+    # -- who does what in this round
+
+    def growing(self) -> list[SequenceState]:
+        """Requests that take part in the next decode: all but those that wait for the verifier."""
+        return [state for state in self.running if not state.finish and not state.is_ready(self.config.window)]
+
+    def riders(self) -> list[SequenceState]:
+        """Requests that are never verified and fill up the passes of those that are, where the window is one row.
+
+        A verify pass is then a decode of a fixed height: it costs no more with a token in a dummy's place.
+        """
+        if self.config.window > 1:
+            return []
+        num_ready = sum(state.is_ready(1) for state in self.running)
+        return [state for state in self.growing() if not state.is_verified][: -num_ready % self.config.group]
+
+    def ready_groups(self, riders: Sequence[SequenceState] = ()) -> list[list[SequenceState]]:
+        """Full groups for the verifier; a group with dummies only when no verified request is still drafting."""
+        ready = [state for state in self.running if state.is_ready(self.config.window)] + list(riders)
+        ready.sort(key=lambda state: state.row)
+        size = self.config.group
+        groups = [ready[i : i + size] for i in range(0, len(ready), size)]
+        others_coming = any(state.is_verified for state in self.growing())
+        return [group for group in groups if len(group) == size or not others_coming]

@@ -1,99 +1,96 @@
-"""The three phases, one function each: prefill, decode, verify. Commit and roll back are here and nowhere else."""
+"""Decode and verify. Where a pass fails, each of its requests gets a pass alone before any is given up.
 
-from collections.abc import Sequence
+A failed pass has committed nothing: every choice is made before the first commit.
+"""
+
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
+from cacheprobe.engine.books import Books
 from cacheprobe.engine.passes import EngineError, Entry, PassRunner
-from cacheprobe.ops.acceptance import clip_draft, find_ending, num_accepted
-from cacheprobe.ops.sampling import sample_token, top_two_margin_nats
-from cacheprobe.records import Finished, StepRecord, Verdict
-
-FREE_PREFILL_WIDTH = 128
-"""Token slots at most in the prefill of requests that are never verified; others use the fixed chunk."""
+from cacheprobe.engine.prefill import Prefill
+from cacheprobe.ops.acceptance import clip_draft
 
 
 class Stepper:
-    """The engine's hands: runs passes, chooses tokens, commits and rolls back. Also the drafters' DraftContext."""
+    """The engine's hands. Also the drafters' DraftContext."""
 
     def __init__(self, passes: PassRunner, config: EngineConfig) -> None:
         self.passes, self.config = passes, config
-        self.model, self.cache, self.observer = passes.model, passes.cache, passes.observer
-        self._margins: list[tuple[int, float]] = []
+        self.model, self.cache = passes.model, passes.cache
+        self.books = Books(passes, config)
+        self._prefill = Prefill(passes, self.books)
 
     # -- prefill
 
-    def prefill(self, states: Sequence[SequenceState]) -> None:
-        """Read the prompts and commit each request's first token.
-
-        Verified requests in fixed chunks of G x prefill_chunk, a schedule that depends on each prompt alone (D1); the
-        others together, in whatever shape they have.
-        """
-        size = self.config.group
-        verified = [state for state in states if state.is_verified]
-        for i in range(0, len(verified), size):
-            self._prefill_group(verified[i : i + size], self.config.prefill_chunk, batch=size)
-        if others := [state for state in states if not state.is_verified]:
-            self._prefill_group(others, FREE_PREFILL_WIDTH, batch=None)
-
-    def _prefill_group(self, states: Sequence[SequenceState], chunk: int, batch: int | None) -> None:
-        while unread := [s for s in states if s.num_prefilled < s.request.num_prompt_tokens]:
-            entries = [
-                Entry(s, s.request.prompt_token_ids[s.num_prefilled : s.num_prefilled + chunk], s.num_prefilled, True)
-                for s in unread
-            ]
-            width = chunk if batch else max(len(entry.token_ids) for entry in entries)
-            last = {
-                e.state.request_id: len(e.token_ids) - 1 for e in entries if e.end == e.state.request.num_prompt_tokens
-            }
-            # logits of every slot where the shape is fixed, so that the unembedding's shape is fixed too
-            slots = None if batch and last else sorted(set(last.values())) or [width - 1]
-            logits = self.passes.run("prefill", entries, width, batch=batch, logit_slots=slots)
-            # every choice before any commit, as in verify
-            chosen = {}
-            for b, entry in enumerate(entries):
-                if (slot := last.get(entry.state.request_id)) is not None:
-                    row = logits[b, slot if slots is None else slots.index(slot)]
-                    chosen[b] = self._choose_at(entry.state, row, entry.state.frontier + 1)
-            committed = []
-            for b, entry in enumerate(entries):
-                self._write_ledger(entry.state, entry.start, entry.end, "prefill")
-                entry.state.num_prefilled = entry.end
-                if b in chosen:
-                    committed.append((entry.state.request_id, self._commit_plain(entry.state, chosen[b])))
-            self._report("prefill", entries, committed=tuple(committed))
+    def admit(self, states: Sequence[SequenceState], running: Sequence[SequenceState]) -> None:
+        """Bring newcomers to their first token, or evicted requests back to where they stood."""
+        for state in [s for s in states if s.num_generated]:
+            self._guard(lambda one: self._prefill.rebuild(one[0]), [state])
+        fresh = [s for s in states if not s.num_generated]
+        leaders = [s for i, s in enumerate(fresh) if _twin(s, running) is None and _same_prompt(s, fresh[:i]) is None]
+        for is_verified in (True, False):
+            if group := [s for s in leaders if s.is_verified == is_verified]:
+                self._guard(self._prefill.read, group)
+        for state in [s for s in fresh if s not in leaders]:
+            source = _twin(state, running)
+            if source is None:  # the one that should have read the prompt failed, or has already left
+                self._guard(self._prefill.read, [state])
+            else:
+                self._guard(lambda one, source=source: self._prefill.share(one[0], source), [state])
 
     # -- decode
 
     def decode(self, drafter: Drafter, states: Sequence[SequenceState]) -> None:
         """Grow every draft by the drafter's next candidates; requests that are never verified commit at once."""
+        self._guard(lambda some: self._decode(drafter, some), states)
+
+    def _decode(self, drafter: Drafter, states: Sequence[SequenceState]) -> None:
         before = self.passes.step
-        proposals = drafter.extend(self, states)
+        proposals = self._proposals(drafter, states)
+        kept = [self._clip(drafter, state, ids) for state, ids in zip(states, proposals, strict=True)]
+        committed, proposed = [], []
+        for state, token_ids in zip(states, kept, strict=True):
+            if not state.is_verified:
+                committed.append((state.request_id, self.books.commit_plain(state, token_ids[0])))
+                continue
+            state.draft.extend(token_ids)
+            state.draft_is_closed = not token_ids
+            proposed.append((state.request_id, token_ids))
+        if self.passes.step == before:  # a drafter that runs no model
+            self.passes.skip()
+        self.books.report("decode", states, committed=tuple(committed), proposed=tuple(proposed))
+
+    def _proposals(self, drafter: Drafter, states: Sequence[SequenceState]) -> list[list[int]]:
+        try:
+            proposals = drafter.extend(self, states)
+        except EngineError:
+            raise
+        except Exception as error:
+            names = ", ".join(str(state.request_id) for state in states)
+            raise EngineError(
+                f"requests {names} step {self.passes.step}: drafter {drafter.name} failed with "
+                f"{type(error).__name__}: {error!s:.200}"
+            ) from error
         if len(proposals) != len(states):
             raise EngineError(f"drafter {drafter.name} gave {len(proposals)} proposals for {len(states)} requests")
-        committed, proposed = [], []
-        for state, token_ids in zip(states, proposals, strict=True):
-            if not state.is_verified:
-                committed.append((state.request_id, self._commit_plain(state, token_ids[0])))
-                continue
-            limit = state.draft_limit(self.config.window) - len(state.draft)
-            kept = clip_draft(token_ids, state.stop_token_ids, limit)
-            if bad := [t for t in kept if not 0 <= t < self.model.d_vocab]:
-                raise EngineError(
-                    f"request {state.request_id}: drafter {drafter.name} proposed token {bad[0]}, outside the "
-                    f"vocabulary of {self.model.d_vocab}; use a drafter that shares the model's tokenizer"
-                )
-            state.draft.extend(kept)
-            state.draft_is_closed = not kept
-            proposed.append((state.request_id, kept))
-        if self.passes.step == before:  # a drafter that runs no model: the record of its proposals is a pass of no rows
-            self.passes.step += 1
-            self.passes.shape, self.passes.seconds = (0, 0), 0.0
-        entries = [Entry(s, (), 0, False) for s in states]
-        self._report("decode", entries, committed=tuple(committed), proposed=tuple(proposed))
+        return proposals
+
+    def _clip(self, drafter: Drafter, state: SequenceState, token_ids: Sequence[int]) -> tuple[int, ...]:
+        if not state.is_verified:
+            return tuple(token_ids)
+        limit = state.draft_limit(self.config.window) - len(state.draft)
+        kept = clip_draft([*state.generated, *state.draft], token_ids, state.stop_rule, limit)
+        if bad := [t for t in kept if not 0 <= t < self.model.d_vocab]:
+            raise EngineError(
+                f"request {state.request_id}: drafter {drafter.name} proposed token {bad[0]}, outside the "
+                f"vocabulary of {self.model.d_vocab}; use a drafter that shares the model's tokenizer"
+            )
+        return kept
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
         """See DraftContext.feed_newest."""
@@ -101,101 +98,77 @@ class Stepper:
         for state in states:
             token_id, position = state.newest
             entries.append(Entry(state, (token_id,), position, not state.is_verified, 1 if state.draft else 0))
-        out = self.passes.run("decode", entries, 1, num_layers=num_layers)
+        out = self.passes.run("decode", entries, 1, num_layers=num_layers).out
         for entry in entries:
-            self._write_ledger(
-                entry.state, entry.start, entry.end, "provisional" if entry.state.is_verified else "decoded"
-            )
+            provenance = "provisional" if entry.state.is_verified else "decoded"
+            self.books.write_ledger(entry.state, entry.start, entry.end, provenance)
         return out[:, 0]
 
-    def choose(self, state: SequenceState, logits: Tensor) -> int:
+    def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
         """See DraftContext.choose."""
-        return self._choose_at(state, logits, state.newest[1] + 1)
+        drafted = [*state.draft, *drafted]
+        position = state.frontier + len(drafted) + 1
+        is_drawn = self.config.acceptance == "rejection" and state.is_verified and not state.request.is_deterministic
+        if is_drawn and not state.sampling.is_greedy:
+            return self.books.draw_candidate(state, logits, drafted, position)
+        return self.books.choose(state, logits, drafted, position)
 
     # -- verify
 
     def verify(self, states: Sequence[SequenceState]) -> None:
         """One pass of exactly G x W rows: accept the longest matching prefix, add the verifier's own next token.
 
-        Fed: the newest committed token, then the candidates; a drafted stop token is compared and never fed. The
-        verifier's keys and values have overwritten the fast path's; those of rejected rows are truncated.
+        Fed: the newest committed token, then the candidates; one that would end the request is compared and never fed.
+        The verifier's keys and values have overwritten the fast path's; those of rejected rows are truncated. Requests
+        that are never verified may ride along in a window of one row: a dummy's place costs nothing.
         """
+        self._guard(self._verify, states)
+
+    def _verify(self, states: Sequence[SequenceState]) -> None:
         entries = []
         for state in states:
-            drafted = [t for t in state.draft if t not in state.stop_token_ids]
-            entries.append(Entry(state, (state.token_ids[-1], *drafted), state.frontier, True, len(drafted)))
-        logits = self.passes.run("verify", entries, self.config.window, batch=self.config.group)
-        # every choice before any commit: an error here leaves all requests as they were
-        verdicts = [self._judge(entry, logits[b]) for b, entry in enumerate(entries)]
-        for entry, verdict in zip(entries, verdicts, strict=True):
-            self._settle(entry.state, verdict)
-        self._report("verify", entries, verdicts=tuple(verdicts))
-
-    def _judge(self, entry: Entry, logits: Tensor) -> Verdict:
-        state, draft = entry.state, tuple(entry.state.draft)
-        targets = tuple(self._choose_at(state, logits[t], entry.start + t + 1) for t in range(len(entry.token_ids)))
-        n = num_accepted(draft, targets)
-        ending = find_ending(draft[:n] + targets[n : n + 1], state.stop_token_ids, state.num_left)
-        return Verdict(
-            state.request_id, self.passes.step, entry.start + 1, draft, targets, n, ending.num_kept, ending.finish
+            fed = state.draft[:-1] if state.draft_ends() else state.draft
+            entries.append(Entry(state, (state.token_ids[-1], *fed), state.frontier, True, len(fed)))
+        result = self.passes.run("verify", entries, self.config.window, batch=self.config.group)
+        verdicts, riders = [], []
+        for entry, b in zip(entries, result.batch_index, strict=True):
+            if entry.state.is_verified:
+                verdicts.append((entry.state, self.books.judge(entry, result.out[b])))
+            else:
+                token_id = self.books.choose(entry.state, result.out[b, 0], (), entry.start + 1)
+                riders.append((entry.state, token_id))
+        for state, verdict in verdicts:
+            self.books.settle(state, verdict)
+        committed = []
+        for state, token_id in riders:
+            self.books.write_ledger(state, state.frontier, state.frontier + 1, "decoded")
+            committed.append((state.request_id, self.books.commit_plain(state, token_id)))
+        self.books.report(
+            "verify",
+            states,
+            verdicts=tuple(verdict for _, verdict in verdicts),
+            committed=tuple(committed),
         )
 
-    def _settle(self, state: SequenceState, verdict: Verdict) -> None:
-        start, committed = verdict.start, verdict.committed
-        frontier = state.frontier
-        self._truncate(state, frontier)
-        self._write_ledger(state, frontier, frontier + len(committed), "verified")
-        if verdict.is_rollback:
-            end = start + len(verdict.draft_token_ids)
-            self.observer.on_rollback(state.request_id, verdict.step, start + verdict.num_accepted, end)
-        own = "recovered" if verdict.is_rollback else "bonus"
-        roles = ["accepted"] * verdict.num_accepted + [own]
-        state.commit(committed)
-        self.observer.on_commit(state.request_id, verdict.step, start, committed, roles[: len(committed)])
-        self._end(state, verdict.finish)
+    # -- where a pass fails
 
-    # -- shared
-
-    def _choose_at(self, state: SequenceState, logits: Tensor, position: int) -> int:
+    def _guard(self, do: Callable[[Sequence[SequenceState]], None], states: Sequence[SequenceState]) -> None:
         try:
-            token_id = sample_token(logits, state.temperature, state.seed, position)
-        except ValueError as error:
-            raise EngineError(
-                f"request {state.request_id} step {self.passes.step}: {error}; nothing of this step was committed; "
-                f"load {self.model.name} in float32 or check its weights"
-            ) from error
-        self._margins.append((state.request_id, top_two_margin_nats(logits)))
-        self.observer.on_choice(state.request_id, self.passes.step, position, token_id, logits)
-        return token_id
+            do(states)
+        except EngineError as error:
+            self.books.forget_choices()
+            if len(states) == 1:
+                self.books.stop(states[0], "error", error=str(error))
+                return
+            for state in states:
+                self._guard(do, [state])
 
-    def _commit_plain(self, state: SequenceState, token_id: int) -> tuple[int, ...]:
-        position = state.frontier + 1
-        ending = find_ending((token_id,), state.stop_token_ids, state.num_left)
-        state.commit((token_id,))
-        self.observer.on_commit(state.request_id, self.passes.step, position, (token_id,), ("committed",))
-        self._end(state, ending.finish)
-        return (token_id,)
 
-    def _end(self, state: SequenceState, reason: str | None) -> None:
-        if reason is not None:
-            state.finish = reason
-            generated = tuple(state.token_ids[state.request.num_prompt_tokens :])
-            self.observer.on_finish(Finished(state.request_id, self.passes.step, reason, generated))
+def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:
+    wanted = (state.request.prompt_token_ids, state.is_verified)
+    return next((o for o in others if (o.request.prompt_token_ids, o.is_verified) == wanted), None)
 
-    def _write_ledger(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
-        self.cache.extend(state.row, start, end, provenance)
-        self.observer.on_ledger(state.request_id, self.passes.step, start, end, provenance)
 
-    def _truncate(self, state: SequenceState, length: int) -> None:
-        held = int(self.cache.lengths[state.row])
-        if held > length:
-            self.cache.truncate(state.row, length)
-            self.observer.on_ledger(state.request_id, self.passes.step, length, held, "free")
-
-    def _report(self, phase: str, entries: Sequence[Entry], **outcome: tuple) -> None:
-        request_ids = tuple(entry.state.request_id for entry in entries)
-        passes, margins = self.passes, tuple(self._margins)
-        self._margins = []
-        self.observer.on_step(
-            StepRecord(passes.step, phase, passes.shape, request_ids, passes.seconds, margins=margins, **outcome)
-        )
+def _twin(state: SequenceState, running: Sequence[SequenceState]) -> SequenceState | None:
+    """A request that holds the same prompt's rows, written by the same schedule."""
+    return _same_prompt(state, [s for s in running if s.row >= 0 and s.prompt_logits is not None and s is not state])

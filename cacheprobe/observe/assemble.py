@@ -46,6 +46,7 @@ def assemble(
             "weights_note": model.weights_note,
             "checks": checks,
             "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
+            "preemptions": recorder.preemptions,
             "behaviour": behaviour(recorder, requests, texts),
         },
         model=model,

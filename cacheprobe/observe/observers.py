@@ -25,7 +25,51 @@ class Tee:
         return each
 
 
-class ProgressBar:
+class Silent:
+    """An Observer that listens to nothing: what listens to a few calls inherits the rest."""
+
+    def before_forward(self, *args: Any) -> None: ...
+
+    def after_forward(self, *args: Any) -> None: ...
+
+    def on_choice(self, *args: Any) -> None: ...
+
+    def on_commit(self, *args: Any) -> None: ...
+
+    def on_rollback(self, *args: Any) -> None: ...
+
+    def on_shared_prompt(self, *args: Any) -> None: ...
+
+    def on_preempt(self, *args: Any) -> None: ...
+
+    def on_failure(self, *args: Any) -> None: ...
+
+    def on_ledger(self, *args: Any) -> None: ...
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_finish(self, finished: Finished) -> None: ...
+
+
+class StepLog(Silent):
+    """Keeps the records of the steps, the ends and the evictions, and nothing of the model's insides."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.finished: dict[int, Finished] = {}
+        self.preemptions: list[tuple[int, int]] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def on_finish(self, finished: Finished) -> None:
+        self.finished[finished.request_id] = finished
+
+    def on_preempt(self, request_id: int, step: int) -> None:
+        self.preemptions.append((request_id, step))
+
+
+class ProgressBar(Silent):
     """Committed tokens, rate and time left; silent where the output is no terminal, or where not enabled."""
 
     def __init__(self, total_tokens: int, enabled: bool = True) -> None:
@@ -55,18 +99,3 @@ class ProgressBar:
         if self._bar is not None:
             speed = self._bar.tasks[0].speed
             self._bar.update(self._task, advance=len(token_ids), rate=f"{speed:.1f}" if speed else "-")
-
-    def on_finish(self, finished: Finished) -> None:
-        """A request that stops early leaves less to do."""
-
-    def on_step(self, record: StepRecord) -> None: ...
-
-    def before_forward(self, *args: Any) -> None: ...
-
-    def after_forward(self, *args: Any) -> None: ...
-
-    def on_choice(self, *args: Any) -> None: ...
-
-    def on_rollback(self, *args: Any) -> None: ...
-
-    def on_ledger(self, *args: Any) -> None: ...

@@ -4,7 +4,7 @@ A row whose input is a draft token has no role until the verdict; all others are
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ class Recorder:
     steps: list[StepRecord] = field(default_factory=list)
     ledger: list[LedgerChange] = field(default_factory=list)
     finished: dict[int, Finished] = field(default_factory=dict)
+    preemptions: list[tuple[int, int]] = field(default_factory=list)
+    """(request_id, step) of every eviction."""
 
     def __post_init__(self) -> None:
         dtype = getattr(torch, self.config.dtype) if self.config.dtype else self.model.dtype
@@ -78,6 +80,8 @@ class Recorder:
             r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()
         }
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
+        self._prompt_rows: dict[int, list[RowRecord]] = {}
+        self._prompt_reads: dict[int, list[Queued]] = {}
         self._seen_phases: set[str] = set()
         self._open: dict[str, Tensor] = {}
         self._watched: dict[tuple[str, int], Tensor] | None = None
@@ -88,6 +92,8 @@ class Recorder:
 
     def wanted(self) -> list[tuple[str, int]]:
         """(site, layer) pairs to listen to: the self-check needs all of them, whatever is kept."""
+        if not self.config.sites:
+            return []
         return [("pre", 0)] + [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
 
     # -- one pass
@@ -111,7 +117,8 @@ class Recorder:
             if any(self._lens_rows)
             else None
         )
-        self._watched = {} if phase not in self._seen_phases or step % CHECK_EVERY == 0 else None
+        is_checked = bool(self.config.sites) and (phase not in self._seen_phases or step % CHECK_EVERY == 0)
+        self._watched = {} if is_checked else None
         self._seen_phases.add(phase)
 
     def on_state(self, site: str, layer: int, value: Tensor) -> None:
@@ -149,6 +156,8 @@ class Recorder:
                 row.role = self._roles[slot.request_id][slot.position]
                 row.status = "committed" if slot.is_canonical else "candidate"
             self.rows.append(row)
+            if row.role == "prompt" and row.status == "committed":
+                self._prompt_rows.setdefault(row.request_id, []).append(row)
             if is_read:
                 self._queue(row, lens_column, ran)
                 lens_column += 1
@@ -159,7 +168,11 @@ class Recorder:
 
     def _keeps(self, phase: str, position: int) -> bool:
         phases, positions = self.config.phases, self.config.positions
-        return (phases is None or phase in phases) and (positions is None or position in positions)
+        return (
+            bool(self.config.sites)
+            and (phases is None or phase in phases)
+            and (positions is None or position in positions)
+        )
 
     def _reads(self, row: RowSlot) -> bool:
         return self.config.prompt_hypotheses or row.position >= len(self.prompts[row.request_id]) - 1
@@ -168,6 +181,12 @@ class Recorder:
         assert self.reader is not None and self._lens_block is not None
         layers = torch.tensor([layer for layer in self.layers if layer < ran], dtype=torch.long)
         queued = Queued(len(self.rows) - 1, row.position, self._lens_block[: len(layers), column].clone(), layers)
+        if row.role == "prompt":
+            self._prompt_reads.setdefault(row.request_id, []).append(replace(queued))
+        self._pass_on(row, queued)
+
+    def _pass_on(self, row: RowRecord, queued: Queued) -> None:
+        assert self.reader is not None
         prompt = self.prompts[row.request_id]
         if row.position + 1 < len(prompt):
             queued.target = prompt[row.position + 1]
@@ -184,6 +203,29 @@ class Recorder:
             rows = self._all_flat[:_LENS_CHECK_ROWS]
             logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
+
+    def on_failure(self, step: int) -> None:
+        """See Observer."""
+        if self._open:
+            self.blocks.drop_last()
+        self._open, self._lens_block, self._watched = {}, None, None
+
+    def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
+        """See Observer. The rows are the source's, vectors included; only what followed them differs."""
+        reads = {queued.row: queued for queued in self._prompt_reads.get(source_id, ())}
+        numbers = {id(row): number for number, row in enumerate(self.rows)} if reads else {}
+        for row in list(self._prompt_rows.get(source_id, ())):
+            mine = replace(row, request_id=request_id)
+            self.rows.append(mine)
+            self._prompt_rows.setdefault(request_id, []).append(mine)
+            if (queued := reads.get(numbers.get(id(row), -1))) is not None:
+                again = replace(queued, row=len(self.rows) - 1, target=-1)
+                self._prompt_reads.setdefault(request_id, []).append(replace(again))
+                self._pass_on(mine, again)
+
+    def on_preempt(self, request_id: int, step: int) -> None:
+        """See Observer."""
+        self.preemptions.append((request_id, step))
 
     # -- what became of it
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 
 from cacheprobe.config import CaptureConfig, EngineConfig
 from cacheprobe.engine.fingerprint import require_same, schedule_fingerprint
+from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import choose_path
 from cacheprobe.observe.lens_reader import LENS_TILE
 from cacheprobe.observe.trace import Trace
 from cacheprobe.ops.equality import bitwise
@@ -20,6 +22,8 @@ class Replay:
     num_tokens: int
     num_states: int
     """State vectors compared bit for bit."""
+    num_readings: int
+    """Lens readings (Z) compared bit for bit."""
     num_skipped: int
     """Requests that were never verified: nothing is promised about them."""
     first_difference: str | None
@@ -35,24 +39,38 @@ def replay(trace: Trace, model: CachedLM, oracle: Callable[..., Trace], progress
     Raises: FingerprintMismatch, ValueError where no request was verified.
     """
     config = EngineConfig(**trace.meta["config"])
-    require_same(trace.fingerprint, schedule_fingerprint(model, config, LENS_TILE), "the run and this machine")
-    has_drafter = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
-    asked = [r for r in trace.requests if has_drafter or r.is_deterministic]
+    path = str(trace.fingerprint["path"])
+    here, _ = choose_path(model, path)
+    require_same(trace.fingerprint, schedule_fingerprint(here, config, LENS_TILE), "the run and this machine")
+    is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
+    is_by_equality = is_all_verified and config.acceptance == "equality"
+    asked = [r for r in trace.requests if is_by_equality or r.is_deterministic]
+    asked = [r for r in asked if str(r.request_id) not in trace.meta["errors"] and trace.tokens[r.request_id]]
     if not asked:
         raise ValueError("no request of this run was verified: it had no drafter and none was deterministic")
-    # with no states to compare, one layer is kept, since a run keeps something
-    sites, layers = "".join(trace.store.sites) or "S", trace.store.layers or (0,)
+    has_readings = trace.hypothesis_table is not None and trace.meta["lens"] == LogitLens.name
+    sites = "".join(trace.store.sites) + ("Z" if has_readings else "")
+    capture = trace.meta["capture"]
     again = oracle(
         model,
-        [replace(r, prompt=r.prompt_token_ids, example=None) for r in asked],
+        [_as_asked(trace, request) for request in asked],
         window=config.window,
         group=config.group,
         capacity=config.capacity,
         prefill_chunk=config.prefill_chunk,
-        capture=CaptureConfig(sites=sites, layers=layers, dtype=trace.meta["capture"]["dtype"]),
+        prefill_group=config.prefill_group,
+        # states are kept by layer; readings of a tile depend on no other layer
+        capture=CaptureConfig(
+            sites=sites or None,
+            layers=tuple(capture["layers"]) if sites else None,
+            dtype=capture["dtype"],
+            top_k=capture["top_k"],
+            prompt_hypotheses=capture["prompt_hypotheses"],
+        ),
+        path=path,
         progress=progress,
     )
-    num_tokens = num_states = 0
+    num_tokens = num_states = num_readings = 0
     difference = None
     for number, request in enumerate(asked):
         difference = difference or _first_token_difference(trace, again, request, number)
@@ -60,13 +78,26 @@ def replay(trace: Trace, model: CachedLM, oracle: Callable[..., Trace], progress
         if request.is_deterministic and difference is None:
             difference, compared = _first_state_difference(trace, again, request, number)
             num_states += compared
-    return Replay(len(asked), num_tokens, num_states, len(trace.requests) - len(asked), difference)
+        if request.is_deterministic and difference is None and has_readings:
+            difference, compared = _first_reading_difference(trace, again, request, number)
+            num_readings += compared
+    return Replay(len(asked), num_tokens, num_states, num_readings, len(trace.requests) - len(asked), difference)
+
+
+def _as_asked(trace: Trace, request: Request) -> Request:
+    """The request again; one that was cancelled is asked for the tokens that it had committed."""
+    sampling = request.sampling
+    if trace.meta["finish"][str(request.request_id)] == "cancelled" and sampling is not None:
+        sampling = replace(sampling, max_new_tokens=len(trace.tokens[request.request_id]))
+    return replace(request, prompt=request.prompt_token_ids, example=None, sampling=sampling, sample_of=None)
 
 
 def _first_token_difference(trace: Trace, again: Trace, request: Request, number: int) -> str | None:
     ours, theirs = trace.committed(request.request_id), again.committed(number)
     if ours == theirs:
-        return None
+        if not request.is_deterministic or trace.logprobs(request.request_id) == again.logprobs(number):
+            return None
+        return f"request {request.request_id}: the log-probabilities of its committed tokens differ"
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     position = request.num_prompt_tokens + at
     said = f"the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
@@ -89,3 +120,23 @@ def _first_state_difference(trace: Trace, again: Trace, request: Request, number
                     )
                 compared += 1
     return None, compared
+
+
+_READING = ["token_id", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats"]
+
+
+def _first_reading_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
+    """Z by position and layer: first choices, log-probabilities, entropies, ranks."""
+    assert trace.hypothesis_table is not None and again.hypothesis_table is not None
+    keys = ["position", "layer"]
+    ours, theirs = (
+        table[(table.request_id == r) & (table.status == "committed")].set_index(keys)[_READING].sort_index()
+        for table, r in ((trace.hypothesis_table, request.request_id), (again.hypothesis_table, number))
+    )
+    theirs = theirs.reindex(ours.index)
+    # null equals null: the last reading has no committed token to rank
+    same = (ours == theirs).fillna(False).to_numpy(dtype=bool) | (ours.isna() & theirs.isna()).to_numpy(dtype=bool)
+    if same.all():
+        return None, len(ours)
+    position, layer = ours.index[int((~same.all(axis=1)).argmax())]
+    return f"request {request.request_id} position {position}: the reading of layer {layer} differs", 0

@@ -25,7 +25,7 @@ from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Request, SamplingParams
 from cacheprobe.tasks import example_from_record, example_record
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHARD_BYTES = 10**9
 MANIFEST = "manifest.json"
 _TABLES = {"rows": "row_table", "hypotheses": "hypothesis_table", "events": "event_table", "ledger": "ledger_table"}
@@ -189,6 +189,8 @@ def _request_to_json(trace: Trace, request: Request) -> dict[str, Any]:
         "prompt_token_ids": list(request.prompt_token_ids),
         "sampling": asdict(request.sampling) if request.sampling else None,
         "is_deterministic": request.is_deterministic,
+        "arrival_step": request.arrival_step,
+        "sample_of": request.sample_of,
         "example": example_record(example) if example is not None else None,
         "committed_token_ids": list(trace.tokens[request.request_id]),
         "text": trace.texts[request.request_id],
@@ -200,11 +202,11 @@ def _request_from_json(item: dict[str, Any]) -> Request:
     sampling = item["sampling"]
     return Request(
         prompt=prompt,
-        sampling=SamplingParams(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])})
-        if sampling
-        else None,
+        sampling=SamplingParams(**sampling) if sampling else None,
         is_deterministic=item["is_deterministic"],
         request_id=item["request_id"],
+        arrival_step=item["arrival_step"],
+        sample_of=item["sample_of"],
         prompt_token_ids=tuple(item["prompt_token_ids"]),
         example=example_from_record(item["example"]) if item["example"] else None,
     )

@@ -80,6 +80,11 @@ class Blocks:
         self.num_rows += num_rows
         return new
 
+    def drop_last(self) -> None:
+        """Forget the blocks of the newest pass, which failed."""
+        dropped = [blocks.pop() for blocks in self._blocks.values()]
+        self.num_rows -= dropped[0].shape[1] if dropped else 0
+
     def joined(self) -> MemoryStore:
         """All blocks as one [n, m] tensor for each (site, layer); the blocks are let go site by site."""
         states: dict[tuple[str, int], Tensor] = {}

@@ -1,7 +1,7 @@
 """From what the recorder holds to tidy pandas tables. Columns are documented where they are made."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -16,7 +16,7 @@ TokenTexts = Callable[[Sequence[int]], list[str]]
 def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
     """One row for every token of every pass: row, request_id, step, phase, role, status, position, token_id, token,
     num_layers (that ran), state_index (place among the stored vectors; -1 where a filter dropped it)."""
-    table = pd.DataFrame([asdict(row) for row in rows])
+    table = pd.DataFrame([asdict(row) for row in rows], columns=[field.name for field in fields(RowRecord)])
     table.insert(0, "row", np.arange(len(table)))
     table.insert(7, "token", texts_of(table.token_id.to_numpy(), token_texts))
     return table
@@ -60,10 +60,12 @@ def hypotheses_table(columns: dict[str, Any], rows: pd.DataFrame, lens: str, tok
 def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
     """One row for every request in every step: step, phase, batch_rows, batch_slots, request_id, seconds,
     draft_start, draft_token_ids, target_token_ids, num_accepted, finish (verify); proposed_token_ids (decode of a
-    draft); committed_token_ids; recovered_token_id, bonus_token_id; margin_nats (smallest of the step's choices)."""
+    draft); committed_token_ids and their committed_logprobs_nats under the model's own logits; recovered_token_id,
+    bonus_token_id; margin_nats (smallest of the step's choices)."""
     records = []
     for step in steps:
         committed, proposed = dict(step.committed), dict(step.proposed)
+        logprobs = dict(step.logprobs)
         verdicts = {verdict.request_id: verdict for verdict in step.verdicts}
         for request_id in step.request_ids:
             verdict = verdicts.get(request_id)
@@ -83,6 +85,7 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
                     "num_accepted": verdict.num_accepted if verdict else None,
                     "num_rolled_back": len(verdict.rolled_back) if verdict else None,
                     "committed_token_ids": list(verdict.committed if verdict else committed.get(request_id, ())),
+                    "committed_logprobs_nats": list(logprobs.get(request_id, ())),
                     "recovered_token_id": verdict.recovered if verdict else None,
                     "bonus_token_id": verdict.bonus if verdict else None,
                     "finish": verdict.finish if verdict else None,

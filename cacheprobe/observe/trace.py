@@ -77,6 +77,12 @@ class Trace:
         self._require(request_id)
         return self.texts[request_id]
 
+    def logprobs(self, request_id: SupportsIndex) -> list[float]:
+        """Log-probability, in nats, of each committed token under the logits that chose it, before any processor."""
+        self._require(request_id)
+        events = self.event_table[self.event_table.request_id == request_id]
+        return [float(nats) for step in events.committed_logprobs_nats for nats in step]
+
     # -- tables
 
     def events(self) -> pd.DataFrame:
@@ -150,9 +156,10 @@ class Trace:
         return self.vectors(site, layer, self._canonical(request_id))
 
     def digest(self, request_id: SupportsIndex) -> str:
-        """SHA-256 over the committed tokens and their canonical states at every captured site and layer."""
+        """SHA-256 over the committed tokens, their log-probabilities, and their canonical states wherever captured."""
         rows = self._canonical(request_id)
-        digest = hashlib.sha256(repr(self.committed(request_id)).encode())
+        spoken = (self.committed(request_id), self.logprobs(request_id))
+        digest = hashlib.sha256(repr(spoken).encode())
         for site in self.store.sites:
             for layer in self.store.layers:
                 digest.update(f"{site}.{layer}".encode())

@@ -1,0 +1,88 @@
+"""From a row of logits to a token, with what is recorded about the choice; and the verdict on a whole draft."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.ops.acceptance import num_accepted
+from cacheprobe.ops.processors import target_probs
+from cacheprobe.ops.rejection import accept_or_recover
+from cacheprobe.ops.sampling import choose_token, sample_token
+
+
+class Choice(NamedTuple):
+    """A chosen token, and how the model stood to it."""
+
+    token_id: int
+    logprob_nats: float
+    """Of the token under the model's own logits, before any processor."""
+    margin_nats: float
+    """Between the two best tokens: how settled the choice was."""
+
+
+def choose_next(state: SequenceState, logits: Float[Tensor, "v"], drafted: Sequence[int], position: int) -> int:
+    """The request's own way to choose: a function of the logits, its settings and the tokens before `position`."""
+    sampling = state.sampling
+    if sampling.is_plain:
+        assert sampling.temperature is not None and sampling.seed is not None
+        return sample_token(logits, sampling.temperature, sampling.seed, position)
+    return choose_token(logits, sampling, [*state.token_ids, *drafted], position)
+
+
+def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
+    """One row at a time: the sum behind a log-probability must not depend on how many rows are summed together."""
+    values = logits.float()
+    best = values.topk(2).values
+    logprob = values[token_id] - torch.logsumexp(values, 0)
+    return Choice(token_id, float(logprob), float(best[0] - best[1]))
+
+
+class Judgement(NamedTuple):
+    """The verifier's own tokens at each draft position (and one beyond), and how many candidates stay."""
+
+    target_token_ids: tuple[int, ...]
+    num_accepted: int
+
+
+def judge_by_equality(state: SequenceState, logits: Float[Tensor, "t v"], start: int) -> Judgement:
+    """A candidate stays where the verifier chose the same token; noise is keyed, so this holds at any temperature."""
+    draft = state.draft
+    targets = tuple(choose_next(state, row, draft[:t], start + t) for t, row in enumerate(logits))
+    return Judgement(targets, num_accepted(draft, targets))
+
+
+def judge_by_rejection(state: SequenceState, logits: Float[Tensor, "t v"], start: int) -> Judgement:
+    """Speculative sampling: candidates stay with probability min(1, p / q).
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1.
+    """
+    draft, sampling = state.draft, state.sampling
+    assert sampling.seed is not None
+    if sampling.is_greedy:
+        return judge_by_equality(state, logits, start)
+    targets: list[int] = []
+    n = 0
+    for t, row in enumerate(logits):
+        position = start + t
+        if t < len(draft) and n == t:
+            prefix = [*state.token_ids, *draft[:t]]
+            candidate, probs = state.draft_probs.get(position, (-1, None))
+            is_accepted, token_id = accept_or_recover(
+                target_probs(row, sampling, prefix),
+                probs if candidate == draft[t] else None,
+                draft[t],
+                sampling.seed,
+                position,
+            )
+            n += is_accepted
+        else:
+            token_id = choose_next(state, row, draft[:t], position)
+        targets.append(token_id)
+    return Judgement(tuple(targets), n)
+
+
+JUDGES = {"equality": judge_by_equality, "rejection": judge_by_rejection}

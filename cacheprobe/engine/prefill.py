@@ -1,0 +1,137 @@
+"""Reading prompts: in fixed chunks for verified requests, freely for the others, once for requests that share one.
+
+Also the way back of an evicted request: its committed rows are written again by the schedule that wrote them first.
+"""
+
+from collections.abc import Sequence
+
+from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.engine.books import Books
+from cacheprobe.engine.passes import EngineError, Entry, PassRunner
+
+FREE_PREFILL_WIDTH = 128
+"""Token slots at most in the prefill of requests that are never verified; others use the fixed chunk."""
+
+
+class Prefill:
+    """Writes prompts into cache rows, and commits each request's first token."""
+
+    def __init__(self, passes: PassRunner, books: Books) -> None:
+        self.passes, self.books, self.config = passes, books, books.config
+
+    def read(self, states: Sequence[SequenceState]) -> None:
+        """Read these requests' prompts and commit each one's first token.
+
+        Verified requests in passes of prefill_group x prefill_chunk, a schedule that depends on each prompt alone (D1);
+        the others together, in whatever shape they have.
+        """
+        size = self.config.prefill_group if states[0].is_verified else len(states)
+        for i in range(0, len(states), size):
+            self._read_group(states[i : i + size], states[0].is_verified)
+
+    def _read_group(self, states: Sequence[SequenceState], is_fixed: bool) -> None:
+        chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
+        batch = self.config.prefill_group if is_fixed else None
+        while unread := [s for s in states if s.num_prefilled < s.request.num_prompt_tokens]:
+            entries = [
+                Entry(s, s.request.prompt_token_ids[s.num_prefilled : s.num_prefilled + chunk], s.num_prefilled, True)
+                for s in unread
+            ]
+            width = chunk if is_fixed else max(len(entry.token_ids) for entry in entries)
+            last = [len(e.token_ids) - 1 if e.end == e.state.request.num_prompt_tokens else None for e in entries]
+            slots = self._logit_slots(last, width)
+            result = self.passes.run("prefill", entries, width, batch=batch, logit_slots=slots)
+            # every choice before any commit: an error here leaves all requests as they were
+            chosen: list[int | None] = []
+            for entry, b, slot in zip(entries, result.batch_index, last, strict=True):
+                if slot is None:
+                    chosen.append(None)
+                    continue
+                state = entry.state
+                state.prompt_logits = result.out[b, slot if slots is None else slots.index(slot)].clone()
+                chosen.append(self.books.choose(state, state.prompt_logits, (), state.frontier + 1))
+            committed = []
+            for entry, token_id in zip(entries, chosen, strict=True):
+                self.books.write_ledger(entry.state, entry.start, entry.end, "prefill")
+                entry.state.num_prefilled = entry.end
+                if token_id is not None:
+                    committed.append((entry.state.request_id, self.books.commit_plain(entry.state, token_id)))
+            self.books.report("prefill", [e.state for e in entries], committed=tuple(committed))
+
+    def _logit_slots(self, last: Sequence[int | None], width: int) -> list[int] | None:
+        """Slots whose logits are needed: one alone has a shape of its own that is always the same, one row.
+
+        None, for all of them, where several prompts of a fixed pass end at slots of their own.
+        """
+        needed = sorted({slot for slot in last if slot is not None})
+        return None if len(needed) > 1 and self.config.prefill_group > 1 else needed or [width - 1]
+
+    def share(self, state: SequenceState, source: SequenceState) -> None:
+        """Take over the prompt's rows from a request of the same prompt, which the same schedule wrote."""
+        assert source.prompt_logits is not None
+        self.passes.skip()
+        length = state.request.num_prompt_tokens
+        state.prompt_logits = source.prompt_logits
+        token_id = self.books.choose(state, state.prompt_logits, (), length)
+        self.passes.cache.copy_row(source.row, state.row, length)
+        self.books.observer.on_shared_prompt(state.request_id, self.passes.step, source.request_id)
+        self.books.observer.on_ledger(state.request_id, self.passes.step, 0, length, "prefill")
+        state.num_prefilled = length
+        committed = ((state.request_id, self.books.commit_plain(state, token_id)),)
+        self.books.report("prefill", [state], committed=committed)
+
+    # -- after an eviction
+
+    def rebuild(self, state: SequenceState) -> None:
+        """Write an evicted request's rows again; the observer has seen them before and is not told of them.
+
+        A verified request goes through the same shapes as the first time, so every bit is the same: the prompt in its
+        chunks, the committed tokens in windows of the verifier, whose choices must be those tokens again.
+        """
+        prompt = state.request.prompt_token_ids
+        if not state.is_verified:
+            for start in range(0, state.frontier, FREE_PREFILL_WIDTH):
+                ids = tuple(state.token_ids[start : min(start + FREE_PREFILL_WIDTH, state.frontier)])
+                self._rewrite("prefill", state, ids, start, len(ids), None)
+            self._mark(state, 0, len(prompt), "prefill")
+            self._mark(state, len(prompt), state.frontier, "decoded")
+        else:
+            chunk, window = self.config.prefill_chunk, self.config.window
+            for start in range(0, len(prompt), chunk):
+                self._rewrite("prefill", state, prompt[start : start + chunk], start, chunk, self.config.prefill_group)
+            self._mark(state, 0, len(prompt), "prefill")
+            for start in range(len(prompt), state.frontier, window):
+                ids = tuple(state.token_ids[start : min(start + window, state.frontier)])
+                self._rewrite("verify", state, ids, start, window, self.config.group, is_checked=True)
+            self._mark(state, len(prompt), state.frontier, "verified")
+        state.num_prefilled = len(prompt)
+
+    def _mark(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
+        if end > start:
+            self.books.write_ledger(state, start, end, provenance)
+
+    def _rewrite(
+        self,
+        phase: str,
+        state: SequenceState,
+        token_ids: tuple[int, ...],
+        start: int,
+        width: int,
+        batch: int | None,
+        is_checked: bool = False,
+    ) -> None:
+        slots = None if is_checked else [width - 1]
+        entry = Entry(state, token_ids, start, True)
+        result = self.passes.run(phase, [entry], width, batch=batch, logit_slots=slots, is_hidden=True)
+        if is_checked and (self.config.acceptance == "equality" or state.request.is_deterministic):
+            for t in range(len(token_ids)):
+                position = start + t + 1
+                again = self.books.choose(state, result.out[result.batch_index[0], t], (), position)
+                if again != state.token_ids[position]:
+                    raise EngineError(
+                        f"request {state.request_id} step {self.passes.step}: rebuilding its cache rows, the verifier "
+                        f"chose token {again} at position {position} where it had committed "
+                        f"{state.token_ids[position]}; this model or machine is not deterministic at a fixed shape"
+                    )
+        self.books.forget_choices()
+        self.books.report(phase, [state])
