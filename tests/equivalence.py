@@ -84,3 +84,21 @@ def choose_token_slowly(logits: Tensor, sampling: SamplingParams, prefix: list[i
     scores = torch.tensor(target_scores_slowly(logits, sampling, prefix), dtype=torch.float64)
     temperature = 1.0 if sampling.temperature else 0.0  # they are divided by it already
     return sample_token_slowly(scores, temperature, sampling.seed or 0, position)
+
+
+def accept_or_recover_slowly(
+    target: list[float], draft: list[float] | None, token_id: int, seed: int, position: int
+) -> tuple[bool, int]:
+    """Algorithm 1 of Leviathan et al. 2023 for one token, term by term; its two chances from words 2 and 3."""
+    q = [float(i == token_id) for i in range(len(target))] if draft is None else draft
+    words = [int(np.random.Philox(key=seed, counter=[0, position, stream, 0]).random_raw(1)[0]) for stream in (2, 3)]
+    to_accept, to_recover = [((word >> 12) + 0.5) / 2**52 for word in words]
+    excess = [max(0.0, p - q) for p, q in zip(target, q, strict=True)]
+    if to_accept < target[token_id] / q[token_id] or sum(excess) == 0:
+        return True, token_id
+    passed = 0.0
+    for i, weight in enumerate(excess):
+        passed += weight / sum(excess)
+        if to_recover < passed:
+            return False, i
+    raise AssertionError("probabilities that sum to less than a number below 1")
