@@ -59,6 +59,10 @@ def hf_model(
     torch.manual_seed(seed)
     model = getattr(transformers, "GPT2LMHeadModel" if family == "gpt2" else f"{name}ForCausalLM")(config)
     model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if "gemma" in family and "norm" in path:  # 1 + weight; of zeros, the scaled embedding would drown all blocks
+                weight.normal_(2.0, 0.5)
     return model.to(dtype).eval()
 
 

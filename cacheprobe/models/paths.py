@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.shared import plain_path
 from cacheprobe.names import SITES
 
 if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
@@ -68,8 +69,8 @@ def user_hooks(bridge: Any) -> Iterator[str]:
         if id(module) in points:
             continue
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not _is_of(hook, "transformer_lens", "accelerate"):
-                yield f"a PyTorch hook on {name or 'the model'}"
+            if not _is_of(hook, "transformer_lens", "transformers"):  # these only record
+                yield f"a PyTorch hook on {plain_path(name) or 'the model'}"
 
 
 def _is_of(function: Any, *libraries: str) -> bool:
@@ -92,10 +93,7 @@ def _try_twin(model: "BridgeLM") -> "tuple[TwinLM | None, str]":
     try:
         twin = TwinLM(model)
         if model.weight_versions != model.versions_at_load and (apart := twin.weights.kept_apart()):
-            return (
-                None,
-                f"weights were edited, and the bridge keeps a copy of its own of {len(apart)}, as {apart[0][0]}",
-            )
+            return None, f"weights were edited, and the bridge keeps copies of some, such as {apart[0]}"
         return _compared(model, twin)
     except ModelError as refusal:
         return None, str(refusal)

@@ -71,18 +71,19 @@ class SharedWeights:
         """Path in the plain model of the module that stands for a wrapped one; None for a stranger."""
         return self._path_of.get(id(original))
 
-    def kept_apart(self) -> list[tuple[str, Tensor]]:
-        """Parameters that the bridge computes with and that share no storage with the model's own.
+    def kept_apart(self) -> list[str]:
+        """Names of parameters that the bridge computes with and that share no storage with the model's own.
 
         GPT-NeoX: its interleaved joint projection is split into copies. An edit of one does not reach the other.
         """
-        shared = {tensor.untyped_storage().data_ptr() for _, tensor in self._tensors()}
+        shared = {tensor.untyped_storage().data_ptr() for _, _, tensor in self._taken}
         named = self.wrapped.named_parameters()
-        return [(name, weight) for name, weight in named if weight.untyped_storage().data_ptr() not in shared]
+        return [plain_path(name) for name, weight in named if weight.untyped_storage().data_ptr() not in shared]
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.plain.named_parameters(remove_duplicate=False)
-        yield from self.plain.named_buffers(remove_duplicate=False)
+
+def plain_path(name: str) -> str:
+    """A name inside a wrapped model without the wrappers."""
+    return ".".join(part for part in name.split(".") if part != WRAPPED)
 
 
 def _take_tensors(

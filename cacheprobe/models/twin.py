@@ -63,9 +63,8 @@ class TwinLM:
         original = self.origin.bridge.get_submodule(component)._modules.get(WRAPPED)
         path = self.weights.path_of(original)
         if path is None or end not in (INPUT_POINT, OUTPUT_POINT):
-            raise ModelError(
-                f"{self.name}: {name} is {points[name].name} on the bridge, which is no module of the model"
-            )
+            where = points[name].name
+            raise ModelError(f"{self.name}: {name} is read at {where}, which is no module of the plain model")
         return self.model.get_submodule(path), end
 
     @torch.inference_mode()
