@@ -1,9 +1,10 @@
-"""Every plain decoder family, in float32: the loop against the oracle, Hugging Face, and a clean run_with_cache."""
+"""Every decoder family, in float32: the loop against the oracle, Hugging Face, and a clean run_with_cache."""
 
 import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.models.twin import TwinLM
 from cacheprobe.ops.equality import close
 from tests.equivalence import hf_greedy
 from tests.tiny import FAMILIES, PROMPTS, SMALL, hf_model, loaded
@@ -11,7 +12,13 @@ from tests.tiny import FAMILIES, PROMPTS, SMALL, hf_model, loaded
 DRAFTERS = {"none": None, "early exit": cp.drafters.EarlyExit(layer=1), "fast path": cp.drafters.FastPath()}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+ALIKE = {"llama-tied": "llama", "qwen3": "qwen2", "phi": "gpt-neox", "gemma2": "gemma3"}
+"""Families whose loop adds little to another's; what is their own, test_twin and test_sliding try."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(f, marks=[pytest.mark.slow] if f in ALIKE else []) for f in FAMILIES]
+)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -36,6 +43,16 @@ def test_loop_equals_oracle(family: str, oracle: cp.Trace, drafter: str) -> None
         assert trace.digest(i) == oracle.digest(i), f"request {i}: states differ"
     if drafter == "early exit":
         assert trace.num_rolled_back > 0 and trace.num_rolled_back < trace.num_drafted
+
+
+def test_the_twins_loop_equals_its_oracle(family: str, oracle: cp.Trace) -> None:
+    plain = TwinLM(loaded(family))
+    trace = cp.run(plain, PROMPTS, **SMALL, drafter=DRAFTERS["early exit"], deterministic=True)
+    its_oracle = cp.reference(plain, PROMPTS, **SMALL)
+    assert trace.num_rolled_back > 0
+    for i in range(len(PROMPTS)):
+        assert trace.committed(i) == its_oracle.committed(i) == oracle.committed(i)
+        assert trace.digest(i) == its_oracle.digest(i)
 
 
 @pytest.mark.parametrize("drafter", ["none", "early exit"])

@@ -10,10 +10,12 @@ from transformers import (
     BloomForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -114,19 +116,27 @@ def test_unknown_dtype(directory: Path) -> None:
         cp.load_model(directory, dtype="int8")
 
 
-def test_sliding_window_is_refused_by_name() -> None:
-    shape = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    windowed = MistralForCausalLM(MistralConfig(**shape, num_key_value_heads=2, sliding_window=8))
-    with pytest.raises(ModelError, match="MistralForCausalLM attends over a sliding window of 8"):
-        cp.load_model(windowed)
+_TINY = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
 
-def test_mixed_layer_types_are_refused_by_name() -> None:
-    config = Gemma3TextConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4, head_dim=8
+def test_windows_that_were_not_tried_are_refused_by_name() -> None:
+    model = Phi3ForCausalLM(Phi3Config(**_TINY, num_key_value_heads=2, sliding_window=8, pad_token_id=0))
+    with pytest.raises(ModelError, match="Phi3ForCausalLM attends over a sliding window of 8.*mistral, qwen2"):
+        cp.load_model(model)
+
+
+def test_attention_in_both_directions_is_refused_by_name() -> None:
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**_TINY, head_dim=8, use_bidirectional_attention=True))
+    with pytest.raises(ModelError, match="Gemma3ForCausalLM attends in both directions"):
+        cp.load_model(model)
+
+
+def test_chunked_attention_is_refused_by_name() -> None:
+    config = Llama4TextConfig(
+        **_TINY, head_dim=8, num_local_experts=2, intermediate_size_mlp=48, attention_chunk_size=8
     )
-    with pytest.raises(ModelError, match="Gemma3ForCausalLM has sliding_attention layers"):
-        cp.load_model(Gemma3ForCausalLM(config))
+    with pytest.raises(ModelError, match="Llama4ForCausalLM has chunked_attention layers"):
+        cp.load_model(Llama4ForCausalLM(config))
 
 
 def test_recurrent_state_is_refused_by_name() -> None:
