@@ -12,6 +12,8 @@ from transformers import (
     Gemma3TextConfig,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Phi3Config,
@@ -131,6 +133,13 @@ def test_attention_in_both_directions_is_refused_by_name() -> None:
         cp.load_model(model)
 
 
+def test_rotation_by_the_longest_row_is_refused_by_name() -> None:
+    rope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=16, factor=4.0)
+    config = LlamaConfig(**_TINY, rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4})
+    with pytest.raises(ModelError, match="LlamaForCausalLM rotates by the longest row"):
+        cp.load_model(LlamaForCausalLM(config))
+
+
 def test_chunked_attention_is_refused_by_name() -> None:
     config = Llama4TextConfig(
         **_TINY, head_dim=8, num_local_experts=2, intermediate_size_mlp=48, attention_chunk_size=8
@@ -182,7 +191,7 @@ def test_nan_logits_name_request_and_step() -> None:
     before = cp.run(good, PROMPTS[:2], **SMALL)
     with torch.no_grad():
         list(good.bridge.original_model.parameters())[-1].fill_(torch.nan)
-    with pytest.raises(EngineError, match=r"request 0 step 0: logits for position 5 hold NaN.*float32"):
+    with pytest.raises(EngineError, match=r"request 0 step 1: logits for position 5 hold NaN.*float32"):
         cp.run(good, PROMPTS[:2], **SMALL, capture="T", layers=[0])
     assert len(before.committed(0)) == 20
 

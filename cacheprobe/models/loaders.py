@@ -160,6 +160,11 @@ def _refuse_unknown_memory(config: Any, architecture: str) -> None:
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise ModelError(f"{architecture} attends in both directions; cacheprobe runs models that generate")
+    if "longrope" in str(getattr(config, "rope_parameters", "")):
+        raise ModelError(
+            f"{architecture} rotates by the longest row of a batch (longrope), so rows would depend on each other; use "
+            "a model with another rope_type"
+        )
     window = sliding_window(config)
     if window is not None and (is_nested or config.model_type not in SLIDING_FAMILIES):
         raise ModelError(
