@@ -91,9 +91,10 @@ def test_a_hook_chooses_the_bridge() -> None:
     model.bridge.blocks[1].hook_in.add_perma_hook(lambda value, hook: value + 1)
     assert choose_path(model)[0] is model
     model.bridge.reset_hooks(including_permanent=True)
-    handle = model.bridge.blocks[1].original_component.register_forward_pre_hook(lambda module, args: None)
-    assert choose_path(model)[1].startswith("bridge: a PyTorch hook on model.layers.1")
-    handle.remove()
+    for module in (model.bridge.blocks[1].original_component, model.bridge.blocks[1].mlp.hook_out):
+        handle = module.register_forward_pre_hook(lambda module, args: None)
+        assert choose_path(model)[1].startswith("bridge: a PyTorch hook on model.layers.1")
+        handle.remove()
     assert isinstance(choose_path(model)[0], TwinLM)
 
 

@@ -60,16 +60,15 @@ def choose_path(model: CachedLM, path: str = "auto") -> tuple[CachedLM, str]:
 
 def user_hooks(bridge: Any) -> Iterator[str]:
     """Every hook on the bridge that is not its own, in words: on a HookPoint, or PyTorch's on a module inside."""
-    for name, point in bridge.hook_dict.items():
+    modules = list(bridge.original_model.named_modules())
+    points = bridge.hook_dict | {plain_path(name): module for name, module in modules if hasattr(module, "fwd_hooks")}
+    for name, point in points.items():
         for handle in (*point.fwd_hooks, *point.bwd_hooks):
             if not (handle.is_permanent and _is_of(handle.user_hook, "transformer_lens", "cacheprobe")):
                 yield f"a hook on {name}"
-    points = {id(point) for point in bridge.hook_dict.values()}
-    for name, module in bridge.original_model.named_modules():
-        if id(module) in points:
-            continue
+    for name, module in modules:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not _is_of(hook, "transformer_lens", "transformers"):  # these only record
+            if not _is_of(hook, "transformer_lens", "transformers"):  # HookPoints' own, and recorders
                 yield f"a PyTorch hook on {plain_path(name) or 'the model'}"
 
 
