@@ -268,7 +268,7 @@ class Observer(Protocol):
         ...
 
     def on_failure(self, step: int) -> None:
-        """The pass that was announced failed: nothing that was seen of it counts."""
+        """The step failed: nothing that was seen of its passes, since the last on_step, counts."""
         ...
 
     def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:

@@ -128,6 +128,11 @@ class KVCache:
         self.ledger.mark(row, length, int(self.lengths[row]), "free")
         self.lengths[row] = length
 
+    def scrub(self, row: int, start: int) -> None:
+        """Zero a row's slots from `start` on: a failed pass may have left NaN there, which no mask hides."""
+        for held in (*self.keys, *self.values):
+            held[row, :, start:] = 0
+
     def mask(
         self,
         positions: Int[Tensor, "b t"],

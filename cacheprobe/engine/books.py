@@ -117,9 +117,18 @@ class Books:
 
     def stop(self, state: SequenceState, reason: str, error: str | None = None) -> None:
         """End a request as it stands: its open draft is rolled back, what it committed stays."""
-        self._give_up_draft(state)
+        if error is None:
+            self._give_up_draft(state)
+        else:
+            self.clear_draft(state)
         state.error = error
         self._end(state, reason)
+
+    def clear_draft(self, state: SequenceState) -> None:
+        """After a failed pass: no draft, no cache slots beyond the committed ones, nothing left in them."""
+        self._give_up_draft(state)
+        self._truncate(state, min(state.frontier, int(self.cache.lengths[state.row])))
+        self.cache.scrub(state.row, int(self.cache.lengths[state.row]))
 
     def evict(self, state: SequenceState) -> None:
         """Take a request's cache row away; it will be rebuilt through the same schedule."""

@@ -25,12 +25,15 @@ class Choice(NamedTuple):
 
 
 def choose_next(state: SequenceState, logits: Float[Tensor, "v"], drafted: Sequence[int], position: int) -> int:
-    """The request's own way to choose: a function of the logits, its settings and the tokens before `position`."""
+    """The request's own way to choose: a function of the logits, its settings and the tokens before `position`.
+
+    Of a request whose rows are rebuilt, later tokens are known already, and may not matter.
+    """
     sampling = state.sampling
     if sampling.is_plain:
         assert sampling.temperature is not None and sampling.seed is not None
         return sample_token(logits, sampling.temperature, sampling.seed, position)
-    return choose_token(logits, sampling, [*state.token_ids, *drafted], position)
+    return choose_token(logits, sampling, [*state.token_ids, *drafted][:position], position)
 
 
 def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:

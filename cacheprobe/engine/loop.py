@@ -55,10 +55,12 @@ def rounds(
     while not scheduler.is_done:
         for state in scheduler.cancelled():
             stepper.books.stop(state, "cancelled")
+        for state in scheduler.retire():  # before others have to give way for them
+            drafter.release(state)
         for state in scheduler.giving_way():
             stepper.books.evict(state)
             drafter.release(state)
-        if newcomers := scheduler.admit(stepper.passes.step):
+        if newcomers := scheduler.admit(stepper.passes.step + 1):
             stepper.admit(newcomers, scheduler.running)
         riders = scheduler.riders()
         if growing := [state for state in scheduler.growing() if state not in riders]:

@@ -106,17 +106,35 @@ class PassRunner:
                 token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
             )
         except Exception as error:
-            self.observer.on_failure(self.step)
             names = ", ".join(str(entry.state.request_id) for entry in entries)
             raise EngineError(
                 f"step {self.step}: the {phase} pass of requests {names}, {size} x {width}, failed with "
                 f"{type(error).__name__}: {error!s:.200}; nothing of it was committed"
             ) from error
+        self._require_numbers(out, entries, batch_index, range(width) if logit_slots is None else logit_slots)
         if not is_hidden:
             logits = None if num_layers is not None or logit_slots is not None else out
             self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers))
         self.seconds = time.perf_counter() - began
         return Outcome(out, batch_index)
+
+    def _require_numbers(
+        self, out: Tensor, entries: Sequence[Entry], batch_index: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Raises: EngineError where a request's logits, or states, have no finite best: before anyone sees them."""
+        best = out.amax(-1).cpu()
+        if bool(torch.isfinite(best).all()):
+            return
+        for entry, b in zip(entries, batch_index, strict=True):
+            own = [i for i, slot in enumerate(slots) if slot < len(entry.token_ids)]
+            own = own[-1:] if len(slots) < self.shape[1] else own  # of chosen slots, only the entry's last one is its
+            for i in own:
+                if not torch.isfinite(best[b, i]):
+                    raise EngineError(
+                        f"request {entry.state.request_id} step {self.step}: logits for position "
+                        f"{entry.start + slots[i] + 1} hold {'NaN' if torch.isnan(best[b, i]) else float(best[b, i])}; "
+                        f"nothing of this step was committed; load {self.model.name} in float32 or check its weights"
+                    )
 
 
 def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | None:

@@ -39,7 +39,7 @@ class Prefill:
             ]
             width = chunk if is_fixed else max(len(entry.token_ids) for entry in entries)
             last = [len(e.token_ids) - 1 if e.end == e.state.request.num_prompt_tokens else None for e in entries]
-            slots = self._logit_slots(last, width)
+            slots = self._logit_slots(last, width, is_fixed)
             result = self.passes.run("prefill", entries, width, batch=batch, logit_slots=slots)
             # every choice before any commit: an error here leaves all requests as they were
             chosen: list[int | None] = []
@@ -58,13 +58,12 @@ class Prefill:
                     committed.append((entry.state.request_id, self.books.commit_plain(entry.state, token_id)))
             self.books.report("prefill", [e.state for e in entries], committed=tuple(committed))
 
-    def _logit_slots(self, last: Sequence[int | None], width: int) -> list[int] | None:
-        """Slots whose logits are needed: one alone has a shape of its own that is always the same, one row.
-
-        None, for all of them, where several prompts of a fixed pass end at slots of their own.
+    def _logit_slots(self, last: Sequence[int | None], width: int, is_fixed: bool) -> list[int] | None:
+        """Slots whose logits are needed. None, for all of them, in a fixed pass of several prompts: how many rows are
+        read out must not depend on where the others end.
         """
         needed = sorted({slot for slot in last if slot is not None})
-        return None if len(needed) > 1 and self.config.prefill_group > 1 else needed or [width - 1]
+        return None if needed and is_fixed and self.config.prefill_group > 1 else needed or [width - 1]
 
     def share(self, state: SequenceState, source: SequenceState) -> None:
         """Take over the prompt's rows from a request of the same prompt, which the same schedule wrote."""

@@ -1,6 +1,5 @@
-"""Decode and verify. Where a pass fails, each of its requests gets a pass alone before any is given up.
-
-A failed pass has committed nothing: every choice is made before the first commit.
+"""Decode and verify. Where a pass fails, each of its requests gets a pass alone, and one without its draft, before any
+is given up. A failed pass has committed nothing: every choice is made before the first commit.
 """
 
 from collections.abc import Callable, Sequence
@@ -156,12 +155,16 @@ class Stepper:
         try:
             do(states)
         except EngineError as error:
+            self.passes.observer.on_failure(self.passes.step)
             self.books.forget_choices()
-            if len(states) == 1:
+            if len(states) > 1:
+                for state in states:
+                    self._guard(do, [state])
+            elif states[0].draft:  # candidates are hints: one that the model cannot digest costs a pass, no request
+                self.books.clear_draft(states[0])
+                self._guard(do, states)
+            else:
                 self.books.stop(states[0], "error", error=str(error))
-                return
-            for state in states:
-                self._guard(do, [state])
 
 
 def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:
@@ -171,4 +174,4 @@ def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> Seque
 
 def _twin(state: SequenceState, running: Sequence[SequenceState]) -> SequenceState | None:
     """A request that holds the same prompt's rows, written by the same schedule."""
-    return _same_prompt(state, [s for s in running if s.row >= 0 and s.prompt_logits is not None and s is not state])
+    return _same_prompt(state, [s for s in running if s.prompt_logits is not None and not s.error and s is not state])

@@ -80,6 +80,9 @@ class Recorder:
             r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()
         }
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
+        # of passes whose step is not reported yet, and may still fail
+        self._num_settled = self._num_open_blocks = 0
+        self._pending_reads: list[tuple[RowRecord, Queued]] = []
         self._prompt_rows: dict[int, list[RowRecord]] = {}
         self._prompt_reads: dict[int, list[Queued]] = {}
         self._seen_phases: set[str] = set()
@@ -109,7 +112,10 @@ class Recorder:
         self._keep_flat = flat[torch.tensor(self._kept)].to(device)
         self._lens_flat = flat[torch.tensor(self._lens_rows)].to(device)
         self._all_flat = flat.to(device)
-        self._open = self.blocks.open(len(self._keep_flat), self.model.d_model) if any(self._kept) else {}
+        self._open = {}
+        if any(self._kept):
+            self._open = self.blocks.open(len(self._keep_flat), self.model.d_model)
+            self._num_open_blocks += 1
         self._lens_block = (
             torch.empty(
                 len(self.layers), len(self._lens_flat), self.model.d_model, dtype=self.model.dtype, device=device
@@ -156,8 +162,6 @@ class Recorder:
                 row.role = self._roles[slot.request_id][slot.position]
                 row.status = "committed" if slot.is_canonical else "candidate"
             self.rows.append(row)
-            if row.role == "prompt" and row.status == "committed":
-                self._prompt_rows.setdefault(row.request_id, []).append(row)
             if is_read:
                 self._queue(row, lens_column, ran)
                 lens_column += 1
@@ -181,9 +185,7 @@ class Recorder:
         assert self.reader is not None and self._lens_block is not None
         layers = torch.tensor([layer for layer in self.layers if layer < ran], dtype=torch.long)
         queued = Queued(len(self.rows) - 1, row.position, self._lens_block[: len(layers), column].clone(), layers)
-        if row.role == "prompt":
-            self._prompt_reads.setdefault(row.request_id, []).append(replace(queued))
-        self._pass_on(row, queued)
+        self._pending_reads.append((row, queued))
 
     def _pass_on(self, row: RowRecord, queued: Queued) -> None:
         assert self.reader is not None
@@ -204,10 +206,28 @@ class Recorder:
             logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
 
+    def _settle(self) -> None:
+        """What was seen since the last report stands: nothing is committed before every choice of a step was made."""
+        for row in self.rows[self._num_settled :]:
+            if row.role == "prompt" and row.status == "committed":
+                self._prompt_rows.setdefault(row.request_id, []).append(row)
+        for row, queued in self._pending_reads:
+            if row.role == "prompt":
+                self._prompt_reads.setdefault(row.request_id, []).append(replace(queued))
+            self._pass_on(row, queued)
+        self._num_settled, self._num_open_blocks = len(self.rows), 0
+        self._pending_reads.clear()
+
     def on_failure(self, step: int) -> None:
-        """See Observer."""
-        if self._open:
+        """See Observer. The step's earlier passes go with it: they will be run again."""
+        for _ in range(self._num_open_blocks):
             self.blocks.drop_last()
+        lost = {id(row) for row in self.rows[self._num_settled :]}
+        for request_id, rows in self._undecided.items():
+            self._undecided[request_id] = [row for row in rows if id(row) not in lost]
+        del self.rows[self._num_settled :]
+        self._num_open_blocks = 0
+        self._pending_reads.clear()
         self._open, self._lens_block, self._watched = {}, None, None
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
@@ -217,11 +237,8 @@ class Recorder:
         for row in list(self._prompt_rows.get(source_id, ())):
             mine = replace(row, request_id=request_id)
             self.rows.append(mine)
-            self._prompt_rows.setdefault(request_id, []).append(mine)
             if (queued := reads.get(numbers.get(id(row), -1))) is not None:
-                again = replace(queued, row=len(self.rows) - 1, target=-1)
-                self._prompt_reads.setdefault(request_id, []).append(replace(again))
-                self._pass_on(mine, again)
+                self._pending_reads.append((mine, replace(queued, row=len(self.rows) - 1, target=-1)))
 
     def on_preempt(self, request_id: int, step: int) -> None:
         """See Observer."""
@@ -237,6 +254,7 @@ class Recorder:
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
         """See Observer. Rows of accepted drafts: the verifier's are canonical, the drafter's are candidates."""
+        self._settle()
         self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
         for row in self._undecided[request_id]:
             if not row.role:
@@ -259,6 +277,7 @@ class Recorder:
 
     def on_step(self, record: StepRecord) -> None:
         """See Observer."""
+        self._settle()
         self.steps.append(record)
 
     def on_finish(self, finished: Finished) -> None:

@@ -1,0 +1,161 @@
+"""Models for the invariants: around a tiny one, a spy, a machine that rounds by shape, and ones that fail on demand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import cacheprobe as cp
+from cacheprobe.cache.kv import KVCache
+from cacheprobe.engine import consistency
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import choose_path
+from cacheprobe.models.twin import TwinLM
+from tests.tiny import hf_model, loaded
+
+
+@dataclass
+class Call:
+    """One forward pass, as the model saw it."""
+
+    number: int
+    token_ids: Tensor
+    rows: list[int]
+    starts: list[int]
+    num_layers: int | None
+    logit_slots: list[int] | None
+    cache: KVCache
+    out: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.token_ids.shape[0], self.token_ids.shape[1])
+
+    def fed(self, row: int) -> tuple[int, list[int]]:
+        """(first position, token ids with pads) of a cache row."""
+        b = self.rows.index(row)
+        return self.starts[b], self.token_ids[b].tolist()
+
+
+class Spy:
+    """A CachedLM around another one that remembers every pass and every cache."""
+
+    def __init__(self, inner: CachedLM) -> None:
+        self.inner = inner
+        for name in (*CachedLM.__annotations__, *(n for n in vars(CachedLM) if not n.startswith("_"))):
+            if not hasattr(type(self), name):  # real attributes: a runtime protocol does not see __getattr__
+                setattr(self, name, getattr(inner, name))
+        # what was tried on the model inside holds for this one, and no trial is among the calls
+        consistency._known[self] = consistency._known.setdefault(inner, {})
+        self.calls: list[Call] = []
+        self.caches: list[KVCache] = []
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        self.caches.append(self.inner.new_cache(rows, capacity))
+        return self.caches[-1]
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        logit_slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        slots = None if logit_slots is None else list(logit_slots)
+        call = Call(len(self.calls), token_ids.clone(), list(rows), list(starts), num_layers, slots, cache)
+        self.calls.append(call)
+        call.out = self.answer(call)
+        return call.out
+
+    def answer(self, call: Call) -> Tensor:
+        """What the model says; subclasses meddle here."""
+        return self.inner.forward(
+            call.token_ids,
+            call.cache,
+            call.rows,
+            call.starts,
+            num_layers=call.num_layers,
+            logit_slots=call.logit_slots,
+        )
+
+
+class Faulty(Spy):
+    """Fails where `plan(call)` says so: by raising what it returns, or by NaN logits in the cache rows it returns.
+
+    The failing pass has already written its first layer's keys and values, as a real one would.
+    """
+
+    def __init__(self, inner: CachedLM, plan: Callable[[Call], "BaseException | list[int] | None"]) -> None:
+        super().__init__(inner)
+        self.plan = plan
+        self.num_faults = 0
+
+    def answer(self, call: Call) -> Tensor:
+        fault = self.plan(call)
+        self.num_faults += fault is not None
+        if isinstance(fault, BaseException):
+            self.inner.forward(call.token_ids, call.cache, call.rows, call.starts, num_layers=1)
+            raise fault
+        out = super().answer(call).clone()
+        for row in fault or ():
+            out[call.rows.index(row)] = torch.nan
+        return out
+
+
+class Meddler(Spy):
+    """Lets `meddle(call)` change caches or logits after every pass."""
+
+    def __init__(self, inner: CachedLM, meddle: Callable[[Call], None]) -> None:
+        super().__init__(inner)
+        self.meddle = meddle
+
+    def answer(self, call: Call) -> Tensor:
+        call.out = super().answer(call).clone()
+        self.meddle(call)
+        return call.out
+
+
+def tiny(dtype: torch.dtype = torch.float32, path: str = "twin") -> CachedLM:
+    """The three-layer llama in the form that a run would take, or on the bridge."""
+    return choose_path(loaded("llama", dtype), path)[0]
+
+
+@cache
+def rounding_by_shape(strength: float = 0.04) -> TwinLM:
+    """A machine on which every shape of a pass rounds differently, and so coarsely that tokens show it.
+
+    What enters attention is scaled by a number that depends on rows, token slots and attended slots of the pass, and
+    on nothing else: the worst that a library's choice of kernels may do, at a size where every breach is visible.
+    """
+    twin = choose_path(cp.load_model(hf_model()), "twin")[0]
+    assert isinstance(twin, TwinLM)
+
+    def rescale(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        hidden, mask = kwargs["hidden_states"], kwargs["attention_mask"]
+        step = (31 * hidden.shape[0] + 17 * hidden.shape[1] + 7 * mask.shape[-1]) % 11
+        return args, {**kwargs, "hidden_states": hidden * (1 + strength * (step - 5) / 5)}
+
+    for layer in twin.model.model.layers:
+        layer.self_attn.register_forward_pre_hook(rescale, with_kwargs=True)
+    return twin
+
+
+@cache
+def wide_bfloat16() -> CachedLM:
+    """A model wide enough that real kernels, in bfloat16, choose other sums for other batches, and tokens differ."""
+    shape = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4)
+    specials = dict(eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    config = transformers.LlamaConfig(
+        vocab_size=499, num_key_value_heads=2, initializer_range=0.05, max_position_embeddings=512, **shape, **specials
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = None
+    return cp.load_model(model.to(torch.bfloat16).eval())

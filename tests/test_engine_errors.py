@@ -1,0 +1,191 @@
+"""Where a pass fails: the request that failed ends, and nobody else can tell, not even from a bit of a state."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.engine.passes import EngineError
+from cacheprobe.models.paths import choose_path
+from cacheprobe.models.twin import TwinLM
+from cacheprobe.records import Request, SamplingParams
+from tests.invariants.machines import Call, Faulty, tiny, wide_bfloat16
+from tests.invariants.runs import CHUNK, NEW, PROMPTS, RUN, G, Outcome, W, Watched, future, outcome
+from tests.tiny import hf_model
+
+BAD = 96
+"""A token that the model below cannot digest."""
+
+
+def indigestible() -> TwinLM:
+    """A tiny model whose embedding of token BAD is NaN: its keys and values are NaN too, wherever it is fed."""
+    model = cp.load_model(hf_model())
+    twin = choose_path(model, "twin")[0]
+    assert isinstance(twin, TwinLM)
+    with torch.no_grad():
+        model.bridge.original_model.get_input_embeddings().weight[BAD] = torch.nan
+    return twin
+
+
+def shape_of(phase: str) -> tuple[int, int]:
+    return {"prefill": (1, CHUNK), "verify": (G, W)}[phase]
+
+
+@cache
+def undisturbed() -> list[Outcome]:
+    return [outcome(cp.run(tiny(), PROMPTS[:4], **RUN, deterministic=True), i) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "fault", "number"),
+    [("prefill", "nan", 0), ("prefill", "out of memory", 0), ("decode", "raise", 0), ("decode", "nan", 2)]
+    + [("verify", "nan", 0), ("verify", "nan", 1), ("verify", "out of memory", 1), ("verify", "raise", 2)],
+)
+def test_one_fails_and_the_others_never_know(phase: str, fault: str, number: int) -> None:
+    """A group whose pass failed is run again, one by one. What the failed pass had shown the recorder was kept beside
+    what the second try showed: the others had two canonical rows for a position, and other digests. On passes where
+    the capture checks itself, NaN in one request's logits even ended the run."""
+    want = undisturbed()
+    victim = 0 if phase == "prefill" else 1
+    count = 0
+
+    def plan(call: Call):
+        nonlocal count
+        row = run.states[victim].row
+        if row not in call.rows or (call.shape[1] != 1 if phase == "decode" else call.shape != shape_of(phase)):
+            return None
+        count += 1
+        if count <= number:
+            return None
+        errors = {"nan": [row], "raise": ValueError("no"), "out of memory": torch.OutOfMemoryError("no")}
+        return errors[fault]
+
+    run = Watched(Faulty(tiny(), plan), PROMPTS[:4], deterministic=True, capture="STCZ")
+    run.finished()
+    assert run.spy.num_faults
+    for i in range(4):
+        if i == victim:
+            assert (
+                run.trace.meta["finish"][str(i)] == "error"
+                and f"request{'s' * (fault != 'nan')} {i}" in (run.trace.meta["errors"][str(i)])
+            )
+            assert run.trace.committed(i) == want[i].tokens[: len(run.trace.committed(i))]
+            rows = run.trace.rows(i, "committed")
+            assert rows.position.is_unique and len(rows) <= len(PROMPTS[i]) + len(run.trace.committed(i)) - 1 + W
+        else:
+            assert outcome(run.trace, i) == want[i]
+    assert run.cache.num_free_rows == run.cache.rows
+
+
+@pytest.mark.parametrize("fault", ["nan", "raise"])
+def test_a_failure_that_passes_costs_a_pass_and_nothing_else(fault: str) -> None:
+    want = undisturbed()
+    for number in (0, 6, 7, 12):
+
+        def plan(call: Call, number: int = number):
+            return None if call.number != number else call.rows[:1] if fault == "nan" else MemoryError("for once")
+
+        run = Watched(Faulty(tiny(), plan), PROMPTS[:4], deterministic=True, capture="STCZ")
+        run.finished()
+        assert run.spy.num_faults == 1
+        assert not run.trace.meta["errors"]
+        assert [outcome(run.trace, i) for i in range(4)] == want
+
+
+def test_nan_does_not_stay_in_the_cache() -> None:
+    """A masked slot counts with weight 0, and 0 x NaN is NaN: a row that a failed request leaves behind must be clean.
+    (The next request in that row failed too, and the run ended with a CacheIntegrityError.)"""
+    model = indigestible()
+    for deterministic in (False, True):
+        want = [cp.run(model, [p], **RUN, deterministic=deterministic) for p in PROMPTS[:2]]
+        prompts = [PROMPTS[0], [4] * 9 + [BAD] * 9, PROMPTS[1]]
+        for max_batch in (1, 3):
+            with pytest.warns(RuntimeWarning, match="request 1 ended with an error.*hold NaN"):
+                trace = cp.run(model, prompts, **RUN, deterministic=deterministic, max_batch=max_batch)
+            assert trace.meta["finish"] == {"0": "length", "1": "error", "2": "length"}
+            for number, i in enumerate((0, 2)):
+                assert trace.committed(i) == want[number].committed(0)
+                assert not deterministic or trace.digest(i) == want[number].digest(0)
+
+
+def test_a_candidate_that_cannot_be_digested_costs_a_pass() -> None:
+    """Drafts are hints. One whose states are NaN ended its request, which would never have said that token."""
+    model = indigestible()
+    want = cp.reference(model, PROMPTS, **RUN)
+    assert all(BAD not in want.committed(i) for i in range(5))
+    for script in (lambda state: [*future(want, state)[:1], BAD, 5],):
+        run = Watched(model, PROMPTS, drafter=cp.drafters.Scripted(script), deterministic=True, capture="STCZ")
+        run.finished()
+        assert not run.trace.meta["errors"]
+        assert [outcome(run.trace, i) for i in range(5)] == [outcome(want, i) for i in range(5)]
+        run.cache.check_integrity()
+
+
+def test_a_failed_prefill_is_no_source_for_others() -> None:
+    """The first of three identical prompts fails once; the second reads for itself, the third shares with it."""
+    prompts = [PROMPTS[0]] * 3
+    want = cp.reference(tiny(), prompts[:1], **RUN)
+    plans = {"nan": lambda call: [0] if call.number == 0 else None, "raise": lambda call: error(call)}
+
+    def error(call: Call):
+        return RuntimeError("once") if call.number == 0 else None
+
+    for plan in plans.values():
+        run = Watched(Faulty(tiny(), plan), prompts, deterministic=True, capture="STCZ").finished()
+        assert run.trace.meta["finish"] == {"0": "error", "1": "length", "2": "length"}
+        assert outcome(run.trace, 1) == outcome(run.trace, 2) == outcome(want, 0)
+        assert [call.shape for call in run.spy.calls].count((1, CHUNK)) == 2
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_a_request_whose_settings_fail_leaves_its_group_alone() -> None:
+    """The pass went well and one of its choices did not: the capture had already seen everyone's rows."""
+    hot = SamplingParams(temperature=1e-309, top_k=5)  # logits divided by it overflow
+    for settings in (dict(deterministic=False), dict(deterministic=True, prefill_group=3)):
+        want = cp.run(tiny(), PROMPTS[:2], **RUN, **settings, capture="STCZ")
+        requests = [*PROMPTS[:2], Request(PROMPTS[2], hot)]
+        run = Watched(tiny(), requests, **settings, capture="STCZ").finished()
+        assert run.trace.meta["finish"]["2"] == "error"
+        for i in (0, 1):
+            assert run.trace.rows(i, "committed").position.is_unique
+            if settings["deterministic"]:
+                assert outcome(run.trace, i) == outcome(want, i)
+
+
+def test_logits_of_a_prefill_group_do_not_depend_on_where_the_others_end() -> None:
+    """Prompts that end at one slot were read out in one row each, and at several slots in all of their rows: in
+    bfloat16 another product, other bits, and another log-probability for a deterministic request's first token."""
+    model = wide_bfloat16()
+    prompts = [[*range(3, 3 + length)] for length in (5, 6, 7, 8, 3, 5)]
+    settings = dict(window=W, group=G, capacity=64, prefill_chunk=8, prefill_group=3, max_new_tokens=2, progress=False)
+    trace = cp.run(model, prompts, **settings, deterministic=True)
+    for i, prompt in enumerate(prompts):
+        assert outcome(trace, i) == outcome(cp.reference(model, [prompt], **settings))
+
+
+def test_all_failed_is_an_error() -> None:
+    def plan(call: Call):
+        return RuntimeError("never works")
+
+    for deterministic in (False, True):
+        run = Watched(Faulty(tiny(), plan), PROMPTS, deterministic=deterministic)
+        with pytest.raises(EngineError, match="never works"):
+            run.finished()
+        assert run.cache.num_free_rows == run.cache.rows
+        with pytest.raises(EngineError, match="never works"):
+            cp.reference(run.spy, PROMPTS, **RUN)
+
+
+def test_a_failing_drafter_names_itself_and_ends_its_requests() -> None:
+    def script(state):
+        if state.request_id == 1 and state.num_generated > 3:
+            raise KeyError("lost")
+        return [1, 2]
+
+    want = cp.reference(tiny(), PROMPTS[:3], **RUN)
+    with pytest.warns(RuntimeWarning, match="drafter scripted failed with KeyError"):
+        trace = cp.run(tiny(), PROMPTS[:3], **RUN, drafter=cp.drafters.Scripted(script), deterministic=True)
+    assert trace.meta["finish"] == {"0": "length", "1": "error", "2": "length"}
+    assert outcome(trace, 0) == outcome(want, 0) and outcome(trace, 2) == outcome(want, 2)
+    assert 3 < len(trace.committed(1)) < NEW and trace.committed(1) == want.committed(1)[: len(trace.committed(1))]
