@@ -7,6 +7,7 @@ from typing import Any
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
 from cacheprobe.drafters.base import Drafter
+from cacheprobe.engine.consistency import require_consistent
 from cacheprobe.engine.fingerprint import schedule_fingerprint
 from cacheprobe.engine.loop import rounds
 from cacheprobe.lenses.base import Lens
@@ -146,7 +147,7 @@ class Setup:
 
     def states(self, drafter: Drafter | None, is_all_verified: bool = False) -> list[SequenceState]:
         """A fresh state for each request; with a drafter all are verified, else the deterministic ones."""
-        return [
+        states = [
             SequenceState(
                 request,
                 is_all_verified or drafter is not None or request.is_deterministic,
@@ -155,6 +156,9 @@ class Setup:
             )
             for request in self.requests
         ]
+        if any(state.is_verified for state in states):
+            require_consistent(self.model, self.config)
+        return states
 
     def start(self, drafter: Drafter | None) -> Start:
         """The loop over these requests, ready to begin."""

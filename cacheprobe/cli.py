@@ -1,4 +1,4 @@
-"""The command line: demo, run, report, verify, bench. Heavy imports wait until a command runs."""
+"""The command line: demo, run, report, verify, prove, bench. Heavy imports wait until a command runs."""
 
 import os
 import sys
@@ -190,6 +190,33 @@ def verify(run: Path, *, model: str | None = None, progress: bool = True) -> int
         f"states and {result.num_readings} readings of the deterministic ones bit for bit{skipped}"
     )
     return 0
+
+
+@app.command
+def prove(
+    *, tokens: int = 20_000, out: Path = Path("runs/proof"), real: bool = True, seed: int = 0, progress: bool = True
+) -> int:
+    """Compare random traffic with the oracle, bit for bit; exit 1 with the first difference, or where it is void.
+
+    Parameters
+    ----------
+    tokens
+        Tokens to compare, those of earlier calls with the same --out included.
+    out
+        Directory of the proof: it goes on from what is there.
+    real
+        Include SmolLM2 in bfloat16, and with it the negative control; without it there is no proof.
+    seed
+        Of the traffic.
+    progress
+        Show progress.
+    """
+    from cacheprobe.proof.prove import prove as run_proof
+
+    figures = run_proof(tokens, out, real=real, seed=seed, progress=progress)
+    verdict = {True: "proven", False: "NOT proven"}[figures["is_proven"]]
+    print(f"{verdict}: {figures['differences']} differences in {figures['compared_tokens']} compared tokens")
+    return 0 if figures["is_proven"] or (not real and not figures["differences"]) else 1
 
 
 @app.command

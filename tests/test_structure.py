@@ -24,6 +24,7 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart, exc
     ("observe", "training"),
     ("arguments",),
     ("api", "views"),
+    ("proof",),
     ("cli", "__main__"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

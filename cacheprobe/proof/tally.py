@@ -1,0 +1,81 @@
+"""What a proof has tried so far: counts, differences, and the file that lets it go on after a break."""
+
+import json
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from cacheprobe.proof.oracle import Answer
+
+
+@dataclass
+class Tally:
+    """Everything that a proof prints. Written whole after every episode."""
+
+    episodes: int = 0
+    compared: Counter[str] = field(default_factory=Counter)
+    """Tokens compared, by subject."""
+    distinct: Counter[str] = field(default_factory=Counter)
+    """Tokens that the oracle gave, by subject: each compared at least once."""
+    counts: Counter[str] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    answers: dict[str, Answer] = field(default_factory=dict)
+    """By subject and request: the oracle is asked once."""
+    pools: Counter[str] = field(default_factory=Counter)
+    """Requests in each subject's pool."""
+    fingerprints: dict[str, dict] = field(default_factory=dict)
+
+    @property
+    def num_compared(self) -> int:
+        return sum(self.compared.values())
+
+    @property
+    def num_distinct(self) -> int:
+        return sum(self.distinct.values())
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            held = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() would spoil a Counter
+            held["answers"] = {key: asdict(answer) for key, answer in self.answers.items()}
+            json.dump(held, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Tally":
+        held = json.loads(path.read_text(encoding="utf-8"))
+        held["answers"] = {
+            key: Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for key, answer in held["answers"].items()
+        }
+        counters = ("compared", "distinct", "counts", "pools")
+        return cls(**{**held, **{name: Counter(held[name]) for name in counters}})
+
+    def numbers(self) -> dict:
+        """The figures, for a file: what was tried, and what differed."""
+        by_dtype: Counter[str] = Counter()
+        for subject, tokens in self.compared.items():
+            by_dtype[subject.split()[1]] += tokens
+        return {
+            "episodes": self.episodes,
+            "compared_tokens": self.num_compared,
+            "distinct_tokens": self.num_distinct,
+            "real_model_distinct_tokens": sum(n for s, n in self.distinct.items() if s.startswith("smollm2")),
+            "subjects": len(self.compared),
+            "families": len({subject.split()[0] for subject in self.compared}),
+            "compared_by_dtype": dict(sorted(by_dtype.items())),
+            **dict(sorted(self.counts.items())),
+            "differences": len(self.differences),
+            "seconds": round(self.seconds),
+        }
+
+    def text(self) -> str:
+        """The figures as lines for a terminal."""
+        numbers = self.numbers()
+        width = max(map(len, numbers))
+        lines = [f"{name:<{width}}  {value}" for name, value in numbers.items()]
+        return "\n".join([*lines, *(f"DIFFERENCE {difference}" for difference in self.differences[:10])])
