@@ -102,3 +102,27 @@ def accept_or_recover_slowly(
         if to_recover < passed:
             return False, i
     raise AssertionError("probabilities that sum to less than a number below 1")
+
+
+def ngram_draft_slowly(text: list[int], max_ngram: int, min_ngram: int, length: int) -> list[int]:
+    """Every size from the longest down, every place from the left; then one token at a time."""
+    for size in range(min(max_ngram, len(text) - 1), min_ngram - 1, -1):
+        starts = [end for end in range(size, len(text)) if text[end - size : end] == text[len(text) - size :]]
+        if starts:
+            roomy = [start for start in starts if len(text[start:]) >= length]
+            start = max(roomy or starts)
+            grown = list(text)
+            for i in range(length):
+                grown.append(grown[start + i])
+            return grown[len(text) :]
+    return []
+
+
+def greedy_continuation(model: PreTrainedModel, text: list[int], length: int) -> list[int]:
+    """One uncached forward over the whole text for every token; the first largest logit wins."""
+    grown = list(text)
+    with torch.inference_mode():
+        for _ in range(length):
+            last = model(torch.tensor([grown]), use_cache=False).logits[0, -1].tolist()
+            grown.append(last.index(max(last)))
+    return grown[len(text) :]

@@ -119,7 +119,7 @@ def test_equal_distributions_accept_everything() -> None:
 
 
 def test_the_last_token_takes_what_rounding_leaves(monkeypatch) -> None:
-    """21 equal shares add up to less than the largest chance; and of what is left, tokens of probability 0 take nothing."""
+    """21 equal shares add up to less than the largest chance; tokens of probability 0 take nothing of what is left."""
     largest = 1 - 2.0**-53
     monkeypatch.setattr(rejection, "uniform_noise", lambda *key: np.array([largest]))
     target = probs(*[1 / 21] * 21, 0.0, 0.0)

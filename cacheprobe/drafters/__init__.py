@@ -2,6 +2,8 @@
 
 from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.fast_path import FastPath
+from cacheprobe.drafters.model import DraftModel
+from cacheprobe.drafters.ngram import NGram
 from cacheprobe.drafters.scripted import Scripted
 
-__all__ = ["EarlyExit", "FastPath", "Scripted"]
+__all__ = ["DraftModel", "EarlyExit", "FastPath", "NGram", "Scripted"]

@@ -1,0 +1,198 @@
+"""A smaller model as a drafter: it reads the same text with a cache of its own and writes the candidates."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cacheprobe.cache.kv import KVCache
+from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.drafters.base import DraftContext
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import choose_path
+from cacheprobe.registry import register
+
+_PROBE_TEXTS = (
+    "The quick brown fox jumps over 13 lazy dogs; isn't it 2024?",
+    "def f(x):\n    return {'a': [x, -1.5e-3]}  # ok\n\t\n",
+    " Größe, naïve, 東京, Ελλάδα, привет, 🙂 ",
+)
+"""Words, numbers, code, blanks and scripts: where tokenizers of different models part."""
+
+_FEED_WIDTH = 64
+"""Tokens of one text that are fed at once: prompts come in pieces, so that no pass grows with the longest."""
+
+_CAPACITY_STEP = 128
+
+
+@register("drafters", "draft_model")
+@dataclass(frozen=True)
+class DraftModel:
+    """Drafts with another, smaller model of the same tokenizer, all requests in one batch, token by token.
+
+    It takes each token as the request would, by `DraftContext.choose`: with the same noise as the verifier, so that at
+    any temperature it is right as often as the two models agree. Its passes are not captured, nor counted as steps:
+    they are another model's.
+    Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192).
+    Twin: tests.equivalence.greedy_continuation, == in float32, whatever was accepted and rolled back before.
+    """
+
+    model: CachedLM
+    length: int = 4
+    """Candidates before each verification, at most: the engine's window and draft_length may want fewer."""
+    name: ClassVar[str] = "draft_model"
+    _reader: "_Reader" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.model, "new_cache"):
+            kind = type(self.model).__name__
+            raise ValueError(f"DraftModel needs a model from cp.load_model(...), got a {kind}")
+        if self.length < 1:
+            raise ValueError(f"DraftModel(length={self.length}) would draft nothing; give at least 1")
+        object.__setattr__(self, "_reader", _Reader(self.model))
+
+    def check(self, model: CachedLM) -> None:
+        """Refuse the verifier's own weights, and a model that means other texts by its token ids."""
+        ours = self.model
+        if _weights(ours) is _weights(model):
+            raise ValueError(
+                f"DraftModel holds {model.name} itself, the very weights that it would draft for, and its passes would "
+                "be taken for the verifier's; use FastPath, or load a second model"
+            )
+        if ours.d_vocab != model.d_vocab:
+            raise ValueError(
+                f"DraftModel: {ours.name} has a vocabulary of {ours.d_vocab}, {model.name} one of {model.d_vocab}; use "
+                "a draft model with the same tokenizer"
+            )
+        for text in _PROBE_TEXTS:
+            if ours.tokenizer is None or model.tokenizer is None:
+                break  # token ids are all there is to compare
+            if ours.encode(text, add_special_tokens=False) != model.encode(text, add_special_tokens=False):
+                raise ValueError(
+                    f"DraftModel: {ours.name} and {model.name} encode {text!r:.40} differently; use a draft model with "
+                    "the same tokenizer"
+                )
+        self._reader.model, _ = choose_path(ours)  # of the hooks that it has now
+
+    def release(self, state: SequenceState) -> None:
+        self._reader.forget(state)
+
+    def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
+        growing = [state for state in states if self._room(state) > 0]
+        while growing:
+            texts = {state: [*state.token_ids, *state.draft, *proposals[state]] for state in growing}
+            for state, logits in self._reader.next_logits(texts).items():
+                proposals[state].append(context.choose(state, logits, tuple(proposals[state])))
+            growing = [
+                state
+                for state in growing
+                if len(proposals[state]) < self._room(state)
+                and not state.stop_rule.ends([*state.generated, *state.draft, *proposals[state]])
+            ]
+        return list(proposals.values())
+
+    def _room(self, state: SequenceState) -> int:
+        """Candidates that may still be added to a draft, before any of this call."""
+        limit = min(self.length, state.num_left - 1)
+        if state.draft_cap is not None:
+            limit = min(limit, state.draft_cap)
+        # the last candidate is chosen from the row of the token before it, and is not read itself
+        num_readable = self.model.n_ctx - len(state.token_ids)
+        return min(limit, num_readable + 1) - len(state.draft)
+
+
+class _Reader:
+    """The draft model's own cache: a row for each request, holding what was fed of it. Grows with the traffic."""
+
+    def __init__(self, model: CachedLM) -> None:
+        self.model = model
+        self.cache: KVCache | None = None
+        self.fed: WeakKeyDictionary[SequenceState, _Fed] = WeakKeyDictionary()
+
+    def forget(self, state: SequenceState) -> None:
+        self.fed.pop(state, None)
+
+    def next_logits(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Float[Tensor, "v"]]:
+        """Logits [v] after the last token of each text; only what was not fed before is computed.
+
+        What was fed and has been rolled back is cut off here: its cache slots stay, stale, and are masked until they
+        are written again.
+        """
+        self._make_room(texts)
+        for state, text in texts.items():
+            fed = self.fed[state].token_ids
+            del fed[min(_num_shared(fed, text), len(text) - 1) :]
+        # by their rows, so that a full batch is one contiguous view of the cache
+        waiting = sorted(texts, key=lambda state: self.fed[state].row)
+        logits: dict[SequenceState, Tensor] = {}
+        while waiting:
+            logits |= self._feed({state: texts[state] for state in waiting})
+            waiting = [state for state in waiting if state not in logits]
+        return logits
+
+    def _feed(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Tensor]:
+        """One pass, padded on the right: the next tokens of each text. Logits [v] after those that it completes."""
+        assert self.cache is not None
+        fed = [self.fed[state] for state in texts]
+        starts = [len(one.token_ids) for one in fed]
+        parts = [text[start : start + _FEED_WIDTH] for start, text in zip(starts, texts.values(), strict=True)]
+        width = max(len(part) for part in parts)
+        token_ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts])
+        slots = sorted({len(part) - 1 for part in parts})
+        out = self.model.forward(token_ids, self.cache, [one.row for one in fed], starts, logit_slots=slots)
+        if not bool(out.max(-1).values.isfinite().all()):
+            raise ValueError(f"the draft model {self.model.name} gives NaN or infinite logits; load it in float32")
+        for one, part in zip(fed, parts, strict=True):
+            one.token_ids.extend(part)
+        return {
+            state: out[b, slots.index(len(parts[b]) - 1)]
+            for b, (state, text) in enumerate(texts.items())
+            if len(fed[b].token_ids) == len(text)
+        }
+
+    def _make_room(self, texts: Mapping[SequenceState, Sequence[int]]) -> None:
+        """A row for every text, and a cache that holds the longest with the pads behind it."""
+        for state in texts:
+            if state not in self.fed:
+                taken = {one.row for one in self.fed.values()}
+                self.fed[state] = _Fed(min(set(range(len(taken) + 1)) - taken))
+        held = self.cache
+        rows = 1 + max(one.row for one in self.fed.values())
+        capacity = max(len(text) for text in texts.values()) + _FEED_WIDTH
+        if held is not None and rows <= held.rows and capacity <= held.capacity:
+            return
+        if held is not None:  # at least twice as much of what is short, so that copies stay rare
+            rows = max(held.rows, 2 * held.rows if rows > held.rows else 0, rows)
+            capacity = max(held.capacity, 2 * held.capacity if capacity > held.capacity else 0, capacity)
+        self.cache = self.model.new_cache(rows, -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP)
+        if held is not None:
+            pairs = zip((*self.cache.keys, *self.cache.values), (*held.keys, *held.values), strict=True)
+            for new, old in pairs:
+                new[: held.rows, :, : held.capacity] = old
+
+
+@dataclass
+class _Fed:
+    """A request's row in the draft model's cache, and the tokens that it holds."""
+
+    row: int
+    token_ids: list[int] = field(default_factory=list)
+
+
+def _weights(model: CachedLM) -> object:
+    """What two forms of one model have in common."""
+    model = getattr(model, "origin", model)
+    return getattr(model, "bridge", model)
+
+
+def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next((i for i in range(n) if a[i] != b[i]), n)
