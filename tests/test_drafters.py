@@ -311,3 +311,13 @@ def test_the_same_weights_are_always_right(sampling: cp.SamplingParams, acceptan
     trace = cp.run(loaded(), PROMPTS, **SMALL, sampling=sampling, drafter=drafter, acceptance=acceptance)
     verify = trace.events().query("phase == 'verify'")
     assert verify.num_accepted.sum() > 60 and trace.num_rolled_back == 0
+
+
+def test_a_second_model_follows_requests_that_were_evicted() -> None:
+    """Rows run out, arrivals are late: a request gives up both of its caches, and both are built again."""
+    late = [cp.Request(prompt, arrival_step=4 * i) for i, prompt in enumerate(PROMPTS)]
+    settings = dict(drafter=DraftModel(near()), deterministic=True, kv_rows=90, max_batch=3)
+    trace = cp.run(loaded(), late, **SMALL, **settings)
+    assert trace.meta["preemptions"]
+    assert [trace.committed(i) for i in range(5)] == [oracle().committed(i) for i in range(5)]
+    assert [trace.digest(i) for i in range(5)] == [oracle().digest(i) for i in range(5)]
