@@ -1,5 +1,6 @@
 """Models for the invariants: around a tiny one, a spy, a machine that rounds by shape, and ones that fail on demand."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -128,22 +129,26 @@ def tiny(dtype: torch.dtype = torch.float32, path: str = "twin") -> CachedLM:
 
 
 @cache
-def rounding_by_shape(strength: float = 0.04) -> TwinLM:
+def rounding_by_shape(strength: float = 0.05) -> TwinLM:
     """A machine on which every shape of a pass rounds differently, and so coarsely that tokens show it.
 
-    What enters attention is scaled by a number that depends on rows, token slots and attended slots of the pass, and
-    on nothing else: the worst that a library's choice of kernels may do, at a size where every breach is visible.
+    What enters attention is off by a vector that depends on rows, token slots and attended slots of the pass, and on
+    nothing else: the worst that a library's choice of kernels may do, at a size where every breach is visible.
     """
     twin = choose_path(cp.load_model(hf_model()), "twin")[0]
     assert isinstance(twin, TwinLM)
+    errors: dict[str, Tensor] = {}
 
-    def rescale(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def round_off(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden, mask = kwargs["hidden_states"], kwargs["attention_mask"]
-        step = (31 * hidden.shape[0] + 17 * hidden.shape[1] + 7 * mask.shape[-1]) % 11
-        return args, {**kwargs, "hidden_states": hidden * (1 + strength * (step - 5) / 5)}
+        key = f"{tuple(hidden.shape[:2])} {mask.shape[-1]}"
+        if key not in errors:
+            generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+            errors[key] = strength * torch.randn(hidden.shape[-1], generator=generator)
+        return args, {**kwargs, "hidden_states": hidden + errors[key]}
 
     for layer in twin.model.model.layers:
-        layer.self_attn.register_forward_pre_hook(rescale, with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(round_off, with_kwargs=True)
     return twin
 
 

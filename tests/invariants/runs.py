@@ -25,6 +25,9 @@ SHAPES = dict(window=W, group=G, capacity=CAPACITY, prefill_chunk=CHUNK)
 RUN = dict(**SHAPES, max_new_tokens=NEW, progress=False)
 """Small, and every number different, so that no two of them can be taken for each other."""
 
+HOT = SamplingParams(temperature=0.9, seed=7)
+"""Keyed noise keeps tiny models from repeating themselves; the same seed for all."""
+
 PROMPTS = [[5, 6, 7, 8, 9], [41], [3] * 7, [11, 12, 13, 14, 15, 16, 17, 18], [*range(20, 31)]]
 
 
@@ -175,7 +178,7 @@ def crowd(rng: random.Random, needle: Request, vocab: int = VOCAB) -> tuple[list
         requests.append(Request(prompt, sampling, is_deterministic=rng.random() < 0.5, arrival_step=arrival))
     place = rng.randrange(len(requests) + 1)
     requests.insert(place, needle)
-    longest = max(len(r.prompt) + (r.sampling.max_new_tokens if r.sampling else NEW) for r in requests) + W
+    longest = max(len(r.prompt) + (r.sampling.max_new_tokens or NEW) for r in requests) + W
     settings = {
         "max_batch": rng.randrange(1, len(requests) + 1),
         "kv_rows": rng.choice([None, longest, longest + 9]),
