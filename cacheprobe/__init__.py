@@ -30,7 +30,8 @@ _HOMES = {
 _MODULES = ("tasks", "drafters", "lenses", "views")
 
 __all__ = [  # noqa: RUF022
-    "load_model", "run", "stream", "reference", "verify", "load_trace", "Request", "SamplingParams", "CaptureConfig", "Trace",
+    "load_model", "run", "stream", "reference", "verify", "load_trace",
+    "Request", "SamplingParams", "CaptureConfig", "Trace",
     "tasks", "drafters", "lenses", "views",
 ]  # fmt: skip
 

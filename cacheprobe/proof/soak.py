@@ -20,7 +20,7 @@ NEW_SHARE = 0.13
 REAL_SHARE = 0.06
 """Share of compared tokens that the real model is to have."""
 REAL_NEW_SHARE = 0.45
-CAPTURE_SHARE = 0.25
+CAPTURE_SHARE = 0.15
 """Share of episodes that also capture states and readings, and compare them."""
 SAVE_EVERY_SECONDS = 5.0
 
@@ -55,7 +55,7 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
     """Draw, run, compare."""
     rng = np.random.default_rng(list(seed))
     numbers = []
-    for _ in range(int(rng.integers(2, 9))):
+    for _ in range(int(rng.integers(2, 7 if subject.is_real else 17))):
         size = tally.pools[subject.key]
         is_new = size == 0 or rng.random() < (REAL_NEW_SHARE if subject.is_real else NEW_SHARE)
         numbers.append(size if is_new else int(rng.integers(size)))

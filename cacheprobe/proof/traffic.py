@@ -105,7 +105,7 @@ def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode
         requests = tuple(replace(r, is_deterministic=r.is_deterministic and rng.random() < 0.75) for r in requests)
     needed = max(_rows_needed(request, subject.window) for request in requests)
     settings: dict[str, Any] = {
-        "max_batch": int(rng.integers(1, len(requests) + 2)),
+        "max_batch": int(rng.integers(2, len(requests) + 2)) if rng.random() < 0.95 else 1,
         "draft_length": [None, None, "adaptive", 2][int(rng.integers(4))],
         "kv_rows": needed + int(rng.integers(0, 40)) if rng.random() < 0.35 else None,
         "acceptance": acceptance,
