@@ -12,7 +12,7 @@ from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.twin import TwinLM
 from cacheprobe.ops.equality import close
-from tests.tiny import VOCAB, hf_model
+from tests.tiny import FAMILIES, VOCAB, hf_model, loaded
 
 SUMS = "fused attention reorders sums"
 
@@ -88,6 +88,9 @@ def test_a_hook_chooses_the_bridge() -> None:
             choose_path(model, "twin")
     with model.bridge.hooks(bwd_hooks=[("blocks.1.hook_resid_post", lambda grad, hook: None)]):
         assert choose_path(model)[0] is model
+    model.bridge.add_caching_hooks("blocks.1.hook_resid_post", cache={})  # TransformerLens' own, and the user's wish
+    assert choose_path(model)[0] is model
+    model.bridge.reset_hooks()
     model.bridge.blocks[1].hook_in.add_perma_hook(lambda value, hook: value + 1)
     assert choose_path(model)[0] is model
     model.bridge.reset_hooks(including_permanent=True)
@@ -96,6 +99,13 @@ def test_a_hook_chooses_the_bridge() -> None:
         assert choose_path(model)[1].startswith("bridge: a PyTorch hook on model.layers.1")
         handle.remove()
     assert isinstance(choose_path(model)[0], TwinLM)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_twin(family: str, dtype: torch.dtype) -> None:
+    chosen, reason = choose_path(loaded(family, dtype))
+    assert isinstance(chosen, TwinLM), reason
 
 
 def test_paths_that_are_asked_for() -> None:

@@ -1,6 +1,7 @@
 """Sliding windows over the full cache, far beyond the window, against Hugging Face's model without any cache."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +102,8 @@ def test_windows_that_are_switched_off() -> None:
     assert sliding_window(hf_model("qwen2").config) is None  # use_sliding_window=False
     assert sliding_window(hf_model("mistral").config) is None
     assert sliding_window(hf_model("llama").config) is None
+    assert sliding_window(SimpleNamespace(sliding_window=8, use_sliding_window=False)) is None
+    assert sliding_window(SimpleNamespace(sliding_window=8, layer_types=["full_attention"] * 2)) is None
     assert sliding_window(hf_model("gemma3").config) == 4096
     assert sliding_window(hf_model("qwen3", window=WINDOW).config) == WINDOW
 

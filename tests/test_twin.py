@@ -69,12 +69,14 @@ def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, TwinLM])
             assert [bool(keys.any()) for keys in cache.keys] == [layer < num_layers for layer in range(3)]
 
 
-def test_chosen_logits_are_those_of_the_slots(pair: tuple[BridgeLM, TwinLM]) -> None:
+def test_chosen_logits_are_those_of_the_slots(pair: tuple[BridgeLM, TwinLM], monkeypatch: pytest.MonkeyPatch) -> None:
     _, plain = pair
     ids, cache = torch.tensor([[5, 6, 7, 8]]), plain.new_cache(1, 8)
     every = plain.forward(ids, cache, [0], [0])
     chosen = plain.forward(ids, cache, [0], [0], logit_slots=[3, 1])
     assert chosen.shape == (1, 2, VOCAB) and close(chosen, every[:, [3, 1]], 1e-6, because="fewer rows in the product")
+    monkeypatch.setattr(TwinLM, "_can_choose_logits", False)  # as in models without logits_to_keep
+    assert bitwise(plain.forward(ids, cache, [0], [0], logit_slots=[3, 1]), every[:, [3, 1]])
 
 
 def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, TwinLM]) -> None:
