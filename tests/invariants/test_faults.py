@@ -1,0 +1,219 @@
+"""Invariants 25 and 26: what fails leaves nothing behind, and no switch stays thrown."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.engine import books, choosing
+from cacheprobe.engine.loop import prepare
+from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.step import Stepper
+from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.paths import choose_path, user_hooks
+from cacheprobe.models.twin import FORCE_GQA
+from cacheprobe.observe.observers import Silent
+from tests.invariants.machines import Call, Faulty, Spy, tiny
+from tests.invariants.runs import (
+    CHUNK,
+    HOT,
+    PROMPTS,
+    RUN,
+    G,
+    W,
+    Watched,
+    cache_rows,
+    outcome,
+    reference_rows,
+    same_rows,
+)
+from tests.tiny import loaded
+
+
+def half_way(model: Spy) -> tuple[Stepper, list[SequenceState]]:
+    """Three requests with full drafts, about to be verified."""
+    run = Watched(model, PROMPTS[:3], deterministic=True, sampling=HOT)
+    stepper, scheduler = prepare(model, run.states, run.config, Silent())
+    stepper.admit(scheduler.admit(0), scheduler.running)
+    while growing := scheduler.growing():
+        stepper.decode(cp.drafters.FastPath(), growing)
+    return stepper, run.states
+
+
+def held(stepper: Stepper, states: list[SequenceState]) -> list[tuple]:
+    """Everything of a request that a failed pass might have changed, its committed cache rows included."""
+    cache = stepper.cache
+    return [
+        (list(s.token_ids), list(s.draft), s.finish, s.error, s.frontier, int(cache.lengths[s.row]))
+        + (cache.ledger.names(s.row, cache.capacity), s.draft_is_closed, s.num_prefilled)
+        for s in states
+    ]
+
+
+def test_invariant_25_exception_safety_of_a_verify_pass() -> None:
+    """Whatever fails in a verify pass, in the model or in the sampler: requests and cache are as before it."""
+    want, rows = reference_rows(tiny(), PROMPTS[:3], sampling=HOT)
+    faults: list[Callable[[Call], object]] = [
+        lambda call: RuntimeError("kernel"),
+        lambda call: torch.OutOfMemoryError("memory"),
+        lambda call: MemoryError("memory"),
+        lambda call: [call.rows[1]],
+    ]
+    for fault in faults:
+        model = Faulty(tiny(), lambda call, fault=fault: fault(call) if call.shape == (G, W) else None)
+        stepper, states = half_way(model)
+        before = held(stepper, states)
+        committed = [cache_rows(stepper.cache, s.row, s.frontier) for s in states]
+        with pytest.raises(EngineError):
+            stepper._verify(states)
+        assert held(stepper, states) == before
+        assert all(
+            same_rows(cache_rows(stepper.cache, s.row, s.frontier), rows_before)
+            for s, rows_before in zip(states, committed, strict=True)
+        )
+        model.plan = lambda call: None
+        stepper.verify(states)
+        for s in states:
+            assert s.generated == want.committed(s.request_id)[: s.num_generated] and s.num_generated == 1 + W
+            ours = cache_rows(stepper.cache, s.row, s.frontier)
+            assert same_rows(ours, [known[:, : s.frontier] for known in rows[s.request_id]])
+
+
+def test_invariant_25_exception_safety_of_the_sampler() -> None:
+    """An error in the choice of the last row of the last request: none of the pass is committed."""
+    stepper, states = half_way(Spy(tiny()))
+    before = held(stepper, states)
+    chosen = 0
+    choose_next = choosing.choose_next
+
+    def failing(*args: object) -> int:
+        nonlocal chosen
+        chosen += 1
+        if chosen == 3 * W:
+            raise ValueError("no token is left")
+        return choose_next(*args)
+
+    with patch.object(choosing, "choose_next", failing), patch.object(books, "choose_next", failing):
+        with pytest.raises(EngineError, match="request 2 step .*no token is left"):
+            stepper._verify(states)
+    assert chosen == 3 * W and held(stepper, states) == before
+    stepper.verify(states)
+    assert all(state.num_generated == 1 + W for state in states)
+
+
+def test_invariant_25_exception_safety_in_a_run() -> None:
+    """One request fails for good in some phase: the others have the digests of an undisturbed run."""
+    want = [outcome(cp.run(tiny(), PROMPTS[:3], **RUN, sampling=HOT, deterministic=True), i) for i in range(3)]
+    runs: list[Watched] = []
+    for shape, kind in (((1, CHUNK), "nan"), ((3, 1), "error"), ((G, W), "nan"), ((G, W), "error")):
+
+        def plan(call: Call, shape: tuple[int, int] = shape, kind: str = kind):
+            row = runs[-1].states[1].row
+            if row not in call.rows or (call.shape != shape and (shape[1] != 1 or call.shape[1] != 1)):
+                return None
+            return [row] if kind == "nan" else torch.OutOfMemoryError("no")
+
+        runs.append(Watched(Faulty(tiny(), plan), PROMPTS[:3], deterministic=True, sampling=HOT, capture="STCZ"))
+        run = runs[-1].finished()
+        assert run.trace.meta["finish"] == {"0": "length", "1": "error", "2": "length"}
+        assert [outcome(run.trace, i) for i in (0, 2)] == [want[0], want[2]]
+        left = run.trace.rows(1, "committed").position
+        assert left.is_unique and len(left) >= len(run.trace.committed(1))
+        assert run.cache.num_free_rows == run.cache.rows
+        run.cache.check_integrity()
+
+
+def test_invariant_25_exception_safety_where_something_passes() -> None:
+    """An error that does not come again costs a pass and nothing else, at any pass of the run."""
+    undisturbed = Watched(Spy(tiny()), PROMPTS[:3], deterministic=True, sampling=HOT, capture="STCZ").finished()
+    want = [outcome(undisturbed.trace, i) for i in range(3)]
+    for number in range(0, len(undisturbed.spy.calls), 4):
+        for fault in ("nan", "error"):
+
+            def plan(call: Call, number: int = number, fault: str = fault):
+                return None if call.number != number else call.rows[:1] if fault == "nan" else MemoryError("once")
+
+            run = Watched(Faulty(tiny(), plan), PROMPTS[:3], deterministic=True, sampling=HOT, capture="STCZ")
+            run.finished()
+            assert run.spy.num_faults == 1 and not run.trace.meta["errors"]
+            assert [outcome(run.trace, i) for i in range(3)] == want
+
+
+def switches(model: BridgeLM) -> tuple:
+    """What a run may set while it runs, and must set back."""
+    twin = choose_path(model, "twin")[0]
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in twin.model.modules())
+    own = sum(len(p.fwd_hooks) for p in model.bridge.hook_dict.values())
+    return (
+        os.environ.get(FORCE_GQA), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks, own,
+        tuple(user_hooks(model.bridge)), torch.get_default_dtype(), torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, model.bridge.training,
+    )  # fmt: skip
+
+
+def test_invariant_26_global_switches_restored() -> None:
+    """Environment, grad mode, hooks and dtypes are as before: after a run, an error, a stream left or cancelled."""
+    model = loaded()
+
+    def abandon() -> None:
+        stream = cp.stream(model, PROMPTS, **{k: v for k, v in RUN.items() if k != "progress"}, capture="STCZ")
+        next(stream)
+        next(stream)
+        stream.close()
+
+    def cancel() -> None:
+        stream = cp.stream(model, PROMPTS[:2], window=W, group=G, capacity=64, deterministic=True, capture="Z")
+        next(stream)
+        stream.cancel(0)
+        assert {piece.finish for piece in stream} >= {"cancelled", "length"}
+
+    def fail(path: str) -> None:
+        inner = choose_path(model, path)[0]
+        calls = 0
+        layer = inner.model.model.layers[1] if path == "twin" else model.bridge.original_model.model.layers[1]
+
+        def broken(*args: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > 9:
+                raise RuntimeError("in the middle of a layer")
+
+        handle = layer.mlp.register_forward_pre_hook(broken)
+        with suppress(EngineError):
+            cp.run(inner, PROMPTS[:3], **RUN, deterministic=True, path="bridge")
+        handle.remove()
+        assert calls > 9
+
+    for before in (None, "1"):
+        with patch.dict(os.environ):
+            os.environ.pop(FORCE_GQA, None)
+            if before is not None:
+                os.environ[FORCE_GQA] = before
+            want = switches(model)
+            cp.run(model, PROMPTS, **RUN, deterministic=[0], path="twin")
+            assert switches(model) == want
+            cp.run(model, PROMPTS[:2], **RUN, deterministic=[0], path="bridge", drafter=cp.drafters.EarlyExit(layer=1))
+            assert switches(model) == want
+            for disturb in (abandon, cancel, lambda: fail("twin"), lambda: fail("bridge")):
+                disturb()
+                assert switches(model) == want
+    with torch.enable_grad():
+        cp.run(model, PROMPTS[:1], **RUN)
+        assert torch.is_grad_enabled()
+    with torch.no_grad():
+        cp.run(model, PROMPTS[:1], **RUN)
+        assert not torch.is_grad_enabled()
+
+
+def test_invariant_26_global_switches_in_the_middle() -> None:
+    """A stream that waits for its reader holds no switch: grad mode and environment are the reader's own."""
+    model = loaded()
+    stream = cp.stream(model, PROMPTS, window=W, group=G, capacity=64, max_new_tokens=6, deterministic=True)
+    for _ in stream:
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and FORCE_GQA not in os.environ
+    assert len(stream.trace().committed(0)) == 6
