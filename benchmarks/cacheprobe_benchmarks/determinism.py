@@ -1,0 +1,87 @@
+"""What determinism costs: 64 requests on SmolLM2 in bfloat16, at most 16 in flight, a share of them deterministic.
+
+Two ways to verify are timed. `kept_at_*`: windows of one row, so that a verify pass is a decode of a fixed height in
+which the other requests ride along; it costs padding where fewer are in flight. `dvr_kept_at_*`: drafting by the fast
+path and verifying windows of 16, as LLM-42 does; it costs the verifier's rows again. Throughput over that of the same
+traffic with nothing deterministic. Hugging Face decodes the same requests in static batches of 16, in their order,
+each to its longest request's length; only the tokens that were asked for count.
+"""
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+import cacheprobe as cp
+from cacheprobe.config import EngineConfig
+from cacheprobe_benchmarks.hugging_face import HuggingFace
+from cacheprobe_benchmarks.machine import machine
+from cacheprobe_benchmarks.workload import CAPACITY, IN_FLIGHT, Timing, marked, timed, traffic
+
+SHARES = (2, 5, 10, 20, 50, 100)
+DVR_SHARES = (10, 100)
+FIXED_HEIGHT = EngineConfig(window=1, group=IN_FLIGHT, capacity=CAPACITY, max_batch=IN_FLIGHT)
+DVR = EngineConfig(window=16, group=4, capacity=CAPACITY, max_batch=IN_FLIGHT)
+
+
+def run(rounds: int) -> dict[str, Any]:
+    """Shares of throughput kept (higher is better) and the base loop's time over Hugging Face's (lower is better)."""
+    torch.set_num_threads(2)
+    model, hf = cp.load_model("smollm2-135m", dtype="bfloat16"), HuggingFace()
+    requests = traffic(model)
+    settings = {"base": (0, FIXED_HEIGHT), "base_again": (0, FIXED_HEIGHT)}
+    settings |= {f"kept_at_{share}": (share, FIXED_HEIGHT) for share in SHARES}
+    settings |= {f"dvr_kept_at_{share}": (share, DVR) for share in DVR_SHARES}
+    for share, config in ((100, FIXED_HEIGHT), (100, DVR)):  # shapes are tried, memory is touched
+        timed(model, marked(requests[:4], share / 100), config)
+    seconds: dict[str, list[float]] = {name: [] for name in ("hf", *settings)}
+    last: dict[str, Timing] = {}
+    for _ in range(rounds):
+        seconds["hf"].append(_hugging_face(hf, requests))
+        for name, (share, config) in settings.items():
+            last[name] = timed(model, marked(requests, share / 100), config)
+            seconds[name].append(last[name].seconds)
+    middle = {name: median(values) for name, values in seconds.items()}
+    base = (middle["base"] + middle.pop("base_again")) / 2
+    tokens = sum(map(len, last["base"].tokens))
+    return {
+        "benchmark": "determinism",
+        "rounds": rounds,
+        "requests": len(requests),
+        "new_tokens": tokens,
+        "base_over_hf": round(base / middle["hf"], 2),
+        **{name: round(base / middle[name], 2) for name in settings if "kept" in name},
+        "base_tokens_per_second": round(tokens / base, 1),
+        "base_drift": round(abs(seconds["base"][-1] / seconds["base_again"][-1] - 1), 3),
+        "costs": {name: costs(last[name]) for name in settings if "kept" in name},
+        **machine(),
+    }
+
+
+def costs(result: Timing) -> dict[str, float | int]:
+    """Where the time went: rollbacks, tokens computed again, rows verified and padded, time that others stood still."""
+    verify = [step for step in result.log.steps if step.phase == "verify"]
+    verdicts = [verdict for step in verify for verdict in step.verdicts]
+    rows = sum(step.batch_shape[0] * step.batch_shape[1] for step in verify)
+    real = sum(len(v.target_token_ids) for v in verdicts) + sum(len(step.committed) for step in verify)
+    drafted = sum(len(v.draft_token_ids) for v in verdicts)
+    committed = sum(v.num_committed for v in verdicts)
+    return {
+        "rollbacks": sum(v.is_rollback for v in verdicts),
+        "recomputed_percent": round(100 * drafted / committed, 1) if committed else 0.0,
+        "rows_verified": rows,
+        "padding_percent": round(100 * (rows - real) / rows, 1) if rows else 0.0,
+        # passes in which no other request moved on
+        "stall_seconds": round(sum(step.seconds for step in verify if not step.committed), 1),
+    }
+
+
+def _hugging_face(hf: HuggingFace, requests: Sequence[cp.Request]) -> float:
+    began = time.perf_counter()
+    for i in range(0, len(requests), IN_FLIGHT):
+        batch = requests[i : i + IN_FLIGHT]
+        longest = max(request.sampling.max_new_tokens for request in batch)
+        hf.generate([list(request.prompt) for request in batch], longest)
+    return time.perf_counter() - began
