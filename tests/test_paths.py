@@ -125,7 +125,8 @@ def test_a_bridge_of_the_users_has_a_twin() -> None:
     live.set_attn_implementation("eager")
     live.config.output_attentions = True  # as TransformerBridge.boot_transformers sets it
     bridge = build_bridge_from_module(live, "LlamaForCausalLM", hf_config=live.config)
-    assert isinstance(choose_path(cp.load_model(bridge))[0], TwinLM)
+    plain, _ = choose_path(cp.load_model(bridge), "twin")
+    assert plain.fingerprint()["attention"] == "sdpa" and not plain.model.config.output_attentions
 
 
 def test_processed_weights_are_refused() -> None:

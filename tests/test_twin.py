@@ -75,7 +75,7 @@ def test_chosen_logits_are_those_of_the_slots(pair: tuple[BridgeLM, TwinLM], mon
     every = plain.forward(ids, cache, [0], [0])
     chosen = plain.forward(ids, cache, [0], [0], logit_slots=[3, 1])
     assert chosen.shape == (1, 2, VOCAB) and close(chosen, every[:, [3, 1]], 1e-6, because="fewer rows in the product")
-    monkeypatch.setattr(TwinLM, "_can_choose_logits", False)  # as in models without logits_to_keep
+    monkeypatch.setattr(plain, "_can_choose_logits", False)  # as in models without logits_to_keep
     assert bitwise(plain.forward(ids, cache, [0], [0], logit_slots=[3, 1]), every[:, [3, 1]])
 
 
