@@ -1,0 +1,68 @@
+"""The proof goes on where it stopped, sees planted faults, and is void without its negative control."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cacheprobe.engine import choosing
+from cacheprobe.proof import prove as proving
+from cacheprobe.proof.prove import prove
+from cacheprobe.proof.soak import one_episode
+from cacheprobe.proof.subjects import tiny_subjects
+from cacheprobe.proof.tally import Tally
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    out = tmp_path_factory.mktemp("proof")
+    return out, prove(600, out, real=False, progress=False)
+
+
+def test_a_short_proof_finds_no_difference(proof: tuple[Path, dict]) -> None:
+    out, figures = proof
+    assert figures["differences"] == 0 and figures["compared_tokens"] >= 600
+    assert 0 < figures["distinct_tokens"] < figures["compared_tokens"]
+    assert figures["rollbacks_injected"] > 0 and figures["requests_deterministic"] > 0
+    assert json.loads((out / "proof.json").read_text()) == figures
+    assert not figures["is_proven"] and figures["negative_control"] == "not run"
+
+
+def test_it_goes_on_where_it_stopped(proof: tuple[Path, dict]) -> None:
+    out, before = proof
+    after = prove(before["compared_tokens"] + 100, out, real=False, progress=False)
+    assert after["episodes"] > before["episodes"] and after["compared_tokens"] >= before["compared_tokens"] + 100
+    assert after["distinct_tokens"] >= before["distinct_tokens"]
+
+
+def test_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier that accepts one candidate too many, once the oracle has answered."""
+    subject, tally = tiny_subjects()[0], Tally()
+    for episode in range(3):
+        one_episode(subject, tally, [1, episode])
+    assert not tally.differences
+    right = choosing.num_accepted
+    monkeypatch.setattr(choosing, "num_accepted", lambda d, t: min(right(d, t) + 1, len(d)))
+    for episode in range(3):
+        one_episode(subject, tally, [1, episode])
+    assert tally.differences and "tokens" in tally.differences[0]
+
+
+def test_another_schedule_is_refused() -> None:
+    """Answers that were kept under one schedule say nothing about another."""
+    subject, tally = tiny_subjects()[0], Tally()
+    one_episode(subject, tally, [2, 0])
+    tally.fingerprints[subject.key] = {**tally.fingerprints[subject.key], "threads": 99}
+    with pytest.raises(ValueError, match=r"another schedule \(threads\)"):
+        one_episode(subject, tally, [2, 1])
+
+
+@pytest.mark.parametrize(("unverified", "verified", "is_proven"), [(3, 0, True), (0, 0, False), (3, 1, False)])
+def test_void_without_divergence(
+    unverified: int, verified: int, is_proven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = {"control_unverified_differ": unverified, "control_verified_differ": verified}
+    monkeypatch.setattr(proving, "real_subject", lambda: tiny_subjects()[0])
+    monkeypatch.setattr(proving, "tiny_subjects", lambda: tiny_subjects()[:1])
+    monkeypatch.setattr(proving, "negative_control", lambda subject: numbers)
+    assert prove(50, tmp_path, progress=False)["is_proven"] is is_proven
