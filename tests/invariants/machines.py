@@ -88,9 +88,10 @@ class Spy:
 
 
 class Faulty(Spy):
-    """Fails where `plan(call)` says so: by raising what it returns, or by NaN logits in the cache rows it returns.
+    """Fails where `plan(call)` says so: by raising what it returns, or by NaN in the cache rows it returns.
 
-    The failing pass has already written its first layer's keys and values, as a real one would.
+    A pass that raises has already written its first layer's keys and values; NaN stands in logits, keys and values of
+    all that was fed, as it would behind a NaN in the embedding.
     """
 
     def __init__(self, inner: CachedLM, plan: Callable[[Call], "BaseException | list[int] | None"]) -> None:
@@ -106,7 +107,10 @@ class Faulty(Spy):
             raise fault
         out = super().answer(call).clone()
         for row in fault or ():
-            out[call.rows.index(row)] = torch.nan
+            b = call.rows.index(row)
+            out[b] = torch.nan
+            for held in (*call.cache.keys, *call.cache.values):
+                held[row, :, call.starts[b] : call.starts[b] + call.shape[1]] = torch.nan
         return out
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -12,7 +13,7 @@ from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
 from cacheprobe.observe.observers import Silent
-from cacheprobe.records import SamplingParams
+from cacheprobe.records import Request, SamplingParams
 from tests.equivalence import choose_token_slowly, sample_token_slowly
 from tests.invariants.machines import Spy, rounding_by_shape, tiny
 from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, SHAPES, W, Watched, babbler, future, outcome, wrong_at
@@ -174,6 +175,20 @@ def test_invariant_19_sampling_leaves_global_generators_alone() -> None:
     again = cp.run(tiny(), PROMPTS, **settings, deterministic=[0, 1])
     assert [again.committed(i) for i in range(5)] == [first.committed(i) for i in range(5)]
     assert len({tuple(first.committed(i)[:3]) for i in range(5)}) > 1
+
+
+def test_invariant_19_sampling_of_several() -> None:
+    """n samples are n requests with seeds of their own; requests without a seed have different ones too."""
+    sampling = SamplingParams(temperature=1.0, seed=9, n=4)
+    together = cp.run(tiny(), PROMPTS[:2], **RUN, sampling=sampling, deterministic=True)
+    seeds = [request.sampling.seed for request in together.requests]
+    assert len(set(seeds[:4])) == 4 and seeds[0] == 9
+    each = [Request(r.prompt_token_ids, replace(sampling, seed=r.sampling.seed, n=1)) for r in together.requests]
+    apart = cp.run(tiny(), each, **RUN, deterministic=True)
+    assert [outcome(together, i) for i in range(8)] == [outcome(apart, i) for i in range(8)]
+    unseeded = cp.run(tiny(), [PROMPTS[0]] * 4, **RUN, sampling=SamplingParams(temperature=1.0), deterministic=True)
+    for trace in (together, unseeded):
+        assert len({tuple(trace.committed(i)) for i in range(4)}) == 4
 
 
 def test_invariant_19_sampling_breaks_ties_alike() -> None:

@@ -11,7 +11,7 @@ import cacheprobe as cp
 from cacheprobe.cache.ledger import CacheIntegrityError
 from cacheprobe.observe.observers import Silent
 from cacheprobe.records import Request, SamplingParams
-from tests.invariants.machines import Call, Faulty, Spy, rounding_by_shape, tiny
+from tests.invariants.machines import Call, Faulty, Spy, rounding_by_shape, tiny, wide_bfloat16
 from tests.invariants.runs import (
     CHUNK,
     HOT,
@@ -128,13 +128,13 @@ def test_invariant_21_prefill_determinism_of_bits() -> None:
 
 def test_invariant_21_prefill_determinism_of_groups() -> None:
     """Prompts that share a pass of a fixed group: each as if its neighbours were dummies."""
-    model = rounding_by_shape()
     prompts = prompts_of_all_lengths()[:6]
-    settings = {**RUN, "prefill_group": 2, "max_new_tokens": 3, "sampling": HOT}
-    trace = cp.run(model, prompts, **settings, deterministic=True)
-    assert set(trace.events().query("phase == 'prefill'").batch_rows) == {2}
-    for i, prompt in enumerate(prompts):
-        assert outcome(trace, i) == outcome(cp.reference(model, [prompt], **settings))
+    for model in (rounding_by_shape(), wide_bfloat16()):
+        settings = {**RUN, "prefill_group": 2, "max_new_tokens": 2, "sampling": HOT, "capture": "S"}
+        trace = cp.run(model, prompts, **settings, deterministic=True)
+        assert set(trace.events().query("phase == 'prefill'").batch_rows) == {2}
+        for i, prompt in enumerate(prompts):
+            assert outcome(trace, i) == outcome(cp.reference(model, [prompt], **settings))
 
 
 class Shares(Silent):

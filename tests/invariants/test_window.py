@@ -60,6 +60,7 @@ class Verdicts(Silent):
         for verdict in record.verdicts:
             state = self.run.states[verdict.request_id]
             self.seen.append((verdict, self.before[state.request_id], list(state.generated)))
+            assert not state.draft, "a candidate outlived its verdict"
         for state in self.run.states:
             self.before[state.request_id] = list(state.generated)
 
