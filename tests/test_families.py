@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.twin import TwinLM
 from cacheprobe.ops.equality import close
 from tests.equivalence import hf_greedy
 from tests.tiny import FAMILIES, PROMPTS, SMALL, hf_model, loaded
@@ -45,22 +44,25 @@ def test_loop_equals_oracle(family: str, oracle: cp.Trace, drafter: str) -> None
         assert trace.num_rolled_back > 0 and trace.num_rolled_back < trace.num_drafted
 
 
-def test_the_twins_loop_equals_its_oracle(family: str, oracle: cp.Trace) -> None:
-    plain = TwinLM(loaded(family))
-    trace = cp.run(plain, PROMPTS, **SMALL, drafter=DRAFTERS["early exit"], deterministic=True)
-    its_oracle = cp.reference(plain, PROMPTS, **SMALL)
+def test_the_bridges_loop_equals_its_oracle(family: str, oracle: cp.Trace) -> None:
+    """The tests above run on the twin, as a run does by default."""
+    settings = dict(**SMALL, path="bridge")
+    trace = cp.run(loaded(family), PROMPTS, **settings, drafter=DRAFTERS["early exit"], deterministic=True)
+    its_oracle = cp.reference(loaded(family), PROMPTS, **settings)
+    assert (oracle.fingerprint["path"], trace.fingerprint["path"]) == ("twin", "bridge")
     assert trace.num_rolled_back > 0
     for i in range(len(PROMPTS)):
         assert trace.committed(i) == its_oracle.committed(i) == oracle.committed(i)
         assert trace.digest(i) == its_oracle.digest(i)
 
 
+@pytest.mark.parametrize("path", ["twin", "bridge"])
 @pytest.mark.parametrize("drafter", ["none", "early exit"])
-def test_states_equal_a_clean_run_with_cache(family: str, drafter: str) -> None:
+def test_states_equal_a_clean_run_with_cache(family: str, drafter: str, path: str) -> None:
     model = loaded(family)
-    trace = cp.run(model, PROMPTS, **SMALL, drafter=DRAFTERS[drafter])
+    trace = cp.run(model, PROMPTS[:3], **SMALL, drafter=DRAFTERS[drafter], path=path)
     names = {"S": "hook_resid_post", "T": "hook_attn_out", "C": "hook_mlp_out"}
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(PROMPTS[:3]):
         text = torch.tensor([prompt + trace.committed(i)])[:, :-1]
         with torch.inference_mode():
             _, clean = model.bridge.run_with_cache(text)

@@ -9,8 +9,8 @@ from cacheprobe.proof.subjects import Subject
 from cacheprobe.proof.traffic import draw_request
 from cacheprobe.records import Request, SamplingParams
 
-NUM_PROMPTS, NEW_TOKENS = 12, 24
-BATCHES = (1, 4, 12)
+NUM_PROMPTS, NEW_TOKENS = 13, 24
+BATCHES = (13, 3, 1)
 """Requests in flight."""
 
 

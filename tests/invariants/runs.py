@@ -169,18 +169,18 @@ def babbler(seed: int, vocab: int = VOCAB) -> cp.drafters.Scripted:
 def crowd(rng: random.Random, needle: Request, vocab: int = VOCAB) -> tuple[list[Request], int, dict[str, Any]]:
     """The needle among random others: (requests, its place, settings that may not matter to it)."""
     requests = []
-    for _ in range(rng.randrange(1, 6)):
+    for _ in range(rng.randrange(2, 7)):
         sampling = SamplingParams(
             max_new_tokens=rng.randrange(1, NEW + 3), temperature=rng.choice([0.0, 0.8]), seed=rng.randrange(99)
         )
         prompt = [rng.randrange(vocab) for _ in range(rng.randrange(1, 18))]
-        arrival = rng.randrange(20)
+        arrival = rng.choice([0, 3, 3, rng.randrange(20)]) if requests else 0
         requests.append(Request(prompt, sampling, is_deterministic=rng.random() < 0.5, arrival_step=arrival))
     place = rng.randrange(len(requests) + 1)
     requests.insert(place, needle)
     longest = max(len(r.prompt) + (r.sampling.max_new_tokens or NEW) for r in requests) + W
     settings = {
-        "max_batch": rng.randrange(1, len(requests) + 1),
+        "max_batch": rng.choice([rng.randrange(1, len(requests) + 1), len(requests), 64]),
         "kv_rows": rng.choice([None, longest, longest + 9]),
         "draft_length": rng.choice([None, 1, 2, "adaptive"]),
         "drafter": rng.choice([None, None, babbler(rng.randrange(99), vocab), cp.drafters.EarlyExit(layer=1)]),

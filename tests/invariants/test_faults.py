@@ -128,6 +128,24 @@ def test_invariant_25_exception_safety_in_a_run() -> None:
         run.cache.check_integrity()
 
 
+def test_invariant_25_exception_safety_of_choices_in_a_run() -> None:
+    """A pass that the capture has seen, and one choice of which fails: nobody else has a row twice."""
+    want = [outcome(cp.run(tiny(), PROMPTS[:3], **RUN, sampling=HOT, deterministic=True), i) for i in range(3)]
+    choose_next = choosing.choose_next
+
+    def failing(state: SequenceState, *args: object) -> int:
+        if state.request_id == 1 and state.num_generated > 4:
+            raise ValueError("no token is left")
+        return choose_next(state, *args)
+
+    for module in (books, choosing):  # who chooses in a decode, and in a verify pass
+        with patch.object(module, "choose_next", failing):
+            run = Watched(tiny(), PROMPTS[:3], deterministic=True, sampling=HOT, capture="STCZ").finished()
+        assert run.trace.meta["finish"] == {"0": "length", "1": "error", "2": "length"}
+        assert [outcome(run.trace, i) for i in (0, 2)] == [want[0], want[2]]
+        assert run.trace.rows(1, "committed").position.is_unique
+
+
 def test_invariant_25_exception_safety_where_something_passes() -> None:
     """An error that does not come again costs a pass and nothing else, at any pass of the run."""
     undisturbed = Watched(Spy(tiny()), PROMPTS[:3], deterministic=True, sampling=HOT, capture="STCZ").finished()

@@ -83,7 +83,7 @@ def test_invariant_04_verifier_idempotence() -> None:
         spy = Meddler(model, again)
         trace = cp.run(spy, PROMPTS[:3], **RUN, sampling=HOT, deterministic=True)
         assert not trace.meta["errors"]
-    assert count >= 16
+    assert count >= 12
 
 
 def test_invariant_05_neighbour_independence_in_one_pass() -> None:
@@ -268,7 +268,7 @@ def test_invariant_09_fixed_shape_or_an_error() -> None:
 
 def test_invariant_09_fixed_shape_also_for_the_readings() -> None:
     """Z is read in tiles of one height; a reading does not depend on what else is in its tile."""
-    trace, _ = reference_rows(tiny(torch.bfloat16), PROMPTS[:2], capture="Z", sampling=HOT)
-    crowd = cp.run(tiny(torch.bfloat16), [*PROMPTS[2:], *PROMPTS[:2]], **RUN, sampling=HOT, deterministic=[3, 4])
+    trace, _ = reference_rows(wide_bfloat16(), PROMPTS[:2], capture="Z", sampling=HOT)
+    crowd = cp.run(wide_bfloat16(), [*PROMPTS[2:], *PROMPTS[:2]], **RUN, sampling=HOT, deterministic=[3, 4])
     for i in range(2):
         assert outcome(trace, i).readings == outcome(crowd, 3 + i).readings

@@ -111,7 +111,8 @@ def test_invariant_12_context_refeed() -> None:
                 assert fed[1 : 1 + len(state.draft)] == state.draft
                 looked["verify"] += 1
             elif call.shape[1] == 1:
-                assert (fed[0], start) == state.newest
+                text = [*state.token_ids, *state.draft]
+                assert (fed[0], start) == (text[-1], len(text) - 1)
                 looked["decode"] += 1
 
     for drafter in (wrong_at(want, [2]), wrong_at(want, [0, 1]), None, cp.drafters.EarlyExit(layer=1)):
