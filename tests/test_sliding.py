@@ -62,11 +62,12 @@ def test_a_rollback_longer_than_the_window(family: str, path: str) -> None:
     assert close(redone, uncached(family, text)[24:], 1e-5, because="sums are reordered")
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", SLIDING)
-def test_the_loop_beyond_the_window(family: str) -> None:
+def test_the_loop_beyond_the_window(family: str, path: str) -> None:
     model = loaded(family, window=WINDOW)
     prompts = [text.tolist() for text in texts(30, 11)]
-    settings = dict(window=4, group=2, capacity=64, max_new_tokens=16, progress=False)
+    settings = dict(window=4, group=2, capacity=64, max_new_tokens=16, path=path, progress=False)
     drafter = cp.drafters.EarlyExit(layer=1)
     trace = cp.run(model, prompts, **settings, drafter=drafter, deterministic=True)
     oracle = cp.reference(model, prompts, **settings)
