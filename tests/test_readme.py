@@ -70,3 +70,11 @@ def test_numbers_are_those_of_a_stored_measurement() -> None:
     for name in ("stc_ratio", "stcz_ratio"):
         assert f"`{name}` | {stored[name]} |" in section
     assert stored["cpu"] in section and stored["torch"] in section
+
+
+def test_the_figures_page_is_what_was_measured() -> None:
+    import runpy
+
+    script = runpy.run_path(str(ROOT / "scripts/write_figures.py"))
+    text = (ROOT / "docs/determinism.md").read_text()
+    assert script["page"](text) == text, "run python scripts/write_figures.py"

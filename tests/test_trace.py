@@ -155,7 +155,7 @@ def test_recording_does_not_touch_the_run() -> None:
 def test_captured_states_are_copies() -> None:
     """An in-place edit further up changes the model's tensors and not what was kept before it."""
     model = loaded()
-    plain = cp.run(model, PROMPTS[:1], **SMALL)
+    plain = cp.run(model, PROMPTS[:1], **SMALL, path="bridge")  # where the edit will act
     with model.bridge.hooks(fwd_hooks=[("blocks.2.hook_mlp_out", lambda value, hook: value.mul_(1.0))]):
         again = cp.run(model, PROMPTS[:1], **SMALL)
     assert plain.digest(0) == again.digest(0)
