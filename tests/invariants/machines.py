@@ -160,7 +160,7 @@ def rounding_by_shape(strength: float = 0.05) -> TwinLM:
         return args, {**kwargs, "hidden_states": hidden + errors[key]}
 
     def round_logits(module: Any, args: Any, out: Tensor) -> Tensor:
-        return out * (1 + zlib.crc32(str(tuple(out.shape)).encode()) % 4 * 2**-22)
+        return out * (1 + zlib.crc32(str(tuple(out.shape)).encode()) % 8 * 2**-22)
 
     for layer in twin.model.model.layers:
         layer.self_attn.register_forward_pre_hook(round_off, with_kwargs=True)
@@ -179,4 +179,4 @@ def wide_bfloat16() -> CachedLM:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     model.generation_config.eos_token_id = None
-    return cp.load_model(model.to(torch.bfloat16).eval())
+    return choose_path(cp.load_model(model.to(torch.bfloat16).eval()), "twin")[0]

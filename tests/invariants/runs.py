@@ -181,7 +181,7 @@ def crowd(rng: random.Random, needle: Request, vocab: int = VOCAB) -> tuple[list
     longest = max(len(r.prompt) + (r.sampling.max_new_tokens or NEW) for r in requests) + W
     settings = {
         "max_batch": rng.choice([rng.randrange(1, len(requests) + 1), len(requests), 64]),
-        "kv_rows": rng.choice([None, longest, longest + 9]),
+        "kv_rows": rng.choice([None, None, longest, longest + 9]),
         "draft_length": rng.choice([None, 1, 2, "adaptive"]),
         "drafter": rng.choice([None, None, babbler(rng.randrange(99), vocab), cp.drafters.EarlyExit(layer=1)]),
     }

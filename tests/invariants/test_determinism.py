@@ -53,7 +53,7 @@ def met_again(model: CachedLM, trials: int, seed: int, vocab: int = VOCAB) -> se
 
 def test_invariant_01_run_determinism_where_every_shape_rounds_differently() -> None:
     """Tokens, log-probabilities, states and readings are the same in any company, at any arrival and limit."""
-    assert met_again(rounding_by_shape(), trials=8, seed=1) == {"rollback", "preemption", "company"}
+    assert met_again(rounding_by_shape(), trials=8, seed=3) == {"rollback", "preemption", "company"}
 
 
 def test_invariant_01_run_determinism_in_bfloat16() -> None:

@@ -27,7 +27,6 @@ from tests.invariants.runs import (
     Watched,
     cache_rows,
     outcome,
-    reference_rows,
     same_rows,
     wrong_at,
 )
@@ -268,7 +267,7 @@ def test_invariant_09_fixed_shape_or_an_error() -> None:
 
 def test_invariant_09_fixed_shape_also_for_the_readings() -> None:
     """Z is read in tiles of one height; a reading does not depend on what else is in its tile."""
-    trace, _ = reference_rows(wide_bfloat16(), PROMPTS[:2], capture="Z", sampling=HOT)
+    trace = cp.reference(wide_bfloat16(), PROMPTS[:2], **RUN, sampling=HOT)
     crowd = cp.run(wide_bfloat16(), [*PROMPTS[2:], *PROMPTS[:2]], **RUN, sampling=HOT, deterministic=[3, 4])
     for i in range(2):
         assert outcome(trace, i).readings == outcome(crowd, 3 + i).readings

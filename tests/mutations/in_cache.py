@@ -1,0 +1,190 @@
+"""Bugs of the cache: provenance, lengths, masks, rows that leak, and of the model over it."""
+
+from tests.mutations.in_engine import BOOKS, SCHEDULER, STEPPER, VERIFY_PASS
+from tests.mutations.mutate import Edit, Mutation, one, then
+
+CACHE = "cacheprobe.cache.kv:KVCache"
+TWIN = "cacheprobe.models.twin"
+STAGED = "cacheprobe.models.hf_cache:staged"
+HIDDEN = "hidden = slots > positions[..., None]"
+RESTORE = """held = (*self.cache.keys, *self.cache.values)
+    before = [one.clone() for one in held]
+    result = self.passes.run("verify", entries, self.config.window, batch=self.config.group)
+    for state in states:
+        for one, kept in zip(held, before):
+            end = state.frontier + len(state.draft)
+            one[state.row, :, state.frontier : end] = kept[state.row, :, state.frontier : end]"""
+
+MUTATIONS = [
+    # -- who wrote a row
+    one(
+        "the fast path's keys and values stay",
+        ("02", "13_kv_provenance"),
+        f"{STEPPER}._verify",
+        f"result = self.passes.run({VERIFY_PASS})",
+        RESTORE,
+    ),
+    one("the ledger calls verified rows provisional", ("13",), f"{BOOKS}.settle", '"verified"', '"provisional"'),
+    one(
+        "keys are added to what a slot held",
+        ("04", "13"),
+        f"{CACHE}.write",
+        "keys[row_index, :, positions] = k",
+        "keys[row_index, :, positions] += k",
+    ),
+    one(
+        "one row of a shared prompt is forgotten",
+        ("22",),
+        f"{CACHE}.copy_row",
+        "held[target, :, :length] = held[source, :, :length]",
+        "held[target, :, : length - 1] = held[source, :, : length - 1]",
+    ),
+    # -- lengths
+    one("rejected rows are not truncated", ("14",), f"{BOOKS}.settle", "self._truncate(state, frontier)", "pass"),
+    one(
+        "the frontier is one too far",
+        ("14",),
+        f"{BOOKS}.settle",
+        "frontier + len(committed)",
+        "frontier + len(committed) + 1",
+    ),
+    one(
+        "a rollback shortens everybody",
+        ("14", "16"),
+        f"{BOOKS}.settle",
+        "self._truncate(state, frontier)",
+        then(
+            "self._truncate(state, frontier)",
+            "if verdict.is_rollback:",
+            "    self.cache.lengths[:] = (self.cache.lengths - 1).clamp(min=0)",
+            "    self.cache.lengths[state.row] += 1",
+        ),
+    ),
+    one(
+        "a rollback zeroes the rows of its neighbour",
+        ("16",),
+        f"{BOOKS}.settle",
+        "self._truncate(state, frontier)",
+        then(
+            "self._truncate(state, frontier)",
+            "if verdict.is_rollback:",
+            "    self.cache.scrub((state.row + 1) % self.cache.rows, 0)",
+        ),
+    ),
+    # -- rows
+    one(
+        "the row of a cancelled request is kept",
+        ("15",),
+        f"{SCHEDULER}.retire",
+        "if state.row >= 0:",
+        'if state.row >= 0 and state.finish != "cancelled":',
+    ),
+    one("an evicted request's row is kept", ("15",), f"{BOOKS}.evict", "self.cache.release(state.row)", "pass"),
+    one("a row is given twice", ("15",), f"{CACHE}.allocate", "row = self._taken.index(False)", "row = 0"),
+    one(
+        "releasing twice is allowed",
+        ("15_no_double_free",),
+        f"{CACHE}.release",
+        "if not self._taken[row]:",
+        "if False:",
+    ),
+    # -- masks and shapes
+    one(
+        "the mask shows one slot more",
+        ("06_padding_independence_in_one", "08"),
+        f"{CACHE}.mask",
+        HIDDEN,
+        HIDDEN + " + 1",
+    ),
+    one(
+        "the mask shows the whole window",
+        ("06_padding_independence_in_one", "08"),
+        f"{CACHE}.mask",
+        HIDDEN,
+        "hidden = slots > positions.amax(-1, keepdim=True)[..., None]",
+    ),
+    Mutation(
+        "attention runs over the used length",
+        ("07_window_offset_independence_of_shapes", "07_window_offset_independence_of_states"),
+        (
+            Edit(
+                f"{CACHE}.write",
+                "return keys[rows], values[rows]",
+                "n = int(positions.max()) + 1\n    return keys[rows][:, :, :n], values[rows][:, :, :n]",
+            ),
+            Edit(f"{CACHE}.mask", "torch.arange(self.capacity)", "torch.arange(int(positions.max()) + 1)"),
+        ),
+    ),
+    one(
+        "positions count from the window's start",
+        ("07",),
+        STAGED,
+        "positions.clamp(max=n_ctx - 1)",
+        "(positions - positions[:, :1]).clamp(max=n_ctx - 1)",
+    ),
+    one(
+        "the cache begins as NaN",
+        ("02", "05"),
+        f"{CACHE}.__init__",
+        "self.values = [torch.zeros(rows, h, capacity, dv,",
+        "self.values = [torch.full((rows, h, capacity, dv), torch.nan,",
+    ),
+    one(
+        "a neighbour's row is attended",
+        ("05",),
+        f"{CACHE}.write",
+        "return keys[rows], values[rows]",
+        "return keys[rows], (values[rows] + values[rows].roll(1, 0)) / 2",
+    ),
+    one(
+        "logits differ from call to call",
+        ("04",),
+        f"{TWIN}:TwinLM.forward",
+        "return out if logit_slots is None",
+        "out = out + 1e-4 * torch.rand_like(out)\n    return out if logit_slots is None",
+    ),
+    # -- the capture
+    one(
+        "the drafter's rows are canonical",
+        ("02",),
+        "cacheprobe.observe.recorder:Recorder.on_commit",
+        '"committed" if row.phase == "verify" else "candidate"',
+        '"candidate" if row.phase == "verify" else "committed"',
+    ),
+    Mutation(
+        "a tile of readings is as high as it needs",
+        ("09_fixed_shape_also",),
+        (
+            Edit(
+                "cacheprobe.observe.lens_reader:LensReader._read_tile",
+                "torch.zeros(LENS_TILE, self.model.d_model",
+                "torch.zeros(count, self.model.d_model",
+            ),
+            Edit(
+                "cacheprobe.observe.lens_reader:LensReader._read_tile",
+                "torch.zeros(LENS_TILE, dtype",
+                "torch.zeros(count, dtype",
+            ),
+            Edit(
+                "cacheprobe.observe.lens_reader:LensReader._read_tile", "torch.full((LENS_TILE,)", "torch.full((count,)"
+            ),
+        ),
+    ),
+    # -- switches
+    one("hooks stay on the model", ("26",), f"{TWIN}:TwinLM.capturing", "stack.callback(handle.remove)", "pass"),
+    one("the environment is not put back", ("26",), f"{TWIN}:_environment", "del os.environ[name]", "pass"),
+    one(
+        "the environment is not put back after an error",
+        ("26",),
+        f"{TWIN}:_environment",
+        "    try:\n        yield\n    finally:\n        if",
+        "    yield\n    if True:\n        if",
+    ),
+    one(
+        "gradients stay off",
+        ("26",),
+        "cacheprobe.engine.loop:prepare",
+        "if not states:",
+        '__import__("torch").set_grad_enabled(False)\n    if not states:',
+    ),
+]
