@@ -150,6 +150,7 @@ def rounding_by_shape(strength: float = 0.05) -> TwinLM:
     twin = choose_path(cp.load_model(hf_model()), "twin")[0]
     assert isinstance(twin, TwinLM)
     errors: dict[str, Tensor] = {}
+    numbers: dict[tuple[int, ...], int] = {}
 
     def round_off(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden, mask = kwargs["hidden_states"], kwargs["attention_mask"]
@@ -160,7 +161,7 @@ def rounding_by_shape(strength: float = 0.05) -> TwinLM:
         return args, {**kwargs, "hidden_states": hidden + errors[key]}
 
     def round_logits(module: Any, args: Any, out: Tensor) -> Tensor:
-        return out * (1 + zlib.crc32(str(tuple(out.shape)).encode()) % 8 * 2**-22)
+        return out * (1 + numbers.setdefault(tuple(out.shape), len(numbers)) % 32 * 2**-22)
 
     for layer in twin.model.model.layers:
         layer.self_attn.register_forward_pre_hook(round_off, with_kwargs=True)

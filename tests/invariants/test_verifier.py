@@ -13,6 +13,7 @@ from cacheprobe.cache.kv import KVCache
 from cacheprobe.engine import passes
 from cacheprobe.engine.passes import EngineError, Entry, PassRunner
 from cacheprobe.models.base import CachedLM
+from cacheprobe.observe.lens_reader import LENS_TILE
 from cacheprobe.observe.observers import Silent
 from cacheprobe.ops.equality import bitwise
 from tests.invariants.machines import Call, Meddler, Spy, rounding_by_shape, tiny, wide_bfloat16
@@ -267,6 +268,17 @@ def test_invariant_09_fixed_shape_or_an_error() -> None:
 
 def test_invariant_09_fixed_shape_also_for_the_readings() -> None:
     """Z is read in tiles of one height; a reading does not depend on what else is in its tile."""
+    heights: list[int] = []
+
+    class Watching:
+        name = "watching"
+
+        def logits(self, model: CachedLM, states: Tensor, layers: Tensor) -> Tensor:
+            heights.append(len(states))
+            return model.read_out(states)
+
+    cp.run(tiny(), PROMPTS, **RUN, lens=Watching(), deterministic=True)
+    assert len(heights) > 1 and set(heights) == {LENS_TILE}
     trace = cp.reference(wide_bfloat16(), PROMPTS[:2], **RUN, sampling=HOT)
     crowd = cp.run(wide_bfloat16(), [*PROMPTS[2:], *PROMPTS[:2]], **RUN, sampling=HOT, deterministic=[3, 4])
     for i in range(2):
