@@ -204,6 +204,7 @@ class Evictions(Silent):
         self._open = end - start
 
     def on_preempt(self, request_id: int, step: int) -> None:
+        assert not self.run.states[request_id].draft
         self.drafts.append(self._open)
         self._open = 0
 
