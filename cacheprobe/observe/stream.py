@@ -1,5 +1,6 @@
 """Committed tokens as they come: nothing unverified leaves, and no character is cut in two."""
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,22 @@ class Piece:
     error: str | None = None
 
 
-class Stream(Silent):
+class _Heard(Silent):
+    """What was committed and who ended since the last pieces. The engine holds this, and never the stream itself: a
+    stream that is let go ends its run at once, and takes its hooks off the model."""
+
+    def __init__(self) -> None:
+        self.fresh: dict[int, list[int]] = {}
+        self.ended: dict[int, str] = {}
+
+    def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
+        self.fresh.setdefault(request_id, []).extend(token_ids)
+
+    def on_finish(self, finished: Finished) -> None:
+        self.ended[finished.request_id] = finished.reason
+
+
+class Stream:
     """An iterator of `Piece`s. Rounds of the engine run as pieces are asked for; leaving it early ends the run."""
 
     def __init__(
@@ -37,11 +53,11 @@ class Stream(Silent):
         self._states = {state.request_id: state for state in states}
         self._decode = decode
         self._said: dict[int, list[int]] = {request_id: [] for request_id in self._states}
-        self._fresh: dict[int, list[int]] = {}
         self._shown: dict[int, str] = dict.fromkeys(self._states, "")
-        self._ended: dict[int, str] = {}
         self._trace: Trace | None = None
-        self._pieces = self._run(begin(self))
+        self._ready: deque[Piece] = deque()
+        self._heard = _Heard()
+        self._steps = begin(self._heard)
 
     def __repr__(self) -> str:
         return f"Stream({len(self._states)} requests, {sum(map(len, self._said.values()))} tokens so far)"
@@ -50,11 +66,20 @@ class Stream(Silent):
         return self
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        while not self._ready:
+            try:
+                next(self._steps)
+            except StopIteration as end:
+                self._trace = self._trace or end.value
+                raise StopIteration from None
+            self._ready.extend(self._take())
+        return self._ready.popleft()
 
     def close(self) -> None:
         """Leave the run where it stands; the model's hooks are removed."""
-        self._pieces.close()
+        self._ready.clear()
+        if isinstance(self._steps, Generator):
+            self._steps.close()
 
     def cancel(self, request_id: int) -> None:
         """End a request at the next round: its draft is rolled back, what was handed over stays."""
@@ -68,30 +93,9 @@ class Stream(Silent):
             raise RuntimeError("the stream has not ended; take all of its pieces first")
         return self._trace
 
-    # -- the engine's side
-
-    def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
-        self._fresh.setdefault(request_id, []).extend(token_ids)
-
-    def on_finish(self, finished: Finished) -> None:
-        self._ended[finished.request_id] = finished.reason
-
-    def _run(self, steps: Iterator[int]) -> Generator[Piece, None, None]:
-        try:
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    self._trace = end.value
-                    return
-                yield from self._take()
-        finally:
-            if isinstance(steps, Generator):
-                steps.close()
-
     def _take(self) -> Iterator[Piece]:
-        fresh, ended = self._fresh, self._ended
-        self._fresh, self._ended = {}, {}
+        fresh, ended = self._heard.fresh, self._heard.ended
+        self._heard.fresh, self._heard.ended = {}, {}
         for request_id in sorted({*fresh, *ended}):
             token_ids = fresh.get(request_id, [])
             self._said[request_id].extend(token_ids)

@@ -12,6 +12,13 @@ from cacheprobe.records import StepRecord
 
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
+EVENT_COLUMNS = [
+    "step", "phase", "batch_rows", "batch_slots", "request_id", "seconds", "proposed_token_ids", "draft_start",
+    "draft_token_ids", "target_token_ids", "num_accepted", "num_rolled_back", "committed_token_ids",
+    "committed_logprobs_nats", "recovered_token_id", "bonus_token_id", "finish", "margin_nats",
+]  # fmt: skip
+"""Of `events_table`, also where a run had no step: every request was cancelled before it began."""
+
 
 def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
     """One row for every token of every pass: row, request_id, step, phase, role, status, position, token_id, token,
@@ -92,14 +99,15 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
                     "margin_nats": min(margins) if margins else None,
                 }
             )
-    table = pd.DataFrame(records)
+    table = pd.DataFrame(records, columns=EVENT_COLUMNS)
     whole = ("draft_start", "num_accepted", "num_rolled_back", "recovered_token_id", "bonus_token_id")
     return table.astype(dict.fromkeys(whole, "Int64") | {"margin_nats": "Float64", "finish": "string"})
 
 
 def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
     """One row for every change: request_id, step, start, end, provenance of cache rows start..end-1."""
-    return pd.DataFrame([asdict(change) for change in changes])
+    columns = [field.name for field in fields(LedgerChange)]
+    return pd.DataFrame([asdict(change) for change in changes], columns=columns)
 
 
 def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame:

@@ -145,7 +145,7 @@ MUTATIONS = [
         then(
             "state.draft.extend(token_ids)",
             "for one in self.books.observer.observers:",
-            '    getattr(one, "_fresh", {}).setdefault(state.request_id, []).extend(token_ids)',
+            '    getattr(one, "fresh", {}).setdefault(state.request_id, []).extend(token_ids)',
             indent=8,
         ),
     ),
