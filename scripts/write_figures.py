@@ -1,4 +1,4 @@
-"""Write the stored measurements into docs/determinism.md: python scripts/write_figures.py. A test sees that it was run."""
+"""Write the stored measurements into docs/determinism.md: python scripts/write_figures.py."""
 
 import json
 from pathlib import Path
