@@ -68,9 +68,14 @@ def run(
     capture: str = "STCZ",
     layers: Annotated[tuple[int, ...], Parameter(negative="")] = (),
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     max_new_tokens: int = 32,
     seed: int = 0,
     capacity: int = 512,
+    max_batch: int = 64,
+    kv_rows: int | None = None,
     progress: bool = True,
 ) -> None:
     """Generate from prompts or a task's examples, and save the trace.
@@ -107,7 +112,11 @@ def run(
         Layers to keep; all by default.
     temperature
         0 is greedy.
-    max_new_tokens, seed, capacity
+    top_k, top_p
+        Draw from the likeliest tokens only.
+    stop
+        A text that ends a request; repeat for several.
+    max_new_tokens, seed, capacity, max_batch, kv_rows
         See `cacheprobe.run`.
     progress
         Show progress bars.
@@ -131,10 +140,12 @@ def run(
         deterministic=deterministic,
         capture=capture,
         layers=list(layers) or "all",
-        sampling=cp.SamplingParams(temperature=temperature),
+        sampling=cp.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, stop=stop),
         max_new_tokens=max_new_tokens,
         seed=seed,
         capacity=capacity,
+        max_batch=max_batch,
+        kv_rows=kv_rows,
         progress=progress,
     )
     trace.save(out)

@@ -17,7 +17,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.config import EngineConfig
 from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.machine import machine
+from cacheprobe_benchmarks.machine import machine, say
 from cacheprobe_benchmarks.workload import CAPACITY, IN_FLIGHT, Timing, marked, timed, traffic
 
 SHARES = (2, 5, 10, 20, 50, 100)
@@ -40,9 +40,11 @@ def run(rounds: int) -> dict[str, Any]:
     last: dict[str, Timing] = {}
     for _ in range(rounds):
         seconds["hf"].append(_hugging_face(hf, requests))
+        say("Hugging Face", seconds["hf"][-1])
         for name, (share, config) in settings.items():
             last[name] = timed(model, marked(requests, share / 100), config)
             seconds[name].append(last[name].seconds)
+            say(name, last[name].seconds)
     middle = {name: median(values) for name, values in seconds.items()}
     base = middle["base"]
     tokens = sum(map(len, last["base"].tokens))

@@ -1,10 +1,16 @@
 """Where a number was measured."""
 
 import platform
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+
+def say(what: str, seconds: float) -> None:
+    """One line for each run, on stderr: benchmarks take minutes."""
+    print(f"{what}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, str | int]:

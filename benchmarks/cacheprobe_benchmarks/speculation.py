@@ -16,7 +16,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.config import EngineConfig
 from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.machine import machine
+from cacheprobe_benchmarks.machine import machine, say
 from cacheprobe_benchmarks.workload import timed
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
@@ -71,7 +71,9 @@ def run(rounds: int) -> dict[str, Any]:
         for name, job in jobs.items():
             began = time.perf_counter()
             count = job()
-            speeds[name].append(count / (time.perf_counter() - began))
+            seconds = time.perf_counter() - began
+            speeds[name].append(count / seconds)
+            say(name, seconds)
     speed = {name: median(values) for name, values in speeds.items()}
     return {
         "benchmark": "speculation",

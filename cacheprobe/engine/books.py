@@ -128,6 +128,10 @@ class Books:
         """After a failed pass: no draft, no cache slots beyond the committed ones, nothing left in them."""
         self._give_up_draft(state)
         self._truncate(state, min(state.frontier, int(self.cache.lengths[state.row])))
+        self.scrub(state)
+
+    def scrub(self, state: SequenceState) -> None:
+        """After a failed pass: nothing is left beyond what the request holds, pads included."""
         self.cache.scrub(state.row, int(self.cache.lengths[state.row]))
 
     def evict(self, state: SequenceState) -> None:

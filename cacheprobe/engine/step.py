@@ -157,6 +157,8 @@ class Stepper:
         except EngineError as error:
             self.passes.observer.on_failure(self.passes.step)
             self.books.forget_choices()
+            for state in states:
+                self.books.scrub(state)
             if len(states) > 1:
                 for state in states:
                     self._guard(do, [state])

@@ -234,7 +234,7 @@ MUTATIONS = [
     one(
         "a failed row is not scrubbed",
         ("25",),
-        f"{BOOKS}.clear_draft",
+        f"{BOOKS}.scrub",
         "self.cache.scrub(state.row, int(self.cache.lengths[state.row]))",
         "pass",
     ),
