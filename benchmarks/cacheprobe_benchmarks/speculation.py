@@ -25,10 +25,8 @@ NUM_ALONE = 4
 """Prompts that run one by one."""
 LOOKUP_TOKENS = 8
 CAPACITY = 448
-ALONE = EngineConfig(window=8, group=1, capacity=CAPACITY, max_batch=1, prefill_chunk=64)
-ALONE_LONG = EngineConfig(window=8, group=1, capacity=CAPACITY, max_batch=1, prefill_chunk=128)
-"""For prompts of more than 200 tokens, which are cheaper to read in fewer chunks."""
-TOGETHER = EngineConfig(window=4, group=8, capacity=CAPACITY, max_batch=8, prefill_chunk=64, prefill_group=8)
+ALONE = EngineConfig(window=8, group=1, capacity=CAPACITY, max_batch=1)
+TOGETHER = EngineConfig(window=4, group=8, capacity=CAPACITY, max_batch=8)
 
 
 def run(rounds: int) -> dict[str, Any]:
@@ -56,11 +54,11 @@ def run(rounds: int) -> dict[str, Any]:
 
     jobs: dict[str, Callable[[], int]] = {}
     for name in ("repeat", "coin"):
-        alone, config = ids[name][:NUM_ALONE], {"repeat": ALONE, "coin": ALONE_LONG}[name]
+        alone = ids[name][:NUM_ALONE]
         jobs[f"{name}_greedy"] = theirs(alone, 1)
         jobs[f"{name}_lookup"] = theirs(alone, 1, prompt_lookup_num_tokens=LOOKUP_TOKENS)
-        jobs[f"{name}_undrafted"] = ours("", alone, config, None)
-        jobs[f"{name}_drafted"] = ours(name, alone, config, cp.drafters.NGram(length=config.window - 1))
+        jobs[f"{name}_undrafted"] = ours("", alone, ALONE, None)
+        jobs[f"{name}_drafted"] = ours(name, alone, ALONE, cp.drafters.NGram(length=ALONE.window - 1))
     jobs["batch8_greedy"] = theirs(ids["repeat"], 8)
     jobs["batch8_drafted"] = ours("batch8", ids["repeat"], TOGETHER, cp.drafters.NGram(length=TOGETHER.window - 1))
 
