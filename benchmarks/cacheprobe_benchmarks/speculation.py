@@ -25,8 +25,8 @@ NUM_ALONE = 4
 """Prompts that run one by one."""
 LOOKUP_TOKENS = 8
 CAPACITY = 448
-ALONE = EngineConfig(window=8, group=1, capacity=CAPACITY, max_batch=1)
-TOGETHER = EngineConfig(window=4, group=8, capacity=CAPACITY, max_batch=8)
+ALONE = EngineConfig(window=8, group=1, capacity=CAPACITY, prefill_chunk=128, max_batch=1)
+TOGETHER = EngineConfig(window=4, group=8, capacity=CAPACITY, prefill_group=8, prefill_chunk=64, max_batch=8)
 
 
 def run(rounds: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Knows nothing about models or requests. A row is one sequence's place; a slot is
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +35,8 @@ class KVCache:
         self.keys = [torch.zeros(rows, h, capacity, dk, dtype=dtype, device=device) for h, dk, _ in layer_shapes]
         self.values = [torch.zeros(rows, h, capacity, dv, dtype=dtype, device=device) for h, _, dv in layer_shapes]
         self.lengths = torch.zeros(rows, dtype=torch.long)
+        self.prompt_lengths = torch.zeros(rows, dtype=torch.long)
+        """How many of a row's positions are prompt, for models that read a prompt in another way than they write."""
         self.ledger = Ledger(rows, capacity)
         self._taken = [False] * rows
         self._staged: tuple[Tensor, Tensor, slice | Tensor] | None = None
@@ -75,6 +78,7 @@ class KVCache:
         if not self._taken[row]:
             raise CacheIntegrityError(f"cache row {row} was released twice")
         self.truncate(row, 0)
+        self.prompt_lengths[row] = 0
         self._taken[row] = False
 
     def stage(self, rows: Sequence[int], starts: Sequence[int], width: int) -> Int[Tensor, "b t"]:
@@ -108,6 +112,10 @@ class KVCache:
         keys[row_index, :, positions] = k.transpose(1, 2)
         values[row_index, :, positions] = v.transpose(1, 2)
         return keys[rows], values[rows]
+
+    def take_thoughts(self) -> list[Any]:
+        """Thoughts that the last forward made, each once; a plain cache has none."""
+        return []
 
     def unstage(self) -> None:
         self._staged = None

@@ -1,0 +1,232 @@
+"""The Thinking States model: a decoder whose chunks of input each write a thought that is added to the next chunk.
+
+    S_1 = 0;  X~_i = X_i + S_i at l_in;  H_i = what leaves block l_out - 1;  Z_{i+1} = T(H_i);  S_{i+1} = C(Z_{i+1})
+
+Here are the parts and the one parallel pass of training; `thinking_lm.py` runs them over a cache, chunk after chunk.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from cacheprobe.models.hooked import HookedRootModule, HookPoint
+from cacheprobe.models.thinking_blocks import Block, Memory, RMSNorm, alibi_slopes, attention_bias
+from cacheprobe.models.thinking_config import ThinkingConfig
+
+
+class ThinkingBlock(nn.Module):
+    """T: decoder layers over the rows of H and the thought so far, with an unembedding of its own.
+
+    The first thought token is predicted at the last row of H: there is no start token. T sees its own chunk alone.
+    Source: Thinking States (arXiv 2602.08332), Eq. 4.
+    """
+
+    def __init__(self, config: ThinkingConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList([Block(config, i) for i in range(config.thinking_layers)])
+        self.ln_final = RMSNorm(config.d_model)
+        self.unembed = nn.Linear(config.d_model, config.d_vocab, bias=False)
+        self.hook_in, self.hook_logits = HookPoint(), HookPoint()
+
+    def forward(self, hidden: Float[Tensor, "n c m"], thought: Float[Tensor, "n r m"]) -> Float[Tensor, "n r1 v"]:
+        """Logits of thought tokens 0..r, given the embeddings of tokens 0..r-1."""
+        x = self.hook_in(torch.cat([hidden, thought], dim=1))
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        memory = self._memory(hidden.shape[1], positions)
+        for block in self.blocks:
+            x = block(x, positions, memory)
+        return self.hook_logits(self.unembed(self.ln_final(x[:, hidden.shape[1] - 1 :])))
+
+    def _memory(self, prefix: int, positions: Tensor) -> Memory:
+        if self.config.positions != "alibi" and not self.config.bidirectional_prefix:
+            return at_hand
+        bias = attention_bias(self.config, positions, positions, None)
+        if self.config.bidirectional_prefix:
+            bias[..., :prefix, :prefix] = 0
+        return lambda layer, k, v: (k, v, bias)
+
+
+class Compression(nn.Module):
+    """C: an encoder layer over a thought, pooled to the rows of a state.
+
+    Source: Thinking States (arXiv 2602.08332), Eq. 5 and appendix A.1: the last c outputs, shorter thoughts padded.
+    The pads stand in front and nobody attends to them, so a short thought is not lost among them.
+    """
+
+    def __init__(self, config: ThinkingConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.block = Block(config, 0)
+        self.hook_in, self.hook_state = HookPoint(), HookPoint()
+        if config.pooling == "query":
+            self.queries = nn.Parameter(torch.randn(config.chunk, config.d_model) * config.d_model**-0.5)
+
+    def forward(self, thought: Float[Tensor, "n l m"], is_real: Int[Tensor, "n l"]) -> Float[Tensor, "n c m"]:
+        """thought: embeddings, padded in front to at least c rows; is_real: 1 at thought tokens, 0 at pads."""
+        if self.config.pooling == "query":
+            thought = torch.cat([thought, self.queries.expand(len(thought), -1, -1)], dim=1)
+            is_real = torch.cat([is_real, is_real.new_zeros(len(is_real), self.config.chunk)], dim=1)
+        x = self.hook_in(thought)
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        lowest = torch.finfo(x.dtype).min
+        hidden = (is_real == 0)[:, None, None, :].expand(-1, 1, x.shape[1], -1)
+        if self.config.compression_is_causal:
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+            # a pad in front has nothing real behind it; it sees itself
+            own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+            hidden = (hidden | later) & ~own
+        bias = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device).masked_fill_(hidden, lowest)
+        if self.config.positions == "alibi":
+            both_ways = (positions[:, :, None] - positions[:, None, :]).abs()
+            bias = bias - alibi_slopes(self.config.n_heads, x.device)[:, None, None] * both_ways[:, None]
+        x = self.block(x, positions, lambda layer, k, v: (k, v, bias))
+        return self.hook_state(x[:, -self.config.chunk :])
+
+
+class ThinkingModel(HookedRootModule):
+    """Backbone, T and C. The backbone's hook points carry TransformerLens' names; T's and C's stand below theirs.
+
+    `hook_state` is S as it is added, [b, t, m]; `hook_h` is H; `thinking.hook_logits` reads Z.
+    Source: Thinking States (arXiv 2602.08332), section 3.  Twin: `models.thinking_prefill.one_chunk_after_another`.
+    """
+
+    def __init__(self, config: ThinkingConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(config.d_vocab, config.d_model)
+            self.blocks = nn.ModuleList([Block(config, i) for i in range(config.n_layers)])
+            self.ln_final = RMSNorm(config.d_model)
+            self.unembed = nn.Linear(config.d_model, config.d_vocab, bias=False)
+            if config.thinks:
+                self.thinking, self.compression = ThinkingBlock(config), Compression(config)
+            if config.learned_first_state:
+                self.first_state = nn.Parameter(torch.zeros(config.chunk, config.d_model))
+            self._scale()
+        self.hook_embed, self.hook_state, self.hook_h = HookPoint(), HookPoint(), HookPoint()
+        self.setup()
+
+    def _scale(self) -> None:
+        """GPT-2's: normal 0.02 x sqrt(768 / m) everywhere, what writes to the residual stream by 1 / sqrt(2 depth)."""
+        std = 0.02 * (768 / self.config.d_model) ** 0.5
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2 and not name.endswith(("queries", "first_state")):
+                is_writer = name.endswith(("attn.out.weight", "mlp.down.weight"))
+                nn.init.normal_(weight, std=std / (2 * self.config.n_layers) ** 0.5 if is_writer else std)
+
+    def __repr__(self) -> str:
+        c = self.config
+        kind = "ThinkingModel" if c.thinks else "ThinkingModel without thoughts"
+        return f"{kind}({self.num_parameters:,} parameters, {c.n_layers} layers, d_model {c.d_model}, chunk {c.chunk})"
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self.parameters())
+
+    # -- the parts
+
+    def enter(self, token_ids: Int[Tensor, "b t"], positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
+        """The blocks below l_in, which no state reaches."""
+        return self._blocks(self.hook_embed(self.embed(token_ids)), 0, self.config.l_in, positions, memory)
+
+    def loop(self, x: Tensor, states: Tensor | None, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
+        """Add the states, and run the blocks up to l_out: H."""
+        if states is not None:
+            x = x + self.hook_state(states)
+        return self.hook_h(self._blocks(x, self.config.l_in, self.config.l_out, positions, memory))
+
+    def leave(self, hidden: Tensor, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
+        """The blocks above l_out: the residual stream that is read out."""
+        return self._blocks(hidden, self.config.l_out, self.config.n_layers, positions, memory)
+
+    def _blocks(self, x: Tensor, first: int, last: int, positions: Tensor, memory: Memory) -> Tensor:
+        for block in self.blocks[first:last]:
+            x = block(x, positions, memory)
+        return x
+
+    def read_out(self, x: Tensor) -> Tensor:
+        """Logits [..., v] of residual states [..., m]."""
+        return self.unembed(self.ln_final(x))
+
+    def think(self, hidden: Float[Tensor, "n c m"], thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n r1 v"]:
+        """T's logits for thought tokens 0..r, given tokens 0..r-1. Its embedding is the backbone's."""
+        return self.thinking(hidden, self.embed(thought_ids))
+
+    def compress(self, thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n c m"]:
+        """C's states of thoughts, which are padded at their end."""
+        padded = pad_in_front(thought_ids, max(self.config.chunk, thought_ids.shape[1]), self.config.pad_id)
+        return self.compression(self.embed(padded), (padded != self.config.pad_id).long())
+
+    # -- training
+
+    def forward(
+        self, token_ids: Int[Tensor, "b t"], thoughts: Int[Tensor, "b k r"] | None = None
+    ) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "b k r v"] | None]:
+        """All chunks in one pass, from given thoughts: logits of the text, and T's of every thought token.
+
+        thoughts: one for each of the first k chunks, each with its end, padded behind; thought i is made from chunk i
+        and acts on chunk i + 1. Where the model has no T, none.
+        """
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        memory = self._whole(positions)
+        x = self.enter(token_ids, positions, memory)
+        if not self.config.thinks:
+            return self.read_out(self.leave(self.loop(x, None, positions, memory), positions, memory)), None
+        if thoughts is None:
+            raise ValueError("a pass over all chunks at once needs the thoughts; give them, or run the model on a cache")
+        hidden = self.loop(x, self.states_of(thoughts, token_ids.shape[1]), positions, memory)
+        logits = self.read_out(self.leave(hidden, positions, memory))
+        b, k, r = thoughts.shape
+        chunks = hidden[:, : k * self.config.chunk].reshape(b * k, self.config.chunk, -1)
+        thought_logits = self.think(chunks, thoughts.reshape(b * k, r)[:, :-1])
+        return logits, thought_logits.reshape(b, k, r, -1)
+
+    def states_of(self, thoughts: Int[Tensor, "b k r"], length: int) -> Float[Tensor, "b t m"]:
+        """The states that given thoughts add at each of `length` positions: none in the first chunk, and none beyond
+        the chunk that the last thought acts on."""
+        b, k, _ = thoughts.shape
+        c, m = self.config.chunk, self.config.d_model
+        out = self.embed.weight.new_zeros(b, max(length, (k + 1) * c), m)
+        if self.config.learned_first_state:
+            out[:, :c] = self.first_state
+        if self.config.feeds_back:
+            # few thoughts are distinct, and each is compressed once
+            distinct, place = torch.unique(thoughts.flatten(0, 1), dim=0, return_inverse=True)
+            out[:, c : (k + 1) * c] = self.compress(distinct)[place].view(b, k * c, m)
+        return out[:, :length]
+
+    def _whole(self, positions: Tensor) -> Memory:
+        if self.config.positions != "alibi" and self.config.attention_window is None:
+            return at_hand
+        bias = attention_bias(self.config, positions, positions, self.config.attention_window)
+        return lambda layer, k, v: (k, v, bias)
+
+
+def at_hand(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Causal attention over the tokens at hand."""
+    return keys, values, None
+
+
+def pad_in_front(ids: Int[Tensor, "n r"], width: int, pad_id: int) -> Int[Tensor, "n w"]:
+    """Rows that are padded behind, padded in front instead, to `width`."""
+    n, r = ids.shape
+    lengths = (ids != pad_id).sum(1, keepdim=True)
+    source = torch.arange(width, device=ids.device)[None] - (width - lengths)
+    padded = ids.gather(1, source.clamp(min=0, max=r - 1))
+    return padded.masked_fill(source < 0, pad_id)
+
+
+def thought_table(thoughts: Sequence[Sequence[Sequence[int]]], pad_id: int) -> Int[Tensor, "b k r"]:
+    """Thoughts of each chunk of each text as one tensor, padded behind; missing chunks are pads alone."""
+    k = max(map(len, thoughts))
+    r = max((len(thought) for chunks in thoughts for thought in chunks), default=1)
+    table = torch.full((len(thoughts), k, max(r, 1)), pad_id)
+    for b, chunks in enumerate(thoughts):
+        for i, thought in enumerate(chunks):
+            table[b, i, : len(thought)] = torch.tensor(thought)
+    return table
+

@@ -1,0 +1,301 @@
+"""A Thinking States model as a CachedLM: it thinks inside the forward, whatever the phase.
+
+A pass may hold several chunks, and a chunk's state is known only once the chunk before it was read. So the blocks
+between l_in and l_out run in rounds: every state that is not known yet is taken to be that of the empty thought, T reads
+every chunk that ends in the pass, and where a thought is another than was assumed, the round is run again. A round makes
+at least one more chunk right, and computing a chunk again under the same states gives the same bits, so the result is
+that of one chunk after another. All rounds have the pass's own shape: determinism needs nothing more.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.base import ModelError, StateSink
+from cacheprobe.models.facts import sha256_of
+from cacheprobe.models.hooked import ActivationCache
+from cacheprobe.models.thinking import ThinkingModel
+from cacheprobe.models.thinking_blocks import Memory, attention_bias
+from cacheprobe.models.thinking_cache import RowThought, ThinkingCache
+from cacheprobe.names import hook_name, resid_pre_name
+from cacheprobe.ops.sampling import lowest_argmax
+from cacheprobe.tasks.words import encode_strictly
+
+
+@dataclass(frozen=True)
+class _End:
+    """A chunk that ends in the pass at hand."""
+
+    batch: int
+    row: int
+    slot: int
+    end: int
+    """Absolute position of its last token."""
+
+
+class ThinkingLM:
+    """Runs a ThinkingModel on our cache.
+
+    Prompts are padded in front to whole chunks when they are text; of token ids that are no whole number of chunks, the
+    last, unfinished chunk writes no thought. Each thought is decoded by itself in one fixed shape, so its bits depend on
+    its chunk alone.
+    Source: Thinking States (arXiv 2602.08332), section 3.  Twin: `models.thinking_prefill.one_chunk_after_another`.
+    """
+
+    def __init__(self, model: ThinkingModel, tokenizer: Any = None, name: str = "thinking", note: str = "") -> None:
+        self.model, self.tokenizer, self.name, self.weights_note = model.eval(), tokenizer, name, note
+        self.config = config = model.config
+        self.n_layers, self.d_model, self.d_vocab = config.n_layers, config.d_model, config.d_vocab
+        self.n_ctx = config.n_ctx
+        weight = model.embed.weight
+        self.dtype, self.device = weight.dtype, weight.device
+        self.stop_token_ids = (config.eos_id,)
+        self.num_rounds = 0
+        """Rounds of the last forward."""
+        self._trivial: tuple[int, ...] = (config.eos_id,)
+        self._states: dict[tuple[int, ...], Tensor] = {}
+        self._versions: object = None
+        self._listeners: list[tuple[dict[tuple[str, int], Tensor], StateSink]] = []
+        """What each heard in the forward at hand, and whom to tell."""
+        self._compression_points = [p for n, p in model.hook_dict.items() if n.startswith("compression")]
+
+    def __repr__(self) -> str:
+        return f"ThinkingLM({self.name}, {self.model!r})"
+
+    # -- running
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        c = self.config
+        shapes = [(c.n_heads, c.d_head, c.d_head)] * c.n_layers
+        return ThinkingCache(rows, capacity, shapes, self.dtype, self.device, c.d_model, c.chunk)
+
+    def check_settings(self, window: int) -> None:
+        """Raises: ModelError for a window that thoughts while decoding cannot keep in step with."""
+        if self.config.thinks and self.config.think_while_decoding and window % self.config.chunk:
+            raise ModelError(
+                f"{self.name} thinks while it decodes, in chunks of {self.config.chunk} tokens, which do not divide the "
+                f"window of {window}; set window={-(-window // self.config.chunk) * self.config.chunk}"
+            )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        logit_slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """See CachedLM.forward."""
+        assert isinstance(cache, ThinkingCache)
+        self._forget_old_states()
+        for heard, _ in self._listeners:
+            heard.clear()
+        config, model, ran = self.config, self.model, self.n_layers if num_layers is None else num_layers
+        positions = cache.stage(rows, starts, token_ids.shape[1])
+        try:
+            memory = self._memory(cache, positions)
+            run = partial(model._blocks, positions=positions, memory=memory)
+            x = model.hook_embed(model.embed(token_ids.to(self.device)))
+            x = run(x, 0, min(config.l_in, ran))
+            if ran > config.l_in:
+                x = self._in_rounds(x, cache, rows, positions, memory, min(config.l_out, ran))
+            x = run(x, config.l_out, ran) if ran > config.l_out else x
+        finally:
+            cache.unstage()
+        for heard, sink in self._listeners:
+            for (site, layer), value in heard.items():
+                sink(site, layer, value)
+        if num_layers is not None:
+            return x
+        return model.read_out(x if logit_slots is None else x[:, list(logit_slots)])
+
+    def _in_rounds(
+        self, x: Tensor, cache: ThinkingCache, rows: Sequence[int], positions: Tensor, memory: Memory, last: int
+    ) -> Tensor:
+        """The blocks between l_in and `last`, as often as it takes until no thought of this pass changes."""
+        config = self.config
+        ends = self._ends(cache, rows, positions) if config.thinks else []
+        row_index = torch.tensor(list(rows))[:, None]
+        thoughts: dict[_End, RowThought] = {}
+        for end in ends:
+            self._set_state(cache, end, self.state_of(self._trivial))
+        self.num_rounds = 0
+        while True:
+            self.num_rounds += 1
+            states = self._states_at(cache, row_index, positions)
+            h = self.model._blocks(x + self.model.hook_state(states), config.l_in, last, positions, memory)
+            if last < config.l_out or not ends:
+                return self.model.hook_h(h)
+            h = self.model.hook_h(h)
+            cache.hidden[row_index, positions] = h
+            is_changed = False
+            for end in ends:
+                hidden = cache.hidden[end.row, end.end - config.chunk + 1 : end.end + 1]
+                before = thoughts[end].token_ids if end in thoughts else self._trivial
+                thoughts[end] = thought = self._think(end, hidden)
+                if thought.token_ids != before:
+                    self._set_state(cache, end, thought.state)
+                    is_changed |= end.slot + 1 < positions.shape[1]
+            if not is_changed:
+                for thought in thoughts.values():
+                    cache.note(thought)
+                return h
+
+    def _ends(self, cache: KVCache, rows: Sequence[int], positions: Tensor) -> list[_End]:
+        c = self.config.chunk
+        thinks = (positions + 1) % c == 0
+        if not self.config.think_while_decoding:
+            thinks &= positions < cache.prompt_lengths[list(rows)][:, None]
+        return [_End(b, rows[b], t, int(positions[b, t])) for b, t in thinks.nonzero().tolist()]
+
+    def _states_at(self, cache: ThinkingCache, row_index: Tensor, positions: Tensor) -> Tensor:
+        """[b, t, m]: what was thought of the chunk before, S_1 in the first, zero where nobody thought."""
+        config = self.config
+        if not (config.thinks and config.feeds_back):
+            return torch.zeros(*positions.shape, self.d_model, dtype=self.dtype, device=self.device)
+        states = cache.states[row_index, positions]
+        start = positions // config.chunk * config.chunk
+        is_known = start > 0
+        if not config.think_while_decoding:
+            is_known &= start <= cache.prompt_lengths[row_index]
+        states = states * is_known[..., None].to(states.dtype)
+        if config.learned_first_state:
+            first = self.model.first_state[positions % config.chunk]
+            states = torch.where((start == 0)[..., None], first, states)
+        return states
+
+    def _set_state(self, cache: ThinkingCache, end: _End, state: Tensor) -> None:
+        cache.states[end.row, end.end + 1 : end.end + 1 + self.config.chunk] = state
+
+    def _memory(self, cache: KVCache, positions: Tensor) -> Memory:
+        slots = torch.arange(cache.capacity)[None]
+        bias = attention_bias(self.config, positions, slots, self.config.attention_window).to(self.dtype)
+
+        def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return *cache.write(layer, keys, values), bias
+
+        return memory
+
+    # -- thinking
+
+    def _think(self, end: _End, hidden: Tensor) -> RowThought:
+        """One thought from H [c, m], greedily, in one fixed shape whatever its length."""
+        config = self.config
+        ids, logprobs = [], []
+        padded = torch.full((1, config.max_thought), config.pad_id, device=self.device)
+        first = None
+        for i in range(config.max_thought):
+            logits = self.model.think(hidden[None], padded)[0, i].float()
+            first = logits if first is None else first
+            token_id = lowest_argmax(logits)
+            ids.append(token_id)
+            logprobs.append(float(logits.log_softmax(-1)[token_id]))
+            padded[0, i] = token_id
+            if token_id == config.eos_id:
+                break
+        assert first is not None
+        has_ended = ids[-1] == config.eos_id
+        return RowThought(end.row, end.end, tuple(ids), has_ended, tuple(logprobs), first, self.state_of(tuple(ids)))
+
+    def state_of(self, thought_ids: tuple[int, ...]) -> Tensor:
+        """C of one thought, [c, m]: computed once for each, alone."""
+        if thought_ids not in self._states:
+            width = max(len(thought_ids), self.config.max_thought)
+            ids = torch.tensor([[*thought_ids, *[self.config.pad_id] * (width - len(thought_ids))]])
+            with torch.inference_mode():
+                self._states[thought_ids] = self.model.compress(ids.to(self.device))[0]
+        return self._states[thought_ids]
+
+    def _forget_old_states(self) -> None:
+        """States of thoughts hold for the weights, and the hooks, that they were made with."""
+        versions = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in self.model.parameters())
+        if versions != self._versions or any(point.fwd_hooks for point in self._compression_points):
+            self._states.clear()
+            self._versions = versions
+
+    # -- what the engine and the recorder ask
+
+    @contextmanager
+    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
+        """See CachedLM.capturing. Of a layer that runs in rounds, the last round is heard."""
+        heard: dict[tuple[str, int], Tensor] = {}
+
+        def hear(site: str, layer: int, value: Tensor, hook: Any) -> None:
+            heard[site, layer] = value
+
+        hooks = [(hook_name(site, layer), partial(hear, site, layer)) for site, layer in sites]
+        if missing := [name for name, _ in hooks if name not in self.model.hook_dict]:
+            raise ModelError(f"{self.name} has no hook {missing[0]}")
+        listener = (heard, sink)
+        self._listeners.append(listener)
+        try:
+            with self.model.hooks(fwd_hooks=hooks):
+                yield
+        finally:
+            self._listeners = [other for other in self._listeners if other is not listener]
+
+    @torch.inference_mode()
+    def read_out(self, states: Tensor) -> Tensor:
+        """See CachedLM.read_out."""
+        return self.model.read_out(states)
+
+    def fingerprint(self) -> dict[str, str | int | float]:
+        """See CachedLM.fingerprint."""
+        return {
+            "model": self.name,
+            "weights_sha256": sha256_of(sorted(self.model.named_parameters(), key=lambda item: item[0])),
+            "architecture": f"ThinkingModel {sorted(self.config.to_json().items())}",
+            "path": "thinking",
+            "attention": "sdpa",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "threads": torch.get_num_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+            "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
+        }
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a text; with special tokens, pads in front make whole chunks of them.
+
+        Raises: ModelError for a word that the model's vocabulary does not hold.
+        """
+        if self.tokenizer is None:
+            raise ModelError(f"{self.name} has no tokenizer, so prompts must be lists of token ids, not text")
+        try:
+            ids = encode_strictly(self.tokenizer, text)
+        except ValueError as error:
+            raise ModelError(f"{self.name}: {error}") from error
+        pads = -len(ids) % self.config.chunk if add_special_tokens else 0
+        return (*[self.config.pad_id] * pads, *ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return " ".join(self.token_texts(token_ids))
+        return self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        if self.tokenizer is None:
+            return [f"<{token_id}>" for token_id in token_ids]
+        return [self.tokenizer.decode([t], clean_up_tokenization_spaces=False) for t in token_ids]
+
+    def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> ActivationCache:
+        """See CachedLM.to_activation_cache."""
+        named = {hook_name(site, layer): value[None] for (site, layer), value in states.items()}
+        for (site, layer), value in states.items():
+            if site == "S" and layer + 1 < self.n_layers and layer + 1 != self.config.l_in:
+                named[resid_pre_name(layer + 1)] = value[None]
+        return ActivationCache(named, self.model, has_batch_dim=True)

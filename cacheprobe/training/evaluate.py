@@ -1,0 +1,110 @@
+"""Accuracy of a Thinking States model, or of an arm it is compared with, by its OWN thoughts and its own words.
+
+Most texts need one pass: where every thought that the model writes under gold states is the gold one, its own states
+are the gold ones, chunk by chunk from the first, so its own run is that pass. The same holds for written tokens. The
+others are run as they come, from the first chunk that differs on: nothing is assumed of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cacheprobe.models.thinking import ThinkingModel
+from cacheprobe.tasks.thoughts import Annotated
+from cacheprobe.training.recurrent import best, own_thoughts, write
+from cacheprobe.training.thinking_states import IGNORED, collate, spoken
+
+TOKENS_AT_ONCE = 60_000
+"""Of one pass, so that attention's own memory stays small."""
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """One entry for each text."""
+
+    is_right: tuple[bool, ...]
+    """The written answer, up to its end, is the gold one; a text that gives none counts as wrong."""
+    is_thought_right: tuple[bool, ...]
+    """Every thought is the gold one."""
+    is_parsable: tuple[bool, ...]
+    """Whatever was written ended, in a token that could be an answer."""
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.is_right) / len(self.is_right)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: ThinkingModel,
+    items: Sequence[Annotated],
+    arm: str,
+    report: Callable[[int], None] = lambda done: None,
+) -> Verdicts:
+    """Each text by the model's own thoughts and words.  Twin: tests.test_thinking_training.judged_slowly, ==."""
+    if not items:
+        raise ValueError("there are no texts to evaluate; give at least one")
+    answers = {item.answer_ids for item in items}
+    out: list[tuple[bool, bool, bool] | None] = [None] * len(items)
+    order = sorted(range(len(items)), key=lambda i: len(items[i].token_ids))
+    done = 0
+    for group in _groups(order, items):
+        chosen = [items[i] for i in group]
+        is_gold = follows_gold(model, chosen, arm)
+        for i, gold in zip(group, is_gold, strict=True):
+            out[i] = (True, True, True) if gold else None
+        late = [i for i, gold in zip(group, is_gold, strict=True) if not gold]
+        for i, verdict in zip(late, _as_they_come(model, [items[i] for i in late], arm, answers), strict=True):
+            out[i] = verdict
+        done += len(group)
+        report(done)
+    right, thought, parsable = zip(*[verdict for verdict in out if verdict is not None], strict=True)
+    return Verdicts(right, thought, parsable)
+
+
+def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> list[bool]:
+    """Whether every thought and every written token that the model chooses, given the gold ones before, is gold."""
+    batch = collate(items, arm, model.config.pad_id)
+    logits, thought_logits = model(batch.token_ids, batch.thoughts)
+    wanted = batch.labels != IGNORED
+    said = torch.full_like(batch.labels, IGNORED)
+    said[wanted] = best(logits[wanted])
+    right = (said == batch.labels).all(1)
+    if batch.thoughts is not None:
+        assert thought_logits is not None
+        is_real = batch.thoughts != model.config.pad_id
+        thought = torch.full_like(batch.thoughts, model.config.pad_id)
+        thought[is_real] = best(thought_logits[is_real])
+        right &= (thought == batch.thoughts).flatten(1).all(1)
+    return right.tolist()
+
+
+def _as_they_come(
+    model: ThinkingModel, items: Sequence[Annotated], arm: str, answers: set[tuple[int, ...]]
+) -> list[tuple[bool, bool, bool]]:
+    if not items:
+        return []
+    prompts = [item.token_ids for item in items]
+    longest = max(len(spoken(item, arm)) for item in items) + 8
+    thoughts = own_thoughts(model, prompts) if model.config.thinks else [()] * len(items)
+    written = write(model, prompts, thoughts, longest)
+    verdicts = []
+    for item, own, text in zip(items, thoughts, written, strict=True):
+        answer = text[-len(item.answer_ids) :] if text[-1:] == (model.config.eos_id,) else ()
+        is_whole = arm == "chain_of_thought" or text == answer
+        is_parsable = answer in answers and is_whole
+        verdicts.append((is_parsable and answer == item.answer_ids, own == item.thoughts, is_parsable))
+    return verdicts
+
+
+def _groups(order: Sequence[int], items: Sequence[Annotated]) -> list[list[int]]:
+    """Neighbours in length, as many as fit into one pass."""
+    groups: list[list[int]] = []
+    for i in order:
+        size = len(items[i].token_ids) + len(items[i].answer_ids)
+        if groups and (len(groups[-1]) + 1) * size <= TOKENS_AT_ONCE:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups

@@ -1,0 +1,75 @@
+"""Teacher-forced training of Thinking States models, and of the arms that they are compared with.
+
+Gold thoughts are known, so every state is: all chunks of all texts run in one pass, and nothing is propagated back from
+chunk to chunk.
+Source: Thinking States (arXiv 2602.08332), section 3.3, Eq. 6.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor
+
+from cacheprobe.models.thinking import ThinkingModel, thought_table
+from cacheprobe.tasks.thoughts import Annotated
+
+ARMS = ("thinking", "plain", "no_feedback", "chain_of_thought")
+"""thinking: the model.  plain: the backbone, answer only.  no_feedback: thoughts are trained, states are not added.
+chain_of_thought: the backbone, which writes all thoughts after the prompt, then the answer."""
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts side by side, padded behind."""
+
+    token_ids: Int[Tensor, "b t"]
+    labels: Int[Tensor, "b t"]
+    """The next token where it is trained, IGNORED elsewhere."""
+    thoughts: Int[Tensor, "b k r"] | None
+
+
+def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> Batch:
+    """Prompts with what is to be written after them: the answer, or thoughts and answer in a chain of thought."""
+    if arm not in ARMS:
+        raise ValueError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
+    written = [spoken(item, arm) for item in annotated]
+    # the end of the answer is predicted, and never fed
+    length = max(len(item.token_ids) + len(said) - 1 for item, said in zip(annotated, written, strict=True))
+    token_ids = torch.full((len(annotated), length), pad_id)
+    labels = torch.full((len(annotated), length), IGNORED)
+    for b, (item, said) in enumerate(zip(annotated, written, strict=True)):
+        n = len(item.token_ids)
+        whole = torch.tensor([*item.token_ids, *said])
+        token_ids[b, : len(whole) - 1] = whole[:-1]
+        labels[b, n - 1 : len(whole) - 1] = whole[n:]
+    has_thoughts = arm in ("thinking", "no_feedback")
+    return Batch(token_ids, labels, thought_table([a.thoughts for a in annotated], pad_id) if has_thoughts else None)
+
+
+def spoken(item: Annotated, arm: str) -> tuple[int, ...]:
+    """What is written after the prompt: the answer and its end; in a chain of thought, every thought before."""
+    if arm != "chain_of_thought":
+        return item.answer_ids
+    return (*(token for thought in item.thoughts for token in thought[:-1]), *item.answer_ids)
+
+
+def losses(model: ThinkingModel, batch: Batch) -> dict[str, Tensor]:
+    """Cross-entropy of what is written, in nats for each text, and of its thoughts: summed over tokens and chunks.
+
+    "lm" over the answer's tokens (prompt tokens are not trained: the paper leaves it open), "thoughts" over every token
+    of every thought, its end included; no coefficients.
+    Twin: tests.test_thinking_training.losses_slowly, close(1e-5).
+    """
+    logits, thought_logits = model(batch.token_ids, batch.thoughts)
+    count = len(batch.token_ids)
+    trained = batch.labels != IGNORED
+    out = {"lm": F.cross_entropy(logits[trained], batch.labels[trained], reduction="sum") / count}
+    if batch.thoughts is not None:
+        assert thought_logits is not None
+        is_real = batch.thoughts != model.config.pad_id
+        out["thoughts"] = F.cross_entropy(thought_logits[is_real], batch.thoughts[is_real], reduction="sum") / count
+    return out
