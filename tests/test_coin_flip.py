@@ -12,13 +12,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from cacheprobe.tasks import (
+    HELD_OUT_NAMES,
+    NAMES,
+    TRAIN_NAMES,
     CoinFlip,
     Example,
     answer_token_ids,
     coin_question,
     to_dataset,
 )
-from cacheprobe.tasks.coin_flip import NAMES
 
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
 TEMPLATE = (
@@ -123,6 +125,21 @@ def test_every_example_tells_the_truth(task, n, seed):
 def test_an_example_shows_what_it_asks():
     (example,) = CoinFlip(people=1, shots=2, chat=True, names=["Alice", "Bob"]).examples(1)
     assert repr(example) == f"Example({example.question.text!r} -> {example.answer!r}, shots=2, chat=True)"
+
+
+def test_names_can_return_where_people_outnumber_them():
+    (example,) = CoinFlip(people=1000, distinct=False).examples(1, seed=4)
+    names = [name for name, _ in example.events]
+    assert len(names) == 1000 and set(names) == set(NAMES)
+    many = [name for e in CoinFlip(people=100, distinct=False).examples(100) for name, _ in e.events]
+    assert all(60 < many.count(name) < 180 for name in NAMES)  # 10,000 draws, 1 of 88 each
+    (example,) = CoinFlip(people=2, shots=2, names=["Al"], distinct=False).examples(1)
+    assert example.prompt.count("Al") == 6
+
+
+def test_some_names_are_kept_for_tests():
+    assert sorted(TRAIN_NAMES + HELD_OUT_NAMES) == sorted(NAMES) and 2 * len(NAMES) < 3 * len(TRAIN_NAMES)
+    assert HELD_OUT_NAMES[:3] == ("Amy", "Arthur", "Bob") and 5 * len(HELD_OUT_NAMES) > len(NAMES)
 
 
 def test_all_names_can_be_used():

@@ -30,6 +30,7 @@ class Question:
     states: the true state after 0, 1, ... operations.
     spans: characters (start, end) of the words that set each of `states`: the statement of the initial one, then the
     operations. The state changes on the last character of its span, and not before.
+    thoughts: what there is to say once each of `states` holds, such as the part that changed; `states` where empty.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Question:
     events: tuple[Any, ...]
     states: tuple[str, ...]
     spans: tuple[tuple[int, int], ...]
+    thoughts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.states) == len(self.spans) == len(self.events) + 1:
@@ -45,6 +47,8 @@ class Question:
                 f"{self.text!r}: {len(self.events)} events need one state and one span more, "
                 f"got {len(self.states)} states and {len(self.spans)} spans"
             )
+        if self.thoughts and len(self.thoughts) != len(self.states):
+            raise ValueError(f"{self.text!r}: {len(self.states)} states need one thought each, got {self.thoughts}")
         bounds = [0, *(bound for span in self.spans for bound in span), len(self.text)]
         if bounds != sorted(bounds):
             raise ValueError(f"{self.text!r}: spans must lie in order inside the text, got {self.spans}")

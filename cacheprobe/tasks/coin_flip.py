@@ -7,31 +7,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
+from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from cacheprobe.registry import register
-from cacheprobe.tasks.base import Example, Question, Tokenizer
+from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question, Tokenizer
+from cacheprobe.tasks.drawing import Task, check_count
+from cacheprobe.tasks.people import NAMES, check_names, draw
+from cacheprobe.tasks.words import vocabulary_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 STATES = ("heads", "tails")
 ANSWERS = (" heads", " tails")
-
-NAMES = tuple(
-    """
-    Adam Alan Alice Amy Andrew Anna Anthony Arthur Barbara Ben Beth Bob Brian Carl Carol Charles Chris Claire
-    Daniel David Diana Donald Dorothy Edward Ellen Emily Emma Eric Eva Frank Fred George Grace Hannah Harry
-    Helen Henry Ian Jack Jacob James Jane Jason Jennifer Jessica John Joseph Julia Karen Kate Kevin Laura Lisa
-    Louis Lucy Maria Mark Martha Martin Mary Matthew Michael Nancy Nicole Oliver Oscar Paul Peter Philip
-    Rachel Ralph Rebecca Robert Roger Rose Ruth Sam Sarah Scott Simon Sophie Stephen Steven Susan Thomas Tim
-    Victor Victoria Walter William
-    """.split()
-)
 
 
 def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
@@ -72,8 +64,8 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
 
 @register("tasks", "coin_flip")
 @dataclass(frozen=True)
-class CoinFlip:
-    """Coin-flip questions: `people` with distinct random names each flip the coin, or do not.
+class CoinFlip(Task):
+    """Coin-flip questions: `people` with random names each flip the coin, or do not.
 
     flip_probability: of each person, independently.  initial: "heads", "tails", or "random".
     balanced: exactly half of the examples have the answer heads (with an odd n, one more or one fewer). Of examples
@@ -84,6 +76,8 @@ class CoinFlip:
     Not balanced, flips are Bernoulli, a random initial state is a fair coin, and the answer is what comes of them.
     shots: worked examples in front, drawn anew for each example by the same rules, from names it does not ask about.
     chat: the model reads the example in its chat template, the shots being earlier turns.
+    distinct: no name stands twice in a question. Otherwise each is any of `names`, those of the shots too, so that
+    there can be more people than names.
     """
 
     people: int = 2
@@ -93,10 +87,14 @@ class CoinFlip:
     shots: int = 0
     chat: bool = False
     names: Sequence[str] = NAMES
+    distinct: bool = True
+
+    answers_balanced_over = 2
+    chance = 0.5
 
     def __post_init__(self) -> None:
-        _check_count("people", self.people, at_least=1)
-        _check_count("shots", self.shots, at_least=0)
+        check_count("people", self.people, at_least=1)
+        check_count("shots", self.shots, at_least=0)
         if not isinstance(self.flip_probability, Real) or not 0 <= self.flip_probability <= 1:
             raise ValueError(f"flip_probability={self.flip_probability!r} is no probability; give a number from 0 to 1")
         if self.initial not in ("random", *STATES):
@@ -107,20 +105,21 @@ class CoinFlip:
                 f"flip_probability={self.flip_probability!r}, where every answer is the same; "
                 "use initial='random' or balanced=False"
             )
-        if isinstance(self.names, str):
-            raise ValueError(f"names={self.names!r} is one string; give a sequence of names")
-        for name in self.names:
-            if not isinstance(name, str) or not name or name != " ".join(name.split()):
-                raise ValueError(f"names holds {name!r}; give words, with single spaces between them at most")
-        if len(set(self.names)) < len(self.names):
-            raise ValueError("names holds a name more than once; give each once")
-        needed = self.people * (2 if self.shots else 1)
-        if needed > len(self.names):
-            others = ", as shots take other people than the question" if self.shots else ""
-            raise ValueError(
-                f"people={self.people} needs {needed} names{others}, got {len(self.names)}; "
-                "give more names or fewer people"
-            )
+        needed = self.people * (2 if self.shots else 1) if self.distinct else 1
+        others = ", as shots take other people than the question" if self.shots else ""
+        why = f"people={self.people} needs {needed} names{others}"
+        check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
+
+    @property
+    def num_operations(self) -> int:
+        return self.people
+
+    def with_operations(self, count: int) -> CoinFlip:
+        return replace(self, people=count)
+
+    def vocabulary(self) -> tuple[str, ...]:
+        phrases = (coin_question(state, [("", True), ("", False)]) for state in STATES)
+        return vocabulary_of([*(q.text + q.answer for q in phrases), *self.names, SHOT_SEPARATOR * bool(self.shots)])
 
     def examples(self, n: int, seed: int = 0) -> list[Example]:
         """`n` independent examples. Example i depends on (seed, i) alone: a larger n continues a smaller one.
@@ -128,20 +127,21 @@ class CoinFlip:
         The asked question does not depend on `shots` and `chat`. With few people and many examples, questions recur.
         Sets of one seed that differ in the other settings share random draws: for independent sets, take other seeds.
         """
-        _check_count("n", n, at_least=1)
-        _check_count("seed", seed)
-        return [self._example(f"coin_flip/{seed}", index) for index in range(n)]
+        return super().examples(n, seed)
 
-    def _example(self, key: str, index: int) -> Example:
+    def example(self, index: int, seed: int = 0) -> Example:
+        key = f"coin_flip/{seed}"
         question = self._question(key, index, self.names)
-        asked = {name for name, _ in question.events}
-        others = [name for name in self.names if name not in asked] if self.shots else []
+        others = self.names
+        if self.shots and self.distinct:
+            asked = {name for name, _ in question.events}
+            others = [name for name in self.names if name not in asked]
         shots = tuple(self._question(f"{key}/{index}/shots", shot, others) for shot in range(self.shots))
         return Example(question, shots, self.chat)
 
     def _question(self, key: str, index: int, names: Sequence[str]) -> Question:
         rng = Random(f"{key}/{index}")  # a string seed, and rng.random() alone: the same on every Python
-        chosen = _draw(rng, names, self.people)
+        chosen = draw(rng, names, self.people, self.distinct)
         if not self.balanced:
             initial = STATES[rng.random() < 0.5] if self.initial == "random" else self.initial
             return coin_question(initial, [(name, rng.random() < self.flip_probability) for name in chosen])
@@ -245,18 +245,3 @@ def _check_fields(record: Any, required: set[str], optional: set[str]) -> None:
     found = set(record) if isinstance(record, dict) else set()
     if not required <= found <= required | optional:
         raise ValueError(f"expected an object with {sorted(required)}, perhaps {sorted(optional)}, got {record!r:.80}")
-
-
-def _draw(rng: Random, names: Sequence[str], count: int) -> list[str]:
-    """`count` different names in random order: the first steps of a Fisher-Yates shuffle."""
-    pool = list(names)
-    for index in range(count):
-        other = index + int(rng.random() * (len(pool) - index))
-        pool[index], pool[other] = pool[other], pool[index]
-    return pool[:count]
-
-
-def _check_count(name: str, value: int, at_least: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or (at_least is not None and value < at_least):
-        bound = "" if at_least is None else f", {at_least} or more"
-        raise ValueError(f"{name}={value!r} must be a whole number{bound}")

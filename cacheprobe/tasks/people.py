@@ -1,0 +1,44 @@
+"""Names of people who act in a task, and how they are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+NAMES = tuple(
+    """
+    Adam Alan Alice Amy Andrew Anna Anthony Arthur Barbara Ben Beth Bob Brian Carl Carol Charles Chris Claire
+    Daniel David Diana Donald Dorothy Edward Ellen Emily Emma Eric Eva Frank Fred George Grace Hannah Harry
+    Helen Henry Ian Jack Jacob James Jane Jason Jennifer Jessica John Joseph Julia Karen Kate Kevin Laura Lisa
+    Louis Lucy Maria Mark Martha Martin Mary Matthew Michael Nancy Nicole Oliver Oscar Paul Peter Philip
+    Rachel Ralph Rebecca Robert Roger Rose Ruth Sam Sarah Scott Simon Sophie Stephen Steven Susan Thomas Tim
+    Victor Victoria Walter William
+    """.split()
+)
+HELD_OUT_NAMES = NAMES[3::4]
+"""Every fourth name, never to be trained on: for tests with people that a model has not met."""
+TRAIN_NAMES = tuple(name for name in NAMES if name not in HELD_OUT_NAMES)
+
+
+def check_names(names: Sequence[str], needed: int, why: str, remedy: str) -> None:
+    """Refuse anything but `needed` or more different names, each of words with single spaces between them."""
+    if isinstance(names, str):
+        raise ValueError(f"names={names!r} is one string; give a sequence of names")
+    for name in names:
+        if not isinstance(name, str) or not name or name != " ".join(name.split()):
+            raise ValueError(f"names holds {name!r}; give words, with single spaces between them at most")
+    if len(set(names)) < len(names):
+        raise ValueError("names holds a name more than once; give each once")
+    if needed > len(names):
+        raise ValueError(f"{why}, got {len(names)}; {remedy}")
+
+
+def draw(rng: Random, names: Sequence[str], count: int, distinct: bool = True) -> list[str]:
+    """`count` names in random order: different ones (the first steps of a Fisher-Yates shuffle), or each any of all."""
+    if not distinct:
+        return [names[int(rng.random() * len(names))] for _ in range(count)]
+    pool = list(names)
+    for index in range(count):
+        other = index + int(rng.random() * (len(pool) - index))
+        pool[index], pool[other] = pool[other], pool[index]
+    return pool[:count]

@@ -1,0 +1,113 @@
+"""A word-level tokenizer for the texts of a task: every word, punctuation mark and line break is one token."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
+"""Their ids are 0, 1 and 2."""
+
+MARKS = ".,;:?!"
+WORD = rf"[{MARKS}\n]|[^\s{MARKS}]+"
+"""A token. Apostrophes, quotes, hyphens and signs such as = belong to the word they touch."""
+
+UNSPACED = rf" (?=[{MARKS}\n])|(?<=\n) "
+"""Between words stands one space; before a mark, and beside a line break, none."""
+
+
+def split_words(text: str) -> list[str]:
+    """The tokens of a text, whatever their vocabulary.  Twin: the tokenizer's own splitting, ==."""
+    return re.findall(WORD, text)
+
+
+def vocabulary_of(texts: Iterable[str]) -> tuple[str, ...]:
+    """All words that stand in `texts`, sorted by code point: the same on every machine."""
+    return tuple(sorted({word for text in texts for word in split_words(text)}))
+
+
+def word_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each word of `vocabulary`, numbered from 3 in the order given.
+
+    <pad> is 0, <eos> 1, <unk> 2. Neither is added to a text. A word is the same token wherever it stands, after a space
+    or not; decoding puts one space between words and none before a mark, and so gives back every task's texts.
+    A text with other words is encoded with <unk>; `encode_strictly` refuses it.
+    """
+    for word in vocabulary:
+        if split_words(word) != [word] or any(token in word for token in SPECIAL_TOKENS):
+            raise ValueError(
+                f"vocabulary holds {word!r}, which is no single word; give words without spaces and without {MARKS!r}, "
+                f"those marks by themselves, and none of {SPECIAL_TOKENS}"
+            )
+    if not vocabulary or len(set(vocabulary)) < len(vocabulary):
+        raise ValueError(f"vocabulary must hold each word once, and one at least; got {len(vocabulary)} words")
+
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    numbered = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *vocabulary))}
+    tokenizer = Tokenizer(models.WordLevel(numbered, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), behavior="removed", invert=True)
+    joined = decoders.WordPiece(prefix=" ", cleanup=False)  # no word begins with a space: all are set apart by one
+    tokenizer.decoder = decoders.Sequence([joined, decoders.Fuse(), decoders.Replace(Regex(UNSPACED), "")])
+    return _wrapped(tokenizer)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, path: str | Path) -> None:
+    """Write the tokenizer as one plain JSON file, such as tokenizer.json; `save_pretrained` works as well."""
+    tokenizer.backend_tokenizer.save(str(path))
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """Read what `save_tokenizer` wrote."""
+    from tokenizers import Tokenizer
+
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        words = json.loads(text)["model"]["vocab"]
+        special = [words.get(token) for token in SPECIAL_TOKENS]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} holds no tokenizer ({error!r}); write it with save_tokenizer") from error
+    if special != [0, 1, 2]:
+        raise ValueError(f"{path} numbers {SPECIAL_TOKENS} as {special}, not 0, 1, 2; write it with save_tokenizer")
+    return _wrapped(Tokenizer.from_str(text))
+
+
+def encode_strictly(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The tokens of a text, all of whose words the tokenizer must know; nothing is added."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    refuse_unknown(tokenizer, text, encoded["input_ids"], encoded["offset_mapping"])
+    return list(encoded["input_ids"])
+
+
+def refuse_unknown(
+    tokenizer: PreTrainedTokenizerFast, text: str, token_ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+) -> None:
+    """Raise where one of the tokens of `text`, which stand at `offsets`, is the unknown one."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown not in token_ids:
+        return
+    start, end = offsets[token_ids.index(unknown)]
+    words = sorted(set(tokenizer.get_vocab()) - set(SPECIAL_TOKENS))
+    raise ValueError(
+        f"the word {text[start:end]!r} of {text!r:.80} is not in the task vocabulary of {len(words)} words "
+        f"({words[0]!r} to {words[-1]!r}); make the tokenizer from the vocabulary() of the task that wrote the text"
+    )
+
+
+def _wrapped(tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,134 @@
+"""What every registered task keeps: draws, balance, states, words. A task whose file is added is tested by it."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheprobe import registry
+from cacheprobe.tasks import Task, annotate, encode_strictly, mixed, word_tokenizer
+from tests.simulators import SIMULATORS
+
+TASKS = dict(registry.available("tasks"))
+VARIANTS = [(name, options) for name in TASKS for options in SIMULATORS[name].variants]
+every_variant = pytest.mark.parametrize(("name", "options"), VARIANTS, ids=[f"{n}-{o}" for n, o in VARIANTS])
+
+
+def made(name: str, options: dict, operations: int = 3) -> Task:
+    return TASKS[name](**options).with_operations(operations)
+
+
+@every_variant
+def test_the_number_of_operations_is_as_asked(name, options):
+    task = TASKS[name](**options)
+    for count in (1, 2, 7):
+        other = task.with_operations(count)
+        assert other.num_operations == count and other.with_operations(task.num_operations) == task
+        assert {len(e.events) for e in other.examples(4)} == {count}
+    with pytest.raises(ValueError, match="must be a whole number"):
+        task.with_operations(-1)
+
+
+@every_variant
+def test_a_larger_set_continues_a_smaller_one(name, options):
+    task = made(name, options)
+    examples = task.examples(12, seed=3)
+    assert made(name, options).examples(5, seed=3) == examples[:5]
+    assert [task.example(index, seed=3) for index in range(12)] == examples
+    assert task.examples(12, seed=4) != examples
+    for bad in ({"n": 0}, {"n": True}, {"n": 1, "seed": False}):
+        with pytest.raises(ValueError, match="must be a whole number"):
+            task.examples(**bad)
+
+
+@every_variant
+def test_mixed_sets_are_made_of_plain_ones(name, options):
+    task = made(name, options)
+    plain = {count: task.with_operations(count).examples(12, seed=5) for count in (1, 2, 4)}
+    found = mixed(task, (1, 2, 4), n=12, seed=5)
+    assert found == [plain[len(e.events)][index] for index, e in enumerate(found)]
+    assert mixed(task, (1, 2, 4), n=7, seed=5) == found[:7]
+    assert mixed(task, [2], n=12, seed=5) == plain[2]
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 999), operations=st.integers(1, 8))
+@every_variant
+def test_the_text_alone_gives_states_spans_and_answer(name, options, seed, operations):
+    """An independent reader of the words says the same as the task."""
+    for example in made(name, options, operations).examples(2, seed):
+        question = example.question
+        read = SIMULATORS[name].read(question.text)
+        assert read.states == question.states
+        assert f" {read.answer}" == question.answer and question.answer in question.answers
+        assert [question.text[start:end] for start, end in question.spans] == read.clauses
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 999), operations=st.integers(1, 12), chunk=st.integers(3, 12))
+@every_variant
+def test_its_words_are_all_it_says(name, options, seed, operations, chunk):
+    tokenizer = word_tokenizer(TASKS[name](**options).vocabulary())
+    for example in made(name, options, operations).examples(2, seed):
+        question = example.question
+        for text in (question.text, question.text + question.answer, *question.states, *question.thoughts):
+            assert tokenizer.decode(encode_strictly(tokenizer, text)) == text
+        assert annotate(example, tokenizer, chunk, phase=1).num_events == operations
+
+
+@every_variant
+def test_its_vocabulary_is_sorted_stable_and_needed(name, options):
+    task = made(name, options)
+    words = task.vocabulary()
+    assert list(words) == sorted(set(words)) and words == task.with_operations(9).vocabulary()
+    tokenizer = word_tokenizer(words)
+    examples = mixed(task, range(1, 9), n=1200, seed=2)
+    texts = [text for e in examples for q in (e.question,) for text in (q.text, q.answer, *q.states, *q.thoughts)]
+    used = {token for ids in tokenizer(texts)["input_ids"] for token in ids}
+    unused = set(words) - set(tokenizer.convert_ids_to_tokens(sorted(used)))
+    assert not unused
+
+
+@every_variant
+def test_answers_are_balanced_as_promised(name, options):
+    task = made(name, options)
+    run = task.answers_balanced_over
+    for first in range(0, 4 * run, run):
+        counts = Counter(e.answer for e in task.examples(4 * run)[first : first + run])
+        assert run == 1 or (len(set(counts.values())) == 1 and sum(counts.values()) == run)
+
+
+@every_variant
+def test_no_guess_beats_chance(name, options):
+    """Always the commonest answer, over many examples; four standard errors are let pass."""
+    task = made(name, options, operations=4)
+    n = 1500
+    commonest = Counter(e.answer for e in task.examples(n, seed=8)).most_common(1)[0][1] / n
+    error = (task.chance * (1 - task.chance) / n) ** 0.5
+    assert commonest <= task.chance + 4 * error
+    assert 0 < task.chance < 1
+
+
+def test_mixed_needs_numbers_of_operations():
+    task = TASKS["coin_flip"]()
+    with pytest.raises(ValueError, match="operations is empty"):
+        mixed(task, [], n=3)
+    with pytest.raises(ValueError, match="n=0 must be a whole number"):
+        mixed(task, n=0)
+
+
+def test_mixed_sets_are_uniform_over_operations_and_balanced_in_each():
+    examples = mixed(TASKS["coin_flip"](), range(1, 6), n=5000, seed=1)
+    counts = Counter(len(e.events) for e in examples)
+    assert all(860 < counts[k] < 1140 for k in range(1, 6))  # 2,500 pairs, a fifth each
+    for k in range(1, 6):
+        answers = Counter(e.answer for e in examples if len(e.events) == k)
+        assert answers[" heads"] == answers[" tails"]
+
+
+def test_every_task_has_an_independent_reader():
+    assert sorted(SIMULATORS) == sorted(TASKS), "give the task a reader of its text in tests/simulators.py"
+    for name, kind in TASKS.items():
+        assert issubclass(kind, Task) and kind().with_operations(2) == replace(kind().with_operations(2)), name

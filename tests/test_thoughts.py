@@ -1,0 +1,218 @@
+"""Gold thoughts by chunk: agreement with a walk over tokens, the three formats by hand, phases, limits and speed."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from cacheprobe.tasks import (
+    FORMATS,
+    Annotated,
+    CoinFlip,
+    Example,
+    Question,
+    annotate,
+    annotate_all,
+    coin_question,
+    word_tokenizer,
+)
+
+ONE_OF_EACH = Example(coin_question("heads", [("Alice", True), ("Bob", False), ("Carol", True)]))
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    return word_tokenizer(CoinFlip().vocabulary())
+
+
+@pytest.fixture(scope="module")
+def pieces() -> PreTrainedTokenizerFast:
+    """Byte-level BPE that cuts words: an operation ends on the token that completes its verb."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=275, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([e.prompt + e.answer for e in CoinFlip(people=3).examples(20)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def annotate_slowly(example: Example, tokenizer, chunk: int, form: str, phase: int) -> Annotated:
+    """Slow twin of `annotate`: lay the tokens out one by one; look in each chunk for the operations it completes."""
+    question, pad, eos = example.question, tokenizer.pad_token_id, tokenizer.eos_token_id
+    encoded = tokenizer(question.text + question.answer, return_offsets_mapping=True, add_special_tokens=False)
+    laid: list[tuple[int, int]] = []  # token, characters read once it is
+    answer, has_space, is_shifted = [], False, False
+    read = 0
+    for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        has_space |= any(question.text[i] == " " for i in range(question.spans[-1][1], min(end, len(question.text))))
+        if start >= len(question.text):
+            answer.append(token_id)
+            continue
+        if has_space and not is_shifted:
+            laid += [(pad, read)] * phase
+            is_shifted = True
+        read = end
+        laid.append((token_id, read))
+    while len(laid) % chunk:
+        laid.insert(0, (pad, 0))
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    thoughts = []
+    before = 0
+    for first in range(0, len(laid), chunk):
+        after = laid[first + chunk - 1][1]
+        thought = []
+        for step, (_, end) in enumerate(question.spans):
+            ends_here = before < end <= after
+            if form == "state" and ends_here and step > 0:
+                thought += encode(question.states[step])
+            elif form == "delta" and ends_here and step > 0 and question.states[step] != question.states[step - 1]:
+                thought += encode(question.states[step])
+            elif form == "restate" and end <= after:
+                thought = encode(question.states[step])
+        thoughts.append((*thought, eos))
+        before = after
+    tokens = tuple(token for token, _ in laid)
+    return Annotated(tokens, tuple(thoughts), (*answer, eos), len(question.events))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    people=st.integers(1, 7),
+    share=st.sampled_from([0, 0.3, 0.5, 1]),
+    chunk=st.integers(1, 12),
+    form=st.sampled_from(FORMATS),
+    phases=st.lists(st.integers(0, 13), min_size=2, max_size=2),
+    seed=st.integers(0, 99),
+    cut=st.booleans(),
+)
+def test_thoughts_are_those_of_a_walk_over_the_tokens(words, pieces, people, share, chunk, form, phases, seed, cut):
+    tokenizer = pieces if cut else words
+    examples = CoinFlip(people=people, flip_probability=share).examples(2, seed)
+    slow = [annotate_slowly(e, tokenizer, chunk, form, phase) for e, phase in zip(examples, phases, strict=True)]
+    assert annotate_all(examples, tokenizer, chunk, form, phases) == slow
+    assert [annotate(e, tokenizer, chunk, form, p) for e, p in zip(examples, phases, strict=True)] == slow
+
+
+ROWS = [
+    "<pad> <pad> <pad> A",
+    "coin's state is heads",
+    ". Alice flips,",
+    "then Bob does not",
+    "flip, then Carol",
+    "flips. What's the",
+    "state? A:",
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("state", ["", "", "tails ", "", "tails ", "heads ", ""]),
+        ("restate", ["", "heads ", "tails ", "tails ", "tails ", "heads ", "heads "]),
+        ("delta", ["", "", "tails ", "", "", "heads ", ""]),
+    ],
+)
+def test_the_formats_by_hand(words, form, expected):
+    found = annotate(ONE_OF_EACH, words, 4, form)
+    assert [words.decode(found.token_ids[i : i + 4]) for i in range(0, len(found.token_ids), 4)] == ROWS
+    assert [words.decode(thought) for thought in found.thoughts] == [f"{said}<eos>" for said in expected]
+    assert (words.decode(found.answer_ids), found.num_events, found.chunk) == ("heads <eos>", 3, 4)
+
+
+def test_operations_that_share_a_chunk_are_all_said(words):
+    (_, said) = annotate(ONE_OF_EACH, words, 20).thoughts
+    assert words.decode(said) == "tails tails heads <eos>"
+    (_, said) = annotate(ONE_OF_EACH, words, 20, "delta").thoughts
+    assert words.decode(said) == "tails heads <eos>"
+    assert words.decode(annotate(ONE_OF_EACH, words, 99, "restate").thoughts[0]) == "heads <eos>"
+
+
+def test_phases_shift_operations_against_chunks_and_not_the_end(words):
+    found = [annotate(ONE_OF_EACH, words, 8, phase=phase) for phase in range(9)]
+    places = [[at % 8 for at, token in enumerate(f.token_ids) if token == words.get_vocab()["flips"]] for f in found]
+    assert {place[0] for place in places} == set(range(8)) and places[8] == places[0]
+    for phase, one in enumerate(found):
+        text = words.decode(one.token_ids).lstrip("<pad> ")
+        assert text == ONE_OF_EACH.prompt.replace(". What's", "." + " <pad>" * phase + " What's").lstrip()
+        assert len(one.token_ids) % 8 == 0 and one.token_ids[-1] == words.get_vocab()[":"]
+
+
+def test_what_a_question_has_to_say_takes_the_place_of_its_states(words):
+    said = Question("A is heads. Bob flips. state? A:", " heads", (" heads",), ("Bob",), ("heads", "tails"),
+                    ((0, 10), (12, 21)), thoughts=("heads", "Bob is tails"))  # fmt: skip
+    by_form = {form: annotate(Example(said), words, 99, form).thoughts[0] for form in FORMATS}
+    decoded = {form: words.decode(thought) for form, thought in by_form.items()}
+    assert decoded == {"state": "Bob is tails <eos>", "restate": "tails <eos>", "delta": "Bob is tails <eos>"}
+
+
+def test_a_thought_too_long_is_named(words):
+    assert annotate(ONE_OF_EACH, words, 20, max_thought=4)
+    short = Example(coin_question("heads", [("Alice", True)]))
+    with pytest.raises(ValueError, match=r"example 1, \"A coin's .*, chunk 1: the thought .* has 4 .* max_thought=3"):
+        annotate_all([short, ONE_OF_EACH], words, 20, max_thought=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk": 0}, "chunk=0 must be a whole number, 1 or more"),
+        ({"form": "words"}, "form='words' is unknown"),
+        ({"phases": [1, 2]}, "one phase for each of 1 examples, got 2"),
+        ({"phases": [-1]}, "phase=-1 must be a whole number, 0 or more"),
+        ({"max_thought": 0}, "max_thought=0"),
+        ({"examples": CoinFlip(shots=1).examples(1)}, "use examples with shots=0"),
+        ({"examples": CoinFlip(chat=True).examples(1)}, "chat=False"),
+        ({"examples": CoinFlip(names=["Zoe", "Zac"]).examples(1)}, "the word 'Z"),
+    ],
+)
+def test_bad_requests_are_one_line_errors(words, options, message):
+    with pytest.raises(ValueError) as error:
+        annotate_all(**{"examples": [ONE_OF_EACH], "tokenizer": words, "chunk": 4, **options})
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_tokenizer_must_have_pads_and_an_end(words):
+    bare = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, pad_token="<pad>")
+    with pytest.raises(ValueError, match="pad and eos tokens is needed, got pad=0 and eos=None"):
+        annotate(ONE_OF_EACH, bare, 4)
+
+
+def test_no_examples_are_no_error(words):
+    assert annotate_all([], words, 4) == []
+
+
+def test_a_padding_call_before_changes_nothing(words):
+    """Padding asked of a tokenizer stays switched on in its core until the next call."""
+    before = annotate(ONE_OF_EACH, words, 4)
+    words(["A", "A coin's"], padding="max_length", max_length=60, truncation=True)
+    assert annotate(ONE_OF_EACH, words, 4) == before
+
+
+SPEED = """
+import time
+from cacheprobe.tasks import CoinFlip, annotate_all, mixed, word_tokenizer
+words = word_tokenizer(CoinFlip().vocabulary())
+start = time.process_time()
+examples = mixed(CoinFlip(), range(1, 11), n=20_000, seed=1)
+drawn = time.process_time()
+annotate_all(examples, words, 6, "state")
+print(drawn - start, time.process_time() - drawn)
+"""
+
+
+def test_twenty_thousand_are_drawn_and_annotated_in_seconds():
+    """In a process of its own: the type checks of a test run would be most of what is measured."""
+    done = subprocess.run([sys.executable, "-c", SPEED], capture_output=True, text=True, check=True)
+    drawing, annotating = map(float, done.stdout.split())
+    print(f"drawn in {drawing:.2f} CPU-seconds, annotated in {annotating:.2f}")
+    assert drawing + annotating < 5
