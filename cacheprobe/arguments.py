@@ -50,6 +50,7 @@ class Setup:
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
         self.model, self.path_reason = choose_path(model, path)
+        self.model.check_settings(config.window)
         self.config = config
         self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
         self.layers = resolve_layers(layers if self.capture.layers is None else self.capture.layers, model.n_layers)

@@ -230,6 +230,32 @@ class ForwardRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """What a Thinking States model thought of one chunk.
+
+    It is as lasting as the chunk's last token: thoughts of candidates are provisional.
+    Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.
+    """
+
+    request_id: int
+    step: int
+    phase: str
+    chunk: int
+    """Number of the chunk that it was made from; it acts on the next one."""
+    end: int
+    """Absolute position of that chunk's last token."""
+    token_ids: tuple[int, ...]
+    has_ended: bool
+    """False where it was cut at the model's limit."""
+    logprobs: tuple[float, ...]
+    """Of each token, in nats."""
+    first_logits: Any = field(repr=False, default=None)
+    """[v] from which its first token was chosen."""
+    state: Any = field(repr=False, default=None)
+    """[c, m]: what is added to the next chunk."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A request's end: by a stop, by length, cancelled, or by an error."""
 
@@ -246,6 +272,10 @@ class Observer(Protocol):
     def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None: ...
 
     def after_forward(self, record: ForwardRecord) -> None: ...
+
+    def on_thought(self, thought: Thought) -> None:
+        """The pass just heard of by after_forward thought this."""
+        ...
 
     def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Any) -> None:
         """A token was chosen for `position` from logits [v]; whether it stays is not yet known."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.records import ForwardRecord, Observer, RowSlot
+from cacheprobe.records import ForwardRecord, Observer, RowSlot, Thought
 
 PAD_TOKEN_ID = 0
 """Fed in pads and dummies. What it is cannot matter: nothing attends to them."""
@@ -115,8 +115,31 @@ class PassRunner:
         if not is_hidden:
             logits = None if num_layers is not None or logit_slots is not None else out
             self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers))
+        self._pass_on_thoughts(phase, entries, is_hidden)
         self.seconds = time.perf_counter() - began
         return Outcome(out, batch_index)
+
+    def _pass_on_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
+        """Tell of the thoughts whose chunk ended in a real token; pads and dummies think too, to no effect."""
+        by_row = {entry.state.row: entry for entry in entries}
+        for made in self.cache.take_thoughts():
+            entry = by_row.get(made.row)
+            if is_hidden or entry is None or not entry.start <= made.end < entry.end:
+                continue
+            self.observer.on_thought(
+                Thought(
+                    entry.state.request_id,
+                    self.step,
+                    phase,
+                    (made.end + 1) // len(made.state) - 1,
+                    made.end,
+                    made.token_ids,
+                    made.has_ended,
+                    made.logprobs,
+                    made.first_logits,
+                    made.state,
+                )
+            )
 
     def _require_numbers(
         self, out: Tensor, entries: Sequence[Entry], batch_index: Sequence[int], slots: Sequence[int]

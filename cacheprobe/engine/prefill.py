@@ -25,9 +25,15 @@ class Prefill:
         Verified requests in passes of prefill_group x prefill_chunk, a schedule that depends on each prompt alone (D1);
         the others together, in whatever shape they have.
         """
+        for state in states:
+            self._begin(state)
         size = self.config.prefill_group if states[0].is_verified else len(states)
         for i in range(0, len(states), size):
             self._read_group(states[i : i + size], states[0].is_verified)
+
+    def _begin(self, state: SequenceState) -> None:
+        """The cache row holds this prompt from now on: some models read a prompt in another way than they write."""
+        self.passes.cache.prompt_lengths[state.row] = state.request.num_prompt_tokens
 
     def _read_group(self, states: Sequence[SequenceState], is_fixed: bool) -> None:
         chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
@@ -69,6 +75,7 @@ class Prefill:
         """Take over the prompt's rows from a request of the same prompt, which the same schedule wrote."""
         assert source.prompt_logits is not None
         self.passes.skip()
+        self._begin(state)
         length = state.request.num_prompt_tokens
         state.prompt_logits = source.prompt_logits
         token_id = self.books.choose(state, state.prompt_logits, (), length)
@@ -87,6 +94,7 @@ class Prefill:
         A verified request goes through the same shapes as the first time, so every bit is the same: the prompt in its
         chunks, the committed tokens in windows of the verifier, whose choices must be those tokens again.
         """
+        self._begin(state)
         prompt = state.request.prompt_token_ids
         if not state.is_verified:
             for start in range(0, state.frontier, FREE_PREFILL_WIDTH):

@@ -31,6 +31,12 @@ class CachedLM(Protocol):
     device: device
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
+    injected_layers: tuple[int, ...]
+    """Layers whose input is more than what left the layer before: something is added in between."""
+
+    def check_settings(self, window: int) -> None:
+        """Raises: ModelError for settings of a run that this model cannot be run with."""
+        ...
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache of this model's shapes."""

@@ -89,6 +89,11 @@ class BridgeLM:
             )
         return [probe.layer_shapes[layer] for layer in range(self.n_layers)]
 
+    injected_layers: tuple[int, ...] = ()
+
+    def check_settings(self, window: int) -> None:
+        """See CachedLM.check_settings: any window will do."""
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(rows, capacity, self.layer_shapes, self.dtype, self.device)
 

@@ -153,8 +153,10 @@ class ThinkingModel(HookedRootModule):
         return self.unembed(self.ln_final(x))
 
     def think(self, hidden: Float[Tensor, "n c m"], thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n r1 v"]:
-        """T's logits for thought tokens 0..r, given tokens 0..r-1. Its embedding is the backbone's."""
-        return self.thinking(hidden, self.embed(thought_ids))
+        """T's logits for thought tokens 0..r, given tokens 0..r-1. Its embedding is the backbone's; a pad is no thought."""
+        logits = self.thinking(hidden, self.embed(thought_ids))
+        logits[..., self.config.pad_id] = torch.finfo(logits.dtype).min
+        return logits
 
     def compress(self, thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n c m"]:
         """C's states of thoughts, which are padded at their end."""
@@ -164,20 +166,26 @@ class ThinkingModel(HookedRootModule):
     # -- training
 
     def forward(
-        self, token_ids: Int[Tensor, "b t"], thoughts: Int[Tensor, "b k r"] | None = None
+        self,
+        token_ids: Int[Tensor, "b t"],
+        thoughts: Int[Tensor, "b k r"] | None = None,
+        positions: Int[Tensor, "b t"] | None = None,
     ) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "b k r v"] | None]:
         """All chunks in one pass, from given thoughts: logits of the text, and T's of every thought token.
 
         thoughts: one for each of the first k chunks, each with its end, padded behind; thought i is made from chunk i
-        and acts on chunk i + 1. Where the model has no T, none.
+        and acts on chunk i + 1. Where the model has no T, none.  positions: 0, 1, ... where not given.
         """
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        if positions is None:
+            positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
         memory = self._whole(positions)
         x = self.enter(token_ids, positions, memory)
         if not self.config.thinks:
             return self.read_out(self.leave(self.loop(x, None, positions, memory), positions, memory)), None
         if thoughts is None:
-            raise ValueError("a pass over all chunks at once needs the thoughts; give them, or run the model on a cache")
+            raise ValueError(
+                "a pass over all chunks at once needs the thoughts; give them, or run the model on a cache"
+            )
         hidden = self.loop(x, self.states_of(thoughts, token_ids.shape[1]), positions, memory)
         logits = self.read_out(self.leave(hidden, positions, memory))
         b, k, r = thoughts.shape
@@ -229,4 +237,3 @@ def thought_table(thoughts: Sequence[Sequence[Sequence[int]]], pad_id: int) -> I
         for i, thought in enumerate(chunks):
             table[b, i, : len(thought)] = torch.tensor(thought)
     return table
-

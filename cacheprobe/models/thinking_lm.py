@@ -58,6 +58,7 @@ class ThinkingLM:
         weight = model.embed.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.stop_token_ids = (config.eos_id,)
+        self.injected_layers = (config.l_in,) if config.thinks and config.feeds_back else ()
         self.num_rounds = 0
         """Rounds of the last forward."""
         self._trivial: tuple[int, ...] = (config.eos_id,)
@@ -99,6 +100,7 @@ class ThinkingLM:
         """See CachedLM.forward."""
         assert isinstance(cache, ThinkingCache)
         self._forget_old_states()
+        cache.take_thoughts()  # of a pass that failed
         for heard, _ in self._listeners:
             heard.clear()
         config, model, ran = self.config, self.model, self.n_layers if num_layers is None else num_layers

@@ -147,6 +147,8 @@ class TwinLM:
     tokenizer = property(attrgetter("origin.tokenizer"))
     stop_token_ids = property(attrgetter("origin.stop_token_ids"))
     new_cache = property(attrgetter("origin.new_cache"))
+    injected_layers = property(attrgetter("origin.injected_layers"))
+    check_settings = property(attrgetter("origin.check_settings"))
     read_out = property(attrgetter("origin.read_out"))
     encode = property(attrgetter("origin.encode"))
     decode = property(attrgetter("origin.decode"))

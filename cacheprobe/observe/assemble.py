@@ -7,6 +7,7 @@ from typing import Any
 from cacheprobe.config import CaptureConfig, EngineConfig
 from cacheprobe.observe import tables
 from cacheprobe.observe.recorder import Recorder
+from cacheprobe.observe.thoughts import thought_states, thoughts_table
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Request
 from cacheprobe.tasks import accuracy
@@ -27,6 +28,7 @@ def assemble(
     rows = tables.rows_table(recorder.rows, model.token_texts)
     columns = recorder.reader.finish() if recorder.reader is not None else {}
     hypotheses = tables.hypotheses_table(columns, rows, recorder.lens.name, model.token_texts) if columns else None
+    thoughts = recorder.thoughts
     checks = [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows]
     return Trace(
         requests=tuple(requests),
@@ -37,6 +39,8 @@ def assemble(
         event_table=tables.events_table(recorder.steps),
         ledger_table=tables.ledger_table(recorder.ledger),
         store=recorder.blocks.joined(),
+        thought_table=thoughts_table(thoughts, rows, requests, tokens, model) if thoughts else None,
+        thought_states=thought_states(thoughts) if thoughts else None,
         meta={
             **meta,
             "fingerprint": fingerprint,
@@ -44,6 +48,7 @@ def assemble(
             "capture": {**asdict(capture), "layers": list(recorder.layers)},
             "lens": recorder.lens.name,
             "weights_note": model.weights_note,
+            "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
             "checks": checks,
             "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
             "preemptions": recorder.preemptions,

@@ -15,7 +15,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.observe import checks
 from cacheprobe.observe.lens_reader import LensReader, Queued
 from cacheprobe.observe.store import Blocks
-from cacheprobe.records import Finished, ForwardRecord, RowSlot, StepRecord
+from cacheprobe.records import Finished, ForwardRecord, RowSlot, StepRecord, Thought
 
 CHECK_EVERY = 16
 """Passes between self-checks, beside the first of each phase."""
@@ -67,6 +67,7 @@ class Recorder:
     steps: list[StepRecord] = field(default_factory=list)
     ledger: list[LedgerChange] = field(default_factory=list)
     finished: dict[int, Finished] = field(default_factory=dict)
+    thoughts: list[Thought] = field(default_factory=list)
     preemptions: list[tuple[int, int]] = field(default_factory=list)
     """(request_id, step) of every eviction."""
 
@@ -81,7 +82,7 @@ class Recorder:
         }
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
         # of passes whose step is not reported yet, and may still fail
-        self._num_settled = self._num_open_blocks = 0
+        self._num_settled = self._num_settled_thoughts = self._num_open_blocks = 0
         self._pending_reads: list[tuple[RowRecord, Queued]] = []
         self._prompt_rows: dict[int, list[RowRecord]] = {}
         self._prompt_reads: dict[int, list[Queued]] = {}
@@ -97,7 +98,8 @@ class Recorder:
         """(site, layer) pairs to listen to: the self-check needs all of them, whatever is kept."""
         if not self.config.sites:
             return []
-        return [("pre", 0)] + [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
+        entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
+        return entering + [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
 
     # -- one pass
 
@@ -198,7 +200,7 @@ class Recorder:
 
     def _check(self, record: ForwardRecord, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
         for layer in range(ran):
-            pre = watched["pre", 0] if layer == 0 else watched["S", layer - 1]
+            pre = watched["pre", layer] if ("pre", layer) in watched else watched["S", layer - 1]
             sites = (watched[site, layer] for site in "TCS")
             checks.check_residual(self.residual_check, pre, *sites, step=record.step)
         if record.logits is not None and ran == self.model.n_layers:
@@ -215,7 +217,7 @@ class Recorder:
             if row.role == "prompt":
                 self._prompt_reads.setdefault(row.request_id, []).append(replace(queued))
             self._pass_on(row, queued)
-        self._num_settled, self._num_open_blocks = len(self.rows), 0
+        self._num_settled, self._num_settled_thoughts, self._num_open_blocks = len(self.rows), len(self.thoughts), 0
         self._pending_reads.clear()
 
     def on_failure(self, step: int) -> None:
@@ -225,7 +227,7 @@ class Recorder:
         lost = {id(row) for row in self.rows[self._num_settled :]}
         for request_id, rows in self._undecided.items():
             self._undecided[request_id] = [row for row in rows if id(row) not in lost]
-        del self.rows[self._num_settled :]
+        del self.rows[self._num_settled :], self.thoughts[self._num_settled_thoughts :]
         self._num_open_blocks = 0
         self._pending_reads.clear()
         self._open, self._lens_block, self._watched = {}, None, None
@@ -239,6 +241,13 @@ class Recorder:
             self.rows.append(mine)
             if (queued := reads.get(numbers.get(id(row), -1))) is not None:
                 self._pending_reads.append((mine, replace(queued, row=len(self.rows) - 1, target=-1)))
+        prompt = len(self.prompts[source_id])
+        for thought in [t for t in self.thoughts if t.request_id == source_id and t.end < prompt]:
+            self.thoughts.append(replace(thought, request_id=request_id))
+
+    def on_thought(self, thought: Thought) -> None:
+        """See Observer."""
+        self.thoughts.append(thought)
 
     def on_preempt(self, request_id: int, step: int) -> None:
         """See Observer."""

@@ -7,7 +7,7 @@ from cacheprobe.config import CaptureConfig, EngineConfig
 from cacheprobe.engine.fingerprint import require_same, schedule_fingerprint
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.paths import choose_path
+from cacheprobe.models.paths import PATHS, choose_path
 from cacheprobe.observe.lens_reader import LENS_TILE
 from cacheprobe.observe.trace import Trace
 from cacheprobe.ops.equality import bitwise
@@ -40,6 +40,7 @@ def replay(trace: Trace, model: CachedLM, oracle: Callable[..., Trace], progress
     """
     config = EngineConfig(**trace.meta["config"])
     path = str(trace.fingerprint["path"])
+    path = path if path in PATHS else "auto"
     here, _ = choose_path(model, path)
     require_same(trace.fingerprint, schedule_fingerprint(here, config, LENS_TILE), "the run and this machine")
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
@@ -78,6 +79,7 @@ def replay(trace: Trace, model: CachedLM, oracle: Callable[..., Trace], progress
         if request.is_deterministic and difference is None:
             difference, compared = _first_state_difference(trace, again, request, number)
             num_states += compared
+            difference = difference or _first_thought_difference(trace, again, request, number)
         if request.is_deterministic and difference is None and has_readings:
             difference, compared = _first_reading_difference(trace, again, request, number)
             num_readings += compared
@@ -120,6 +122,18 @@ def _first_state_difference(trace: Trace, again: Trace, request: Request, number
                     )
                 compared += 1
     return None, compared
+
+
+def _first_thought_difference(trace: Trace, again: Trace, request: Request, number: int) -> str | None:
+    if trace.thought_table is None:
+        return None
+    ours, theirs = trace.thoughts_said(request.request_id), again.thoughts_said(number)
+    if ours == theirs:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return (
+        f"request {request.request_id}: thought {at} is {ours[at : at + 1]} here, {theirs[at : at + 1]} by the oracle"
+    )
 
 
 _READING = ["token_id", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats"]

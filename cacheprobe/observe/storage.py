@@ -4,6 +4,7 @@
       manifest.json                  the commit point: names the files that belong to the run, with their sizes
       states-<id>-00000.safetensors  one tensor [n, m] for each (site, layer), shards of about 1 GB
       rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet
+      thoughts-<id>.parquet and .safetensors  of a Thinking States model
 
 Every file is written beside its place, flushed to the disk and renamed. Files carry an id of their own, so that saving
 over a run leaves the old one whole until the manifest is replaced; what no manifest names is swept afterwards.
@@ -28,7 +29,14 @@ from cacheprobe.tasks import example_from_record, example_record
 FORMAT_VERSION = 2
 SHARD_BYTES = 10**9
 MANIFEST = "manifest.json"
-_TABLES = {"rows": "row_table", "hypotheses": "hypothesis_table", "events": "event_table", "ledger": "ledger_table"}
+_TABLES = {
+    "rows": "row_table",
+    "hypotheses": "hypothesis_table",
+    "events": "event_table",
+    "ledger": "ledger_table",
+    "thoughts": "thought_table",
+}
+_THOUGHT_STATES = "thoughts-{}.safetensors"
 
 
 class TraceError(ValueError):
@@ -55,6 +63,11 @@ def save_trace(trace: Trace, directory: Path) -> Path:
         table = getattr(trace, attribute)
         if table is not None:
             write(f"{name}-{run_id}.parquet", lambda path, table=table: table.to_parquet(path, index=False))
+    if trace.thought_states is not None:
+        from safetensors.torch import save_file
+
+        states = {"states": trace.thought_states.contiguous()}
+        write(_THOUGHT_STATES.format(run_id), lambda path: save_file(states, path))
     manifest = {
         "format": "cacheprobe trace",
         "format_version": FORMAT_VERSION,
@@ -102,8 +115,17 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
         store=ShardStore(directory, manifest["shards"], manifest["sites"], manifest["layers"]),
         meta=manifest["meta"],
         model=model,
+        thought_states=_thought_states(directory / _THOUGHT_STATES.format(run_id)),
         **held,
     )
+
+
+def _thought_states(path: Path) -> Any:
+    if not path.exists():
+        return None
+    from safetensors.torch import load_file
+
+    return load_file(path)["states"]
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def summary(trace: Trace) -> str:
             f"worst error {check['worst']:.2f} of the tolerance, {check['tolerance']}"
         )
     if trace.hypothesis_table is not None:
-        hypotheses = trace.hypotheses()
+        hypotheses = trace.readings()
         table = agreement_by_layer(hypotheses)
         shown = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
         lines += ["first choice = committed token, by layer:", table.loc[shown].round(2).to_string(na_rep="-")]

@@ -14,6 +14,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.observe import hypotheses as measures
 from cacheprobe.observe import tables
 from cacheprobe.observe.store import StateStore
+from cacheprobe.observe.thoughts import as_hypotheses
 from cacheprobe.records import STATUSES, Request
 
 SITE_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"}
@@ -40,6 +41,9 @@ class Trace:
     meta: dict[str, Any] = field(repr=False)
     """fingerprint, config, capture, checks, behaviour, drafter, lens, finish reasons, model source."""
     model: CachedLM | None = field(default=None, repr=False)
+    thought_table: pd.DataFrame | None = field(default=None, repr=False)
+    thought_states: Tensor | None = field(default=None, repr=False)
+    """[n, c, m]: what each thought added to the next chunk, by its number in `thoughts()`."""
 
     def __repr__(self) -> str:
         steps = self.event_table.drop_duplicates("step").phase.value_counts()
@@ -95,7 +99,15 @@ class Trace:
         return tables.ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
 
     def hypotheses(self) -> pd.DataFrame:
-        """Every lens reading, one row for each layer x position x step; as in `observe.tables.hypotheses_table`."""
+        """Every lens reading, one row for each layer x position x step; as in `observe.tables.hypotheses_table`.
+
+        On a Thinking States model its thoughts stand among them, at site "thought"; see `observe.thoughts`.
+        """
+        spoken = None
+        if self.thought_table is not None:
+            spoken = as_hypotheses(self.thought_table, self.meta["thought_layer"], self.model)
+        if self.hypothesis_table is None and spoken is not None:
+            return spoken
         if self.hypothesis_table is None:
             capture = self.meta["capture"]
             if "Z" in capture["sites"]:
@@ -104,15 +116,23 @@ class Trace:
                     f"the capture filters {filters} kept no row that predicts a generated token; widen them"
                 )
             raise ValueError("this run read no lens; run it with 'Z' in capture=")
-        return self.hypothesis_table.copy()
+        if spoken is None:
+            return self.hypothesis_table.copy()
+        both = pd.concat([self.hypothesis_table, spoken.astype(self.hypothesis_table.dtypes[spoken.columns].to_dict())])
+        return both.sort_values(["request_id", "step", "row", "layer"], ignore_index=True, kind="stable")
+
+    def readings(self) -> pd.DataFrame:
+        """The lens readings alone, without thoughts: what the measures by layer are taken over."""
+        table = self.hypotheses()
+        return table[table.site != "thought"].reset_index(drop=True) if self.thought_table is not None else table
 
     def agreement(self) -> pd.DataFrame:
         """Share of first choices that equal the committed token, by layer and status."""
-        return measures.agreement_by_layer(self.hypotheses())
+        return measures.agreement_by_layer(self.readings())
 
     def settling(self) -> pd.DataFrame:
         """For every row: the layer at which its prediction settles, the flips on the way, and their path."""
-        return measures.settling(self.hypotheses())
+        return measures.settling(self.readings())
 
     def rows(self, request_id: SupportsIndex, status: str | None = None) -> pd.DataFrame:
         """Every row of a request, or those of one status: committed, candidate or rolled_back."""
@@ -123,9 +143,11 @@ class Trace:
         return table[table.status == status].copy() if status else table.copy()
 
     def thoughts(self) -> pd.DataFrame:
-        """Thoughts of a Thinking States model, one row for each chunk."""
-        name = self.fingerprint["model"]
-        raise ValueError(f"{name} writes no thoughts; only a Thinking States model does")
+        """Thoughts of a Thinking States model, one row for each chunk; as in `observe.thoughts.thoughts_table`."""
+        if self.thought_table is None:
+            name = self.fingerprint["model"]
+            raise ValueError(f"{name} wrote no thoughts; only a Thinking States model does, after whole chunks")
+        return self.thought_table.copy()
 
     # -- tensors
 
@@ -156,9 +178,11 @@ class Trace:
         return self.vectors(site, layer, self._canonical(request_id))
 
     def digest(self, request_id: SupportsIndex) -> str:
-        """SHA-256 over the committed tokens, their log-probabilities, and their canonical states wherever captured."""
+        """SHA-256 over the committed tokens, their log-probabilities, thoughts, and canonical states where captured."""
         rows = self._canonical(request_id)
-        spoken = (self.committed(request_id), self.logprobs(request_id))
+        spoken: tuple = (self.committed(request_id), self.logprobs(request_id))
+        if self.thought_table is not None:
+            spoken += (self.thoughts_said(request_id),)
         digest = hashlib.sha256(repr(spoken).encode())
         for site in self.store.sites:
             for layer in self.store.layers:
@@ -189,6 +213,16 @@ class Trace:
 
     def _canonical(self, request_id: SupportsIndex) -> pd.DataFrame:
         return self.rows(request_id, "committed").sort_values("position")
+
+    def thoughts_said(self, request_id: SupportsIndex) -> list[tuple]:
+        """(chunk, token ids, log-probabilities) of the request's committed thoughts, in order."""
+        assert self.thought_table is not None
+        table = self.thought_table
+        mine = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
+        return [
+            (int(t.chunk), [int(i) for i in t.token_ids], [float(x) for x in t.logprobs_nats])
+            for t in mine.itertuples()
+        ]
 
     def _require(self, request_id: SupportsIndex) -> None:
         if request_id not in self.tokens:

@@ -49,14 +49,11 @@ class Reader:
     def think(self, hidden: Tensor) -> list[tuple[int, ...]]:
         """Greedy thoughts of chunks H [n, c, m]; those that do not end are cut at the limit."""
         ids = torch.zeros(len(hidden), 0, dtype=torch.long)
-        is_open = torch.ones(len(hidden), dtype=torch.bool)
         for _ in range(self.config.max_thought):
-            chosen = best(self.model.think(hidden, ids)[:, -1])
-            ids = torch.cat([ids, torch.where(is_open, chosen, self.config.pad_id)[:, None]], dim=1)
-            is_open &= chosen != self.config.eos_id
-            if not bool(is_open.any()):
+            ids = torch.cat([ids, best(self.model.think(hidden, ids)[:, -1])[:, None]], dim=1)
+            if bool((ids == self.config.eos_id).any(1).all()):
                 break
-        return [tuple(token for token in row if token != self.config.pad_id) for row in ids.tolist()]
+        return [up_to(row, self.config.eos_id) for row in ids.tolist()]
 
     def states(self, thoughts: Sequence[tuple[int, ...]]) -> Tensor:
         """[n, c, m], each distinct thought compressed once."""
@@ -117,17 +114,18 @@ def write(
     rows = list(range(len(prompts)))
     reader.feed(token_ids, rows, [0] * len(rows), states[:, :longest] if config.thinks else None)
     ends = torch.tensor([len(prompt) for prompt in prompts])
-    newest = best(model.read_out(reader.residual[torch.arange(len(prompts)), ends - 1]))
-    written = newest[:, None]
-    is_open = newest != config.eos_id
-    while bool(is_open.any()) and written.shape[1] < max_new_tokens:
+    written = best(model.read_out(reader.residual[torch.arange(len(prompts)), ends - 1]))[:, None]
+    while written.shape[1] < max_new_tokens and not bool((written == config.eos_id).any(1).all()):
         starts = (ends + written.shape[1] - 1).tolist()
         added = states[torch.tensor(rows)[:, None], torch.tensor(starts)[:, None]] if config.thinks else None
         reader.feed(written[:, -1:], rows, starts, added)
-        chosen = best(model.read_out(reader.residual[:, 0]))
-        written = torch.cat([written, torch.where(is_open, chosen, config.pad_id)[:, None]], dim=1)
-        is_open &= chosen != config.eos_id
-    return [tuple(token for token in row if token != config.pad_id) for row in written.tolist()]
+        written = torch.cat([written, best(model.read_out(reader.residual[:, 0]))[:, None]], dim=1)
+    return [up_to(row, config.eos_id) for row in written.tolist()]
+
+
+def up_to(token_ids: list[int], eos_id: int) -> tuple[int, ...]:
+    """A text up to its end, or all of it where it has none."""
+    return tuple(token_ids[: token_ids.index(eos_id) + 1] if eos_id in token_ids else token_ids)
 
 
 def best(logits: Tensor) -> Tensor:

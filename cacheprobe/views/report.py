@@ -128,7 +128,7 @@ def _elsewhere(trace: "Trace", request_id: int) -> str:
 
 
 def _lens(trace: "Trace", request_id: int) -> str:
-    hypotheses = trace.hypotheses()
+    hypotheses = trace.readings()
     first = len(trace.requests[request_id].prompt_token_ids) - 1
     end = first + len(trace.committed(request_id))
     shown = range(first, min(end, first + _MOST_POSITIONS))

@@ -1,0 +1,125 @@
+"""Thoughts of a Thinking States model: a table of their own, and lines of the hypotheses table."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.records import Request, Thought
+
+THOUGHT_LENS = "thinking block"
+
+
+def thoughts_table(
+    thoughts: Sequence[Thought],
+    rows: pd.DataFrame,
+    requests: Sequence[Request],
+    tokens: Mapping[int, Sequence[int]],
+    model: CachedLM,
+) -> pd.DataFrame:
+    """One row for each chunk that was thought about, in every pass that did.
+
+    thought (its number, and its place among the thought states), request_id, step, phase, role, status and row (those
+    of the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions
+    of the chunk's first and last token), token_ids, text, has_ended (False: cut at the limit), logprobs_nats;
+    first_token_id, first_logprob_nats, entropy_nats of the choice of its first token; committed_token_id, the first
+    token of the request's answer, with its rank and committed_logprob_nats in that choice;
+    true_state: the task's state once the chunk was read, null where the prompt is from no task.
+    """
+    about = rows.set_index(["request_id", "step", "position"])
+    truth = {request.request_id: _true_states(request, model) for request in requests}
+    records = []
+    for number, thought in enumerate(thoughts):
+        row = about.loc[(thought.request_id, thought.step, thought.end)]
+        logits = thought.first_logits.double()
+        logprobs = logits.log_softmax(-1)
+        answer = tokens[thought.request_id][0] if len(tokens[thought.request_id]) else None
+        states = truth[thought.request_id]
+        records.append(
+            {
+                "thought": number,
+                "request_id": thought.request_id,
+                "step": thought.step,
+                "phase": thought.phase,
+                "role": row.role,
+                "status": row.status,
+                "row": int(row.row),
+                "chunk": thought.chunk,
+                "start": thought.end + 1 - len(thought.state),
+                "end": thought.end,
+                "token_ids": list(thought.token_ids),
+                "text": " ".join(model.token_texts(thought.token_ids)),
+                "has_ended": thought.has_ended,
+                "logprobs_nats": list(thought.logprobs),
+                "first_token_id": thought.token_ids[0],
+                "first_logprob_nats": float(logprobs[thought.token_ids[0]]),
+                "entropy_nats": float(-(logprobs.exp() * logprobs.clamp(min=-1e6)).sum()),
+                "committed_token_id": answer,
+                "rank": None if answer is None else _rank(logits, answer),
+                "committed_logprob_nats": None if answer is None else float(logprobs[answer]),
+                "true_state": states[thought.end] if thought.end < len(states) else None,
+            }
+        )
+    table = pd.DataFrame(records)
+    return table.astype({"committed_token_id": "Int64", "rank": "Int64", "true_state": "string"})
+
+
+def thought_states(thoughts: Sequence[Thought]) -> Tensor:
+    """[n, c, m]: what each thought adds to the next chunk."""
+    return torch.stack([thought.state for thought in thoughts]).clone()
+
+
+def as_hypotheses(thoughts: pd.DataFrame, layer: int, model: CachedLM | None) -> pd.DataFrame:
+    """Thoughts as lines of the hypotheses table: what was believed at l_out, beside the first token of the answer.
+
+    site: "thought".  layer: l_out.  token: the thought's first token; an empty thought is its end alone, and agrees
+    with nothing.
+    """
+    is_empty = thoughts.token_ids.map(len) == 1
+    agrees = pd.array(thoughts.first_token_id == thoughts.committed_token_id, dtype="boolean")
+    agrees[(is_empty | thoughts.committed_token_id.isna()).to_numpy(dtype=bool)] = pd.NA
+    return pd.DataFrame(
+        {
+            **{key: thoughts[key] for key in ("row", "request_id", "step", "phase", "role", "status")},
+            "position": thoughts.end,
+            "layer": layer,
+            "site": "thought",
+            "lens": THOUGHT_LENS,
+            "token_id": thoughts.first_token_id,
+            "token": thoughts.text.str.split(" ").str[0],
+            "logprob_nats": thoughts.first_logprob_nats,
+            "entropy_nats": thoughts.entropy_nats,
+            "committed_token_id": thoughts.committed_token_id,
+            "committed_token": [_text(model, token) for token in thoughts.committed_token_id],
+            "rank": thoughts["rank"],
+            "committed_logprob_nats": thoughts.committed_logprob_nats,
+            "agrees": agrees,
+        }
+    )
+
+
+def _text(model: CachedLM | None, token_id: Any) -> str | None:
+    if pd.isna(token_id):
+        return None
+    return model.token_texts([int(token_id)])[0] if model is not None else f"<{token_id}>"
+
+
+def _rank(logits: Tensor, token_id: int) -> int:
+    """Tokens that come before it, lowest id first among equal ones."""
+    values = logits.numpy()
+    return int((values > values[token_id]).sum() + (values[:token_id] == values[token_id]).sum())
+
+
+def _true_states(request: Request, model: CachedLM) -> Sequence[str | None]:
+    """By absolute position of the prompt: the task's state once that token was read."""
+    if request.example is None:
+        return ()
+    try:
+        known = request.example.states_after_tokens(model.tokenizer)
+    except ValueError:
+        return ()
+    pads = request.num_prompt_tokens - len(known)
+    return [None] * pads + known if pads >= 0 else ()

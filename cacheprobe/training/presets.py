@@ -1,0 +1,71 @@
+"""Every setting of every arm that is trained here, in one place. All arms of a preset share data, steps and optimiser."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.thinking_config import ThinkingConfig
+from cacheprobe.tasks import CoinFlip, Task
+from cacheprobe.training.loop import LoopSettings
+from cacheprobe.training.thinking_states import ARMS
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A task, how its thoughts are written, and the model and the loop that learn it."""
+
+    task: Callable[[int], Task]
+    """The task with this many operations."""
+    operations: tuple[int, ...] = tuple(range(1, 11))
+    """Numbers of operations in training, each as often."""
+    variants: tuple[dict[str, Any], ...] = ({},)
+    """Settings of the task, each trained on as often, so that no regularity of one is learned as the rule."""
+    form: str = "restate"
+    pool: int = 12_000
+    """Examples that batches are drawn from."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Fields of ThinkingConfig that differ from its defaults."""
+    loop: LoopSettings = LoopSettings()
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By arm: fields of LoopSettings that it needs otherwise, to be at its best in distribution."""
+
+    def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
+        """The model of an arm: the same backbone for all."""
+        if arm not in ARMS:
+            raise ModelError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
+        thinks = arm in ("thinking", "no_feedback")
+        return ThinkingConfig(d_vocab=d_vocab, thinks=thinks, feeds_back=arm != "no_feedback", **self.model)
+
+
+def _coin(operations: int) -> Task:
+    return CoinFlip(people=operations, distinct=operations <= 20)
+
+
+_FLIPS = tuple({"flip_probability": p} for p in (0.1, 0.3, 0.5, 0.7, 0.9))
+PRESETS: dict[str, dict[str, Preset]] = {
+    "coin-flip": {
+        "tiny": Preset(
+            _coin,
+            variants=_FLIPS,
+            loop=LoopSettings(steps=200),
+            arms={
+                "no_feedback": dict(steps=400),
+                "plain": dict(steps=1200),
+                "chain_of_thought": dict(steps=800),
+            },
+        ),
+        "mini": Preset(
+            _coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=96), loop=LoopSettings(steps=400)
+        ),
+    },
+}
+
+
+def preset_of(task: str, name: str) -> Preset:
+    """Raises: ModelError for a task or preset that is not there, naming those that are."""
+    if task not in PRESETS:
+        raise ModelError(f"no presets for task {task!r}; there are some for {', '.join(PRESETS)}")
+    if name not in PRESETS[task]:
+        raise ModelError(f"no preset {name!r} for {task}; choose one of {', '.join(PRESETS[task])}")
+    return PRESETS[task][name]

@@ -1,0 +1,98 @@
+"""Train one arm of one preset from a seed, and say what it came to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from cacheprobe.models.thinking import ThinkingModel
+from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
+from cacheprobe.training.evaluate import Verdicts, evaluate, follows_gold
+from cacheprobe.training.loop import Loop, Progress
+from cacheprobe.training.presets import Preset
+from cacheprobe.training.thinking_states import collate, losses
+
+TEST_SEED = 1_000_000
+"""Seeds from here on are never trained on."""
+VARIANT_SEEDS = 1_000
+"""Between the seeds of a preset's variants."""
+CHECK_EVERY, CHECK_TEXTS = 25, 128
+
+
+@dataclass
+class Trained:
+    """A trained arm, and what it cost."""
+
+    model: ThinkingModel
+    tokenizer: Any
+    preset: Preset
+    arm: str
+    seed: int
+    cpu_seconds: float
+    """Of this process, one thread: steps alone, data and checks apart."""
+    cpu_seconds_to_99: float | None
+    """Until 99 % of fresh texts of the trained lengths were wholly right, twice running; None if never."""
+
+    def items(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> list[Annotated]:
+        """Fresh texts of these numbers of operations, drawn uniformly. task: settings of the task to change."""
+        changed = self.preset.task(operations[-1])
+        tasks = replace(changed, **task) if task else changed
+        texts = mixed(tasks, operations, n=n, seed=seed)
+        return annotate_all(texts, self.tokenizer, self.model.config.chunk, self.preset.form)
+
+    def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> Verdicts:
+        """How it does on them by its own thoughts and words."""
+        return evaluate(self.model, self.items(operations, n, seed, **task), self.arm)
+
+
+def train(
+    preset: Preset,
+    arm: str = "thinking",
+    seed: int = 0,
+    folder: Path | None = None,
+    report: Callable[[Progress, float | None], None] = lambda progress, accuracy: None,
+) -> Trained:
+    """Train an arm. folder: for checkpoints, from which the same call goes on.
+
+    report: called after every step, with the accuracy on fresh texts of the trained lengths where it was taken.
+    """
+    tokenizer = word_tokenizer(preset.task(preset.operations[-1]).vocabulary())
+    model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
+    settings = replace(preset.loop, seed=seed, **preset.arms.get(arm, {}))
+    chunk = model.config.chunk
+    pool = _annotated(preset, tokenizer, chunk, preset.pool, seed)
+    fresh = _annotated(preset, tokenizer, chunk, CHECK_TEXTS, TEST_SEED + seed)
+    loop = Loop(model, settings, folder)
+
+    def losses_of(step: int) -> dict[str, torch.Tensor]:
+        draw = Random(f"{seed}/{step}")
+        chosen = [pool[int(draw.random() * len(pool))] for _ in range(settings.batch)]
+        return losses(model, collate(chosen, arm, model.config.pad_id))
+
+    good, to_99 = 0, None
+    for progress in loop.run(losses_of):
+        accuracy = None
+        if progress.step % CHECK_EVERY == 0 or progress.step == settings.steps:
+            with torch.inference_mode():
+                accuracy = sum(follows_gold(model, fresh, arm)) / len(fresh)
+            good = good + 1 if accuracy >= 0.99 else 0
+            if good == 2 and to_99 is None:
+                to_99 = progress.cpu_seconds
+        report(progress, accuracy)
+    return Trained(model.eval(), tokenizer, preset, arm, seed, loop.cpu_seconds, to_99)
+
+
+def _annotated(preset: Preset, tokenizer: Any, chunk: int, n: int, seed: int) -> list[Annotated]:
+    """Texts whose events stand at every phase of a chunk."""
+    whole, share = preset.task(preset.operations[-1]), -(-n // len(preset.variants))
+    texts = [
+        text
+        for i, settings in enumerate(preset.variants)
+        for text in mixed(replace(whole, **settings), preset.operations, n=share, seed=seed + VARIANT_SEEDS * i)
+    ]
+    draw = Random(f"phases/{seed}")
+    phases = [int(draw.random() * chunk) for _ in texts]
+    return annotate_all(texts, tokenizer, chunk, preset.form, phases)
