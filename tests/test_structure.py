@@ -35,7 +35,7 @@ LONGEST_FILE, LARGEST_MEDIAN = 400, 150
 HOOK_NAME = re.compile(r"(^|[^\w ])blocks\\?\.|\bblocks\.\d|hook_(resid|attn|mlp|embed|pos_embed|normalized|scale)")
 
 ONLY_IN = {  # a module, and the files that may import it
-    "transformer_lens": re.compile(r"cacheprobe/models/bridge\w*\.py"),
+    "transformer_lens": re.compile(r"cacheprobe/models/(bridge\w*|hooked)\.py"),
     "plotly": re.compile(r"cacheprobe/views/.+\.py"),
     "dash": re.compile(r"cacheprobe/views/.+\.py"),
 }

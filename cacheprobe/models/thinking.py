@@ -90,7 +90,7 @@ class ThinkingModel(HookedRootModule):
     """Backbone, T and C. The backbone's hook points carry TransformerLens' names; T's and C's stand below theirs.
 
     `hook_state` is S as it is added, [b, t, m]; `hook_h` is H; `thinking.hook_logits` reads Z.
-    Source: Thinking States (arXiv 2602.08332), section 3.  Twin: `models.thinking_prefill.one_chunk_after_another`.
+    Source: Thinking States (arXiv 2602.08332), section 3.  Twin: tests.thinking_slowly.read_slowly.
     """
 
     def __init__(self, config: ThinkingConfig, seed: int = 0) -> None:
@@ -153,7 +153,7 @@ class ThinkingModel(HookedRootModule):
         return self.unembed(self.ln_final(x))
 
     def think(self, hidden: Float[Tensor, "n c m"], thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n r1 v"]:
-        """T's logits for thought tokens 0..r, given tokens 0..r-1. Its embedding is the backbone's; a pad is no thought."""
+        """T's logits for thought tokens 0..r, given tokens 0..r-1. It shares the embedding; a pad is no thought."""
         logits = self.thinking(hidden, self.embed(thought_ids))
         logits[..., self.config.pad_id] = torch.finfo(logits.dtype).min
         return logits
@@ -221,7 +221,7 @@ def at_hand(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, N
 
 def pad_in_front(ids: Int[Tensor, "n r"], width: int, pad_id: int) -> Int[Tensor, "n w"]:
     """Rows that are padded behind, padded in front instead, to `width`."""
-    n, r = ids.shape
+    r = ids.shape[1]
     lengths = (ids != pad_id).sum(1, keepdim=True)
     source = torch.arange(width, device=ids.device)[None] - (width - lengths)
     padded = ids.gather(1, source.clamp(min=0, max=r - 1))

@@ -1,7 +1,7 @@
 """A KV cache that also holds what thinking needs: H of every position, the state to add there, and the newest thoughts.
 
-Everything is indexed by position, like keys and values: a rollback truncates the row, and what lies beyond its length is
-stale until it is computed again. Half-filled chunks need nothing more.
+Everything is indexed by position, like keys and values: a rollback truncates the row, and what lies beyond its length
+is stale until it is computed again. Half-filled chunks need nothing more.
 """
 
 from collections.abc import Sequence

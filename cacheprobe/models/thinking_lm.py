@@ -1,10 +1,10 @@
 """A Thinking States model as a CachedLM: it thinks inside the forward, whatever the phase.
 
 A pass may hold several chunks, and a chunk's state is known only once the chunk before it was read. So the blocks
-between l_in and l_out run in rounds: every state that is not known yet is taken to be that of the empty thought, T reads
-every chunk that ends in the pass, and where a thought is another than was assumed, the round is run again. A round makes
-at least one more chunk right, and computing a chunk again under the same states gives the same bits, so the result is
-that of one chunk after another. All rounds have the pass's own shape: determinism needs nothing more.
+between l_in and l_out run in rounds: a state that is not known yet is taken to be that of the empty thought, T reads
+every chunk that ends in the pass, and where a thought is another than was assumed, the round is run again. A round
+makes at least one more chunk right, and computing a chunk again under the same states gives the same bits, so the
+result is that of one chunk after another. All rounds have the pass's own shape: determinism needs nothing more.
 """
 
 import os
@@ -44,10 +44,11 @@ class _End:
 class ThinkingLM:
     """Runs a ThinkingModel on our cache.
 
-    Prompts are padded in front to whole chunks when they are text; of token ids that are no whole number of chunks, the
-    last, unfinished chunk writes no thought. Each thought is decoded by itself in one fixed shape, so its bits depend on
-    its chunk alone.
-    Source: Thinking States (arXiv 2602.08332), section 3.  Twin: `models.thinking_prefill.one_chunk_after_another`.
+    Prompts are padded in front to whole chunks when they are text; of token ids that are no whole number of chunks,
+    the last, unfinished chunk writes no thought. Each thought is decoded by itself in one fixed shape, so its bits
+    depend on its chunk alone.
+    Source: Thinking States (arXiv 2602.08332), section 3; rounds: its speculative thinking.
+    Twin: tests.thinking_slowly.read_slowly, thoughts ==, logits close(1e-5).
     """
 
     def __init__(self, model: ThinkingModel, tokenizer: Any = None, name: str = "thinking", note: str = "") -> None:
@@ -63,7 +64,7 @@ class ThinkingLM:
         """Rounds of the last forward."""
         self._trivial: tuple[int, ...] = (config.eos_id,)
         self._states: dict[tuple[int, ...], Tensor] = {}
-        self._versions: object = None
+        self._valid_for: object = None
         self._listeners: list[tuple[dict[tuple[str, int], Tensor], StateSink]] = []
         """What each heard in the forward at hand, and whom to tell."""
         self._compression_points = [p for n, p in model.hook_dict.items() if n.startswith("compression")]
@@ -82,8 +83,8 @@ class ThinkingLM:
         """Raises: ModelError for a window that thoughts while decoding cannot keep in step with."""
         if self.config.thinks and self.config.think_while_decoding and window % self.config.chunk:
             raise ModelError(
-                f"{self.name} thinks while it decodes, in chunks of {self.config.chunk} tokens, which do not divide the "
-                f"window of {window}; set window={-(-window // self.config.chunk) * self.config.chunk}"
+                f"{self.name} thinks while it decodes, in chunks of {self.config.chunk} tokens, which do not divide "
+                f"the window of {window}; set window={-(-window // self.config.chunk) * self.config.chunk}"
             )
 
     @torch.inference_mode()
@@ -222,9 +223,10 @@ class ThinkingLM:
     def _forget_old_states(self) -> None:
         """States of thoughts hold for the weights, and the hooks, that they were made with."""
         versions = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in self.model.parameters())
-        if versions != self._versions or any(point.fwd_hooks for point in self._compression_points):
+        is_hooked = any(point.fwd_hooks for point in self._compression_points)
+        if is_hooked or self._valid_for != (versions, is_hooked):
             self._states.clear()
-            self._versions = versions
+        self._valid_for = (versions, is_hooked)
 
     # -- what the engine and the recorder ask
 

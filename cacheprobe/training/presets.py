@@ -1,4 +1,4 @@
-"""Every setting of every arm that is trained here, in one place. All arms of a preset share data, steps and optimiser."""
+"""Every setting of every arm that is trained here, in one place. The arms of a preset share data and backbone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Preset:
     """Examples that batches are drawn from."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of ThinkingConfig that differ from its defaults."""
-    loop: LoopSettings = LoopSettings()
+    loop: LoopSettings = field(default_factory=LoopSettings)
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By arm: fields of LoopSettings that it needs otherwise, to be at its best in distribution."""
 

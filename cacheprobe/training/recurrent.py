@@ -28,7 +28,6 @@ class Reader:
 
     def feed(self, token_ids: Tensor, rows: Sequence[int], starts: Sequence[int], states: Tensor | None) -> Tensor:
         """[n, t] tokens to these rows at these positions, states [n, t, m] added; returns H and keeps the residual."""
-        model = self.model
         positions = self.cache.stage(rows, starts, token_ids.shape[1])
         end = int(positions.max()) + 1
         bias = attention_bias(self.config, positions, torch.arange(end)[None], self.config.attention_window)
