@@ -2,9 +2,9 @@
 
 A pass may hold several chunks, and a chunk's state is known only once the chunk before it was read. So the blocks
 between l_in and l_out run in rounds: a state that is not known yet is taken to be that of the empty thought, T reads
-every chunk that ends in the pass, and where a thought is another than was assumed, the round is run again. A round
-makes at least one more chunk right, and computing a chunk again under the same states gives the same bits, so the
-result is that of one chunk after another. All rounds have the pass's own shape: determinism needs nothing more.
+the chunks that end in the pass, up to the first whose thought is not empty, and where there is one the round is run
+again under its state. Computing a chunk again under the same states gives the same bits, so the result is that of one
+chunk after another. All rounds have the pass's own shape: determinism needs nothing more.
 """
 
 import os
@@ -126,41 +126,46 @@ class ThinkingLM:
     def _in_rounds(
         self, x: Tensor, cache: ThinkingCache, rows: Sequence[int], positions: Tensor, memory: Memory, last: int
     ) -> Tensor:
-        """The blocks between l_in and `last`, as often as it takes until no thought of this pass changes."""
+        """The blocks between l_in and `last`: once, and once more for every thought that is not empty."""
         config = self.config
-        ends = self._ends(cache, rows, positions) if config.thinks else []
+        open_ends = self._ends(cache, rows, positions) if config.thinks else []
         row_index = torch.tensor(list(rows))[:, None]
-        thoughts: dict[_End, RowThought] = {}
-        for end in ends:
+        made: list[RowThought] = []
+        for end in (end for ends in open_ends for end in ends):
             self._set_state(cache, end, self.state_of(self._trivial))
         self.num_rounds = 0
-        while True:
+        is_settled = False
+        while not is_settled:
             self.num_rounds += 1
             states = self._states_at(cache, row_index, positions)
             h = self.model._blocks(x + self.model.hook_state(states), config.l_in, last, positions, memory)
-            if last < config.l_out or not ends:
-                return self.model.hook_h(h)
             h = self.model.hook_h(h)
-            cache.hidden[row_index, positions] = h
-            is_changed = False
-            for end in ends:
-                hidden = cache.hidden[end.row, end.end - config.chunk + 1 : end.end + 1]
-                before = thoughts[end].token_ids if end in thoughts else self._trivial
-                thoughts[end] = thought = self._think(end, hidden)
-                if thought.token_ids != before:
-                    self._set_state(cache, end, thought.state)
-                    is_changed |= end.slot + 1 < positions.shape[1]
-            if not is_changed:
-                for thought in thoughts.values():
-                    cache.note(thought)
+            if last < config.l_out:
                 return h
+            cache.hidden[row_index, positions] = h
+            is_settled = True
+            for ends in open_ends:
+                while ends:
+                    end = ends.pop(0)
+                    made.append(self._think(end, cache.hidden[end.row, end.end - config.chunk + 1 : end.end + 1]))
+                    if made[-1].token_ids != self._trivial:  # what was read after it was read under another state
+                        self._set_state(cache, end, made[-1].state)
+                        is_settled &= end.slot + 1 == positions.shape[1]
+                        break
+        for thought in made:
+            cache.note(thought)
+        return h
 
-    def _ends(self, cache: KVCache, rows: Sequence[int], positions: Tensor) -> list[_End]:
+    def _ends(self, cache: KVCache, rows: Sequence[int], positions: Tensor) -> list[list[_End]]:
+        """Chunks that end in this pass and are to be thought about, by row, in order."""
         c = self.config.chunk
         thinks = (positions + 1) % c == 0
         if not self.config.think_while_decoding:
             thinks &= positions < cache.prompt_lengths[list(rows)][:, None]
-        return [_End(b, rows[b], t, int(positions[b, t])) for b, t in thinks.nonzero().tolist()]
+        return [
+            [_End(b, row, t, int(positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
+            for b, row in enumerate(rows)
+        ]
 
     def _states_at(self, cache: ThinkingCache, row_index: Tensor, positions: Tensor) -> Tensor:
         """[b, t, m]: what was thought of the chunk before, S_1 in the first, zero where nobody thought."""
