@@ -8,22 +8,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from cacheprobe.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question, Tokenizer
-from cacheprobe.tasks.drawing import Task, check_count
-from cacheprobe.tasks.people import NAMES, check_names, draw
+from cacheprobe.tasks.drawing import Task, balanced_side, check_count, check_probability
+from cacheprobe.tasks.people import NAMES, check_names
 from cacheprobe.tasks.words import vocabulary_of
+from cacheprobe.tasks.writing import draw
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 STATES = ("heads", "tails")
 ANSWERS = (" heads", " tails")
+
+
+def turned(side: str) -> str:
+    """The other side of a coin."""
+    return STATES[1 - STATES.index(side)]
 
 
 def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
@@ -38,7 +44,7 @@ def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
         text += ", then " if len(states) > 1 else ". "
         start = len(text)
         text += f"{name} flips" if flipped else f"{name} does not flip"
-        states.append(STATES[1 - STATES.index(states[-1])] if flipped else states[-1])
+        states.append(turned(states[-1]) if flipped else states[-1])
         spans.append((start, len(text)))
     text += ". What's the state? A:"
     return Question(text, f" {states[-1]}", ANSWERS, tuple(map(tuple, events)), tuple(states), tuple(spans))
@@ -50,16 +56,26 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
     Each flips by themselves with `flip_probability`, strictly between 0 and 1.
     Twin: tests.test_data.enumerated_chance, close.
     """
-    even_chance, odd_chance = 1.0, 0.0  # of the flips among those after the next
     stay_probability = 1 - flip_probability
-    for _ in range(remaining - 1):
-        even_chance, odd_chance = (
-            even_chance * stay_probability + odd_chance * flip_probability,
-            odd_chance * stay_probability + even_chance * flip_probability,
+    known = _parity_chances(flip_probability)
+    while len(known) < remaining:
+        even_chance, odd_chance = known[-1]
+        known.append(
+            (
+                even_chance * stay_probability + odd_chance * flip_probability,
+                odd_chance * stay_probability + even_chance * flip_probability,
+            )
         )
+    even_chance, odd_chance = known[remaining - 1]  # of the flips among those after the next
     flips = flip_probability * (even_chance if odd else odd_chance)
     stays = stay_probability * (odd_chance if odd else even_chance)
     return flips / (flips + stays)
+
+
+@lru_cache
+def _parity_chances(flip_probability: float) -> list[tuple[float, float]]:
+    """Chances that 0, 1, ... people flip an even and an odd number of times; `flip_chance` adds what it needs."""
+    return [(1.0, 0.0)]
 
 
 @register("tasks", "coin_flip")
@@ -95,8 +111,7 @@ class CoinFlip(Task):
     def __post_init__(self) -> None:
         check_count("people", self.people, at_least=1)
         check_count("shots", self.shots, at_least=0)
-        if not isinstance(self.flip_probability, Real) or not 0 <= self.flip_probability <= 1:
-            raise ValueError(f"flip_probability={self.flip_probability!r} is no probability; give a number from 0 to 1")
+        check_probability("flip_probability", self.flip_probability)
         if self.initial not in ("random", *STATES):
             raise ValueError(f"initial={self.initial!r} is unknown; use 'random', 'heads' or 'tails'")
         if self.balanced and self.initial != "random" and self.flip_probability in (0, 1):
@@ -145,8 +160,7 @@ class CoinFlip(Task):
         if not self.balanced:
             initial = STATES[rng.random() < 0.5] if self.initial == "random" else self.initial
             return coin_question(initial, [(name, rng.random() < self.flip_probability) for name in chosen])
-        first_of_pair = Random(f"{key}/pair/{index // 2}").random() < 0.5
-        answer = STATES[first_of_pair ^ (index % 2)]
+        answer = STATES[balanced_side(key, index)]
         if self.initial == "random":
             events = [(name, rng.random() < self.flip_probability) for name in chosen]
             odd = sum(flipped for _, flipped in events) % 2
