@@ -5,13 +5,10 @@ Source: the task is that of Wei et al. 2022, arXiv 2201.11903; the wording follo
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
 
 from cacheprobe.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question, Tokenizer
@@ -19,9 +16,6 @@ from cacheprobe.tasks.drawing import Task, balanced_side, check_count, check_pro
 from cacheprobe.tasks.people import NAMES, check_names
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import draw
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 STATES = ("heads", "tails")
 ANSWERS = (" heads", " tails")
@@ -175,87 +169,3 @@ class CoinFlip(Task):
 def answer_token_ids(tokenizer: Tokenizer, *, chat: bool = False) -> tuple[int, ...]:
     """The first tokens of heads and of tails, right after a question as the model reads it; they must differ."""
     return Example(coin_question("heads", [("Alice", True)]), chat=chat).answer_token_ids(tokenizer)
-
-
-def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) -> Dataset:
-    """A `datasets.Dataset` with `inputs` and `targets`, the fields of the public set skrishna/coin_flip, and the truth.
-
-    inputs: the text the model reads (examples with `chat` need the tokenizer).  targets: "heads" or "tails".
-    names, flips: who acts, and whether they flip.  states: the true state after 0, 1, ... of them.
-    """
-    from datasets import Dataset
-
-    if not examples:
-        raise ValueError("no examples to export; give at least one")
-    columns: dict[str, list] = {"inputs": [], "targets": [], "names": [], "flips": [], "states": []}
-    for example in examples:
-        columns["inputs"].append(example.prompt_text(tokenizer))
-        columns["targets"].append(example.answer.strip())
-        columns["names"].append([name for name, _ in example.events])
-        columns["flips"].append([flipped for _, flipped in example.events])
-        columns["states"].append(list(example.states))
-    return Dataset.from_dict(columns)
-
-
-def save_examples(path: str | Path, examples: Iterable[Example]) -> None:
-    """Write examples as JSON lines: prompt, answer, events, states, and shots and chat where there are any."""
-    lines = [json.dumps(example_record(example), ensure_ascii=False) + "\n" for example in examples]
-    Path(path).write_text("".join(lines), encoding="utf-8", newline="\n")
-
-
-def load_examples(path: str | Path) -> list[Example]:
-    """Read what `save_examples` wrote. Each line is rebuilt from its events, and must say what they give."""
-    examples = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        try:
-            examples.append(example_from_record(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}; write the file with save_examples") from error
-    if not examples:
-        raise ValueError(f"{path} holds no examples; write it with save_examples")
-    return examples
-
-
-def example_record(example: Example) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "prompt": example.prompt,
-        "answer": example.answer,
-        "events": example.events,
-        "states": example.states,
-    }
-    if example.shots:
-        record["shots"] = [{"events": shot.events, "states": shot.states} for shot in example.shots]
-    if example.chat:
-        record["chat"] = True
-    return record
-
-
-def example_from_record(record: Any) -> Example:
-    _check_fields(record, {"prompt", "answer", "events", "states"}, {"shots", "chat"})
-    shots, chat = record.get("shots", []), record.get("chat", False)
-    if type(chat) is not bool:
-        raise ValueError(f"chat is {chat!r}; it must be true or false")
-    for shot in shots:
-        _check_fields(shot, {"events", "states"}, set())
-    example = Example(_question_from(record), tuple(map(_question_from, shots)), chat)
-    for field in ("prompt", "answer"):
-        if record[field] != getattr(example, field):
-            raise ValueError(f"{field} is {record[field]!r}, but the events give {getattr(example, field)!r}")
-    return example
-
-
-def _question_from(record: dict[str, Any]) -> Question:
-    events, states = record["events"], tuple(record["states"])
-    for event in events:
-        if len(event) != 2 or type(event[0]) is not str or type(event[1]) is not bool:
-            raise ValueError(f"an event is [name, true or false], got {event!r}")
-    question = coin_question(states[0] if states else "", list(map(tuple, events)))
-    if states != question.states:
-        raise ValueError(f"states are {states}, but the events give {question.states}")
-    return question
-
-
-def _check_fields(record: Any, required: set[str], optional: set[str]) -> None:
-    found = set(record) if isinstance(record, dict) else set()
-    if not required <= found <= required | optional:
-        raise ValueError(f"expected an object with {sorted(required)}, perhaps {sorted(optional)}, got {record!r:.80}")

@@ -19,7 +19,9 @@ from cacheprobe.tasks.writing import Writer
 
 ANSWERS = (" yes", " no")
 
-SENTENCE = re.compile(r"\s*((?P<name>\S[^.]*?) (?:(?P<flips>flips)|does not flip) the coin)\.")
+SENTENCE = re.compile(
+    r"\s*((?P<name>[^\s.]+(?:\s+[^\s.]+){0,2}?)\s+(?:(?P<flips>flips)|does\s+not\s+flip)\s+the\s+coin)\."
+)  # a name has up to three words
 OPENING = re.compile(r"\s*(?:Q:\s*)?(A coin is heads up)\.")
 CLOSING = re.compile(r"""\s*Is the coin still heads up\?(?:\s*Note that "flip" here means "reverse"\.)?(?:\s*A:)?\s*""")
 
