@@ -40,6 +40,16 @@ def stored(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return out
 
 
+def test_any_task_can_be_run_and_stored(model_directory: Path, tmp_path: Path) -> None:
+    done = cacheprobe(
+        *("run", "--out", str(tmp_path / "run"), "--model", str(model_directory), "--dtype", "float32"),
+        *("--task", "variables:updates=1,question_first=true", "--n", "2", "--max-new-tokens", "2", "--capture", "Z"),
+    )
+    assert done.returncode == 0, done.stderr
+    expected = cp.tasks.Variables(updates=1, question_first=True).examples(2)
+    assert [request.example for request in cp.load_trace(tmp_path / "run").requests] == expected
+
+
 def test_help_is_quick() -> None:
     """Processor time of the best of three: what a shell waits for on a quiet machine."""
     best = min(_processor_seconds() for _ in range(3))
