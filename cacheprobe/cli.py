@@ -57,10 +57,10 @@ def run(
     prompt: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     task: str | None = None,
     n: int = 8,
-    people: int = 2,
-    flip_probability: float = 0.5,
-    shots: int = 0,
-    chat: bool = False,
+    people: int | None = None,
+    flip_probability: float | None = None,
+    shots: int | None = None,
+    chat: bool | None = None,
     drafter: str | None = None,
     window: int = 16,
     group: int = 4,
@@ -91,15 +91,15 @@ def run(
     prompt
         A prompt's text; repeat for several.
     task
-        A task by name, such as coin_flip, instead of prompts.
+        NAME or NAME:key=value,... of a task, such as coin_flip or variables:updates=3,modulus=7, instead of prompts.
     n
         Examples of the task.
     people, flip_probability
-        Of the coin flip.
+        Of the coin flips.
     shots
-        Worked examples in front of each question.
+        Worked examples in front of each question, in tasks that have them.
     chat
-        Use the model's chat template.
+        Use the model's chat template, likewise.
     drafter
         NAME or NAME:key=value,... such as early_exit:layer=20. Without one, only deterministic requests are verified.
     window, group
@@ -122,14 +122,14 @@ def run(
         Show progress bars.
     """
     import cacheprobe as cp
-    from cacheprobe.registry import find
 
     if bool(prompt) == (task is not None):
         raise ValueError("give either --prompt (once or more) or --task, such as --task coin_flip")
     prompts: Any = list(prompt)
     if task is not None:
-        kind = find("tasks", task)
-        prompts = kind(people=people, flip_probability=flip_probability, shots=shots, chat=chat).examples(n, seed)
+        settings = {"people": people, "flip_probability": flip_probability, "shots": shots, "chat": chat}
+        given = {name: value for name, value in settings.items() if value is not None}
+        prompts = _plug_in("tasks", task, **given).examples(n, seed)
     chosen = _plug_in("drafters", drafter) if drafter else None
     trace = cp.run(
         cp.load_model(model, dtype=dtype, progress=progress),
@@ -268,21 +268,31 @@ def _print_summary(trace: Any, is_behaviour_printed: bool) -> None:
     print(summary(trace))
 
 
-def _plug_in(kind: str, text: str) -> Any:
-    """NAME or NAME:key=value,... to the plug-in's object; values are numbers where they read as such."""
+def _plug_in(kind: str, text: str, **options: Any) -> Any:
+    """NAME or NAME:key=value,... to the plug-in's object; values are numbers, true or false where they read as such."""
     from cacheprobe.registry import find
 
     name, _, listed = text.partition(":")
-    options = {}
     for item in filter(None, listed.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"{kind} option {item!r} is not key=value, as in early_exit:layer=20")
-        options[key] = int(value) if value.lstrip("-").isdigit() else value
+        options[key] = _value(value)
     try:
         return find(kind, name)(**options)
     except TypeError as error:
         raise ValueError(f"{kind} {name!r} cannot be made from {options}: {error}") from error
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
 
 
 def main() -> None:

@@ -40,6 +40,16 @@ def stored(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return out
 
 
+def test_any_task_can_be_run_and_stored(model_directory: Path, tmp_path: Path) -> None:
+    done = cacheprobe(
+        *("run", "--out", str(tmp_path / "run"), "--model", str(model_directory), "--dtype", "float32"),
+        *("--task", "variables:updates=1,question_first=true", "--n", "2", "--max-new-tokens", "2", "--capture", "Z"),
+    )
+    assert done.returncode == 0, done.stderr
+    expected = cp.tasks.Variables(updates=1, question_first=True).examples(2)
+    assert [request.example for request in cp.load_trace(tmp_path / "run").requests] == expected
+
+
 def test_help_is_quick() -> None:
     """Processor time of the best of three: what a shell waits for on a quiet machine."""
     best = min(_processor_seconds() for _ in range(3))
@@ -87,6 +97,8 @@ def test_report_is_drawn(stored: Path, tmp_path: Path) -> None:
     [
         (("run", "--out", "x"), "give either --prompt"),
         (("run", "--out", "x", "--task", "poker"), "poker"),
+        (("run", "--out", "x", "--task", "variables:modulus=1"), "modulus=1"),
+        (("run", "--out", "x", "--task", "boxes", "--people", "2"), "tasks 'boxes' cannot be made from {'people': 2}"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "psychic"), "psychic"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit"), "layer"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit:layer"), "not key=value"),

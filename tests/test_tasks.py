@@ -60,8 +60,8 @@ def test_the_text_alone_gives_states_spans_and_answer(name, options, seed, opera
     """An independent reader of the words says the same as the task."""
     for example in made(name, options, operations).examples(2, seed):
         question = example.question
-        read = SIMULATORS[name].read(question.text)
-        assert read.states == question.states
+        read = SIMULATORS[name].read(question.text, options)
+        assert (read.states, read.thoughts) == (question.states, question.thoughts)
         assert f" {read.answer}" == question.answer and question.answer in question.answers
         assert [question.text[start:end] for start, end in question.spans] == read.clauses
 
@@ -84,7 +84,7 @@ def test_its_vocabulary_is_sorted_stable_and_needed(name, options):
     words = task.vocabulary()
     assert list(words) == sorted(set(words)) and words == task.with_operations(9).vocabulary()
     tokenizer = word_tokenizer(words)
-    examples = mixed(task, range(1, 9), n=1200, seed=2)
+    examples = mixed(task, (1, 2, 5), n=450, seed=2)
     texts = [text for e in examples for q in (e.question,) for text in (q.text, q.answer, *q.states, *q.thoughts)]
     used = {token for ids in tokenizer(texts)["input_ids"] for token in ids}
     unused = set(words) - set(tokenizer.convert_ids_to_tokens(sorted(used)))
@@ -102,13 +102,13 @@ def test_answers_are_balanced_as_promised(name, options):
 
 @every_variant
 def test_no_guess_beats_chance(name, options):
-    """Always the commonest answer, over many examples; four standard errors are let pass."""
-    task = made(name, options, operations=4)
-    n = 1500
-    commonest = Counter(e.answer for e in task.examples(n, seed=8)).most_common(1)[0][1] / n
-    error = (task.chance * (1 - task.chance) / n) ** 0.5
-    assert commonest <= task.chance + 4 * error
-    assert 0 < task.chance < 1
+    """Always the commonest answer: of many rare ones, some stand more often than four standard errors above theirs."""
+    task = made(name, options, operations=2)
+    n = 400
+    commonest = Counter(e.answer for e in task.examples(n, seed=8)).most_common(1)[0][1]
+    expected = task.chance * n
+    assert task.chance == 1 / len(task.example(0).answers) < 1
+    assert task.answers_are_even == (commonest <= expected + 4 * expected**0.5 + 4)
 
 
 def test_mixed_needs_numbers_of_operations():

@@ -1,19 +1,18 @@
 """Tasks: questions whose true state is known after every token."""
 
-from cacheprobe.tasks.base import Accuracy, Example, Question, Rendering, accuracy, parse_answer
-from cacheprobe.tasks.coin_flip import (
-    CoinFlip,
-    answer_token_ids,
-    coin_question,
-    example_from_record,
-    example_record,
-    load_examples,
-    save_examples,
-    to_dataset,
-)
+from cacheprobe.tasks.base import Accuracy, Example, Question, Rendering, accuracy, accuracy_by, parse_answer
+from cacheprobe.tasks.boxes import Boxes
+from cacheprobe.tasks.coin_flip import CoinFlip, answer_token_ids, coin_question
+from cacheprobe.tasks.coin_flip_sparse import CoinFlipSparse
+from cacheprobe.tasks.coin_flip_wei import CoinFlipWei
 from cacheprobe.tasks.drawing import Task, mixed
+from cacheprobe.tasks.exchange import from_dataset, to_dataset
+from cacheprobe.tasks.files import example_from_record, example_record, load_examples, save_examples
 from cacheprobe.tasks.people import HELD_OUT_NAMES, NAMES, TRAIN_NAMES
+from cacheprobe.tasks.permutations import Permutations
 from cacheprobe.tasks.thoughts import FORMATS, Annotated, annotate, annotate_all
+from cacheprobe.tasks.two_coins import TwoCoins
+from cacheprobe.tasks.variables import Variables
 from cacheprobe.tasks.words import encode_strictly, load_tokenizer, save_tokenizer, word_tokenizer
 
 __all__ = [
@@ -23,12 +22,19 @@ __all__ = [
     "TRAIN_NAMES",
     "Accuracy",
     "Annotated",
+    "Boxes",
     "CoinFlip",
+    "CoinFlipSparse",
+    "CoinFlipWei",
     "Example",
+    "Permutations",
     "Question",
     "Rendering",
     "Task",
+    "TwoCoins",
+    "Variables",
     "accuracy",
+    "accuracy_by",
     "annotate",
     "annotate_all",
     "answer_token_ids",
@@ -36,6 +42,7 @@ __all__ = [
     "encode_strictly",
     "example_from_record",
     "example_record",
+    "from_dataset",
     "load_examples",
     "load_tokenizer",
     "mixed",

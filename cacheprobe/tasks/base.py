@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Protocol, runtime_checkable
@@ -248,6 +249,18 @@ class Accuracy:
             f"Accuracy({self.num_correct} of {self.num_examples} = {self.accuracy:.3f}, 95 % {low:.3f} to {high:.3f}; "
             f"{self.num_unparsed} unparsed; chance {self.chance:.2f})"
         )
+
+
+def accuracy_by(
+    examples: Sequence[Example], texts: Sequence[str], group: Callable[[Example], Any]
+) -> dict[Any, Accuracy]:
+    """`accuracy` for each value that `group` gives, such as `lambda example: len(example.events)`, in their order."""
+    if not examples or len(examples) != len(texts):
+        raise ValueError(f"give one text for each of one or more examples, got {len(examples)} and {len(texts)}")
+    rows = defaultdict(list)
+    for example, text in zip(examples, texts, strict=True):
+        rows[group(example)].append((example, text))
+    return {key: accuracy(*map(list, zip(*rows[key], strict=True))) for key in sorted(rows)}
 
 
 def accuracy(examples: Sequence[Example], texts: Sequence[str]) -> Accuracy:

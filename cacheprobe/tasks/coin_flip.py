@@ -5,25 +5,25 @@ Source: the task is that of Wei et al. 2022, arXiv 2201.11903; the wording follo
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
-from pathlib import Path
+from functools import lru_cache
 from random import Random
-from typing import TYPE_CHECKING, Any
 
 from cacheprobe.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question, Tokenizer
-from cacheprobe.tasks.drawing import Task, check_count
-from cacheprobe.tasks.people import NAMES, check_names, draw
+from cacheprobe.tasks.drawing import Task, balanced_side, check_count, check_probability
+from cacheprobe.tasks.people import NAMES, check_names
 from cacheprobe.tasks.words import vocabulary_of
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from cacheprobe.tasks.writing import draw
 
 STATES = ("heads", "tails")
 ANSWERS = (" heads", " tails")
+
+
+def turned(side: str) -> str:
+    """The other side of a coin."""
+    return STATES[1 - STATES.index(side)]
 
 
 def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
@@ -38,7 +38,7 @@ def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
         text += ", then " if len(states) > 1 else ". "
         start = len(text)
         text += f"{name} flips" if flipped else f"{name} does not flip"
-        states.append(STATES[1 - STATES.index(states[-1])] if flipped else states[-1])
+        states.append(turned(states[-1]) if flipped else states[-1])
         spans.append((start, len(text)))
     text += ". What's the state? A:"
     return Question(text, f" {states[-1]}", ANSWERS, tuple(map(tuple, events)), tuple(states), tuple(spans))
@@ -50,16 +50,26 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
     Each flips by themselves with `flip_probability`, strictly between 0 and 1.
     Twin: tests.test_data.enumerated_chance, close.
     """
-    even_chance, odd_chance = 1.0, 0.0  # of the flips among those after the next
     stay_probability = 1 - flip_probability
-    for _ in range(remaining - 1):
-        even_chance, odd_chance = (
-            even_chance * stay_probability + odd_chance * flip_probability,
-            odd_chance * stay_probability + even_chance * flip_probability,
+    known = _parity_chances(flip_probability)
+    while len(known) < remaining:
+        even_chance, odd_chance = known[-1]
+        known.append(
+            (
+                even_chance * stay_probability + odd_chance * flip_probability,
+                odd_chance * stay_probability + even_chance * flip_probability,
+            )
         )
+    even_chance, odd_chance = known[remaining - 1]  # of the flips among those after the next
     flips = flip_probability * (even_chance if odd else odd_chance)
     stays = stay_probability * (odd_chance if odd else even_chance)
     return flips / (flips + stays)
+
+
+@lru_cache
+def _parity_chances(flip_probability: float) -> list[tuple[float, float]]:
+    """Chances that 0, 1, ... people flip an even and an odd number of times; `flip_chance` adds what it needs."""
+    return [(1.0, 0.0)]
 
 
 @register("tasks", "coin_flip")
@@ -95,8 +105,7 @@ class CoinFlip(Task):
     def __post_init__(self) -> None:
         check_count("people", self.people, at_least=1)
         check_count("shots", self.shots, at_least=0)
-        if not isinstance(self.flip_probability, Real) or not 0 <= self.flip_probability <= 1:
-            raise ValueError(f"flip_probability={self.flip_probability!r} is no probability; give a number from 0 to 1")
+        check_probability("flip_probability", self.flip_probability)
         if self.initial not in ("random", *STATES):
             raise ValueError(f"initial={self.initial!r} is unknown; use 'random', 'heads' or 'tails'")
         if self.balanced and self.initial != "random" and self.flip_probability in (0, 1):
@@ -145,8 +154,7 @@ class CoinFlip(Task):
         if not self.balanced:
             initial = STATES[rng.random() < 0.5] if self.initial == "random" else self.initial
             return coin_question(initial, [(name, rng.random() < self.flip_probability) for name in chosen])
-        first_of_pair = Random(f"{key}/pair/{index // 2}").random() < 0.5
-        answer = STATES[first_of_pair ^ (index % 2)]
+        answer = STATES[balanced_side(key, index)]
         if self.initial == "random":
             events = [(name, rng.random() < self.flip_probability) for name in chosen]
             odd = sum(flipped for _, flipped in events) % 2
@@ -161,87 +169,3 @@ class CoinFlip(Task):
 def answer_token_ids(tokenizer: Tokenizer, *, chat: bool = False) -> tuple[int, ...]:
     """The first tokens of heads and of tails, right after a question as the model reads it; they must differ."""
     return Example(coin_question("heads", [("Alice", True)]), chat=chat).answer_token_ids(tokenizer)
-
-
-def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) -> Dataset:
-    """A `datasets.Dataset` with `inputs` and `targets`, the fields of the public set skrishna/coin_flip, and the truth.
-
-    inputs: the text the model reads (examples with `chat` need the tokenizer).  targets: "heads" or "tails".
-    names, flips: who acts, and whether they flip.  states: the true state after 0, 1, ... of them.
-    """
-    from datasets import Dataset
-
-    if not examples:
-        raise ValueError("no examples to export; give at least one")
-    columns: dict[str, list] = {"inputs": [], "targets": [], "names": [], "flips": [], "states": []}
-    for example in examples:
-        columns["inputs"].append(example.prompt_text(tokenizer))
-        columns["targets"].append(example.answer.strip())
-        columns["names"].append([name for name, _ in example.events])
-        columns["flips"].append([flipped for _, flipped in example.events])
-        columns["states"].append(list(example.states))
-    return Dataset.from_dict(columns)
-
-
-def save_examples(path: str | Path, examples: Iterable[Example]) -> None:
-    """Write examples as JSON lines: prompt, answer, events, states, and shots and chat where there are any."""
-    lines = [json.dumps(example_record(example), ensure_ascii=False) + "\n" for example in examples]
-    Path(path).write_text("".join(lines), encoding="utf-8", newline="\n")
-
-
-def load_examples(path: str | Path) -> list[Example]:
-    """Read what `save_examples` wrote. Each line is rebuilt from its events, and must say what they give."""
-    examples = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        try:
-            examples.append(example_from_record(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}; write the file with save_examples") from error
-    if not examples:
-        raise ValueError(f"{path} holds no examples; write it with save_examples")
-    return examples
-
-
-def example_record(example: Example) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "prompt": example.prompt,
-        "answer": example.answer,
-        "events": example.events,
-        "states": example.states,
-    }
-    if example.shots:
-        record["shots"] = [{"events": shot.events, "states": shot.states} for shot in example.shots]
-    if example.chat:
-        record["chat"] = True
-    return record
-
-
-def example_from_record(record: Any) -> Example:
-    _check_fields(record, {"prompt", "answer", "events", "states"}, {"shots", "chat"})
-    shots, chat = record.get("shots", []), record.get("chat", False)
-    if type(chat) is not bool:
-        raise ValueError(f"chat is {chat!r}; it must be true or false")
-    for shot in shots:
-        _check_fields(shot, {"events", "states"}, set())
-    example = Example(_question_from(record), tuple(map(_question_from, shots)), chat)
-    for field in ("prompt", "answer"):
-        if record[field] != getattr(example, field):
-            raise ValueError(f"{field} is {record[field]!r}, but the events give {getattr(example, field)!r}")
-    return example
-
-
-def _question_from(record: dict[str, Any]) -> Question:
-    events, states = record["events"], tuple(record["states"])
-    for event in events:
-        if len(event) != 2 or type(event[0]) is not str or type(event[1]) is not bool:
-            raise ValueError(f"an event is [name, true or false], got {event!r}")
-    question = coin_question(states[0] if states else "", list(map(tuple, events)))
-    if states != question.states:
-        raise ValueError(f"states are {states}, but the events give {question.states}")
-    return question
-
-
-def _check_fields(record: Any, required: set[str], optional: set[str]) -> None:
-    found = set(record) if isinstance(record, dict) else set()
-    if not required <= found <= required | optional:
-        raise ValueError(f"expected an object with {sorted(required)}, perhaps {sorted(optional)}, got {record!r:.80}")

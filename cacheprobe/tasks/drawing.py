@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from numbers import Integral
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from random import Random
 from typing import ClassVar
 
@@ -16,6 +16,8 @@ class Task(ABC):
 
     answers_balanced_over: ClassVar[int] = 1
     """Each run of so many examples, counted from 0, holds each answer equally often; 1 where nothing is arranged."""
+    answers_are_even: ClassVar[bool] = True
+    """Whether all answers are equally likely, so that no constant answer does better than chance."""
 
     @property
     @abstractmethod
@@ -29,7 +31,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def chance(self) -> float:
-        """The accuracy of the best guess that has not read the operations."""
+        """The accuracy of a guess among the answers, each as likely."""
 
     @abstractmethod
     def vocabulary(self) -> tuple[str, ...]:
@@ -63,6 +65,21 @@ def mixed(task: Task, operations: Iterable[int] = range(1, 11), *, n: int, seed:
         chosen = tasks[int(Random(f"mixed/{seed}/{first // run}").random() * len(tasks))]
         examples += [chosen.example(index, seed) for index in range(first, min(first + run, n))]
     return examples
+
+
+def balanced_side(key: str, index: int) -> int:
+    """0 or 1 for an example: of examples 0 and 1, 2 and 3, ... one of each, in random order."""
+    return (Random(f"{key}/pair/{index // 2}").random() < 0.5) ^ (index % 2)
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {choices}")
+
+
+def check_probability(name: str, value: float | int) -> None:
+    if not isinstance(value, Real) or not 0 <= value <= 1:
+        raise ValueError(f"{name}={value!r} is no probability; give a number from 0 to 1")
 
 
 def check_count(name: str, value: int, at_least: int | None = None) -> None:

@@ -1,9 +1,8 @@
-"""Names of people who act in a task, and how they are drawn."""
+"""Names of people who act in a task."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
 NAMES = tuple(
     """
@@ -20,25 +19,14 @@ HELD_OUT_NAMES = NAMES[3::4]
 TRAIN_NAMES = tuple(name for name in NAMES if name not in HELD_OUT_NAMES)
 
 
-def check_names(names: Sequence[str], needed: int, why: str, remedy: str) -> None:
+def check_names(names: Sequence[str], needed: int, why: str, remedy: str, what: str = "names") -> None:
     """Refuse anything but `needed` or more different names, each of words with single spaces between them."""
     if isinstance(names, str):
-        raise ValueError(f"names={names!r} is one string; give a sequence of names")
+        raise ValueError(f"{what}={names!r} is one string; give a sequence of {what}")
     for name in names:
         if not isinstance(name, str) or not name or name != " ".join(name.split()):
-            raise ValueError(f"names holds {name!r}; give words, with single spaces between them at most")
+            raise ValueError(f"{what} holds {name!r}; give words, with single spaces between them at most")
     if len(set(names)) < len(names):
-        raise ValueError("names holds a name more than once; give each once")
+        raise ValueError(f"{what} holds a name more than once; give each once")
     if needed > len(names):
         raise ValueError(f"{why}, got {len(names)}; {remedy}")
-
-
-def draw(rng: Random, names: Sequence[str], count: int, distinct: bool = True) -> list[str]:
-    """`count` names in random order: different ones (the first steps of a Fisher-Yates shuffle), or each any of all."""
-    if not distinct:
-        return [names[int(rng.random() * len(names))] for _ in range(count)]
-    pool = list(names)
-    for index in range(count):
-        other = index + int(rng.random() * (len(pool) - index))
-        pool[index], pool[other] = pool[other], pool[index]
-    return pool[:count]

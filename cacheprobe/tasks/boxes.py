@@ -1,0 +1,191 @@
+"""Boxes: objects are put into boxes, moved and removed, and the model is asked what one of the boxes contains.
+
+Source: the task is that of Kim and Schuster 2023, arXiv 2305.02363; names, sizes and draws are our own, and each
+operation takes one object.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
+from math import comb
+from random import Random
+
+from cacheprobe.registry import register
+from cacheprobe.tasks.base import Example, Question
+from cacheprobe.tasks.drawing import Task, check_count
+from cacheprobe.tasks.people import check_names
+from cacheprobe.tasks.words import vocabulary_of
+from cacheprobe.tasks.writing import Writer, pick
+
+OBJECTS = ("apple", "bell", "book", "coin", "key", "lamp", "map", "pen")
+NOTHING = "nothing"
+MOST_ANSWERS = 10_000
+ASKED = re.compile(r"What does Box (\d+) contain\?")
+
+Event = tuple[str, str, int | None, int | None]
+"""(what is done, to which object, from which box, into which box); boxes count from 1, None is outside of them."""
+
+
+def boxes_question(
+    initial: Sequence[Iterable[str]], events: Sequence[Event], asked: int, objects: Sequence[str], at_most: int
+) -> Question:
+    """The question for boxes with `initial` contents, after `events`, about box `asked`.
+
+    answers: every content that `at_most` of `objects` can make. States are the contents of all boxes in order; what
+    there is to think of an operation is the new content of the boxes that it changed.
+    """
+    boxes = {number: set(content) for number, content in enumerate(initial, 1)}
+    writer = Writer()
+    writer.mark(", ".join(f"Box {number} contains {_listed(content)}" for number, content in boxes.items()))
+    states, thoughts = [_state(boxes)], [_state(boxes)]
+    for action, thing, source, target in events:
+        writer.say(". ")
+        writer.mark(_clause(action, thing, source, target))
+        changed = [number for number in (source, target) if number is not None]
+        if source is not None:
+            boxes[source].remove(thing)
+        if target is not None:
+            boxes[target].add(thing)
+        states.append(_state(boxes))
+        thoughts.append(", ".join(f"Box {number} {_named(boxes[number])}" for number in changed))
+    writer.say(f". What does Box {asked} contain? A:")
+    return Question(
+        text=writer.text,
+        answer=f" {_listed(boxes[asked])}",
+        answers=_contents(tuple(sorted(objects)), at_most),
+        events=tuple(events),
+        states=tuple(states),
+        spans=tuple(writer.spans),
+        thoughts=tuple(thoughts),
+    )
+
+
+def affecting(example: Example) -> int:
+    """How many operations put something into the box that is asked about, or take something out of it."""
+    asked = ASKED.search(example.question.text)
+    if asked is None:
+        raise ValueError(f"{example!r} asks for no box; give examples of the boxes task")
+    return sum(int(asked[1]) in (source, target) for _, _, source, target in example.events)
+
+
+def initial_content(example: Example) -> str:
+    """What the box contained at first, worded as an answer: right wherever no operation affects it."""
+    asked = ASKED.search(example.question.text)
+    if asked is None:
+        raise ValueError(f"{example!r} asks for no box; give examples of the boxes task")
+    content = example.states[0].split(", ")[int(asked[1]) - 1]
+    return f" {_listed([] if content == NOTHING else content.split())}"
+
+
+@register("tasks", "boxes")
+@dataclass(frozen=True)
+class Boxes(Task):
+    """`boxes` numbered boxes with up to `at_most` of `objects` in each, and `steps` operations on single objects.
+
+    At first, each object is in a random box with room, or with chance 1/3 in none. Each operation is put, remove or
+    move, as likely as the others that are possible, and then any object and boxes that it can take. Contents are named
+    in alphabetical order. Any box is asked about; answers are not balanced, and "nothing" is commoner than the rest.
+    Score with `accuracy_by(examples, texts, affecting)`: the more operations affect the box, the harder it is.
+    """
+
+    steps: int = 4
+    boxes: int = 4
+    at_most: int = 3
+    objects: Sequence[str] = OBJECTS
+
+    answers_are_even = False
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps, at_least=1)
+        check_count("boxes", self.boxes, at_least=2)
+        check_count("at_most", self.at_most, at_least=1)
+        check_names(self.objects, 2, "objects must be two at least", "give more", what="objects")
+        if any(" " in thing for thing in self.objects):
+            raise ValueError(f"objects must be single words, got {tuple(self.objects)}")
+        if self._num_answers > MOST_ANSWERS:
+            raise ValueError(
+                f"{len(self.objects)} objects, at_most={self.at_most} of them in a box, make {self._num_answers:,} "
+                f"answers, and every question lists them; give fewer, for up to {MOST_ANSWERS:,}"
+            )
+
+    @property
+    def num_operations(self) -> int:
+        return self.steps
+
+    def with_operations(self, count: int) -> Boxes:
+        return replace(self, steps=count)
+
+    @property
+    def chance(self) -> float:
+        return 1 / self._num_answers
+
+    @property
+    def _num_answers(self) -> int:
+        return sum(comb(len(self.objects), size) for size in range(min(self.at_most, len(self.objects)) + 1))
+
+    def vocabulary(self) -> tuple[str, ...]:
+        numbers = map(str, range(1, self.boxes + 1))
+        words = "Box contains nothing, the. Put into. Remove from. Move to. What does contain? A:"
+        return vocabulary_of([words, "and" * (self.at_most > 1), *numbers, *self.objects])
+
+    def example(self, index: int, seed: int = 0) -> Example:
+        rng = Random(f"boxes/{seed}/{index}")
+        places: dict[str, int | None] = {}
+        for thing in self.objects:
+            into = pick(rng, self._with_room(places)) if self._with_room(places) else None
+            places[thing] = into if rng.random() < 2 / 3 else None
+        boxes = range(1, self.boxes + 1)
+        initial = [[thing for thing in self.objects if places[thing] == number] for number in boxes]
+        asked = pick(rng, boxes)
+        events = []
+        for _ in range(self.steps):
+            events.append(self._event(rng, places))
+            places[events[-1][1]] = events[-1][3]
+        return Example(boxes_question(initial, events, asked, self.objects, self.at_most))
+
+    def _with_room(self, places: Mapping[str, int | None]) -> list[int]:
+        held = list(places.values())
+        return [number for number in range(1, self.boxes + 1) if held.count(number) < self.at_most]
+
+    def _event(self, rng: Random, places: Mapping[str, int | None]) -> Event:
+        room = self._with_room(places)
+        outside = [thing for thing, place in places.items() if place is None]
+        inside = [thing for thing, place in places.items() if place is not None]
+        movable = [thing for thing in inside if room not in ([], [places[thing]])]
+        possible = {"put": outside if room else [], "remove": inside, "move": movable}
+        action = pick(rng, [action for action, things in possible.items() if things])
+        thing = pick(rng, possible[action])
+        source = places[thing]
+        target = None if action == "remove" else pick(rng, [number for number in room if number != source])
+        return action, thing, source, target
+
+
+def _clause(action: str, thing: str, source: int | None, target: int | None) -> str:
+    if action == "put":
+        return f"Put the {thing} into Box {target}"
+    if action == "remove":
+        return f"Remove the {thing} from Box {source}"
+    return f"Move the {thing} from Box {source} to Box {target}"
+
+
+def _listed(content: Iterable[str]) -> str:
+    return " and ".join(f"the {thing}" for thing in sorted(content)) or NOTHING
+
+
+def _named(content: Iterable[str]) -> str:
+    return " ".join(sorted(content)) or NOTHING
+
+
+def _state(boxes: Mapping[int, Iterable[str]]) -> str:
+    return ", ".join(map(_named, boxes.values()))
+
+
+@lru_cache
+def _contents(objects: tuple[str, ...], at_most: int) -> tuple[str, ...]:
+    """Most objects first: of two contents that begin alike, the longer is the one that is meant."""
+    sizes = range(min(at_most, len(objects)), -1, -1)
+    return tuple(f" {_listed(content)}" for size in sizes for content in combinations(objects, size))

@@ -1,0 +1,123 @@
+"""The coin flip as it is known from chain-of-thought prompting: is the coin still heads up, yes or no?
+
+Source: Wei et al. 2022, arXiv 2201.11903, whose wording this is; one short sentence for each person.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cacheprobe.registry import register
+from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question
+from cacheprobe.tasks.coin_flip import CoinFlip, turned
+from cacheprobe.tasks.drawing import Task
+from cacheprobe.tasks.people import NAMES
+from cacheprobe.tasks.words import vocabulary_of
+from cacheprobe.tasks.writing import Writer
+
+ANSWERS = (" yes", " no")
+
+SENTENCE = re.compile(
+    r"\s*((?P<name>[^\s.]+(?:\s+[^\s.]+){0,2}?)\s+(?:(?P<flips>flips)|does\s+not\s+flip)\s+the\s+coin)\."
+)  # a name has up to three words
+OPENING = re.compile(r"\s*(?:Q:\s*)?(A coin is heads up)\.")
+CLOSING = re.compile(r"""\s*Is the coin still heads up\?(?:\s*Note that "flip" here means "reverse"\.)?(?:\s*A:)?\s*""")
+
+
+def wei_question(events: Sequence[tuple[str, bool]]) -> Question:
+    """The question for a coin that is heads up, after `events`: (name, whether that person flips it)."""
+    if not events:
+        raise ValueError("a coin question needs at least one event, such as ('Alice', True)")
+    writer = Writer("Q: ")
+    writer.mark("A coin is heads up")
+    for name, flipped in events:
+        writer.say(". ")
+        writer.mark(f"{name} flips the coin" if flipped else f"{name} does not flip the coin")
+    writer.say(". Is the coin still heads up?\nA:")
+    return _question(writer.text, events, writer.spans)
+
+
+def parse_wei(text: str) -> Question:
+    """The question that `text` asks in the words of Wei et al.; spaces and case of names are kept as they are.
+
+    A leading "Q:", the note that "flip" means "reverse", and a closing "A:" may be there or not; the question ends in
+    "A:" in any case.
+    """
+    opening = OPENING.match(text)
+    if not opening:
+        raise ValueError(f"{text!r} does not begin with 'A coin is heads up.'")
+    events, spans, cursor = [], [opening.span(1)], opening.end()
+    while sentence := SENTENCE.match(text, cursor):
+        events.append((sentence["name"], sentence["flips"] is not None))
+        spans.append(sentence.span(1))
+        cursor = sentence.end()
+    if not events or not CLOSING.fullmatch(text, cursor):
+        raise ValueError(
+            f"{text!r}: after {len(events)} sentences like 'Ann flips the coin.' or 'Ann does not flip the coin.' "
+            f"comes {text[cursor:].strip()!r:.60}, expected 'Is the coin still heads up?'"
+        )
+    whole = text.rstrip()
+    return _question(whole if whole.endswith("A:") else f"{whole}\nA:", events, spans)
+
+
+def _question(text: str, events: Sequence[tuple[str, bool]], spans: Sequence[tuple[int, int]]) -> Question:
+    states = ["heads"]
+    for _, flipped in events:
+        states.append(turned(states[-1]) if flipped else states[-1])
+    answer = ANSWERS[states[-1] == "tails"]
+    return Question(text, answer, ANSWERS, tuple(events), tuple(states), tuple(spans))
+
+
+@register("tasks", "coin_flip_wei")
+@dataclass(frozen=True)
+class CoinFlipWei(Task):
+    """`people` each flip a coin that is heads up, or do not; is it still heads up?
+
+    Drawn as `CoinFlip(initial="heads")` is, with its people and flips for the same seed. See there for the settings:
+    balanced makes half of the answers yes.
+    """
+
+    people: int = 2
+    flip_probability: float | int = 0.5
+    balanced: bool = True
+    shots: int = 0
+    chat: bool = False
+    names: Sequence[str] = NAMES
+    distinct: bool = True
+
+    answers_balanced_over = 2
+    chance = 0.5
+
+    def __post_init__(self) -> None:
+        self._coin()
+
+    def _coin(self) -> CoinFlip:
+        return CoinFlip(
+            people=self.people,
+            flip_probability=self.flip_probability,
+            initial="heads",
+            balanced=self.balanced,
+            shots=self.shots,
+            chat=self.chat,
+            names=self.names,
+            distinct=self.distinct,
+        )
+
+    @property
+    def num_operations(self) -> int:
+        return self.people
+
+    def with_operations(self, count: int) -> CoinFlipWei:
+        return replace(self, people=count)
+
+    def vocabulary(self) -> tuple[str, ...]:
+        question = wei_question([("", True), ("", False)])
+        words = [question.text, *ANSWERS, *self.names, "heads tails", SHOT_SEPARATOR * bool(self.shots)]
+        return vocabulary_of(words)
+
+    def example(self, index: int, seed: int = 0) -> Example:
+        drawn = self._coin().example(index, seed)
+        shots = tuple(wei_question(shot.events) for shot in drawn.shots)
+        return Example(wei_question(drawn.events), shots, self.chat)

@@ -1,0 +1,118 @@
+"""Examples in files and records, and what is refused when they are read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cacheprobe.tasks.base import Example, Question
+from cacheprobe.tasks.coin_flip import coin_question
+
+FIELDS = {"text", "answer", "answers", "events", "states", "spans", "thoughts"}
+
+
+def save_examples(path: str | Path, examples: Iterable[Example]) -> None:
+    """Write examples as JSON lines, one `example_record` each."""
+    lines = [json.dumps(example_record(example), ensure_ascii=False) + "\n" for example in examples]
+    Path(path).write_text("".join(lines), encoding="utf-8", newline="\n")
+
+
+def load_examples(path: str | Path) -> list[Example]:
+    """Read what `save_examples` wrote. A coin flip is rebuilt from its events, and must say what they give."""
+    examples = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        try:
+            examples.append(example_from_record(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: {error}; write the file with save_examples") from error
+    if not examples:
+        raise ValueError(f"{path} holds no examples; write it with save_examples")
+    return examples
+
+
+def example_record(example: Example) -> dict[str, Any]:
+    """An example as JSON takes it.
+
+    Of the coin flip: prompt, answer, events, states, and shots and chat where there are any. Of other tasks: question,
+    with every field of it, and shots and chat likewise.
+    """
+    if all(map(_is_coin_flip, (example.question, *example.shots))):
+        record: dict[str, Any] = {
+            "prompt": example.prompt,
+            "answer": example.answer,
+            "events": example.events,
+            "states": example.states,
+        }
+        shots = [{"events": shot.events, "states": shot.states} for shot in example.shots]
+    else:
+        record = {"question": asdict(example.question)}
+        shots = list(map(asdict, example.shots))
+    if shots:
+        record["shots"] = shots
+    if example.chat:
+        record["chat"] = True
+    return record
+
+
+def example_from_record(record: Any) -> Example:
+    """The example that `example_record` describes, through JSON or not."""
+    is_coin_flip = not isinstance(record, dict) or "question" not in record
+    required = {"prompt", "answer", "events", "states"} if is_coin_flip else {"question"}
+    _check_fields(record, required, {"shots", "chat"})
+    shots, chat = record.get("shots", []), record.get("chat", False)
+    if type(chat) is not bool:
+        raise ValueError(f"chat is {chat!r}; it must be true or false")
+    if not is_coin_flip:
+        return Example(_question_of(record["question"]), tuple(map(_question_of, shots)), chat)
+    for shot in shots:
+        _check_fields(shot, {"events", "states"}, set())
+    example = Example(_coin_question_of(record), tuple(map(_coin_question_of, shots)), chat)
+    for field in ("prompt", "answer"):
+        if record[field] != getattr(example, field):
+            raise ValueError(f"{field} is {record[field]!r}, but the events give {getattr(example, field)!r}")
+    return example
+
+
+def _is_coin_flip(question: Question) -> bool:
+    """Whether the events alone give the question."""
+    if not all(len(event) == 2 and [type(part) for part in event] == [str, bool] for event in question.events):
+        return False
+    return question.states[0] in ("heads", "tails") and coin_question(question.states[0], question.events) == question
+
+
+def _coin_question_of(record: dict[str, Any]) -> Question:
+    events, states = record["events"], tuple(record["states"])
+    for event in events:
+        if len(event) != 2 or type(event[0]) is not str or type(event[1]) is not bool:
+            raise ValueError(f"an event is [name, true or false], got {event!r}")
+    question = coin_question(states[0] if states else "", list(map(tuple, events)))
+    if states != question.states:
+        raise ValueError(f"states are {states}, but the events give {question.states}")
+    return question
+
+
+def _question_of(record: Any) -> Question:
+    _check_fields(record, FIELDS, set())
+    for field in ("text", "answer"):
+        if type(record[field]) is not str:
+            raise ValueError(f"{field} is {record[field]!r}; it must be text")
+    for field in ("answers", "states", "thoughts"):
+        if not all(type(text) is str for text in record[field]):
+            raise ValueError(f"{field} must be texts, got {record[field]!r:.80}")
+    if not all(len(span) == 2 and all(type(bound) is int for bound in span) for span in record["spans"]):
+        raise ValueError(f"spans must be pairs of whole numbers, got {record['spans']!r:.80}")
+    return Question(**{field: _frozen(value) for field, value in record.items()})
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, at every depth."""
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _check_fields(record: Any, required: set[str], optional: set[str]) -> None:
+    found = set(record) if isinstance(record, dict) else set()
+    if not required <= found <= required | optional:
+        raise ValueError(f"expected an object with {sorted(required)}, perhaps {sorted(optional)}, got {record!r:.80}")

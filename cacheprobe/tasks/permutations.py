@@ -1,0 +1,143 @@
+"""Permutations: things change places, or elements of a symmetric group are multiplied.
+
+Source: Li, Guo and Andreas 2025, arXiv 2503.02854: the word problem on S3 and S5, the state being the running product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations, permutations
+from random import Random
+
+from cacheprobe.registry import register
+from cacheprobe.tasks.base import Example, Question
+from cacheprobe.tasks.drawing import Task, check_choice, check_count
+from cacheprobe.tasks.words import vocabulary_of
+from cacheprobe.tasks.writing import FILLERS, Writer, filler, pick
+
+COLOURS = ("red", "green", "blue", "white", "black")
+WORDINGS = ("cups", "group")
+ASKED = ("cup", "all")
+
+
+def cups_question(
+    initial: Sequence[str], events: Sequence[tuple[int, int]], cup: int | None, fillers: Sequence[str] = ()
+) -> Question:
+    """The question for cups that hold `initial`, after `events`: the numbers, from 1, of two cups that change places.
+
+    cup: the one asked about; None asks for all of them. States are the contents in order.
+    """
+    order = list(initial)
+    colours = COLOURS[: len(order)]
+    writer, states = Writer(), [" ".join(order)]
+    writer.mark(f"The cups hold {states[0]}")
+    for (first, second), padding in zip(events, fillers or [""] * len(events), strict=True):
+        writer.say(". ")
+        writer.mark(f"Swap {first} and {second}")
+        writer.say(padding)
+        order[first - 1], order[second - 1] = order[second - 1], order[first - 1]
+        states.append(" ".join(order))
+    writer.say(". What do the cups hold? A:" if cup is None else f". What is in cup {cup}? A:")
+    answers = _arrangements(colours) if cup is None else tuple(f" {colour}" for colour in colours)
+    answer = f" {states[-1] if cup is None else order[cup - 1]}"
+    return Question(writer.text, answer, answers, tuple(events), tuple(states), tuple(writer.spans))
+
+
+def group_question(actions: Sequence[str], fillers: Sequence[str] = ()) -> Question:
+    """The word problem: `actions` are permutations such as "312", which takes 1 to 3, 2 to 1 and 3 to 2.
+
+    The first action is the initial state; each later one is applied after all before it: state(i) becomes
+    action(state(i)).
+    """
+    writer, states = Writer(), [actions[0]]
+    writer.mark(actions[0])
+    for action, padding in zip(actions[1:], fillers or [""] * (len(actions) - 1), strict=True):
+        writer.say(" ")
+        writer.mark(action)
+        writer.say(padding)
+        states.append("".join(action[int(place) - 1] for place in states[-1]))
+    writer.say(" A:")
+    answers = tuple(f" {''.join(order)}" for order in permutations(sorted(actions[0])))
+    return Question(writer.text, f" {states[-1]}", answers, tuple(actions[1:]), tuple(states), tuple(writer.spans))
+
+
+def parity(order: Sequence) -> int:
+    """0 where an even number of swaps sorts `order`, 1 where an odd number does.
+
+    Source: Li, Guo and Andreas 2025, the parity of a state.  Twin: tests.test_task_kinds.parity_by_swapping, ==.
+    """
+    return sum(first > second for first, second in combinations(order, 2)) % 2
+
+
+@register("tasks", "permutations")
+@dataclass(frozen=True)
+class Permutations(Task):
+    """Permutations of `elements` things, all orders being equally likely at the start, and so at every step.
+
+    wording "cups": cups change places two by two; the state is what all of them hold. As a swap is odd, the number of
+    swaps tells the parity of the change, as in every such game.
+    wording "group": a row of any of the n! permutations; the state is the product so far, and the first is its start.
+    asked: "cup" asks what one cup holds, "all" for the whole order; "group" always asks for the product.
+    jitter: up to so many meaningless words after each operation, so that operations fall anywhere in a chunk.
+    """
+
+    steps: int = 4
+    elements: int = 3
+    wording: str = "cups"
+    asked: str = "cup"
+    jitter: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps, at_least=1)
+        check_count("elements", self.elements, at_least=2)
+        check_count("jitter", self.jitter, at_least=0)
+        check_choice("wording", self.wording, WORDINGS)
+        check_choice("asked", self.asked, ASKED)
+        if self.elements > len(COLOURS):
+            raise ValueError(f"elements={self.elements} is too many; give 2 to {len(COLOURS)}")
+
+    @property
+    def num_operations(self) -> int:
+        return self.steps
+
+    def with_operations(self, count: int) -> Permutations:
+        return replace(self, steps=count)
+
+    @property
+    def chance(self) -> float:
+        if self.wording == "cups" and self.asked == "cup":
+            return 1 / self.elements
+        return 1 / len(list(permutations(range(self.elements))))
+
+    def vocabulary(self) -> tuple[str, ...]:
+        digits = "12345"[: self.elements]
+        fillers = FILLERS if self.jitter else ()
+        if self.wording == "group":
+            return vocabulary_of(["A:", *map("".join, permutations(digits)), *fillers])
+        question = "What is in cup?" if self.asked == "cup" else "What do the cups hold?"
+        return vocabulary_of(["The cups hold. Swap and. A:", question, *COLOURS[: self.elements], *digits, *fillers])
+
+    def example(self, index: int, seed: int = 0) -> Example:
+        rng = Random(f"permutations/{seed}/{index}")
+        padding = Random(f"permutations/{seed}/{index}/filler")
+        fillers = [filler(padding, int(padding.random() * (self.jitter + 1))) for _ in range(self.steps)]
+        if self.wording == "group":
+            actions = _permutations("12345"[: self.elements])
+            return Example(group_question([pick(rng, actions) for _ in range(self.steps + 1)], fillers))
+        initial = pick(rng, _permutations(COLOURS[: self.elements], " ")).split()
+        cup = 1 + int(rng.random() * self.elements)
+        pairs = list(combinations(range(1, self.elements + 1), 2))
+        events = [pick(rng, pairs) for _ in range(self.steps)]
+        return Example(cups_question(initial, events, cup if self.asked == "cup" else None, fillers))
+
+
+@lru_cache
+def _permutations(things: Sequence[str], between: str = "") -> tuple[str, ...]:
+    return tuple(between.join(order) for order in permutations(things))
+
+
+@lru_cache
+def _arrangements(colours: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f" {order}" for order in _permutations(colours, " "))

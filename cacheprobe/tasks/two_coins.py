@@ -1,0 +1,110 @@
+"""Two coins, one of which is asked about: named before the story, or only after it.
+
+Source: Amos et al. 2026, Thinking States, arXiv 2602.08332, on state ambiguity: with the question last, a thought
+cannot know which quantity will matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from cacheprobe.registry import register
+from cacheprobe.tasks.base import Example, Question
+from cacheprobe.tasks.coin_flip import ANSWERS, STATES, turned
+from cacheprobe.tasks.drawing import Task, balanced_side, check_choice, check_count, check_probability
+from cacheprobe.tasks.people import NAMES, check_names
+from cacheprobe.tasks.words import vocabulary_of
+from cacheprobe.tasks.writing import Writer, draw, pick
+
+COINS = ("red", "blue")
+SAYS = ("both", "named", "asked")
+
+
+def two_coins_question(
+    initial: Sequence[str],
+    events: Sequence[tuple[str, str, bool]],
+    asked: str,
+    says: str = "both",
+    question_first: bool = False,
+) -> Question:
+    """The question for coins that start as `initial`, red then blue, after `events`: (name, coin, whether it flips)."""
+    sides = dict(zip(COINS, initial, strict=True))
+    question = f"What's the {asked} coin's state?"
+    writer = Writer(f"{question} " if question_first else "")
+    writer.mark(f"The red coin is {sides['red']} and the blue coin is {sides['blue']}")
+    states = [f"{sides['red']} {sides['blue']}"]
+    thoughts = [sides[asked] if says == "asked" else states[0]]
+    for name, coin, flipped in events:
+        writer.say(", then " if len(states) > 1 else ". ")
+        writer.mark(f"{name} flips {coin}" if flipped else f"{name} does not flip {coin}")
+        sides[coin] = turned(sides[coin]) if flipped else sides[coin]
+        states.append(f"{sides['red']} {sides['blue']}")
+        thoughts.append({"both": states[-1], "named": f"{coin} {sides[coin]}", "asked": sides[asked]}[says])
+    writer.say(". A:" if question_first else f". {question} A:")
+    return Question(
+        text=writer.text,
+        answer=f" {sides[asked]}",
+        answers=ANSWERS,
+        events=tuple(events),
+        states=tuple(states),
+        spans=tuple(writer.spans),
+        thoughts=() if says == "both" else tuple(thoughts),
+    )
+
+
+@register("tasks", "two_coins")
+@dataclass(frozen=True)
+class TwoCoins(Task):
+    """`people` with random names each flip, or do not, one of two coins; the model is asked for the state of one.
+
+    Of examples 0 and 1, 2 and 3, ..., one is heads and one tails. The same seed gives the same stories and questions
+    with the question first and last.
+    says: what there is to think after each operation: the state of "both" coins, of the one "named" in it ("red
+    tails"), or of the one that is "asked" about, which nobody can know while the question has not been read.
+    distinct: no name stands twice in a question.
+    """
+
+    people: int = 4
+    flip_probability: float | int = 0.5
+    says: str = "both"
+    question_first: bool = False
+    names: Sequence[str] = NAMES
+    distinct: bool = True
+
+    answers_balanced_over = 2
+    chance = 0.5
+
+    def __post_init__(self) -> None:
+        check_count("people", self.people, at_least=1)
+        check_probability("flip_probability", self.flip_probability)
+        check_choice("says", self.says, SAYS)
+        needed = self.people if self.distinct else 1
+        why = f"people={self.people} needs {needed} names"
+        check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
+
+    @property
+    def num_operations(self) -> int:
+        return self.people
+
+    def with_operations(self, count: int) -> TwoCoins:
+        return replace(self, people=count)
+
+    def vocabulary(self) -> tuple[str, ...]:
+        events = [("", coin, flipped) for coin in COINS for flipped in (True, False)]
+        questions = [two_coins_question((side, side), events, coin) for side in STATES for coin in COINS]
+        return vocabulary_of([*(question.text + question.answer for question in questions), *self.names])
+
+    def example(self, index: int, seed: int = 0) -> Example:
+        key = f"two_coins/{seed}"
+        rng = Random(f"{key}/{index}")
+        asked = pick(rng, COINS)
+        other_side = pick(rng, STATES)
+        names = draw(rng, self.names, self.people, self.distinct)
+        events = [(name, pick(rng, COINS), rng.random() < self.flip_probability) for name in names]
+        side = STATES[balanced_side(key, index)]
+        for _, coin, flipped in events:  # from the answer back to the start
+            side = turned(side) if flipped and coin == asked else side
+        initial = [side if coin == asked else other_side for coin in COINS]
+        return Example(two_coins_question(initial, events, asked, self.says, self.question_first))

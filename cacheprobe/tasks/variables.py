@@ -1,0 +1,117 @@
+"""Variables: a few integers are set, then one after another is added to, and the model is asked for one of them.
+
+Source: Amos et al. 2026, Thinking States, arXiv 2602.08332, on state tracking; there, the number of variables and their
+range are not public. Here values are modulo `modulus`, which the text does not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from string import ascii_lowercase
+
+from cacheprobe.registry import register
+from cacheprobe.tasks.base import Example, Question
+from cacheprobe.tasks.drawing import Task, check_choice, check_count
+from cacheprobe.tasks.words import vocabulary_of
+from cacheprobe.tasks.writing import FILLERS, Writer, filler, pick
+
+SAYS = ("value", "assignment")
+
+
+def variables_question(
+    initial: Sequence[int],
+    events: Sequence[tuple[str, str]],
+    asked: str,
+    modulus: int,
+    says: str = "value",
+    question_first: bool = False,
+    fillers: Sequence[str] = (),
+) -> Question:
+    """The question for variables a, b, ... set to `initial`, after `events`: (changed, added), as in a = a + b.
+
+    States are the values in the order of the variables. fillers: what is said after each event, its space included.
+    """
+    values = dict(zip(ascii_lowercase, initial, strict=False))
+    question = f"What is {asked}?"
+    writer = Writer(f"{question} " if question_first else "")
+    writer.mark(", ".join(f"{name} = {value}" for name, value in values.items()))
+    states = [" ".join(map(str, values.values()))]
+    thoughts = list(states)
+    for event, padding in zip(events, fillers or [""] * len(events), strict=True):
+        name, added = event
+        writer.say(". ")
+        writer.mark(f"{name} = {name} + {added}")
+        writer.say(padding)
+        values[name] = (values[name] + values[added]) % modulus
+        states.append(" ".join(map(str, values.values())))
+        thoughts.append(f"{values[name]}" if says == "value" else f"{name} = {values[name]}")
+    writer.say(". A:" if question_first else f". {question} A:")
+    return Question(
+        text=writer.text,
+        answer=f" {values[asked]}",
+        answers=tuple(f" {value}" for value in range(modulus)),
+        events=tuple(events),
+        states=tuple(states),
+        spans=tuple(writer.spans),
+        thoughts=tuple(thoughts),
+    )
+
+
+@register("tasks", "variables")
+@dataclass(frozen=True)
+class Variables(Task):
+    """`variables` integers a, b, ... set at random, then `updates` of the kind a = a + b with two different variables.
+
+    All values are modulo `modulus`. Every value of the asked variable is equally likely, since an update can be undone.
+    says: what there is to think after an update: the new "value" ("7"), or the whole "assignment" ("a = 7").
+    question_first: the asked variable is named before the rest, and not after it.
+    jitter: up to so many meaningless words after each update, so that updates fall anywhere in a chunk.
+    """
+
+    updates: int = 4
+    variables: int = 3
+    modulus: int = 10
+    says: str = "value"
+    question_first: bool = False
+    jitter: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("updates", self.updates, at_least=1)
+        check_count("variables", self.variables, at_least=2)
+        check_count("modulus", self.modulus, at_least=2)
+        check_count("jitter", self.jitter, at_least=0)
+        check_choice("says", self.says, SAYS)
+        if self.variables > len(ascii_lowercase):
+            raise ValueError(f"variables={self.variables} is more than there are letters; give {len(ascii_lowercase)}")
+
+    @property
+    def num_operations(self) -> int:
+        return self.updates
+
+    def with_operations(self, count: int) -> Variables:
+        return replace(self, updates=count)
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.modulus
+
+    def vocabulary(self) -> tuple[str, ...]:
+        names, numbers = ascii_lowercase[: self.variables], map(str, range(self.modulus))
+        return vocabulary_of(["What is? A: =, +.", *names, *numbers, *(FILLERS if self.jitter else ())])
+
+    def example(self, index: int, seed: int = 0) -> Example:
+        rng = Random(f"variables/{seed}/{index}")
+        names = ascii_lowercase[: self.variables]
+        initial = [int(rng.random() * self.modulus) for _ in names]
+        asked = pick(rng, names)
+        events = []
+        for _ in range(self.updates):
+            name = pick(rng, names)
+            events.append((name, pick(rng, names.replace(name, ""))))
+        padding = Random(f"variables/{seed}/{index}/filler")
+        fillers = [filler(padding, int(padding.random() * (self.jitter + 1))) for _ in events]
+        return Example(
+            variables_question(initial, events, asked, self.modulus, self.says, self.question_first, fillers)
+        )

@@ -1,0 +1,248 @@
+"""What is particular to each task beside the coin flip: its words by hand, its settings and its errors."""
+
+from collections import Counter
+from itertools import permutations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheprobe.tasks import (
+    NAMES,
+    Boxes,
+    CoinFlip,
+    CoinFlipSparse,
+    CoinFlipWei,
+    Example,
+    Permutations,
+    TwoCoins,
+    Variables,
+    accuracy_by,
+    annotate,
+    answer_token_ids,
+    mixed,
+    word_tokenizer,
+)
+from cacheprobe.tasks.boxes import affecting, boxes_question, initial_content
+from cacheprobe.tasks.coin_flip_wei import wei_question
+from cacheprobe.tasks.permutations import cups_question, group_question, parity
+from cacheprobe.tasks.two_coins import two_coins_question
+from cacheprobe.tasks.variables import variables_question
+from cacheprobe.tasks.writing import FILLERS
+
+
+def test_variables_by_hand():
+    question = variables_question([3, 7, 1], [("a", "b"), ("c", "a"), ("a", "c")], "a", 10)
+    assert question.text == "a = 3, b = 7, c = 1. a = a + b. c = c + a. a = a + c. What is a? A:"
+    assert question.states == ("3 7 1", "0 7 1", "0 7 1", "1 7 1") and question.answer == " 1"
+    assert question.thoughts[1:] == ("0", "1", "1")
+    first = variables_question([3, 7], [("a", "b")], "b", 100, says="assignment", question_first=True)
+    assert first.text == "What is b? a = 3, b = 7. a = a + b. A:"
+    assert (first.thoughts[1], first.answer, len(first.answers)) == ("a = 10", " 7", 100)
+
+
+@given(st.lists(st.permutations("abc"), min_size=1, max_size=5))
+def test_no_update_loses_a_value(orders):
+    """Different starts end differently, so every value of every variable stays as likely as it was."""
+    events = [(one, other) for one, other, _ in orders]
+    ends = {variables_question(start, events, "a", 3).states[-1] for start in product(range(3), repeat=3)}
+    assert len(ends) == 27
+
+
+def test_variables_are_asked_of_alike_with_the_question_first():
+    last, first = (Variables(question_first=first).examples(20, seed=6) for first in (False, True))
+    assert [(e.events, e.states, e.answer) for e in last] == [(e.events, e.states, e.answer) for e in first]
+    assert {e.question.text.split("What is ")[1][0] for e in last} == {"a", "b", "c"}
+
+
+def test_cups_by_hand():
+    question = cups_question(["green", "red", "blue"], [(1, 3), (2, 3)], 2)
+    assert question.text == "The cups hold green red blue. Swap 1 and 3. Swap 2 and 3. What is in cup 2? A:"
+    assert question.states == ("green red blue", "blue red green", "blue green red")
+    assert (question.answer, question.answers) == (" green", (" red", " green", " blue"))
+    whole = cups_question(["green", "red", "blue"], [(1, 3)], None)
+    assert whole.text.endswith(". What do the cups hold? A:") and whole.answer == " blue red green"
+    assert len(whole.answers) == 6
+
+
+def test_the_word_problem_by_hand():
+    """231 takes 1 to 2, 2 to 3, 3 to 1; then 132 takes 2 to 3 and 3 to 2."""
+    question = group_question(["231", "132"])
+    assert (question.text, question.states, question.answer) == ("231 132 A:", ("231", "321"), " 321")
+    assert question.answers == (" 123", " 132", " 213", " 231", " 312", " 321")
+    other_way = group_question(["132", "231"])
+    assert other_way.states[-1] == "213"
+
+
+def parity_by_swapping(order: str) -> int:
+    """Slow twin of `parity`: sort by swaps, and count them."""
+    things, swaps = list(order), 0
+    for place, wanted in enumerate(sorted(things)):
+        if things[place] != wanted:
+            found = things.index(wanted)
+            things[place], things[found] = things[found], things[place]
+            swaps += 1
+    return swaps % 2
+
+
+def test_parity_is_that_of_the_swaps():
+    for order in map("".join, permutations("12345")):
+        assert parity(order) == parity_by_swapping(order)
+    for example in Permutations(wording="group", elements=5, steps=6).examples(20):
+        actions = [example.states[0], *example.events]
+        assert parity(example.states[-1]) == sum(map(parity, actions)) % 2
+
+
+def test_jitter_moves_the_words_and_nothing_else():
+    for kind in (Permutations, Variables):
+        still, moved = (kind(jitter=jitter).examples(30, seed=2) for jitter in (0, 5))
+        for one, other in zip(still, moved, strict=True):
+            words = [word for word in other.prompt.replace(".", " .").split() if word not in FILLERS]
+            assert " ".join(words) == one.prompt.replace(".", " .")
+            assert (one.states, one.events) == (other.states, other.events)
+        lengths = Counter(len(e.prompt.split()) for e in moved)
+        assert len(lengths) > 5
+
+
+def test_two_coins_by_hand():
+    events = [("Ann", "red", True), ("Ben", "blue", False), ("Cy", "blue", True)]
+    both = two_coins_question(("heads", "tails"), events, "blue")
+    assert both.text == (
+        "The red coin is heads and the blue coin is tails. Ann flips red, then Ben does not flip blue, "
+        "then Cy flips blue. What's the blue coin's state? A:"
+    )
+    assert both.states == ("heads tails", "tails tails", "tails tails", "tails heads") and both.answer == " heads"
+    said = {says: two_coins_question(("heads", "tails"), events, "blue", says).thoughts for says in ("named", "asked")}
+    assert said["named"][1:] == ("red tails", "blue tails", "blue heads")
+    assert said["asked"] == ("tails", "tails", "tails", "heads") and both.thoughts == ()
+    first = two_coins_question(("heads", "tails"), events, "blue", question_first=True)
+    assert first.text.startswith("What's the blue coin's state? The red coin") and first.text.endswith("blue. A:")
+
+
+def test_two_coins_tell_one_story_with_the_question_first_and_last():
+    last, first = (TwoCoins(people=5, question_first=first).examples(40, seed=3) for first in (False, True))
+    assert [(e.events, e.states, e.answer) for e in last] == [(e.events, e.states, e.answer) for e in first]
+    assert {coin for e in last for _, coin, _ in e.events} == {"red", "blue"}
+    starts = Counter(e.states[0] for e in TwoCoins(people=5).examples(800))
+    assert len(starts) == 4 and all(150 < count < 250 for count in starts.values())
+
+
+def test_wei_is_worded_as_published():
+    question = wei_question([("Ka", True), ("Sherrie", False)])
+    expected = (
+        "Q: A coin is heads up. Ka flips the coin. Sherrie does not flip the coin. Is the coin still heads up?\nA:"
+    )
+    assert (question.text, question.answer, question.states) == (expected, " no", ("heads", "tails", "tails"))
+    with pytest.raises(ValueError, match="at least one event"):
+        wei_question([])
+
+
+def test_wei_flips_as_the_coin_flip_does():
+    coins = CoinFlip(people=3, initial="heads", shots=2).examples(10, seed=4)
+    weis = CoinFlipWei(people=3, shots=2).examples(10, seed=4)
+    assert [(e.events, e.states) for e in coins] == [(e.events, e.states) for e in weis]
+    assert [shot.events for e in coins for shot in e.shots] == [shot.events for e in weis for shot in e.shots]
+    assert all((e.answer == " yes") == (e.states[-1] == "heads") for e in weis)
+    assert weis[0].prompt.count("\nA: ") == 2 and weis[0].prompt.count("\n\nQ: ") == 2
+
+
+@pytest.mark.parametrize("chunk", [5, 8, 16])
+@pytest.mark.parametrize("density", [0.05, 0.25, 1, 0.4])
+def test_the_share_of_chunks_that_say_something_is_exact(density, chunk):
+    task = CoinFlipSparse(people=4, density=density, chunk=chunk)
+    tokenizer = word_tokenizer(task.vocabulary())
+    for example in task.examples(5, seed=2):
+        found = annotate(example, tokenizer, chunk)
+        assert found.token_ids[0] != tokenizer.pad_token_id
+        speaking = [len(thought) > 1 for thought in found.thoughts]
+        opening, closing = (2, 2) if chunk == 5 else (1, 1)
+        story = speaking[opening : len(speaking) - closing]
+        assert sum(speaking) == sum(story) == 4 and len(story) == round(4 / density)
+        assert all(len(thought) <= 2 for thought in found.thoughts)
+
+
+def test_operations_stand_anywhere_among_the_fillers():
+    task = CoinFlipSparse(people=1, density=0.25, chunk=8)
+    tokenizer = word_tokenizer(task.vocabulary())
+    places = Counter()
+    for example in task.examples(200):
+        places[[len(thought) > 1 for thought in annotate(example, tokenizer, 8).thoughts].index(True)] += 1
+    assert set(places) == {1, 2, 3, 4} and min(places.values()) > 25
+
+
+def test_boxes_by_hand():
+    events = [("move", "key", 1, 2), ("put", "pen", None, 1), ("remove", "map", 2, None)]
+    question = boxes_question([["apple", "key"], ["map"]], events, 2, ("key", "apple", "map", "pen"), 2)
+    assert question.text == (
+        "Box 1 contains the apple and the key, Box 2 contains the map. Move the key from Box 1 to Box 2. "
+        "Put the pen into Box 1. Remove the map from Box 2. What does Box 2 contain? A:"
+    )
+    assert question.states == ("apple key, map", "apple, key map", "apple pen, key map", "apple pen, key")
+    assert question.thoughts[1:] == ("Box 1 apple, Box 2 key map", "Box 1 apple pen", "Box 2 key")
+    assert question.answer == " the key" and len(question.answers) == 1 + 4 + 6
+    assert question.answers[0] == " the apple and the key" and question.answers[-1] == " nothing"
+    assert (affecting(Example(question)), initial_content(Example(question))) == (2, " the map")
+
+
+def test_boxes_are_scored_by_what_affects_them():
+    """Copying what the box held at first is right where nothing happened to it, and seldom elsewhere."""
+    examples = mixed(Boxes(), range(1, 8), n=300)
+    scores = accuracy_by(examples, [initial_content(e) for e in examples], affecting)
+    assert list(scores) == sorted(scores) and scores[0].accuracy == 1 and scores[0].num_examples > 40
+    assert scores[1].accuracy == 0 and sum(score.num_examples for score in scores.values()) == 300
+    right = accuracy_by(examples, [e.answer + "." for e in examples], affecting)
+    assert {score.accuracy for score in right.values()} == {1.0}
+    with pytest.raises(ValueError, match="asks for no box"):
+        affecting(CoinFlip().examples(1)[0])
+    with pytest.raises(ValueError, match="got 300 and 1"):
+        accuracy_by(examples, ["nothing"], affecting)
+
+
+def test_every_kind_of_operation_comes_up():
+    counts = Counter(event[0] for e in Boxes(steps=5).examples(100) for event in e.events)
+    assert set(counts) == {"put", "remove", "move"} and min(counts.values()) > 80
+    full = Boxes(steps=3, boxes=2, at_most=1, objects=("cat", "dog")).examples(60)
+    assert {event[0] for e in full for event in e.events} == {"put", "remove", "move"}
+
+
+def test_first_tokens_tell_answers_apart():
+    """The word tokenizer makes every one-word answer a token of its own."""
+    for task in (Variables(modulus=100), Permutations(elements=5), Permutations(wording="group", elements=5)):
+        (example,) = task.examples(1)
+        assert len(set(example.answer_token_ids(word_tokenizer(task.vocabulary())))) == len(example.answers)
+    assert answer_token_ids(word_tokenizer(CoinFlip().vocabulary()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Variables, {"updates": 0}, "updates=0 must be a whole number, 1 or more"),
+        (Variables, {"variables": 1}, "variables=1 must be a whole number, 2 or more"),
+        (Variables, {"variables": 27}, "variables=27 is more than there are letters; give 26"),
+        (Variables, {"modulus": 1}, "modulus=1"),
+        (Variables, {"jitter": -1}, "jitter=-1"),
+        (Variables, {"says": "name"}, "says='name' is unknown; use one of ('value', 'assignment')"),
+        (Permutations, {"steps": 0}, "steps=0"),
+        (Permutations, {"elements": 6}, "elements=6 is too many; give 2 to 5"),
+        (Permutations, {"wording": "cards"}, "wording='cards' is unknown"),
+        (Permutations, {"asked": "some"}, "asked='some' is unknown"),
+        (TwoCoins, {"people": len(NAMES) + 1}, "give more names or fewer people, or distinct=False"),
+        (TwoCoins, {"flip_probability": 2}, "flip_probability=2 is no probability"),
+        (TwoCoins, {"says": "none"}, "says='none' is unknown"),
+        (CoinFlipWei, {"flip_probability": 1}, "every answer is the same"),
+        (CoinFlipSparse, {"density": 0}, "density=0 would leave no room"),
+        (CoinFlipSparse, {"density": 1.5}, "density=1.5 is no probability"),
+        (CoinFlipSparse, {"chunk": 4}, "chunk=4 must be a whole number, 5 or more"),
+        (CoinFlipSparse, {"chunk": 5, "names": ["Mary Ann"]}, "chunk=5 must be a whole number, 6 or more"),
+        (Boxes, {"boxes": 1}, "boxes=1 must be a whole number, 2 or more"),
+        (Boxes, {"at_most": 0}, "at_most=0"),
+        (Boxes, {"objects": "apple"}, "objects='apple' is one string"),
+        (Boxes, {"objects": ["apple"]}, "objects must be two at least, got 1"),
+        (Boxes, {"objects": ["tea pot", "cup"]}, "objects must be single words"),
+        (Boxes, {"objects": [f"thing{i}" for i in range(99)]}, "make 161,800 answers, and every question lists them"),
+    ],
+)
+def test_bad_settings_are_one_line_errors(kind, options, message):
+    with pytest.raises(ValueError) as error:
+        kind(**options)
+    assert message in str(error.value) and "\n" not in str(error.value)
