@@ -1,12 +1,12 @@
 """Every setting of every arm that is trained here, in one place. The arms of a preset share data and backbone."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking_config import ThinkingConfig
-from cacheprobe.tasks import CoinFlip, Task
+from cacheprobe.tasks import CoinFlip, Permutations, Task, Variables
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.thinking_states import ARMS
 
@@ -22,6 +22,8 @@ class Preset:
     variants: tuple[dict[str, Any], ...] = ({},)
     """Settings of the task, each trained on as often, so that no regularity of one is learned as the rule."""
     form: str = "restate"
+    reach: int = 6_000
+    """Positions jump by up to this many between chunks in training; see `skipping_positions`. 0: they do not."""
     pool: int = 12_000
     """Examples that batches are drawn from."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -43,20 +45,39 @@ def _coin(operations: int) -> Task:
 
 
 _FLIPS = tuple({"flip_probability": p} for p in (0.1, 0.3, 0.5, 0.7, 0.9))
+_LOOP = LoopSettings(steps=400, batch=32, weight_decay=0.1)
+_ARMS = {"no_feedback": dict(steps=600), "plain": dict(steps=2000), "chain_of_thought": dict(steps=1500)}
+_JITTERED = ({"jitter": 0}, {"jitter": 3})
+
 PRESETS: dict[str, dict[str, Preset]] = {
     "coin-flip": {
+        "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
+        "mini": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=96), loop=_LOOP),
+    },
+    "s3": {
         "tiny": Preset(
-            _coin,
-            variants=_FLIPS,
-            loop=LoopSettings(steps=200),
-            arms={
-                "no_feedback": dict(steps=400),
-                "plain": dict(steps=1200),
-                "chain_of_thought": dict(steps=800),
-            },
+            lambda steps: Permutations(steps=steps, elements=3),
+            operations=(1, 2, 3, 4),
+            variants=_JITTERED,
+            model=dict(chunk=5),
+            loop=replace(_LOOP, steps=1000),
         ),
-        "mini": Preset(
-            _coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=96), loop=LoopSettings(steps=400)
+    },
+    "s5": {
+        "tiny": Preset(
+            lambda steps: Permutations(steps=steps, elements=5),
+            operations=(1, 2, 3, 4),
+            variants=_JITTERED,
+            model=dict(chunk=5),
+            loop=replace(_LOOP, steps=2000),
+        ),
+    },
+    "variables": {
+        "tiny": Preset(
+            lambda updates: Variables(updates=updates),
+            variants=_JITTERED,
+            model=dict(chunk=6, max_thought=16),
+            loop=replace(_LOOP, steps=2000),
         ),
     },
 }

@@ -13,7 +13,7 @@ from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
 from cacheprobe.training.evaluate import Verdicts, evaluate, follows_gold
 from cacheprobe.training.loop import Loop, Progress
 from cacheprobe.training.presets import Preset
-from cacheprobe.training.thinking_states import collate, losses
+from cacheprobe.training.thinking_states import collate, losses, skipping_positions
 
 TEST_SEED = 1_000_000
 """Seeds from here on are never trained on."""
@@ -70,7 +70,8 @@ def train(
     def losses_of(step: int) -> dict[str, torch.Tensor]:
         draw = Random(f"{seed}/{step}")
         chosen = [pool[int(draw.random() * len(pool))] for _ in range(settings.batch)]
-        return losses(model, collate(chosen, arm, model.config.pad_id))
+        batch = collate(chosen, arm, model.config.pad_id)
+        return losses(model, batch, skipping_positions(batch, chunk, preset.reach, step) if preset.reach else None)
 
     good, to_99 = 0, None
     for progress in loop.run(losses_of):

@@ -57,14 +57,29 @@ def spoken(item: Annotated, arm: str) -> tuple[int, ...]:
     return (*(token for thought in item.thoughts for token in thought[:-1]), *item.answer_ids)
 
 
-def losses(model: ThinkingModel, batch: Batch) -> dict[str, Tensor]:
+def skipping_positions(batch: Batch, chunk: int, reach: int, seed: int) -> Int[Tensor, "b t"]:
+    """Positions of each text with two jumps, each of up to `reach`, at chunk boundaries: short texts then hold the
+    distances of long ones. Small jumps are likelier.
+    Source: positional skip-wise training, Zhu et al. 2023 (arXiv 2309.10400).
+    """
+    b, t = batch.token_ids.shape
+    draw = torch.Generator().manual_seed(seed)
+    positions = torch.arange(t).repeat(b, 1)
+    for _ in range(2):
+        at = torch.randint(0, max(t // chunk, 1), (b, 1), generator=draw) * chunk
+        size = (torch.rand(b, 1, generator=draw) ** 3 * reach).long()
+        positions = positions + (torch.arange(t) >= at) * size
+    return positions
+
+
+def losses(model: ThinkingModel, batch: Batch, positions: Tensor | None = None) -> dict[str, Tensor]:
     """Cross-entropy of what is written, in nats for each text, and of its thoughts: summed over tokens and chunks.
 
     "lm" over the answer's tokens (prompt tokens are not trained: the paper leaves it open), "thoughts" over every token
     of every thought, its end included; no coefficients.
     Twin: tests.test_thinking_training.losses_slowly, close(1e-5).
     """
-    logits, thought_logits = model(batch.token_ids, batch.thoughts)
+    logits, thought_logits = model(batch.token_ids, batch.thoughts, positions)
     count = len(batch.token_ids)
     trained = batch.labels != IGNORED
     out = {"lm": F.cross_entropy(logits[trained], batch.labels[trained], reduction="sum") / count}

@@ -1,0 +1,16 @@
+"""Where the models and adapters that come with the package are: in the checkout's data/, or inside an installed wheel."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_PLACES = (_PACKAGE.parent / "data", _PACKAGE / "shipped")
+
+
+def shipped_folder(kind: str, name: str) -> Path | None:
+    """The folder of a shipped thing, such as ("checkpoints", "coinflip-thinking"); None where there is none."""
+    found = (place / kind / name for place in _PLACES)
+    return next((folder for folder in found if folder.is_dir()), None)
+
+
+def shipped_names(kind: str) -> list[str]:
+    return sorted({p.name for place in _PLACES if (place / kind).is_dir() for p in (place / kind).iterdir() if p.is_dir()})

@@ -1,0 +1,109 @@
+"""Thinking States models on disk: weights, config, tokenizer and the record of how they were made, each checked.
+
+    folder/
+      model.safetensors   the weights
+      tokenizer.json      the vocabulary
+      config.json         the ThinkingConfig, the hashes of the two others, and the training record; written last
+"""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.thinking_config import ThinkingConfig
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+KIND = "cacheprobe thinking states"
+
+
+def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> Path:
+    """Write a model. record: task, preset, arm, seed, command and what training came to."""
+    from safetensors.torch import save_file
+
+    from cacheprobe.tasks.words import save_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: w.detach().contiguous() for name, w in model.named_parameters()}, folder / WEIGHTS)
+    save_tokenizer(tokenizer, folder / TOKENIZER)
+    held = {
+        "kind": KIND,
+        "config": model.config.to_json(),
+        "sha256": {name: _hash(folder / name) for name in (WEIGHTS, TOKENIZER)},
+        "record": record,
+    }
+    temporary = folder / (CONFIG + ".tmp")
+    temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / CONFIG)
+    return folder
+
+
+def load_thinking(folder: Path, name: str | None = None) -> Any:
+    """A ThinkingLM of what `save_thinking` wrote.
+
+    Raises: ModelError where a file is missing, is not the one that the config speaks of, or does not fit the config.
+    """
+    from safetensors.torch import load_file
+
+    from cacheprobe.models.thinking import ThinkingModel
+    from cacheprobe.models.thinking_lm import ThinkingLM
+    from cacheprobe.tasks.words import load_tokenizer
+
+    held = read_config(folder)
+    for file, wanted in held["sha256"].items():
+        path = folder / file
+        if not path.exists():
+            raise ModelError(f"{folder} has no {file}; restore it, or train the model again: {_command(held)}")
+        if (found := _hash(path)) != wanted:
+            raise ModelError(
+                f"{path} has the hash {found[:12]}, and {CONFIG} speaks of {wanted[:12]}; restore it, or train the model "
+                f"again: {_command(held)}"
+            )
+    config = ThinkingConfig.from_json(held["config"])
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    if len(tokenizer) != config.d_vocab:
+        raise ModelError(f"{folder}: a vocabulary of {len(tokenizer)} words for a model of {config.d_vocab}")
+    model, weights = ThinkingModel(config), load_file(folder / WEIGHTS)
+    shapes = {name: tuple(w.shape) for name, w in model.named_parameters()}
+    if shapes != {name: tuple(w.shape) for name, w in weights.items()}:
+        odd = sorted(set(shapes.items()) ^ {(n, tuple(w.shape)) for n, w in weights.items()})[0]
+        raise ModelError(f"{folder}: the weights do not fit the config, for instance {odd[0]} of shape {odd[1]}")
+    model.load_state_dict(weights, strict=False)
+    record = held["record"]
+    note = f"trained from scratch here: {record.get('command', 'no command recorded')}"
+    lm = ThinkingLM(model, tokenizer, name or folder.name, note)
+    lm.record = record
+    return lm
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config file of a model folder. Raises: ModelError where it is none of ours."""
+    path = folder / CONFIG
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); give the folder of a saved Thinking States model") from error
+    if not is_thinking_config(held):
+        raise ModelError(f"{path} is no config of a Thinking States model")
+    return held
+
+
+def is_thinking_config(held: Any) -> bool:
+    return isinstance(held, dict) and held.get("kind") == KIND
+
+
+def is_thinking_folder(folder: Path) -> bool:
+    """Whether a folder holds one of ours, rather than a Hugging Face model."""
+    try:
+        return is_thinking_config(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False
+
+
+def _command(held: dict[str, Any]) -> str:
+    return str(held.get("record", {}).get("command", "cacheprobe train thinking-states"))
+
+
+def _hash(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()
