@@ -1,0 +1,1 @@
+"""Training: short, seeded loops on one processor core."""
