@@ -64,7 +64,7 @@ def lora(
         Show progress.
     """
     if evaluate is not None:
-        from cacheprobe.training.lora_evaluate import evaluate_adapter
+        from cacheprobe.training.lora_report import evaluate_adapter
 
         evaluate_adapter(model, evaluate, people, flip_probability, questions, json, progress)
         return

@@ -20,7 +20,8 @@ from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
 from cacheprobe.training.lora import LoraTrainer
 from cacheprobe.training.lora_batches import batches_of, encode, examples_of
 from cacheprobe.training.lora_checkpoint import CHECKPOINT, load_checkpoint, save_checkpoint
-from cacheprobe.training.lora_evaluate import Cell, evaluate, greedy_texts, table
+from cacheprobe.training.lora_evaluate import Cell, Reply, evaluate, replies
+from cacheprobe.training.lora_report import table
 from cacheprobe.training.lora_run import LARGEST_ADAPTER, train_lora
 from cacheprobe.training.lora_settings import HELD_OUT_NAMES, TRAIN_NAMES, LoraSettings
 from tests.tiny import loaded
@@ -314,22 +315,37 @@ def test_the_command_s_defaults_are_the_settings() -> None:
     assert LoraSettings(seed=3).command().endswith("--task coin-flip --seed 3")
 
 
-def test_greedy_texts_are_those_of_a_run(base: Path) -> None:
+def test_replies_are_those_of_a_run(base: Path) -> None:
     model = cp.load_model(base)
-    prompts = [example.prompt for people in (2, 1, 2) for example in CoinFlip(people=people).examples(3)]
-    trace = cp.run(model, prompts, capture=None, max_new_tokens=5, progress=False)
-    assert greedy_texts(model, prompts, 5, batch=2) == [trace.text(index) for index in range(9)]
+    examples = [example for people in (2, 1, 2) for example in CoinFlip(people=people).examples(3)]
+    trace = cp.run(model, examples, capture=None, max_new_tokens=5, progress=False)
+    given = replies(model, [example.prompt for example in examples], 5, batch=2)
+    assert [reply.text for reply in given] == [trace.text(index) for index in range(9)]
+    assert len({reply.text for reply in given}) > 1
+    for example, reply in zip(examples, given, strict=True):
+        ids = torch.tensor([model.encode(example.prompt)])
+        with torch.no_grad():
+            heads, tails = tiny_model()(ids).logits[0, -1, list(example.answer_token_ids(model.tokenizer))]
+        assert reply.choice == int(tails > heads)
+
+
+def test_a_reply_ends_at_a_stop_token(base: Path) -> None:
+    model = cp.load_model(base)
+    (whole,) = replies(model, ["A coin"], 6)
+    third = model.encode(whole.text)[2]
+    model.stop_token_ids = (third,)
+    (cut,) = replies(model, ["A coin"], 6)
+    assert whole.text.startswith(cut.text) and len(model.encode(cut.text)) <= 2
 
 
 def test_an_evaluation_counts_silence_as_wrong(monkeypatch) -> None:
-    texts = [" heads", " Tails.", "", " nothing"] * 2
-    monkeypatch.setattr("cacheprobe.training.lora_evaluate.greedy_texts", lambda *_: texts)
+    given = [Reply(" heads", 0), Reply(" Tails.", 1), Reply("", 0), Reply(" nothing", 1)] * 2
+    monkeypatch.setattr("cacheprobe.training.lora_evaluate.replies", lambda *_: given)
     (cell,) = evaluate(loaded(), [2], [0.1], questions=8)
-    right = [example.answer.strip() for example in CoinFlip(2, 0.1, names=HELD_OUT_NAMES).examples(8, seed=1)]
-    given = [text.strip(" .").lower() for text in texts]
-    assert (cell.questions, cell.unparsed, cell.correct) == (
-        8,
-        4,
-        sum(a == b for a, b in zip(given, right, strict=True)),
-    )
-    assert Cell.from_dict(cell.as_dict()) == cell and f"{cell.correct / 8:.1%}"[:-1] in table([cell])
+    answers = [example.answer for example in CoinFlip(2, 0.1, names=HELD_OUT_NAMES).examples(8, seed=1)]
+    num_right = sum(reply.text.lower().rstrip(".") == answer for reply, answer in zip(given, answers, strict=True))
+    num_forced = sum((" heads", " tails")[reply.choice] == answer for reply, answer in zip(given, answers, strict=True))
+    assert (cell.questions, cell.unparsed, cell.correct, cell.forced_correct) == (8, 4, num_right, num_forced)
+    assert num_right != num_forced and Cell.from_dict(cell.as_dict()) == cell
+    shown = table({"base": [cell], "adapter": [cell]})
+    assert f"| {12.5 * num_right} % (" in shown and f"| {12.5 * num_forced} % (" in shown and "4 unparsed" in shown

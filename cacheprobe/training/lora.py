@@ -1,5 +1,6 @@
 """Train a LoRA adapter on coin-flip questions: seeded, resumable, on one core."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class LoraTrainer:
             layers_to_transform=list(range(settings.first_layer, model.config.num_hidden_layers)),
             task_type="CAUSAL_LM",
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a name that it will drop
             torch.manual_seed(settings.seed)
             self.peft_model = get_peft_model(model, self.config)
         self.model = model

@@ -38,7 +38,8 @@ def train_lora(
 
     out: gets adapter_model.safetensors (float16), adapter_config.json and training.json, beside the checkpoint.
     checkpoint_every: steps; also how often names that were held out are asked about.
-    Raises: ValueError where `out` holds a training of other settings, or the adapter would be too large; ModelError for what cannot be trained.
+    Raises: ValueError where `out` holds a training of other settings, or the adapter would be too large; ModelError
+        for what cannot be trained.
     """
     if (out / TRAINING).is_file():
         return _finished(settings, out)
