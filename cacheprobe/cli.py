@@ -1,4 +1,4 @@
-"""The command line: demo, run, report, verify, prove, bench. Heavy imports wait until a command runs."""
+"""The command line: demo, run, report, verify, prove, bench, train. Heavy imports wait until a command runs."""
 
 import os
 import sys
@@ -15,6 +15,7 @@ app = App(
     version=__version__,
     help_format="plaintext",  # a markdown parser would take longer to import than all else
 )
+app.command("cacheprobe.cli_train:train", name="train", help="Train a model for a task.")
 
 
 @app.command
@@ -54,6 +55,7 @@ def run(
     out: Path,
     model: str = "smollm2-135m",
     dtype: str = "bfloat16",
+    adapter: str | None = None,
     prompt: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     task: str | None = None,
     n: int = 8,
@@ -88,6 +90,8 @@ def run(
         "smollm2-135m", a hub name or a local directory.
     dtype
         float32, bfloat16 or float16.
+    adapter
+        A LoRA adapter to merge: coin-flip, or a directory.
     prompt
         A prompt's text; repeat for several.
     task
@@ -132,7 +136,7 @@ def run(
         prompts = _plug_in("tasks", task, **given).examples(n, seed)
     chosen = _plug_in("drafters", drafter) if drafter else None
     trace = cp.run(
-        cp.load_model(model, dtype=dtype, progress=progress),
+        cp.load_model(model, dtype=dtype, adapter=adapter, progress=progress),
         prompts,
         drafter=chosen,
         window=window,
@@ -174,7 +178,7 @@ def report(run: Path, *, request: int | None = None, out: Path | None = None) ->
 
 
 @app.command
-def verify(run: Path, *, model: str | None = None, progress: bool = True) -> int:
+def verify(run: Path, *, model: str | None = None, adapter: str | None = None, progress: bool = True) -> int:
     """Replay a stored run against the oracle; exit 1 with the first difference.
 
     Parameters
@@ -183,6 +187,8 @@ def verify(run: Path, *, model: str | None = None, progress: bool = True) -> int
         Directory of a saved run.
     model
         Name or directory of the model, where it is not the one that the run names.
+    adapter
+        Likewise of the adapter.
     progress
         Show progress bars.
     """
@@ -190,7 +196,8 @@ def verify(run: Path, *, model: str | None = None, progress: bool = True) -> int
 
     trace = cp.load_trace(run)
     finger = trace.fingerprint
-    loaded = cp.load_model(model or finger["model"], dtype=finger["dtype"], progress=progress)
+    merged = adapter or finger.get("adapter")
+    loaded = cp.load_model(model or finger["model"], dtype=finger["dtype"], adapter=merged, progress=progress)
     result = cp.verify(trace, loaded, progress=progress)
     skipped = f"; {result.num_skipped} requests were never verified and are not compared" if result.num_skipped else ""
     if not result.is_equal:

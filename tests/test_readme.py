@@ -58,7 +58,7 @@ def test_the_commands_exist() -> None:
     from cacheprobe.cli import app
 
     shown = set(re.findall(r"^    cacheprobe (\w+)", README, re.MULTILINE))
-    assert shown == {"demo", "run", "report", "verify", "prove", "bench"} and all(app[name] for name in shown)
+    assert shown == {"demo", "run", "report", "verify", "prove", "bench", "train"} and all(app[name] for name in shown)
 
 
 def test_numbers_are_those_of_a_stored_measurement() -> None:

@@ -34,6 +34,7 @@ class BridgeLM:
 
     def __init__(self, bridge: TransformerBridge, name: str, weights_note: str = "") -> None:
         self.bridge, self.name, self.weights_note = bridge, name, weights_note
+        self.adapter = ""  # what load_model merged into the weights
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
         self.n_ctx = int(cfg.n_ctx)
@@ -160,6 +161,7 @@ class BridgeLM:
     def fingerprint(self) -> dict[str, str | int | float]:
         return {
             "model": self.name,
+            **({"adapter": self.adapter} if self.adapter else {}),
             "weights_sha256": self.weights_sha256,
             "architecture": type(self.bridge.original_model).__name__,
             "path": "bridge",

@@ -24,6 +24,7 @@ def load_model(
     tokenizer: Any = None,
     *,
     dtype: Any = None,
+    adapter: "str | Path | None" = None,
     progress: bool = True,
 ) -> CachedLM:
     """A model ready for `run`.
@@ -33,13 +34,20 @@ def load_model(
     tokenizer: for a live model; without one, prompts must be lists of token ids.
     dtype: "float32", "bfloat16" or "float16" (or torch's). Default: float32 for a name or directory; a live model or a
         bridge keeps its own, and another one is refused.
-    Raises: ModelError for what cannot be loaded, wrapped, or rolled back.
+    adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. It is merged into the
+        float32 weights, which are then converted to `dtype`; `weights_note` says so.
+    Raises: ModelError for what cannot be loaded, wrapped, or rolled back, and for an adapter of another model.
     """
     dtype_name = _dtype_name(dtype)
     if isinstance(model, str | Path):
         if isinstance(model, str) and not model.strip():
             raise ModelError("the model's name is empty; give a name, a directory or a model")
-        wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", progress)
+        wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", adapter, progress)
+    elif adapter is not None:
+        raise ModelError(
+            f"adapter={str(adapter)!r} is merged into a model that is loaded by name or directory, not into a live "
+            f"{type(model).__name__}; give its name, or merge it with peft first"
+        )
     else:
         from cacheprobe.models.bridge import BridgeLM
 
@@ -67,7 +75,36 @@ def load_model(
     return wrapped
 
 
-def _from_pretrained(model: "str | Path", tokenizer: Any, dtype_name: str, progress: bool) -> CachedLM:
+def _from_pretrained(
+    model: "str | Path", tokenizer: Any, dtype_name: str, adapter: "str | Path | None", progress: bool
+) -> CachedLM:
+    from cacheprobe.models.bridge import BridgeLM
+
+    first_dtype = dtype_name if adapter is None else "float32"
+    live, tokenizer, note = plain_model(model, first_dtype, tokenizer, progress=progress)
+    if adapter is None:
+        return BridgeLM.wrap(live, tokenizer, str(model), note)
+
+    import torch
+
+    from cacheprobe.models.adapters import adapter_directory, merge_adapter
+
+    directory = adapter_directory(adapter, str(model))
+    merged = merge_adapter(live, str(model), directory)
+    note = "; ".join(filter(None, (note, merged)))
+    wrapped = BridgeLM.wrap(live.to(getattr(torch, dtype_name)), tokenizer, str(model), note)
+    wrapped.adapter = str(adapter)
+    return wrapped
+
+
+def plain_model(
+    model: "str | Path", dtype_name: str, tokenizer: Any = None, *, progress: bool = True
+) -> tuple[Any, Any, str]:
+    """A model by name or directory as transformers loads it, its tokenizer or None, and a note about its weights.
+
+    tokenizer: given back as it is, where there is one.
+    Raises: ModelError for what cannot be loaded, and for memories that cannot be rolled back.
+    """
     name = str(model)
     source, note = _shipped(name, progress) if name in SHIPPED else (name, "")
     is_local = Path(source).is_dir()
@@ -76,8 +113,6 @@ def _from_pretrained(model: "str | Path", tokenizer: Any, dtype_name: str, progr
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from cacheprobe.models.bridge import BridgeLM
 
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=is_local)
@@ -96,7 +131,7 @@ def _from_pretrained(model: "str | Path", tokenizer: Any, dtype_name: str, progr
         raise ModelError(
             f"unknown model {name!r}: {first_line}; shipped: {', '.join(SHIPPED)}; else give a hub name or a directory"
         ) from error
-    return BridgeLM.wrap(live, tokenizer, name, note)
+    return live, tokenizer, note
 
 
 def _shipped(name: str, progress: bool) -> tuple[str, str]:

@@ -1,1 +1,1 @@
-"""Losses, the short loop and its checkpoints: how the models that this package ships were made."""
+"""Losses, short training loops and their checkpoints: how the models that this package ships were made."""

@@ -32,6 +32,14 @@ class Preset:
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By arm: fields of LoopSettings that it needs otherwise, to be at its best in distribution."""
 
+    def tasks(self) -> list[Task]:
+        """The task of the most operations, in each of its variants."""
+        return [replace(self.task(self.operations[-1]), **settings) for settings in self.variants]
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """All words of all variants, sorted."""
+        return tuple(sorted({word for task in self.tasks() for word in task.vocabulary()}))
+
     def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
         """The model of an arm: the same backbone for all."""
         if arm not in ARMS:

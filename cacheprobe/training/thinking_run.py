@@ -59,7 +59,7 @@ def train(
 
     report: called after every step, with the accuracy on fresh texts of the trained lengths where it was taken.
     """
-    tokenizer = word_tokenizer(preset.task(preset.operations[-1]).vocabulary())
+    tokenizer = word_tokenizer(preset.vocabulary())
     model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
     settings = replace(preset.loop, seed=seed, **preset.arms.get(arm, {}))
     chunk = model.config.chunk
@@ -88,11 +88,11 @@ def train(
 
 def _annotated(preset: Preset, tokenizer: Any, chunk: int, n: int, seed: int) -> list[Annotated]:
     """Texts whose events stand at every phase of a chunk."""
-    whole, share = preset.task(preset.operations[-1]), -(-n // len(preset.variants))
+    share = -(-n // len(preset.variants))
     texts = [
         text
-        for i, settings in enumerate(preset.variants)
-        for text in mixed(replace(whole, **settings), preset.operations, n=share, seed=seed + VARIANT_SEEDS * i)
+        for i, task in enumerate(preset.tasks())
+        for text in mixed(task, preset.operations, n=share, seed=seed + VARIANT_SEEDS * i)
     ]
     draw = Random(f"phases/{seed}")
     phases = [int(draw.random() * chunk) for _ in texts]

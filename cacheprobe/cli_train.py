@@ -1,0 +1,92 @@
+"""The trainings of the command line. Heavy imports wait until a command runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+train = App(name="train", help="Train a model for a task.", help_format="plaintext")
+
+
+@train.command
+def lora(
+    *,
+    model: str = "smollm2-135m",
+    task: str = "coin-flip",
+    out: Path = Path("runs/lora-coin-flip"),
+    max_people: int = 4,
+    steps: int = 240,
+    batch: int = 16,
+    rank: int = 8,
+    first_layer: int = 10,
+    learning_rate: float = 2e-3,
+    running_weight: float = 0.5,
+    curriculum: float = 0.5,
+    seed: int = 0,
+    evaluate: str | None = None,
+    people: Annotated[tuple[int, ...], Parameter(negative="")] = (1, 2, 3, 4, 5, 6, 8, 10),
+    flip_probability: Annotated[tuple[float, ...], Parameter(negative="")] = (0.5,),
+    questions: int = 200,
+    json: Path | None = None,
+    progress: bool = True,
+) -> None:
+    """Train a LoRA adapter on a task's questions, or evaluate one. A training that was stopped goes on.
+
+    Parameters
+    ----------
+    model
+        The base model: smollm2-135m, a hub name or a local directory.
+    task
+        coin-flip.
+    out
+        Directory for the adapter and the checkpoint.
+    max_people
+        Most people in a question to train on.
+    steps, batch
+        Steps, and questions of a step.
+    rank, first_layer
+        Of the adapter: its rank, and the first block that gets one.
+    learning_rate
+        At its highest.
+    running_weight
+        Of the auxiliary loss on the state after each person; 0 for the answer alone.
+    curriculum
+        Share of the steps over which the number of people grows.
+    seed
+        Of the questions and the first weights.
+    evaluate
+        Train nothing: ask the model with and without this adapter, a directory or coin-flip.
+    people, flip_probability, questions
+        What an evaluation asks: numbers of people, chances to flip, and questions for each pair of them.
+    json
+        Also write the evaluation to this file.
+    progress
+        Show progress.
+    """
+    if evaluate is not None:
+        from cacheprobe.training.lora_report import evaluate_adapter
+
+        evaluate_adapter(model, evaluate, people, flip_probability, questions, json, progress)
+        return
+    from cacheprobe.training.lora_run import train_lora
+    from cacheprobe.training.lora_settings import LoraSettings
+
+    settings = LoraSettings(
+        model=model,
+        task=task,
+        max_people=max_people,
+        steps=steps,
+        batch=batch,
+        rank=rank,
+        first_layer=first_layer,
+        learning_rate=learning_rate,
+        running_weight=running_weight,
+        curriculum=curriculum,
+        seed=seed,
+    )
+    done = train_lora(settings, out, progress=progress)
+    print(
+        f"{done['settings']['steps']} steps, {done['questions']} questions: {done['seconds']:.0f} s, "
+        f"{done['cpu_seconds']:.0f} s of processor time, {done['threads']} threads; {done['adapter_bytes']} bytes\n"
+        f"adapter: {out}"
+    )
