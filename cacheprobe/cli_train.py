@@ -90,3 +90,35 @@ def lora(
         f"{done['cpu_seconds']:.0f} s of processor time, {done['threads']} threads; {done['adapter_bytes']} bytes\n"
         f"adapter: {out}"
     )
+
+
+@train.command
+def thinking_states(
+    *,
+    task: str = "coin-flip",
+    preset: str = "tiny",
+    arm: str = "thinking",
+    seed: int = 0,
+    out: Path = Path("runs/thinking-states"),
+    progress: bool = True,
+) -> None:
+    """Train a Thinking States model from scratch, or an arm that it is compared with. One that was stopped goes on.
+
+    Parameters
+    ----------
+    task
+        coin-flip, variables, s3 or s5.
+    preset
+        tiny, or mini for a smaller one.
+    arm
+        thinking; plain (no thoughts); no_feedback (thoughts that change nothing); chain_of_thought.
+    seed
+        Of the weights, the texts and their order.
+    out
+        Directory for the model and its checkpoint.
+    progress
+        Show progress.
+    """
+    from cacheprobe.training.thinking_train import summary, train_thinking
+
+    print(summary(train_thinking(task, preset, arm, seed, out, progress=progress), out))

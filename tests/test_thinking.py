@@ -77,6 +77,8 @@ def text(n: int, seed: int = 0) -> list[int]:
 def opened(model: ThinkingModel, num_prompt: int, rows: int = 1, capacity: int = 64):
     lm = ThinkingLM(model)
     cache = lm.new_cache(rows, capacity)
+    for row in range(rows):
+        assert cache.allocate() == row
     cache.prompt_lengths[:] = num_prompt
     return lm, cache
 

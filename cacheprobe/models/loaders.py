@@ -11,6 +11,8 @@ from typing import Any
 from cacheprobe.config import DTYPES
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.masks import sliding_window
+from cacheprobe.models.shipped import shipped_folder, shipped_names
+from cacheprobe.models.thinking_store import is_thinking_folder, load_thinking
 
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
@@ -29,8 +31,9 @@ def load_model(
 ) -> CachedLM:
     """A model ready for `run`.
 
-    model: "smollm2-135m", a Hugging Face hub name, a local directory, a live transformers model (it is wrapped in
-        place: TransformerLens replaces its submodules), or a TransformerBridge.
+    model: "smollm2-135m", a shipped Thinking States model such as "coinflip-thinking", a Hugging Face hub name, a local
+        directory, a live transformers model (it is wrapped in place: TransformerLens replaces its submodules), or a
+        TransformerBridge.
     tokenizer: for a live model; without one, prompts must be lists of token ids.
     dtype: "float32", "bfloat16" or "float16" (or torch's). Default: float32 for a name or directory; a live model or a
         bridge keeps its own, and another one is refused.
@@ -42,6 +45,8 @@ def load_model(
     if isinstance(model, str | Path):
         if isinstance(model, str) and not model.strip():
             raise ModelError("the model's name is empty; give a name, a directory or a model")
+        if (folder := _thinking_folder(model)) is not None:
+            return _load_thinking(folder, model, tokenizer, dtype_name, adapter)
         wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", adapter, progress)
     elif adapter is not None:
         raise ModelError(
@@ -73,6 +78,22 @@ def load_model(
 
     check_model(wrapped)
     return wrapped
+
+
+def _thinking_folder(model: "str | Path") -> Path | None:
+    """The folder of a Thinking States model: a shipped one by its name, or a directory that holds one."""
+    folder = shipped_folder("checkpoints", str(model)) if "/" not in str(model) else None
+    return folder or (Path(model) if is_thinking_folder(Path(model)) else None)
+
+
+def _load_thinking(folder: Path, model: "str | Path", tokenizer: Any, dtype_name: str | None, adapter: Any) -> CachedLM:
+    import torch
+
+    if tokenizer is not None or adapter is not None:
+        raise ModelError(
+            f"{model} is a Thinking States model with a vocabulary of its own; give no tokenizer or adapter"
+        )
+    return load_thinking(folder, str(model), getattr(torch, dtype_name or "float32"))
 
 
 def _from_pretrained(
@@ -129,7 +150,8 @@ def plain_model(
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"unknown model {name!r}: {first_line}; shipped: {', '.join(SHIPPED)}; else give a hub name or a directory"
+            f"unknown model {name!r}: {first_line}; shipped: "
+            f"{', '.join((*SHIPPED, *shipped_names('checkpoints')))}; else give a hub name or a directory"
         ) from error
     return live, tokenizer, note
 

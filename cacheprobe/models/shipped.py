@@ -1,4 +1,4 @@
-"""Where the models and adapters that come with the package are: in the checkout's data/, or inside an installed wheel."""
+"""Where the models that come with the package are: in the checkout's data/, or inside an installed wheel."""
 
 from pathlib import Path
 
@@ -13,4 +13,6 @@ def shipped_folder(kind: str, name: str) -> Path | None:
 
 
 def shipped_names(kind: str) -> list[str]:
-    return sorted({p.name for place in _PLACES if (place / kind).is_dir() for p in (place / kind).iterdir() if p.is_dir()})
+    return sorted(
+        {p.name for place in _PLACES if (place / kind).is_dir() for p in (place / kind).iterdir() if p.is_dir()}
+    )

@@ -60,6 +60,8 @@ class ThinkingLM:
         self.dtype, self.device = weight.dtype, weight.device
         self.stop_token_ids = (config.eos_id,)
         self.injected_layers = (config.l_in,) if config.thinks and config.feeds_back else ()
+        self.record: dict[str, Any] = {}
+        """How the model was made, where it was loaded."""
         self.num_rounds = 0
         """Rounds of the last forward."""
         self._trivial: tuple[int, ...] = (config.eos_id,)
@@ -157,7 +159,7 @@ class ThinkingLM:
         return h
 
     def _ends(self, cache: KVCache, rows: Sequence[int], positions: Tensor) -> list[list[_End]]:
-        """Chunks that end in this pass and are to be thought about, by row, in order."""
+        """Chunks that end in this pass and are to be thought about, by row, in order; a free row is a dummy's."""
         c = self.config.chunk
         thinks = (positions + 1) % c == 0
         if not self.config.think_while_decoding:
@@ -165,6 +167,7 @@ class ThinkingLM:
         return [
             [_End(b, row, t, int(positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
             for b, row in enumerate(rows)
+            if not cache.is_free(row)
         ]
 
     def _states_at(self, cache: ThinkingCache, row_index: Tensor, positions: Tensor) -> Tensor:

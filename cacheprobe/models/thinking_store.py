@@ -1,9 +1,9 @@
 """Thinking States models on disk: weights, config, tokenizer and the record of how they were made, each checked.
 
-    folder/
-      model.safetensors   the weights
-      tokenizer.json      the vocabulary
-      config.json         the ThinkingConfig, the hashes of the two others, and the training record; written last
+folder/
+  model.safetensors   the weights
+  tokenizer.json      the vocabulary
+  config.json         the ThinkingConfig, the hashes of the two others, and the training record; written last
 """
 
 import json
@@ -39,7 +39,7 @@ def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, An
     return folder
 
 
-def load_thinking(folder: Path, name: str | None = None) -> Any:
+def load_thinking(folder: Path, name: str | None = None, dtype: Any = None) -> Any:
     """A ThinkingLM of what `save_thinking` wrote.
 
     Raises: ModelError where a file is missing, is not the one that the config speaks of, or does not fit the config.
@@ -57,8 +57,8 @@ def load_thinking(folder: Path, name: str | None = None) -> Any:
             raise ModelError(f"{folder} has no {file}; restore it, or train the model again: {_command(held)}")
         if (found := _hash(path)) != wanted:
             raise ModelError(
-                f"{path} has the hash {found[:12]}, and {CONFIG} speaks of {wanted[:12]}; restore it, or train the model "
-                f"again: {_command(held)}"
+                f"{path} has the hash {found[:12]}, and {CONFIG} speaks of {wanted[:12]}; restore it, or train the "
+                f"model again: {_command(held)}"
             )
     config = ThinkingConfig.from_json(held["config"])
     tokenizer = load_tokenizer(folder / TOKENIZER)
@@ -72,7 +72,7 @@ def load_thinking(folder: Path, name: str | None = None) -> Any:
     model.load_state_dict(weights, strict=False)
     record = held["record"]
     note = f"trained from scratch here: {record.get('command', 'no command recorded')}"
-    lm = ThinkingLM(model, tokenizer, name or folder.name, note)
+    lm = ThinkingLM(model if dtype is None else model.to(dtype), tokenizer, name or folder.name, note)
     lm.record = record
     return lm
 
@@ -83,7 +83,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); give the folder of a saved Thinking States model") from error
+        raise ModelError(
+            f"{path} cannot be read ({error}); give the folder of a saved Thinking States model"
+        ) from error
     if not is_thinking_config(held):
         raise ModelError(f"{path} is no config of a Thinking States model")
     return held

@@ -19,8 +19,8 @@ from cacheprobe.training.lora_checkpoint import (
     replace_file,
     save_checkpoint,
 )
-from cacheprobe.training.lora_progress import TrainingProgress
 from cacheprobe.training.lora_settings import HELD_OUT_NAMES, LoraSettings
+from cacheprobe.training.progress import TrainingProgress
 
 LARGEST_ADAPTER = 5_000_000
 """Bytes."""

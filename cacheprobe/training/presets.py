@@ -40,6 +40,10 @@ class Preset:
         """All words of all variants, sorted."""
         return tuple(sorted({word for task in self.tasks() for word in task.vocabulary()}))
 
+    def loop_of(self, arm: str, seed: int) -> LoopSettings:
+        """How an arm is stepped."""
+        return replace(self.loop, seed=seed, **self.arms.get(arm, {}))
+
     def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
         """The model of an arm: the same backbone for all."""
         if arm not in ARMS:

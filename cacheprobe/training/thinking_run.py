@@ -61,7 +61,7 @@ def train(
     """
     tokenizer = word_tokenizer(preset.vocabulary())
     model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
-    settings = replace(preset.loop, seed=seed, **preset.arms.get(arm, {}))
+    settings = preset.loop_of(arm, seed)
     chunk = model.config.chunk
     pool = _annotated(preset, tokenizer, chunk, preset.pool, seed)
     fresh = _annotated(preset, tokenizer, chunk, CHECK_TEXTS, TEST_SEED + seed)
