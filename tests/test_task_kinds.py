@@ -53,6 +53,8 @@ def test_variables_are_asked_of_alike_with_the_question_first():
     last, first = (Variables(question_first=first).examples(20, seed=6) for first in (False, True))
     assert [(e.events, e.states, e.answer) for e in last] == [(e.events, e.states, e.answer) for e in first]
     assert {e.question.text.split("What is ")[1][0] for e in last} == {"a", "b", "c"}
+    pairs = {event for e in last for event in e.events}
+    assert pairs == set(permutations("abc", 2))
 
 
 def test_cups_by_hand():
