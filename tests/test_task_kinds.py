@@ -148,7 +148,7 @@ def test_wei_flips_as_the_coin_flip_does():
     assert weis[0].prompt.count("\nA: ") == 2 and weis[0].prompt.count("\n\nQ: ") == 2
 
 
-@pytest.mark.parametrize("chunk", [5, 8, 16])
+@pytest.mark.parametrize("chunk", [5, 7, 8, 16])
 @pytest.mark.parametrize("density", [0.05, 0.25, 1, 0.4])
 def test_the_share_of_chunks_that_say_something_is_exact(density, chunk):
     task = CoinFlipSparse(people=4, density=density, chunk=chunk)
@@ -157,7 +157,7 @@ def test_the_share_of_chunks_that_say_something_is_exact(density, chunk):
         found = annotate(example, tokenizer, chunk)
         assert found.token_ids[0] != tokenizer.pad_token_id
         speaking = [len(thought) > 1 for thought in found.thoughts]
-        opening, closing = (2, 2) if chunk == 5 else (1, 1)
+        opening, closing = {5: (2, 2), 7: (1, 2)}.get(chunk, (1, 1))  # 6 tokens each, and 7 leaves no room for words
         story = speaking[opening : len(speaking) - closing]
         assert sum(speaking) == sum(story) == 4 and len(story) == round(4 / density)
         assert all(len(thought) <= 2 for thought in found.thoughts)
@@ -203,8 +203,9 @@ def test_boxes_are_scored_by_what_affects_them():
 def test_every_kind_of_operation_comes_up():
     counts = Counter(event[0] for e in Boxes(steps=5).examples(100) for event in e.events)
     assert set(counts) == {"put", "remove", "move"} and min(counts.values()) > 80
-    full = Boxes(steps=3, boxes=2, at_most=1, objects=("cat", "dog")).examples(60)
-    assert {event[0] for e in full for event in e.events} == {"put", "remove", "move"}
+    for at_most, objects in ((1, ("cat", "dog")), (2, ("ant", "cat", "dog"))):  # boxes without room
+        full = Boxes(steps=3, boxes=2, at_most=at_most, objects=objects).examples(60)
+        assert {event[0] for e in full for event in e.events} == {"put", "remove", "move"}
 
 
 def test_first_tokens_tell_answers_apart():
@@ -224,13 +225,17 @@ def test_first_tokens_tell_answers_apart():
         (Variables, {"modulus": 1}, "modulus=1"),
         (Variables, {"jitter": -1}, "jitter=-1"),
         (Variables, {"says": "name"}, "says='name' is unknown; use one of ('value', 'assignment')"),
+        (Variables, {"question_first": "no"}, "question_first='no' must be True or False"),
         (Permutations, {"steps": 0}, "steps=0"),
         (Permutations, {"elements": 6}, "elements=6 is too many; give 2 to 5"),
         (Permutations, {"wording": "cards"}, "wording='cards' is unknown"),
         (Permutations, {"asked": "some"}, "asked='some' is unknown"),
         (TwoCoins, {"people": len(NAMES) + 1}, "give more names or fewer people, or distinct=False"),
         (TwoCoins, {"flip_probability": 2}, "flip_probability=2 is no probability"),
+        (TwoCoins, {"distinct": 1}, "distinct=1 must be True or False"),
+        (TwoCoins, {"question_first": "yes"}, "question_first='yes'"),
         (TwoCoins, {"says": "none"}, "says='none' is unknown"),
+        (CoinFlip, {"distinct": 0}, "distinct=0 must be True or False"),
         (CoinFlipWei, {"flip_probability": 1}, "every answer is the same"),
         (CoinFlipSparse, {"density": 0}, "density=0 would leave no room"),
         (CoinFlipSparse, {"density": 1.5}, "density=1.5 is no probability"),

@@ -80,6 +80,11 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; use one of {choices}")
 
 
+def check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
 def check_probability(name: str, value: float | int) -> None:
     if not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"{name}={value!r} is no probability; give a number from 0 to 1")
