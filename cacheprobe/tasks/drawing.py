@@ -80,7 +80,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; use one of {choices}")
 
 
-def check_flag(name: str, value: bool) -> None:
+def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
 
