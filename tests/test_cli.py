@@ -98,6 +98,7 @@ def test_report_is_drawn(stored: Path, tmp_path: Path) -> None:
         (("run", "--out", "x"), "give either --prompt"),
         (("run", "--out", "x", "--task", "poker"), "poker"),
         (("run", "--out", "x", "--task", "variables:modulus=1"), "modulus=1"),
+        (("run", "--out", "x", "--task", "two_coins:question_first=no"), "question_first='no' must be True or False"),
         (("run", "--out", "x", "--task", "boxes", "--people", "2"), "tasks 'boxes' cannot be made from {'people': 2}"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "psychic"), "psychic"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit"), "layer"),

@@ -151,6 +151,8 @@ def test_a_question_that_contradicts_itself_is_refused():
     good = coin_question("heads", [("Alice", True)])
     with pytest.raises(ValueError, match="1 events need one state and one span more, got 1 states and 2 spans"):
         replace(good, states=("heads",))
+    with pytest.raises(ValueError, match="2 states need one thought each, got"):
+        replace(good, thoughts=("heads",))
     with pytest.raises(ValueError, match="spans must lie in order inside the text"):
         replace(good, spans=good.spans[::-1])
     with pytest.raises(ValueError, match="answer ' edge' is not one of"):

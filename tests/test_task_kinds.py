@@ -53,6 +53,8 @@ def test_variables_are_asked_of_alike_with_the_question_first():
     last, first = (Variables(question_first=first).examples(20, seed=6) for first in (False, True))
     assert [(e.events, e.states, e.answer) for e in last] == [(e.events, e.states, e.answer) for e in first]
     assert {e.question.text.split("What is ")[1][0] for e in last} == {"a", "b", "c"}
+    pairs = {event for e in last for event in e.events}
+    assert pairs == set(permutations("abc", 2))
 
 
 def test_cups_by_hand():
@@ -146,7 +148,7 @@ def test_wei_flips_as_the_coin_flip_does():
     assert weis[0].prompt.count("\nA: ") == 2 and weis[0].prompt.count("\n\nQ: ") == 2
 
 
-@pytest.mark.parametrize("chunk", [5, 8, 16])
+@pytest.mark.parametrize("chunk", [5, 7, 8, 16])
 @pytest.mark.parametrize("density", [0.05, 0.25, 1, 0.4])
 def test_the_share_of_chunks_that_say_something_is_exact(density, chunk):
     task = CoinFlipSparse(people=4, density=density, chunk=chunk)
@@ -155,7 +157,7 @@ def test_the_share_of_chunks_that_say_something_is_exact(density, chunk):
         found = annotate(example, tokenizer, chunk)
         assert found.token_ids[0] != tokenizer.pad_token_id
         speaking = [len(thought) > 1 for thought in found.thoughts]
-        opening, closing = (2, 2) if chunk == 5 else (1, 1)
+        opening, closing = {5: (2, 2), 7: (1, 2)}.get(chunk, (1, 1))  # 6 tokens each, and 7 leaves no room for words
         story = speaking[opening : len(speaking) - closing]
         assert sum(speaking) == sum(story) == 4 and len(story) == round(4 / density)
         assert all(len(thought) <= 2 for thought in found.thoughts)
@@ -201,8 +203,9 @@ def test_boxes_are_scored_by_what_affects_them():
 def test_every_kind_of_operation_comes_up():
     counts = Counter(event[0] for e in Boxes(steps=5).examples(100) for event in e.events)
     assert set(counts) == {"put", "remove", "move"} and min(counts.values()) > 80
-    full = Boxes(steps=3, boxes=2, at_most=1, objects=("cat", "dog")).examples(60)
-    assert {event[0] for e in full for event in e.events} == {"put", "remove", "move"}
+    for at_most, objects in ((1, ("cat", "dog")), (2, ("ant", "cat", "dog"))):  # boxes without room
+        full = Boxes(steps=3, boxes=2, at_most=at_most, objects=objects).examples(60)
+        assert {event[0] for e in full for event in e.events} == {"put", "remove", "move"}
 
 
 def test_first_tokens_tell_answers_apart():

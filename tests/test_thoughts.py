@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -145,6 +146,32 @@ def test_phases_shift_operations_against_chunks_and_not_the_end(words):
         text = words.decode(one.token_ids).lstrip("<pad> ")
         assert text == ONE_OF_EACH.prompt.replace(". What's", "." + " <pad>" * phase + " What's").lstrip()
         assert len(one.token_ids) % 8 == 0 and one.token_ids[-1] == words.get_vocab()[":"]
+
+
+def cut_behind(marks: str) -> PreTrainedTokenizerFast:
+    """Pieces of the example's text that end in one of `marks`, which stays on them."""
+    splits = [pre_tokenizers.Split(mark, behavior="merged_with_previous") for mark in marks]
+    pieces = pre_tokenizers.Sequence(splits).pre_tokenize_str(ONE_OF_EACH.prompt + ONE_OF_EACH.answer)
+    tokens = dict.fromkeys(["<pad>", "<eos>", "heads", "tails", *(piece for piece, _ in pieces)])
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def test_pads_never_stand_before_the_last_operation():
+    """Where a token holds its end and the space behind it, pads come after that token."""
+    tokenizer = cut_behind(" :")
+    found = annotate(ONE_OF_EACH, tokenizer, 1, phase=2)
+    shown = tokenizer.convert_ids_to_tokens(list(found.token_ids))
+    last = shown.index("<pad>") - 1
+    assert shown[last : last + 4] == ["flips. ", "<pad>", "<pad>", "What's "]
+    assert [i for i, said in enumerate(found.thoughts) if len(said) > 1][-1] == last
+
+
+def test_an_answer_must_not_be_joined_to_the_prompt():
+    joined = Example(replace(ONE_OF_EACH.question, answer="heads", answers=("heads",)))
+    with pytest.raises(ValueError, match="joins 'heads' to the last token of"):
+        annotate(joined, cut_behind(" "), 1)
 
 
 def test_what_a_question_has_to_say_takes_the_place_of_its_states(words):

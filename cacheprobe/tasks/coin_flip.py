@@ -12,7 +12,7 @@ from random import Random
 
 from cacheprobe.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question, Tokenizer
-from cacheprobe.tasks.drawing import Task, balanced_side, check_count, check_probability
+from cacheprobe.tasks.drawing import Task, balanced_side, check_count, check_flag, check_probability
 from cacheprobe.tasks.people import NAMES, check_names
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import draw
@@ -99,12 +99,12 @@ class CoinFlip(Task):
     names: Sequence[str] = NAMES
     distinct: bool = True
 
-    answers_balanced_over = 2
     chance = 0.5
 
     def __post_init__(self) -> None:
         check_count("people", self.people, at_least=1)
         check_count("shots", self.shots, at_least=0)
+        check_flag("distinct", self.distinct)
         check_probability("flip_probability", self.flip_probability)
         if self.initial not in ("random", *STATES):
             raise ValueError(f"initial={self.initial!r} is unknown; use 'random', 'heads' or 'tails'")
@@ -122,6 +122,10 @@ class CoinFlip(Task):
     @property
     def num_operations(self) -> int:
         return self.people
+
+    @property
+    def answers_balanced_over(self) -> int:
+        return 2 if self.balanced else 1
 
     def with_operations(self, count: int) -> CoinFlip:
         return replace(self, people=count)

@@ -87,7 +87,6 @@ class CoinFlipWei(Task):
     names: Sequence[str] = NAMES
     distinct: bool = True
 
-    answers_balanced_over = 2
     chance = 0.5
 
     def __post_init__(self) -> None:
@@ -108,6 +107,10 @@ class CoinFlipWei(Task):
     @property
     def num_operations(self) -> int:
         return self.people
+
+    @property
+    def answers_balanced_over(self) -> int:
+        return 2 if self.balanced else 1
 
     def with_operations(self, count: int) -> CoinFlipWei:
         return replace(self, people=count)

@@ -14,8 +14,6 @@ from cacheprobe.tasks.base import Example
 class Task(ABC):
     """Questions of one kind. A task is a frozen dataclass of its settings."""
 
-    answers_balanced_over: ClassVar[int] = 1
-    """Each run of so many examples, counted from 0, holds each answer equally often; 1 where nothing is arranged."""
     answers_are_even: ClassVar[bool] = True
     """Whether all answers are equally likely, so that no constant answer does better than chance."""
 
@@ -27,6 +25,11 @@ class Task(ABC):
     @abstractmethod
     def with_operations(self, count: int) -> Task:
         """The same task with questions of `count` operations."""
+
+    @property
+    def answers_balanced_over(self) -> int:
+        """Each run of so many examples, from the first, holds each answer equally often; 1: nothing is arranged."""
+        return 1
 
     @property
     @abstractmethod
@@ -75,6 +78,11 @@ def balanced_side(key: str, index: int) -> int:
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; use one of {choices}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def check_probability(name: str, value: float | int) -> None:

@@ -13,7 +13,7 @@ from random import Random
 from cacheprobe.registry import register
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, turned
-from cacheprobe.tasks.drawing import Task, balanced_side, check_choice, check_count, check_probability
+from cacheprobe.tasks.drawing import Task, balanced_side, check_choice, check_count, check_flag, check_probability
 from cacheprobe.tasks.people import NAMES, check_names
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import Writer, draw, pick
@@ -80,6 +80,8 @@ class TwoCoins(Task):
         check_count("people", self.people, at_least=1)
         check_probability("flip_probability", self.flip_probability)
         check_choice("says", self.says, SAYS)
+        check_flag("question_first", self.question_first)
+        check_flag("distinct", self.distinct)
         needed = self.people if self.distinct else 1
         why = f"people={self.people} needs {needed} names"
         check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")

@@ -13,7 +13,7 @@ from string import ascii_lowercase
 
 from cacheprobe.registry import register
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import Task, check_choice, check_count
+from cacheprobe.tasks.drawing import Task, check_choice, check_count, check_flag
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import FILLERS, Writer, filler, pick
 
@@ -83,6 +83,7 @@ class Variables(Task):
         check_count("modulus", self.modulus, at_least=2)
         check_count("jitter", self.jitter, at_least=0)
         check_choice("says", self.says, SAYS)
+        check_flag("question_first", self.question_first)
         if self.variables > len(ascii_lowercase):
             raise ValueError(f"variables={self.variables} is more than there are letters; give {len(ascii_lowercase)}")
 
