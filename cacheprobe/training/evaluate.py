@@ -63,6 +63,7 @@ def evaluate(
     return Verdicts(right, thought, parsable)
 
 
+@torch.inference_mode()
 def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> list[bool]:
     """Whether every thought and every written token that the model chooses, given the gold ones before, is gold."""
     batch = collate(items, arm, model.config.pad_id)

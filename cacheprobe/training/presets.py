@@ -64,7 +64,7 @@ _JITTERED = ({"jitter": 0}, {"jitter": 3})
 PRESETS: dict[str, dict[str, Preset]] = {
     "coin-flip": {
         "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
-        "mini": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=96), loop=_LOOP),
+        "mini": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=64), loop=_LOOP),
     },
     "s3": {
         "tiny": Preset(

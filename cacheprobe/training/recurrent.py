@@ -3,7 +3,7 @@
 For evaluation: batched and without the engine. One text through the engine is `models.thinking_lm`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from cacheprobe.models.thinking_blocks import Memory, attention_bias
 
 Thoughts = tuple[tuple[int, ...], ...]
 """Of one text: the token ids of each chunk's thought."""
+
+Edit = Callable[[int, Tensor, Sequence[int]], Tensor]
+"""(chunk, states [n, c, m] that act on it, the texts they belong to) -> states to add instead: an intervention."""
 
 
 class Reader:
@@ -63,7 +66,7 @@ class Reader:
 
 
 @torch.inference_mode()
-def own_thoughts(model: ThinkingModel, prompts: Sequence[Sequence[int]]) -> list[Thoughts]:
+def own_thoughts(model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: Edit | None = None) -> list[Thoughts]:
     """What the model itself thinks after each chunk of each prompt; prompts are whole chunks."""
     config = model.config
     width = config.chunk if config.feeds_back else max(map(len, prompts))
@@ -74,7 +77,10 @@ def own_thoughts(model: ThinkingModel, prompts: Sequence[Sequence[int]]) -> list
         fed = [list(prompts[i][start : start + width]) for i in rows]
         longest = max(map(len, fed))
         token_ids = torch.tensor([ids + [config.pad_id] * (longest - len(ids)) for ids in fed])
-        hidden = reader.feed(token_ids, rows, [start] * len(rows), _added(reader, rows, thoughts, start, longest))
+        states = _added(reader, rows, thoughts, start, longest)
+        if edit is not None and states is not None and start:
+            states = edit(start // config.chunk, states, rows)
+        hidden = reader.feed(token_ids, rows, [start] * len(rows), states)
         chunks = hidden.unflatten(1, (-1, config.chunk))
         for i, ids, own in zip(rows, fed, chunks, strict=True):
             thoughts[i] += reader.think(own[: len(ids) // config.chunk])
@@ -94,7 +100,11 @@ def _added(reader: Reader, rows: Sequence[int], thoughts: Sequence[list], start:
 
 @torch.inference_mode()
 def write(
-    model: ThinkingModel, prompts: Sequence[Sequence[int]], thoughts: Sequence[Thoughts], max_new_tokens: int
+    model: ThinkingModel,
+    prompts: Sequence[Sequence[int]],
+    thoughts: Sequence[Thoughts],
+    max_new_tokens: int,
+    edit: Edit | None = None,
 ) -> list[tuple[int, ...]]:
     """Greedy text after each prompt, read under these thoughts, up to its end or the limit."""
     config = model.config
@@ -108,8 +118,10 @@ def write(
         if config.learned_first_state:
             states[i, : config.chunk] = model.first_state
         if is_fed:
-            own = reader.states(thoughts[i]).flatten(0, 1)
-            states[i, config.chunk : config.chunk + len(own)] = own
+            own = reader.states(thoughts[i])
+            if edit is not None:
+                own = torch.cat([edit(k + 1, state[None], [i]) for k, state in enumerate(own)])
+            states[i, config.chunk : (len(own) + 1) * config.chunk] = own.flatten(0, 1)
     rows = list(range(len(prompts)))
     reader.feed(token_ids, rows, [0] * len(rows), states[:, :longest] if config.thinks else None)
     ends = torch.tensor([len(prompt) for prompt in prompts])

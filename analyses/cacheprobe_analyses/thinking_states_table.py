@@ -1,0 +1,168 @@
+"""How far do Thinking States go beyond the lengths they were trained on, and what do the other arms do?
+
+    python -m cacheprobe_analyses.thinking_states_table [--only TEXT]
+
+Trains what is not in `folder` yet (one core), tests every arm by its own thoughts and words, keeps each cell as soon as
+it is known, and prints the table with 95 % intervals (Wilson) over the texts of all seeds.
+Source: Thinking States (arXiv 2602.08332), table of state tracking: train on at most 10 operations, test on [10, 100].
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheprobe.models.thinking_store import CONFIG, load_thinking, read_config
+from cacheprobe.tasks.base import Accuracy
+from cacheprobe.training.presets import preset_of
+from cacheprobe.training.thinking_run import TEST_SEED, Trained
+from cacheprobe.training.thinking_train import train_thinking
+
+RESULTS = Path(__file__).parents[1] / "results" / "thinking-states.json"
+COIN_FLIPS = (0.0, 0.1, 0.5, 0.9)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: an arm of a preset, tested at numbers of operations."""
+
+    task: str
+    arm: str
+    operations: tuple[int, ...]
+    """Drawn uniformly."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the task."""
+    preset: str = "tiny"
+    num_seeds: int = 3
+
+    @property
+    def name(self) -> str:
+        low, high = self.operations[0], self.operations[-1]
+        where = f"{low}" if low == high else f"[{low}, {high}]"
+        what = "".join(f", {key} {value}" for key, value in self.settings.items())
+        return f"{self.task} {self.preset} {self.arm}: {where} operations{what}"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is tested, and where the trained models are."""
+
+    folder: Path = Path("runs/thinking-states")
+    texts: int = 200
+    """For each line and seed."""
+    rows: tuple[Row, ...] = ()
+    results: Path = RESULTS
+
+
+@dataclass(frozen=True)
+class Result:
+    """Cells by line and seed, and how the models were made."""
+
+    cells: dict[str, list[dict[str, Any]]]
+    models: dict[str, dict[str, Any]]
+
+    def table(self) -> str:
+        """Mean and worst over seeds, with the interval of all texts together."""
+        lines = [
+            "| line | seeds | mean | worst | 95 % | all thoughts right | unparsed |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, cells in self.cells.items():
+            texts, right = sum(c["texts"] for c in cells), sum(c["right"] for c in cells)
+            unparsed = sum(c["unparsed"] for c in cells)
+            score = Accuracy(texts, right, unparsed, 0.5)
+            low, high = score.interval
+            worst = min(c["right"] / c["texts"] for c in cells)
+            thoughts = sum(c["thoughts_right"] for c in cells) / texts
+            lines.append(
+                f"| {name} | {len(cells)} | {100 * right / texts:.2f} | {100 * worst:.2f} | {100 * low:.1f} to "
+                f"{100 * high:.1f} | {100 * thoughts:.1f} | {unparsed} |"
+            )
+        return "\n".join(lines)
+
+
+def main_rows() -> tuple[Row, ...]:
+    """The lines of the main table."""
+    far = tuple(range(10, 101))
+    rows = [Row("coin-flip", "thinking", far, {"flip_probability": p}) for p in COIN_FLIPS]
+    rows += [Row("coin-flip", "thinking", (256,), {"flip_probability": p}) for p in COIN_FLIPS]
+    rows += [Row("coin-flip", "thinking", (1000,), {"flip_probability": p}) for p in COIN_FLIPS]
+    rows += [Row("coin-flip", "thinking", far, preset="mini", num_seeds=1)]
+    for arm in ("no_feedback", "plain", "chain_of_thought"):
+        rows += [Row("coin-flip", arm, operations, num_seeds=1) for operations in ((10,), (20,), far)]
+    rows += [Row("s3", "thinking", (operations,)) for operations in (4, 16, 128)]
+    rows += [Row("variables", "thinking", operations, num_seeds=1) for operations in ((10,), (20,), far)]
+    return tuple(rows)
+
+
+def run(config: Config) -> Result:
+    """Fill in every cell that is not known yet. Resumable: cells are written as they come."""
+    torch.set_num_threads(1)
+    held = json.loads(config.results.read_text(encoding="utf-8")) if config.results.exists() else {}
+    cells, models = held.get("cells", {}), held.get("models", {})
+    for row, seed in _jobs(config):
+        done = cells.setdefault(row.name, [])
+        if any(cell["seed"] == seed and cell["texts"] >= config.texts for cell in done):
+            continue
+        trained, record = trained_arm(config.folder, row.task, row.preset, row.arm, seed)
+        key = f"{row.task} {row.preset} {row.arm} seed {seed}"
+        models[key] = {k: record[k] for k in ("command", "parameters", "steps", "cpu_seconds", "cpu_seconds_to_99")}
+        verdicts = trained.test(row.operations, config.texts, TEST_SEED + 1, **row.settings)
+        done[:] = [cell for cell in done if cell["seed"] != seed]
+        done.append(
+            {
+                "seed": seed,
+                "texts": config.texts,
+                "right": sum(verdicts.is_right),
+                "thoughts_right": sum(verdicts.is_thought_right),
+                "unparsed": verdicts.is_parsable.count(False),
+            }
+        )
+        _write(config.results, {"cells": cells, "models": models})
+        print(f"{row.name}, seed {seed}: {done[-1]['right']} of {config.texts}", flush=True)
+    wanted = {row.name for row in config.rows}
+    return Result({name: found for name, found in cells.items() if name in wanted}, models)
+
+
+def trained_arm(folder: Path, task: str, preset: str, arm: str, seed: int) -> tuple[Trained, dict[str, Any]]:
+    """A trained arm and its record, from the folder or trained now."""
+    place = folder / f"{task}-{preset}-{arm}-{seed}"
+    if not (place / CONFIG).exists():
+        train_thinking(task, preset, arm, seed, place)
+    record = read_config(place)["record"]
+    lm = load_thinking(place)
+    seconds = record["cpu_seconds"], record["cpu_seconds_to_99"]
+    return Trained(lm.model, lm.tokenizer, preset_of(task, preset), arm, seed, *seconds), record
+
+
+def _jobs(config: Config) -> Iterator[tuple[Row, int]]:
+    """Seed by seed, so that a broken-off run has every line of the first."""
+    for seed in range(max(row.num_seeds for row in config.rows)):
+        yield from ((row, seed) for row in config.rows if seed < row.num_seeds)
+
+
+def _write(path: Path, held: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--folder", type=Path, default=Config.folder, help="where trained models are, or go")
+    parser.add_argument("--texts", type=int, default=Config.texts, help="for each line and seed")
+    parser.add_argument("--only", default="", help="lines whose name holds this text")
+    given = parser.parse_args()
+    rows = tuple(row for row in main_rows() if given.only in row.name)
+    if not rows:
+        parser.error(f"no line holds {given.only!r}")
+    print(run(Config(given.folder, given.texts, rows)).table())
+
+
+if __name__ == "__main__":
+    main()

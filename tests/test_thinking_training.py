@@ -1,0 +1,252 @@
+"""Training of Thinking States models: the losses, the loop, and evaluation by the model's own thoughts."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.shipped import shipped_folder
+from cacheprobe.models.thinking import ThinkingModel
+from cacheprobe.models.thinking_config import ThinkingConfig
+from cacheprobe.models.thinking_store import load_thinking, save_thinking
+from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed, word_tokenizer
+from cacheprobe.training.evaluate import evaluate, follows_gold
+from cacheprobe.training.loop import Loop, LoopSettings
+from cacheprobe.training.presets import PRESETS, preset_of
+from cacheprobe.training.recurrent import own_thoughts
+from cacheprobe.training.thinking_run import train
+from cacheprobe.training.thinking_states import ARMS, IGNORED, collate, losses, skipping_positions, spoken
+from cacheprobe_analyses import thoughts_are_causal as causal
+from tests.test_thinking import TINY, tiny
+from tests.thinking_slowly import read_slowly
+
+SMALL = dict(d_model=32, n_layers=2, n_heads=2, d_mlp=32, l_in=1, l_out=2)
+
+
+def items(n: int, seed: int = 0, chunk: int = 4) -> list[Annotated]:
+    """Prompts of 1 to 5 chunks with thoughts of 0 to 2 words, in TINY's vocabulary."""
+    dice = random.Random(seed)
+    made = []
+    for _ in range(n):
+        k = dice.randint(1, 5)
+        prompt = tuple(dice.randrange(2, TINY["d_vocab"]) for _ in range(k * chunk))
+        thoughts = tuple((*(dice.randrange(2, 19) for _ in range(dice.randint(0, 2))), 1) for _ in range(k))
+        made.append(Annotated(prompt, thoughts, (dice.randrange(2, 19), 1), k))
+    return made
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_losses_are_sums_of_cross_entropies(arm: str) -> None:
+    """Text by text and chunk by chunk, each thought by itself, against one pass over a padded batch."""
+    thinks = arm in ("thinking", "no_feedback")
+    model = tiny(thinks=thinks, feeds_back=arm != "no_feedback")
+    texts = items(5)
+    got = losses(model, collate(texts, arm))
+    want = {"lm": 0.0, "thoughts": 0.0}
+    with torch.inference_mode():
+        for item in texts:
+            one = collate([item], arm)
+            logits, thought_logits = model(one.token_ids, one.thoughts)
+            said = spoken(item, arm)
+            for i, token in enumerate(said):
+                want["lm"] -= float(logits[0, len(item.token_ids) - 1 + i].log_softmax(-1)[token])
+            for k, thought in enumerate(item.thoughts if thinks else ()):
+                for i, token in enumerate(thought):
+                    want["thoughts"] -= float(thought_logits[0, k, i].log_softmax(-1)[token])
+    assert math.isclose(float(got["lm"].detach()), want["lm"] / 5, rel_tol=1e-5)
+    assert ("thoughts" in got) == thinks
+    if thinks:
+        assert math.isclose(float(got["thoughts"].detach()), want["thoughts"] / 5, rel_tol=1e-5)
+
+
+def test_a_chain_of_thought_says_every_thought_and_then_the_answer() -> None:
+    item = Annotated((2, 3, 4, 5), ((6, 7, 1), (1,)), (8, 1), 1)
+    assert spoken(item, "chain_of_thought") == (6, 7, 8, 1) and spoken(item, "plain") == (8, 1)
+    batch = collate([item], "chain_of_thought")
+    assert batch.token_ids.tolist() == [[2, 3, 4, 5, 6, 7, 8]]
+    assert batch.labels.tolist() == [[IGNORED] * 3 + [6, 7, 8, 1]]
+
+
+def test_no_gradient_runs_from_chunk_to_chunk_through_thoughts() -> None:
+    """A thought is discrete: a chunk's thought loss does not reach an earlier chunk's T, and its S comes from gold."""
+    model = tiny()
+    item = items(1, seed=3)[0]
+    seen = []
+    with model.hooks(fwd_hooks=[("thinking.hook_logits", lambda value, hook: seen.append(value))]):
+        losses(model, collate([item], "thinking"))
+    grads = torch.autograd.grad(seen[0][-1].sum(), seen[0], allow_unused=True)[0]
+    assert grads[-1].any() and not grads[:-1].any()
+
+
+def train_steps(folder, until: int | None) -> Loop:
+    model, texts = tiny(), items(40)
+    loop = Loop(model, LoopSettings(steps=12, batch=8, warmup=4), folder)
+
+    def losses_of(step: int):
+        dice = random.Random(step)
+        return losses(model, collate([dice.choice(texts) for _ in range(8)], "thinking"))
+
+    for _ in loop.run(losses_of, until):
+        pass
+    return loop
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path) -> None:
+    torch.set_num_threads(1)
+    whole = train_steps(tmp_path / "whole", None)
+    train_steps(tmp_path / "broken", 7)
+    again = train_steps(tmp_path / "broken", None)
+    for (name, a), b in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert again.step == 12 and again.cpu_seconds > 0
+    with pytest.raises(ValueError, match="other settings"):
+        Loop(tiny(), LoopSettings(steps=13), tmp_path / "broken")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run() -> None:
+    loop = Loop(tiny(), LoopSettings(steps=3))
+    with pytest.raises(FloatingPointError, match="step 0"):
+        next(loop.run(lambda step: {"lm": torch.tensor(float("nan"), requires_grad=True)}))
+
+
+def test_skipped_positions_keep_chunks_whole() -> None:
+    batch = collate(items(20), "thinking")
+    positions = skipping_positions(batch, 4, 500, seed=1)
+    steps = positions.diff(dim=1)
+    jumps = (steps != 1).nonzero()
+    assert (steps >= 1).all() and len(jumps) and ((jumps[:, 1] + 1) % 4 == 0).all()
+    assert torch.equal(skipping_positions(batch, 4, 0, seed=1)[0], torch.arange(positions.shape[1]))
+
+
+def judged_slowly(model: ThinkingModel, item: Annotated) -> tuple[bool, bool]:
+    """(answer right, thoughts right) by reading and writing one token after another."""
+    prompt, written = list(item.token_ids), []
+    thoughts = read_slowly(model, prompt, len(prompt)).thoughts
+    for _ in range(len(item.answer_ids)):
+        reading = read_slowly(model, prompt + written, len(prompt))
+        written.append(int(reading.logits[-1].argmax()))
+        if written[-1] == 1:
+            break
+    return tuple(written) == item.answer_ids, tuple(thoughts) == item.thoughts
+
+
+def test_evaluation_by_own_thoughts_is_that_of_a_slow_reader() -> None:
+    """A model after a few steps on few texts: right on some, wrong on others."""
+    model, texts = tiny(), items(24)
+    for _ in Loop(model, LoopSettings(steps=60, batch=12, lr=5e-3)).run(
+        lambda step: losses(model, collate(texts[:12], "thinking"))
+    ):
+        pass
+    verdicts = evaluate(model, texts, "thinking")
+    want = [judged_slowly(model, item) for item in texts]
+    assert list(zip(verdicts.is_right, verdicts.is_thought_right, strict=True)) == want
+    assert 3 < sum(verdicts.is_thought_right) < 20
+    gold = follows_gold(model, texts, "thinking")
+    assert all(right and thought for g, (right, thought) in zip(gold, want, strict=True) if g)
+    prompts = [item.token_ids for item in texts]
+    assert own_thoughts(model, prompts) == [tuple(read_slowly(model, list(p), len(p)).thoughts) for p in prompts]
+
+
+def test_training_a_preset_learns_and_is_seeded() -> None:
+    torch.set_num_threads(1)
+    coin = preset_of("coin-flip", "tiny")
+    preset = replace(coin, operations=(1, 2), pool=200, model=SMALL, loop=LoopSettings(steps=40, batch=16), arms={})
+    heard = []
+    a = train(preset, "thinking", 3, report=lambda at, accuracy: heard.append(at.losses))
+    assert heard[-1]["lm"] < heard[0]["lm"] / 3 and heard[-1]["thoughts"] < heard[0]["thoughts"] / 1.5
+    b = train(preset, "thinking", 3)
+    assert all(torch.equal(x, y) for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True))
+    test = a.test((1,), 20)
+    assert len(test.is_right) == 20
+
+
+@pytest.mark.parametrize("task, name", [(task, name) for task, presets in PRESETS.items() for name in presets])
+def test_every_preset_makes_texts_that_its_model_can_read(task: str, name: str) -> None:
+    preset = preset_of(task, name)
+    words = word_tokenizer(preset.vocabulary())
+    for arm in ARMS:
+        config = preset.config(arm, len(words))
+        assert config.thinks == (arm in ("thinking", "no_feedback"))
+    for variant in preset.tasks():
+        texts = annotate_all(
+            mixed(variant, preset.operations, n=20), words, config.chunk, preset.form, None, config.max_thought
+        )
+        assert len({item.num_events for item in texts}) > 1
+    size = ThinkingModel(preset.config("thinking", len(words))).num_parameters
+    assert size <= {"tiny": 350_000, "mini": 66_000}[name]
+
+
+def test_unknown_presets_and_arms_are_named() -> None:
+    with pytest.raises(ModelError, match="coin-flip"):
+        preset_of("chess", "tiny")
+    with pytest.raises(ModelError, match="tiny"):
+        preset_of("coin-flip", "huge")
+    with pytest.raises(ModelError, match="no_feedback"):
+        preset_of("coin-flip", "tiny").config("fast", 10)
+
+
+# -- on disk
+
+
+def saved(folder):
+    task = CoinFlip(people=2)
+    words = word_tokenizer(task.vocabulary())
+    model = tiny(d_vocab=len(words))
+    return save_thinking(folder, model, words, {"command": "cacheprobe train thinking-states"}), model
+
+
+def test_a_saved_model_is_the_same_model(tmp_path) -> None:
+    folder, model = saved(tmp_path / "coin")
+    lm = cp.load_model(str(folder))
+    assert all(torch.equal(a, b) for a, b in zip(lm.model.parameters(), model.parameters(), strict=True))
+    assert lm.config == model.config and lm.encode("Alice flips.")[-1] > 2
+    assert cp.load_model(str(folder), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_what_does_not_fit_together_is_refused(tmp_path) -> None:
+    folder, _ = saved(tmp_path / "coin")
+    held = json.loads((folder / "config.json").read_text())
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    with pytest.raises(ModelError, match="has the hash"):
+        load_thinking(folder)
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        load_thinking(folder)
+    folder, _ = saved(tmp_path / "other")
+    for change, message in (({"d_mlp": 48}, "do not fit"), ({"d_vocab": 50}, "vocabulary"), ({"depth": 1}, "depth")):
+        (folder / "config.json").write_text(json.dumps({**held, "config": {**held["config"], **change}}))
+        with pytest.raises(ModelError, match=message):
+            load_thinking(folder)
+    with pytest.raises(ModelError, match="no tokenizer or adapter"):
+        cp.load_model(str(saved(tmp_path / "third")[0]), tokenizer=object())
+
+
+def test_the_shipped_coin_model_flips_the_coin() -> None:
+    """Whole thoughts and answers, at lengths and flip probabilities that it was not trained on; and in the engine."""
+    folder = shipped_folder("checkpoints", "coinflip-thinking")
+    assert folder is not None and sum(path.stat().st_size for path in folder.iterdir()) < 5_000_000
+    lm = cp.load_model("coinflip-thinking")
+    assert isinstance(lm.config, ThinkingConfig) and "train thinking-states" in lm.weights_note
+    for p in (0.0, 0.5, 0.9):
+        texts = CoinFlip(people=30, distinct=True, flip_probability=p).examples(n=20, seed=77)
+        verdicts = evaluate(lm.model, annotate_all(texts, lm.tokenizer, 4, lm.record["form"]), "thinking")
+        assert verdicts.accuracy == 1.0
+    trace = cp.run(lm, texts[:2], deterministic=True, capacity=256, max_new_tokens=3, progress=False)
+    assert all(trace.text(i).split()[0] == texts[i].answer.strip() for i in (0, 1))
+    table = trace.thoughts()
+    spoken_states = table[table.true_state.notna()]
+    assert (spoken_states.text == spoken_states.true_state + " <eos>").all() and len(spoken_states) > 50
+
+
+def test_swapping_a_thought_flips_the_answer() -> None:
+    """The other state in place of a thought: the answer is the other. Its own state again: nothing changes."""
+    result = causal.run(causal.Config(texts=16, operations=(6,)))
+    assert result.flipped["other state"] == result.texts and result.flipped["own state again"] == 0
+    assert "16 of 16" in result.table()
