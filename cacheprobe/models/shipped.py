@@ -3,7 +3,7 @@
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
-_PLACES = (_PACKAGE.parent / "data", _PACKAGE / "shipped")
+_PLACES = (_PACKAGE.parent / "data", _PACKAGE / "data")
 
 
 def shipped_folder(kind: str, name: str) -> Path | None:
