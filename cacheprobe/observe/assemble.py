@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cacheprobe.config import CaptureConfig, EngineConfig
+from cacheprobe.models.base import CachedLM
 from cacheprobe.observe import tables
 from cacheprobe.observe.recorder import Recorder
 from cacheprobe.observe.thoughts import thought_states, thoughts_table
@@ -49,6 +50,7 @@ def assemble(
             "lens": recorder.lens.name,
             "weights_note": model.weights_note,
             "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
+            "thinking": _thinking(model) if thoughts else None,
             "checks": checks,
             "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
             "preemptions": recorder.preemptions,
@@ -56,6 +58,18 @@ def assemble(
         },
         model=model,
     )
+
+
+def _thinking(model: CachedLM) -> dict[str, Any]:
+    """What a picture of thoughts asks of the model: where states enter and thoughts are read, and what S of the first
+    chunk is."""
+    config = getattr(model, "config", None)
+    return {
+        "l_in": getattr(config, "l_in", None),
+        "l_out": getattr(config, "l_out", None),
+        "feeds_back": getattr(config, "feeds_back", True),
+        "learned_first_state": getattr(config, "learned_first_state", False),
+    }
 
 
 def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, Any] | None:

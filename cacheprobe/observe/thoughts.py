@@ -24,12 +24,16 @@ def thoughts_table(
 
     thought (its number, and its place among the thought states), request_id, step, phase, role, status and row (those
     of the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions
-    of the chunk's first and last token), token_ids, text, has_ended (False: cut at the limit), logprobs_nats;
+    of the chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit),
+    said (its words without the end, "" where it is empty), logprobs_nats;
     first_token_id, first_logprob_nats, entropy_nats of the choice of its first token; committed_token_id, the first
     token of the request's answer, with its rank and committed_logprob_nats in that choice;
-    true_state: the task's state once the chunk was read, null where the prompt is from no task.
+    true_state: the task's state once the chunk was read, null where the prompt is from no task;
+    agrees: whether what it said last is that state, or what the task has to say of it; null where either is missing;
+    state_norm: Euclidean norm of all c x m numbers that it adds to the next chunk.
     """
     about = rows.set_index(["request_id", "step", "position"])
+    by_request = {request.request_id: request for request in requests}
     truth = {request.request_id: _true_states(request, model) for request in requests}
     records = []
     for number, thought in enumerate(thoughts):
@@ -38,6 +42,9 @@ def thoughts_table(
         logprobs = logits.log_softmax(-1)
         answer = tokens[thought.request_id][0] if len(tokens[thought.request_id]) else None
         states = truth[thought.request_id]
+        true_state = states[thought.end] if thought.end < len(states) else None
+        texts = model.token_texts(thought.token_ids)
+        said = model.decode(thought.token_ids[: len(thought.token_ids) - thought.has_ended]).strip()
         records.append(
             {
                 "thought": number,
@@ -51,8 +58,10 @@ def thoughts_table(
                 "start": thought.end + 1 - len(thought.state),
                 "end": thought.end,
                 "token_ids": list(thought.token_ids),
-                "text": " ".join(model.token_texts(thought.token_ids)),
+                "tokens": texts,
+                "text": " ".join(texts),
                 "has_ended": thought.has_ended,
+                "said": said,
                 "logprobs_nats": list(thought.logprobs),
                 "first_token_id": thought.token_ids[0],
                 "first_logprob_nats": float(logprobs[thought.token_ids[0]]),
@@ -60,11 +69,13 @@ def thoughts_table(
                 "committed_token_id": answer,
                 "rank": None if answer is None else _rank(logits, answer),
                 "committed_logprob_nats": None if answer is None else float(logprobs[answer]),
-                "true_state": states[thought.end] if thought.end < len(states) else None,
+                "true_state": true_state,
+                "agrees": _agrees(said, true_state, by_request[thought.request_id].example),
+                "state_norm": float(thought.state.double().norm()),
             }
         )
     table = pd.DataFrame(records)
-    return table.astype({"committed_token_id": "Int64", "rank": "Int64", "true_state": "string"})
+    return table.astype({"committed_token_id": "Int64", "rank": "Int64", "true_state": "string", "agrees": "boolean"})
 
 
 def thought_states(thoughts: Sequence[Thought]) -> Tensor:
@@ -89,7 +100,7 @@ def as_hypotheses(thoughts: pd.DataFrame, layer: int, model: CachedLM | None) ->
             "site": "thought",
             "lens": THOUGHT_LENS,
             "token_id": thoughts.first_token_id,
-            "token": thoughts.text.str.split(" ").str[0],
+            "token": thoughts.tokens.str[0],
             "logprob_nats": thoughts.first_logprob_nats,
             "entropy_nats": thoughts.entropy_nats,
             "committed_token_id": thoughts.committed_token_id,
@@ -111,6 +122,15 @@ def _rank(logits: Tensor, token_id: int) -> int:
     """Tokens that come before it, lowest id first among equal ones."""
     values = logits.numpy()
     return int((values > values[token_id]).sum() + (values[:token_id] == values[token_id]).sum())
+
+
+def _agrees(said: str, true_state: str | None, example: Any) -> bool | None:
+    if not said or true_state is None:
+        return None
+    question = example.question
+    known = zip(question.states, question.thoughts, strict=True) if question.thoughts else ()
+    wanted = {true_state, *(thought for state, thought in known if state == true_state)}
+    return any(said == text or said.endswith(f" {text}") for text in wanted)
 
 
 def _true_states(request: Request, model: CachedLM) -> Sequence[str | None]:

@@ -5,6 +5,7 @@ from cacheprobe.views.diagram import window_diagram
 from cacheprobe.views.lens_grid import lens_grid
 from cacheprobe.views.report import write_report
 from cacheprobe.views.text import token_texts
+from cacheprobe.views.thoughts_picture import thoughts_picture
 from cacheprobe.views.windows import Window, accepted_whole, find_windows, rolled_back
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "lens_grid",
     "rolled_back",
     "settling_figure",
+    "thoughts_picture",
     "token_texts",
     "window_diagram",
     "write_report",

@@ -6,7 +6,7 @@ import pandas as pd
 
 from cacheprobe.views import svg
 
-_STYLES = {
+PROVENANCE_STYLES = {
     "prefill": ("blue", None),
     "decoded": ("grey", None),
     "verified": ("green", "verified"),
@@ -22,9 +22,9 @@ _WIDTH = 84
 def cache_counts(ledger: pd.DataFrame) -> dict[str, int]:
     """Cache rows by provenance, as in `Trace.ledger`; provenances that hold none are left out."""
     counts = ledger.provenance.value_counts()
-    if unknown := set(counts.index) - set(_STYLES):
-        raise ValueError(f"unknown provenance {sorted(unknown)[0]!r}; known are {', '.join(_STYLES)}")
-    return {name: int(counts[name]) for name in _STYLES if name in counts.index}
+    if unknown := set(counts.index) - set(PROVENANCE_STYLES):
+        raise ValueError(f"unknown provenance {sorted(unknown)[0]!r}; known are {', '.join(PROVENANCE_STYLES)}")
+    return {name: int(counts[name]) for name in PROVENANCE_STYLES if name in counts.index}
 
 
 def cache_picture(
@@ -41,7 +41,7 @@ def cache_picture(
     if truncated:
         counts["truncated"] = truncated
     bands = [
-        (*_STYLES[name], _height(name, count), count if count <= 8 and name != "prefill" else 0)
+        (*PROVENANCE_STYLES[name], _height(name, count), count if count <= 8 and name != "prefill" else 0)
         for name, count in counts.items()
     ]
     parts = [svg.cylinder(12, 16, _WIDTH, bands)]
@@ -52,7 +52,7 @@ def cache_picture(
     parts.append(svg.text(112, y + 2, f"{rows} row{'s' * (rows != 1)}"))
     y += 12
     for name, count in counts.items():
-        colour, texture = _STYLES[name]
+        colour, texture = PROVENANCE_STYLES[name]
         parts.append(swatch(112, y, colour, texture))
         label = f"{count} {name}"
         if name == "verified" and 0 < (now := new.get(name, 0)) < count:

@@ -11,6 +11,8 @@ from cacheprobe.views.lens_grid import grid_width, lens_grid
 from cacheprobe.views.page import figure_block, page, table
 from cacheprobe.views.prose import behaviour_sentences, run_sentence
 from cacheprobe.views.text import markup, text_of, token_texts
+from cacheprobe.views.thoughts_columns import story_of
+from cacheprobe.views.thoughts_picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
 from cacheprobe.views.windows import Window, accepted_whole, find_windows, pick_request, rolled_back
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def report_html(trace: "Trace", request_id: int) -> str:
         *(f"<p class='lead'>{sentence}</p>" for sentence in behaviour_sentences(trace.meta["behaviour"])),
         _prompt(trace, request_id, texts),
         _windows(trace, request_id, texts),
+        *([_thoughts(trace, request_id, texts)] if trace.thought_table is not None else []),
         _lens(trace, request_id) if hypotheses is not None else _NO_LENS,
         _controls(trace),
     ]
@@ -125,6 +128,23 @@ def _elsewhere(trace: "Trace", request_id: int) -> str:
         having = [str(r) for r, found in windows.items() if pick(found)]
         said.append(f"Windows {kind} in other requests: {', '.join(having) if having else 'none'}.")
     return " ".join(said)
+
+
+def _thoughts(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    head = "<h2>What was thought of every chunk</h2>"
+    thoughts = trace.thoughts()
+    if request_id not in set(thoughts.request_id):
+        having = ", ".join(str(r) for r in sorted({int(r) for r in thoughts.request_id}))
+        return f"{head}<p class='note'>Request {request_id} wrote no thoughts; requests that did: {having}.</p>"
+    note = (
+        "<p class='note'>The prompt in chunks, from its tokens upwards. S is added to a chunk at L<sup>in</sup>; T "
+        "writes the thought Z from what the blocks made of the chunk, at L<sup>out</sup>; C makes of Z the S of the "
+        "next chunk. A narrow screen scrolls the picture sideways.</p>"
+    )
+    story = story_of(thoughts, trace.row_table, trace.events(), request_id, texts)
+    block = thoughts_block(story, trace.ledger(request_id), trace.meta["thinking"])
+    numbers = table(THOUGHT_COLUMNS, thought_lines(story))
+    return f"{head}{note}{block}<details><summary>The same in numbers</summary>{numbers}</details>"
 
 
 def _lens(trace: "Trace", request_id: int) -> str:

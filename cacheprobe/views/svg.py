@@ -120,9 +120,10 @@ def cylinder(x: float, y: float, width: float, bands: list[tuple[str, str | None
     return "".join(parts)
 
 
-def picture(width: float, height: float, label: str, parts: list[str]) -> str:
-    """One SVG that scales with its place; `label` is read out instead of it."""
+def picture(width: float, height: float, label: str, parts: list[str], *, style: str = "") -> str:
+    """One SVG that scales with its place, within the limits of `style`; `label` is read out instead of it."""
+    limits = f' style="{style}"' if style else ""
     return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{markup(label)}" '
+        f'<svg viewBox="0 0 {width:g} {height:g}"{limits} role="img" aria-label="{markup(label)}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
     )
