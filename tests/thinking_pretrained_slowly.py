@@ -1,4 +1,4 @@
-"""Slow twin of Thinking States on a Hugging Face model: its own layers and attention, one chunk after another, no cache.
+"""Slow twin of Thinking States on a Hugging Face model: its own layers, one chunk after another, without a cache.
 
 After each whole chunk of the prompt the whole text so far is run again; masks are written out.
 """

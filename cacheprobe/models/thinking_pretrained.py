@@ -3,6 +3,7 @@
 All else is ThinkingModel's: the same passes, losses, hook points and ThinkingLM.
 """
 
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -124,7 +125,7 @@ def _check_config(backbone: Any, config: ThinkingConfig) -> None:
 def _parts_of(backbone: Any, config: ThinkingConfig) -> Parts:
     decoder = backbone.model
 
-    def wrapped(layers: list[Any]) -> nn.ModuleList:
+    def wrapped(layers: Iterable[Any]) -> nn.ModuleList:
         return nn.ModuleList([hf_block(layer, decoder.rotary_emb, i) for i, layer in enumerate(layers)])
 
     thinking, compression = None, None
