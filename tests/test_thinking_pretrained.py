@@ -6,10 +6,11 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import LlamaForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification, PreTrainedModel
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.smollm2 import smollm2_directory
 from cacheprobe.models.thinking import thought_table
 from cacheprobe.models.thinking_lm import ThinkingLM
 from cacheprobe.models.thinking_pretrained import ThinkingPretrained, config_of
@@ -242,3 +243,36 @@ BAD = [
 def test_impossible_settings_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         tiny(**changes)
+
+
+# -- the real model
+
+
+@pytest.mark.slow
+def test_smollm2_takes_t_and_c_and_learns_to_think() -> None:
+    """Without states it is SmolLM2 to the bit of float32; ten steps of T and C alone bring both losses down."""
+    folder = smollm2_directory(progress=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.unk_token  # its own pad is its end
+    backbone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = config_of(backbone, eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, chunk=8)
+    model = ThinkingPretrained(backbone, config)
+    items = annotate_all(mixed(CoinFlip(people=2, distinct=True), (1, 2), n=16, seed=0), tokenizer, 8, "restate")
+
+    batch = collate(items[:2], "thinking", config.pad_id)
+    with torch.inference_mode():
+        with model.hooks(fwd_hooks=[("compression.hook_state", lambda value, hook: value * 0)]):
+            without = model(batch.token_ids, batch.thoughts)[0]
+        torch.testing.assert_close(without, backbone(batch.token_ids).logits, rtol=0, atol=1e-3)  # logits reach 30
+
+    model.train_backbone(False)
+    loop = Loop(model, LoopSettings(steps=10, lr=1e-3, warmup=2))
+    seen = [
+        progress.losses
+        for progress in loop.run(
+            lambda step: losses(model, collate(items[step % 4 * 4 :][:4], "thinking", config.pad_id))
+        )
+    ]
+    print(*seen, sep="\n")
+    for name in ("lm", "thoughts"):
+        assert sum(step[name] for step in seen[-3:]) < 0.25 * sum(step[name] for step in seen[:3]), name
