@@ -5,14 +5,15 @@
 Here are the parts and the one parallel pass of training; `thinking_lm.py` runs them over a cache, chunk after chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from cacheprobe.models.hooked import HookedRootModule, HookPoint
-from cacheprobe.models.thinking_blocks import Block, Memory, RMSNorm, alibi_slopes, attention_bias
+from cacheprobe.models.thinking_blocks import Block, Memory, RMSNorm, alibi_slopes, attention_bias, new_block
 from cacheprobe.models.thinking_config import ThinkingConfig
 
 
@@ -23,12 +24,10 @@ class ThinkingBlock(nn.Module):
     Source: Thinking States (arXiv 2602.08332), Eq. 4.
     """
 
-    def __init__(self, config: ThinkingConfig) -> None:
+    def __init__(self, config: ThinkingConfig, blocks: nn.ModuleList, ln_final: nn.Module, unembed: nn.Module) -> None:
         super().__init__()
         self.config = config
-        self.blocks = nn.ModuleList([Block(config, i) for i in range(config.thinking_layers)])
-        self.ln_final = RMSNorm(config.d_model)
-        self.unembed = nn.Linear(config.d_model, config.d_vocab, bias=False)
+        self.blocks, self.ln_final, self.unembed = blocks, ln_final, unembed
         self.hook_in, self.hook_logits = HookPoint(), HookPoint()
 
     def forward(self, hidden: Float[Tensor, "n c m"], thought: Float[Tensor, "n r m"]) -> Float[Tensor, "n r1 v"]:
@@ -56,10 +55,10 @@ class Compression(nn.Module):
     The pads stand in front and nobody attends to them, so a short thought is not lost among them.
     """
 
-    def __init__(self, config: ThinkingConfig) -> None:
+    def __init__(self, config: ThinkingConfig, block: Block) -> None:
         super().__init__()
         self.config = config
-        self.block = Block(config, 0)
+        self.block = block
         self.hook_in, self.hook_state = HookPoint(), HookPoint()
         if config.pooling == "query":
             self.queries = nn.Parameter(torch.randn(config.chunk, config.d_model) * config.d_model**-0.5)
@@ -86,6 +85,46 @@ class Compression(nn.Module):
         return self.hook_state(x[:, -self.config.chunk :])
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a model is put together of. Without thoughts there is neither T nor C."""
+
+    embed: nn.Embedding
+    blocks: nn.ModuleList
+    ln_final: nn.Module
+    unembed: nn.Module
+    thinking: ThinkingBlock | None
+    compression: Compression | None
+
+
+def new_parts(config: ThinkingConfig) -> Parts:
+    """Random weights, for a model that is trained from scratch."""
+    parts = Parts(
+        nn.Embedding(config.d_vocab, config.d_model),
+        *_new_decoder(config, config.n_layers),
+        ThinkingBlock(config, *_new_decoder(config, config.thinking_layers)) if config.thinks else None,
+        Compression(config, new_block(config, 0)) if config.thinks else None,
+    )
+    for part in vars(parts).values():
+        if part is not None:
+            _scale(part, config)
+    return parts
+
+
+def _new_decoder(config: ThinkingConfig, num_layers: int) -> tuple[nn.ModuleList, RMSNorm, nn.Linear]:
+    blocks = nn.ModuleList([new_block(config, i) for i in range(num_layers)])
+    return blocks, RMSNorm(config.d_model), nn.Linear(config.d_model, config.d_vocab, bias=False)
+
+
+def _scale(part: nn.Module, config: ThinkingConfig) -> None:
+    """GPT-2's: normal 0.02 x sqrt(768 / m) everywhere, what writes to the residual stream by 1 / sqrt(2 depth)."""
+    std = 0.02 * (768 / config.d_model) ** 0.5
+    for name, weight in part.named_parameters():
+        if weight.dim() == 2 and not name.endswith("queries"):
+            is_writer = name.endswith(("attn.out.weight", "mlp.down.weight"))
+            nn.init.normal_(weight, std=std / (2 * config.n_layers) ** 0.5 if is_writer else std)
+
+
 class ThinkingModel(HookedRootModule):
     """Backbone, T and C. The backbone's hook points carry TransformerLens' names; T's and C's stand below theirs.
 
@@ -93,30 +132,22 @@ class ThinkingModel(HookedRootModule):
     Source: Thinking States (arXiv 2602.08332), section 3.  Twin: tests.thinking_slowly.read_slowly.
     """
 
-    def __init__(self, config: ThinkingConfig, seed: int = 0) -> None:
+    def __init__(
+        self, config: ThinkingConfig, seed: int = 0, make: Callable[[ThinkingConfig], Parts] = new_parts
+    ) -> None:
+        """make: what the model is made of; it draws under the seed."""
         super().__init__()
         self.config = config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.embed = nn.Embedding(config.d_vocab, config.d_model)
-            self.blocks = nn.ModuleList([Block(config, i) for i in range(config.n_layers)])
-            self.ln_final = RMSNorm(config.d_model)
-            self.unembed = nn.Linear(config.d_model, config.d_vocab, bias=False)
-            if config.thinks:
-                self.thinking, self.compression = ThinkingBlock(config), Compression(config)
-            if config.learned_first_state:
-                self.first_state = nn.Parameter(torch.zeros(config.chunk, config.d_model))
-            self._scale()
+            parts = make(config)
+        self.embed, self.blocks, self.ln_final, self.unembed = parts.embed, parts.blocks, parts.ln_final, parts.unembed
+        if parts.thinking is not None and parts.compression is not None:
+            self.thinking, self.compression = parts.thinking, parts.compression
+        if config.learned_first_state:
+            self.first_state = nn.Parameter(self.embed.weight.new_zeros(config.chunk, config.d_model))
         self.hook_embed, self.hook_state, self.hook_h = HookPoint(), HookPoint(), HookPoint()
         self.setup()
-
-    def _scale(self) -> None:
-        """GPT-2's: normal 0.02 x sqrt(768 / m) everywhere, what writes to the residual stream by 1 / sqrt(2 depth)."""
-        std = 0.02 * (768 / self.config.d_model) ** 0.5
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2 and not name.endswith(("queries", "first_state")):
-                is_writer = name.endswith(("attn.out.weight", "mlp.down.weight"))
-                nn.init.normal_(weight, std=std / (2 * self.config.n_layers) ** 0.5 if is_writer else std)
 
     def __repr__(self) -> str:
         c = self.config
@@ -126,6 +157,11 @@ class ThinkingModel(HookedRootModule):
     @property
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.parameters())
+
+    @property
+    def layer_shapes(self) -> list[tuple[int, int, int]]:
+        """Heads, key width and value width of what each block caches."""
+        return [block.attn.cache_shape for block in self.blocks]
 
     # -- the parts
 

@@ -63,7 +63,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention; patterns are computed apart only where a hook asks for them."""
+    """Multi-head attention."""
 
     def __init__(self, config: ThinkingConfig, layer: int) -> None:
         super().__init__()
@@ -81,15 +81,24 @@ class Attention(nn.Module):
         q, k, v = self.hook_q(q).transpose(1, 2), self.hook_k(k).transpose(1, 2), self.hook_v(v).transpose(1, 2)
         if config.positions == "rope":
             q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
-        keys, values, bias = memory(self.layer, k, v)
-        if self.hook_pattern.fwd_hooks:
-            z = self.hook_pattern(_pattern(q, keys, bias)) @ values
-        elif bias is None:
-            z = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
-        else:
-            z = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias.to(q.dtype))
-        z = self.hook_z(z.transpose(1, 2))  # [b, t, h, d]
+        z = self.hook_z(attend(q, *memory(self.layer, k, v), self.hook_pattern))  # [b, t, h, d]
         return self.out(z.reshape(b, t, m))
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Heads, key width and value width of what is cached."""
+        return self.config.n_heads, self.config.d_head, self.config.d_head
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, hook_pattern: HookPoint) -> Tensor:
+    """[b, t, h, d] of queries [b, h, t, d]; the pattern is computed apart only where its hook asks for it."""
+    if hook_pattern.fwd_hooks:
+        z = hook_pattern(_pattern(q, keys, bias)) @ values
+    elif bias is None:
+        z = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+    else:
+        z = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias.to(q.dtype))
+    return z.transpose(1, 2)
 
 
 def _pattern(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
@@ -114,12 +123,14 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(.)), with TransformerLens' names for what passes through."""
+    """x + attention(norm(x)), then + mlp(norm(.)), with TransformerLens' names for what passes through.
 
-    def __init__(self, config: ThinkingConfig, layer: int) -> None:
+    attn: called with (x, positions, memory), as Attention is.
+    """
+
+    def __init__(self, ln1: nn.Module, attn: nn.Module, ln2: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.ln1, self.attn = RMSNorm(config.d_model), Attention(config, layer)
-        self.ln2, self.mlp = RMSNorm(config.d_model), GatedMLP(config)
+        self.ln1, self.attn, self.ln2, self.mlp = ln1, attn, ln2, mlp
         self.hook_resid_pre, self.hook_attn_out, self.hook_resid_mid = HookPoint(), HookPoint(), HookPoint()
         self.hook_mlp_out, self.hook_resid_post = HookPoint(), HookPoint()
 
@@ -127,3 +138,8 @@ class Block(nn.Module):
         x = self.hook_resid_pre(x)
         x = self.hook_resid_mid(x + self.hook_attn_out(self.attn(self.ln1(x), positions, memory)))
         return self.hook_resid_post(x + self.hook_mlp_out(self.mlp(self.ln2(x))))
+
+
+def new_block(config: ThinkingConfig, layer: int) -> Block:
+    """A layer with weights of its own. `layer` numbers it in the memory."""
+    return Block(RMSNorm(config.d_model), Attention(config, layer), RMSNorm(config.d_model), GatedMLP(config))

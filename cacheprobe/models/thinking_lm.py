@@ -78,7 +78,7 @@ class ThinkingLM:
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         c = self.config
-        shapes = [(c.n_heads, c.d_head, c.d_head)] * c.n_layers
+        shapes = self.model.layer_shapes
         return ThinkingCache(rows, capacity, shapes, self.dtype, self.device, c.d_model, c.chunk)
 
     def check_settings(self, window: int) -> None:
@@ -267,7 +267,7 @@ class ThinkingLM:
         return {
             "model": self.name,
             "weights_sha256": sha256_of(sorted(self.model.named_parameters(), key=lambda item: item[0])),
-            "architecture": f"ThinkingModel {sorted(self.config.to_json().items())}",
+            "architecture": f"{type(self.model).__name__} {sorted(self.config.to_json().items())}",
             "path": "thinking",
             "attention": "sdpa",
             "dtype": str(self.dtype).removeprefix("torch."),

@@ -23,11 +23,9 @@ class Reader:
     """Texts side by side in a cache of their own, each from position 0."""
 
     def __init__(self, model: ThinkingModel, count: int, capacity: int) -> None:
-        c = model.config
-        self.model, self.config = model, c
-        shapes = [(c.n_heads, c.d_head, c.d_head)] * c.n_layers
+        self.model, self.config = model, model.config
         weight = model.embed.weight
-        self.cache = KVCache(count, capacity, shapes, weight.dtype, weight.device)
+        self.cache = KVCache(count, capacity, model.layer_shapes, weight.dtype, weight.device)
 
     def feed(self, token_ids: Tensor, rows: Sequence[int], starts: Sequence[int], states: Tensor | None) -> Tensor:
         """[n, t] tokens to these rows at these positions, states [n, t, m] added; returns H and keeps the residual."""
