@@ -20,7 +20,9 @@ app.command("cacheprobe.cli_train:train", name="train", help="Train a model for 
 
 @app.command
 def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
-    """Run SmolLM2 on coin-flip prompts with an early-exit drafter, save the run, and draw its report.
+    """Run SmolLM2 on coin-flip prompts with an early-exit drafter, and a model that thinks while it reads beside it.
+
+    Each run is saved and its report drawn.
 
     Parameters
     ----------
@@ -30,6 +32,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
         Show progress bars.
     """
     import cacheprobe as cp
+    from cacheprobe.observe.summary import thoughts_text
     from cacheprobe.views import write_report
 
     model = cp.load_model("smollm2-135m", dtype="bfloat16", progress=progress)
@@ -47,6 +50,16 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     trace.save(out)
     _print_summary(trace, progress)
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html')}")
+
+    thinker = cp.load_model("coinflip-thinking")
+    asked = cp.tasks.CoinFlip(people=5).examples(n=4, seed=3)
+    trace = cp.run(thinker, asked, window=4, deterministic=True, capacity=128, max_new_tokens=4, progress=False)
+    beside = out.with_name(f"{out.name}-thinking")
+    trace.save(beside)
+    print(f"\n{thinker.name} ({thinker.weights_note})")
+    print(f"thinks while it reads, a thought after every {thinker.chunk} tokens:")
+    print(thoughts_text(trace, 0))
+    print(f"run: {beside}\nreport: {write_report(trace, beside / 'report.html')}")
 
 
 @app.command

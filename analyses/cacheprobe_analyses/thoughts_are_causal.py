@@ -9,8 +9,10 @@ Source: the question is left open by Thinking States (arXiv 2602.08332).
 """
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -107,8 +109,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default=Config.model)
     parser.add_argument("--texts", type=int, default=Config.texts)
+    parser.add_argument("--json", type=Path, help="also write the counts to this file")
     given = parser.parse_args()
-    print(run(Config(given.model, texts=given.texts)).table())
+    result = run(Config(given.model, texts=given.texts))
+    print(result.table())
+    if given.json:
+        given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,11 @@ class ThinkingLM:
         """What each heard in the forward at hand, and whom to tell."""
         self._compression_points = [p for n, p in model.hook_dict.items() if n.startswith("compression")]
 
+    @property
+    def chunk(self) -> int:
+        """Tokens between thoughts."""
+        return self.config.chunk
+
     def __repr__(self) -> str:
         return f"ThinkingLM({self.name}, {self.model!r})"
 

@@ -42,3 +42,23 @@ def summary(trace: Trace) -> str:
         lines += ["first choice = committed token, by layer:", table.loc[shown].round(2).to_string(na_rep="-")]
         lines += ["settling:", settling_by_status(hypotheses).round(1).to_string()]
     return "\n".join(lines)
+
+
+def thoughts_text(trace: Trace, request_id: int) -> str:
+    """One request's committed thoughts as lines: what was read, what was thought of it, and whether that is true."""
+    table = trace.thoughts()
+    mine = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
+    rows = trace.rows(request_id, "committed").set_index("position").token
+    lines = []
+    for thought in mine.itertuples():
+        read = " ".join(str(rows[at]) for at in range(thought.start, thought.end + 1))
+        is_known = isinstance(thought.true_state, str)
+        truth = (
+            ""
+            if not is_known
+            else "  (true)"
+            if thought.true_state in thought.text
+            else f"  (it is {thought.true_state})"
+        )
+        lines.append(f"  {read:<36} -> {thought.text}{truth}")
+    return "\n".join([*lines, f"  answer: {trace.text(request_id)}"])
