@@ -23,7 +23,7 @@ def figures() -> str:
         told = f"{m['parameters']:,} | {m['steps']} | {m['cpu_seconds']} | {m['cpu_seconds_to_99']}"
         models.append(f"| {name} | {told} | `{m['command']}` |")
     parts = [
-        "`python -m cacheprobe_analyses.thinking_states_table`: per cent of texts answered rightly, 200 texts a seed.",
+        "`python -m cacheprobe_analyses.thinking_states_table`: per cent of texts answered rightly, 200 a seed.",
         Table(**held).table(),
         "The models, each trained by its command on one core: seconds of processor time, in all and until 99 % of fresh "
         "texts were wholly right, twice running.",
