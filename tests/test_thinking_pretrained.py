@@ -82,8 +82,9 @@ def test_without_states_it_is_the_backbone(kind: str) -> None:
 def test_copies_share_nothing_and_the_embedding_is_the_backbones(kind: str) -> None:
     model, backbone = tiny(kind, thinking_layers=2)
     own = {weight.data_ptr() for weight in backbone.parameters()}
-    added = model.added_parameters()
-    assert not own & {weight.data_ptr() for weight in added} and len(set(map(id, added))) == len(added)
+    added = [*model.thinking.parameters(), *model.compression.parameters()]
+    assert not own & {weight.data_ptr() for weight in added}
+    assert set(added) == set(model.added_parameters())
     assert own | {weight.data_ptr() for weight in added} == {weight.data_ptr() for weight in model.parameters()}
     assert model.embed is backbone.get_input_embeddings() and model.unembed is backbone.get_output_embeddings()
 

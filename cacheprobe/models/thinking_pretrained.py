@@ -28,7 +28,7 @@ class ThinkingPretrained(ThinkingModel):
     layer. The copies share nothing with the backbone; the embedding is the backbone's. T and C turn positions as the
     backbone does, from 0. The backbone stays the caller's: what is trained here is trained there.
     Source: Thinking States (arXiv 2602.08332), sections 3 and 4.
-    Twin: tests.thinking_pretrained_slowly.read_slowly, thoughts ==, logits close(1e-5 of their size).
+    Twin: tests.thinking_pretrained_slowly.read_slowly, thoughts ==, logits close(1e-5) in float32.
     """
 
     def __init__(self, backbone: Any, config: ThinkingConfig, seed: int = 0) -> None:

@@ -39,7 +39,7 @@ class Story(NamedTuple):
 
     columns: list[Column]
     num_filler: int
-    """Columns in front that hold nothing but one token again and again, such as pads."""
+    """Columns in front that hold nothing but one token again and again, such as pads, and say nothing."""
     answer: tuple[str, ...]
     """Texts of the committed tokens, without the end."""
 
@@ -119,9 +119,12 @@ def _last(thoughts: pd.DataFrame, status: str | None = None) -> Any:
 
 
 def _num_filler(columns: Sequence[Column]) -> int:
-    first = columns[0].tokens[0].text
-    count = 0
-    while count < len(columns) and all(t.text == first and t.kind == "prompt" for t in columns[count].tokens):
+    first, count = columns[0].tokens[0].text, 0
+    for column in columns:
+        if any(token.text != first or token.kind != "prompt" for token in column.tokens):
+            break
+        if column.thought is not None and words_of(column.thought):
+            break
         count += 1
     return count if count > 1 or len(columns[0].tokens) > 1 else 0
 

@@ -35,7 +35,7 @@ def finding(story: Story) -> str:
     if truth is not None and len(story.answer) == 1 and story.answer[0].strip() != truth:
         said += f", which is wrong: the true state is {_short(truth)}"
     if wrong:
-        said += f". {wrong} of {len(known)} thoughts disagree with the true state"
+        said += f". {wrong} of {len(known)} thoughts disagree{'s' * (wrong == 1)} with the true state"
     return said
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 from cacheprobe.views import svg
 from cacheprobe.views.cache_picture import PROVENANCE_STYLES, cache_counts, swatch
 from cacheprobe.views.text import markup, shorten, subscript, token_label, visible
-from cacheprobe.views.thoughts_columns import Column
+from cacheprobe.views.thoughts_columns import Column, words_of
 
 CACHE_WIDTH, PITCH, GAP_WIDTH, MARGIN = 150, 84, 52, 60
 """Of the cache, of a column and its gutter, of a gap, and of the levels' names; px."""
@@ -29,7 +29,7 @@ STYLES = (
     ".cp svg .path{fill:none;stroke:var(--sand-edge);stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round}"
     ".cp svg .lost{stroke:var(--red-edge);stroke-dasharray:4 3}"
     ".cp .thoughts{margin:0}.cp .thoughts figcaption{font-size:13px;color:var(--muted);max-width:82ch}"
-    ".cp .thoughts h3{margin:14px 0 10px;font-size:17px;line-height:1.35}"
+    ".cp .note sup{line-height:0}.cp .thoughts h3{margin:14px 0 10px;font-size:17px;line-height:1.35}"
     ".cp .wide{overflow-x:auto;max-width:100%;padding:2px 0 6px}"
 )
 """Of this picture alone, beside those of every diagram."""
@@ -181,7 +181,7 @@ def _chunk(y: float, x: float, column: Column) -> list[str]:
         top = y + 4 + line * _LINE
         parts.append(_token(x + 4, top, token.text, colour, texture, tip))
     if more:
-        parts.append(svg.text(x + _WIDTH / 2, y + lines * _LINE, f"+ {more}", "small muted", "middle"))
+        parts.append(svg.text(x + _WIDTH / 2, y + lines * _LINE, f"+{more}", "small muted", "middle"))
     first, last = column.tokens[0].position, column.tokens[-1].position
     places = f"{first}" if first == last else f"{first}–{last}"
     parts.append(svg.text(x + _WIDTH / 2, y + lines * _LINE + 20, places, "small muted", "middle"))
@@ -234,12 +234,10 @@ def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[
 def _said(bottom: float, x: float, column: Column, name: str, *, is_new: bool) -> list[str]:
     """The thought itself: its words in blue, its end, and whether it is true."""
     thought, lost = column.thought, column.is_rolled_back
-    words = list(thought.tokens)[: len(thought.tokens) - bool(thought.has_ended)]
-    limit = _MOST_WORDS if len(thought.tokens) > _MOST_WORDS + 1 else _MOST_WORDS + 1
-    chips = [(word, "red" if lost else "blue") for word in words]
-    chips.append(("<EOS>", "red" if lost else "plain") if thought.has_ended else ("cut", "plain"))
-    if hidden := len(chips) - limit - 1 if len(chips) > _MOST_WORDS + 1 else 0:
-        chips = [*chips[: _MOST_WORDS - 1], (f"+ {hidden + 1}", "plain"), chips[-1]]
+    chips = [(word, "red" if lost else "blue") for word in words_of(thought)]
+    chips.append(("<EOS>", "red" if lost else "plain") if thought.has_ended else ("cut…", "plain"))
+    if len(chips) > _MOST_WORDS + 1:
+        chips = [*chips[: _MOST_WORDS - 1], (f"+{len(chips) - _MOST_WORDS}", "plain"), chips[-1]]
     top = bottom - len(chips) * _LINE - 6
     frame = "red" if lost else "group"
     parts = [svg.box(x, top, _WIDTH, bottom - top, frame + (" changed" if is_new else ""), "undone" if lost else None)]
