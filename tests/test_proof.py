@@ -64,5 +64,6 @@ def test_void_without_divergence(
     numbers = {"control_unverified_differ": unverified, "control_verified_differ": verified}
     monkeypatch.setattr(proving, "real_subject", lambda: tiny_subjects()[0])
     monkeypatch.setattr(proving, "tiny_subjects", lambda: tiny_subjects()[:1])
+    monkeypatch.setattr(proving, "twin_subjects", list)
     monkeypatch.setattr(proving, "negative_control", lambda subject: numbers)
     assert prove(50, tmp_path, progress=False)["is_proven"] is is_proven
