@@ -15,9 +15,9 @@ from cacheprobe.proof.tally import Tally
 from cacheprobe.proof.traffic import Corrupted, Episode, draw_episode, draw_request
 from cacheprobe.records import Request
 
-SHARES = {"tiny": 0.87, "twins": 0.1, "real": 0.03}
+SHARES = {"tiny": 0.875, "twins": 0.1, "real": 0.025}
 """Of the compared tokens, by kind of subject. A token of the real model costs some forty of a tiny one."""
-NEW_SHARES = {"tiny": 0.08, "twins": 0.15, "real": 0.8}
+NEW_SHARES = {"tiny": 0.12, "twins": 0.2, "real": 0.9}
 """Of an episode's requests, those that are new to the pool: the oracle's tokens are the dearest."""
 MOST_REQUESTS = {"tiny": 24, "twins": 24, "real": 6}
 """Under test in an episode, beside up to three neighbours."""
@@ -160,7 +160,7 @@ def _count(subject: Subject, tally: Tally, trace: Trace, episode: Episode) -> No
     rejected = events[events.num_rolled_back.fillna(0) > 0]
     for row in rejected.itertuples():
         position = int(row.draft_start + row.num_accepted)
-        kind = _kind_of_rollback(episode, trace.requests[row.request_id], position)
+        kind = kind_of_rollback(episode, trace.requests[row.request_id], position)
         tally.counts[f"rollbacks_{kind}"] += 1
         if kind == "natural":
             tally.natural[subject.key] += 1
@@ -172,7 +172,7 @@ def _count(subject: Subject, tally: Tally, trace: Trace, episode: Episode) -> No
     tally.counts[f"episodes_drafter_{episode.drafter_name}"] += 1
 
 
-def _kind_of_rollback(episode: Episode, request: Request, position: int) -> str:
+def kind_of_rollback(episode: Episode, request: Request, position: int) -> str:
     """Why the candidate at `position` was rejected.
 
     injected: it was put there in place of the drafter's.  natural: the fast path's own candidate, of a request that is
