@@ -109,6 +109,26 @@ def test_nan_does_not_stay_in_the_cache() -> None:
                 assert not deterministic or trace.digest(i) == want[number].digest(0)
 
 
+def test_nan_while_rows_are_rebuilt_is_noticed() -> None:
+    """The prompt of an evicted request is read again without a choice: its NaN was in the cache before any pass that
+    looked at logits met it, and stayed there when the request had ended."""
+    in_rebuild = 0
+
+    def plan(call: Call):
+        nonlocal in_rebuild
+        state = run.states[1]
+        is_rebuild = state.row in call.rows and state.num_generated > 0 and call.shape == (1, CHUNK)
+        in_rebuild += is_rebuild
+        return [state.row] if is_rebuild else None
+
+    run = Watched(Faulty(tiny(), plan), [PROMPTS[0], PROMPTS[3], PROMPTS[1]], deterministic=True, kv_rows=34)
+    for _ in run:
+        run.cache.check_integrity()
+    assert in_rebuild == 1 and "hold NaN" in run.trace.meta["errors"]["1"]
+    want = cp.reference(tiny(), [PROMPTS[0], PROMPTS[1]], **RUN)
+    assert [run.trace.committed(i) for i in (0, 2)] == [want.committed(i) for i in range(2)]
+
+
 def test_a_candidate_that_cannot_be_digested_costs_a_pass() -> None:
     """Drafts are hints. One whose states are NaN ended its request, which would never have said that token."""
     model = indigestible()

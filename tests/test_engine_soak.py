@@ -11,6 +11,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.engine.passes import EngineError
 from cacheprobe.models.base import CachedLM
 from cacheprobe.records import Request, SamplingParams
 from tests.invariants.machines import Call, Faulty, Spy, rounding_by_shape, tiny, wide_bfloat16
@@ -93,14 +94,19 @@ def episode(seed: int) -> Counter:
     spy = Faulty(model, plan)
     spy.decode = text
     run = Watched(spy, requests, capture="STCZ", **shapes, **settings)
-    for number, _ in enumerate(run):
-        assert number < 1000, "no end in sight"
-        run.cache.check_integrity()
-        rows = [state.row for state in run.running]
-        assert len(set(rows)) == len(rows) == run.cache.rows - run.cache.num_free_rows
-        if number in cancels:
-            rng.choice(run.states).is_cancelled = True
-    assert run.cache.num_free_rows == run.cache.rows
+    try:
+        for number, _ in enumerate(run):
+            assert number < 1000, "no end in sight"
+            run.cache.check_integrity()
+            rows = [state.row for state in run.running]
+            assert len(set(rows)) == len(rows) == run.cache.rows - run.cache.num_free_rows
+            if number in cancels:
+                rng.choice(run.states).is_cancelled = True
+    except EngineError:
+        assert all(state.error for state in run.states)
+        return Counter(error=len(run.states))
+    finally:
+        assert run.cache.num_free_rows == run.cache.rows
     finishes = [run.trace.meta["finish"][str(r.request_id)] for r in run.setup.requests]
     for request, finish in zip(run.setup.requests, finishes, strict=True):
         check_tables(run.trace, request, finish)
@@ -140,7 +146,7 @@ def check_against_oracle(trace: cp.Trace, request: Request, finish: str, model: 
 
 
 def test_random_episodes() -> None:
-    seen = sum((episode(seed) for seed in range(14)), Counter())
+    seen = sum((episode(seed) for seed in range(12)), Counter())
     assert {"length", "stop", "cancelled", "preempted", "shared", "faults"} <= set(+seen)
 
 

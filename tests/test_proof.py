@@ -1,28 +1,51 @@
 """The proof goes on where it stopped, sees planted faults, and is void without its negative control."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
+from cacheprobe.drafters.fast_path import FastPath
+from cacheprobe.drafters.ngram import NGram
 from cacheprobe.engine import choosing
 from cacheprobe.proof import prove as proving
+from cacheprobe.proof import soak
 from cacheprobe.proof.prove import prove
-from cacheprobe.proof.soak import one_episode
-from cacheprobe.proof.subjects import tiny_subjects
+from cacheprobe.proof.soak import kind_of_rollback, one_episode
+from cacheprobe.proof.subjects import tiny_subjects, twin_subjects
 from cacheprobe.proof.tally import Tally
+from cacheprobe.proof.traffic import Corrupted, Episode
+from cacheprobe.records import Request
+
+LLAMAS = [subject for subject in tiny_subjects() if subject.name == "llama"]
+"""In three dtypes; loaded once for all tests."""
+TWIN = twin_subjects()[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_episodes() -> Iterator[None]:
+    with (
+        patch.object(soak, "MOST_REQUESTS", {"tiny": 4, "twins": 4}),
+        patch.object(proving, "tiny_subjects", lambda: LLAMAS),
+        patch.object(proving, "twin_subjects", lambda: [TWIN]),
+    ):
+        yield
 
 
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     out = tmp_path_factory.mktemp("proof")
-    return out, prove(600, out, real=False, progress=False)
+    return out, prove(400, out, real=False, progress=False)
 
 
 def test_a_short_proof_finds_no_difference(proof: tuple[Path, dict]) -> None:
     out, figures = proof
-    assert figures["differences"] == 0 and figures["compared_tokens"] >= 600
+    assert figures["differences"] == 0 and figures["compared_tokens"] >= 400
     assert 0 < figures["distinct_tokens"] < figures["compared_tokens"]
+    assert set(figures["compared_by_dtype"]) == {"bfloat16", "float16", "float32"} and figures["models"] == 2
     assert figures["rollbacks_injected"] > 0 and figures["requests_deterministic"] > 0
     assert json.loads((out / "proof.json").read_text()) == figures
     assert not figures["is_proven"] and figures["negative_control"] == "not run"
@@ -37,20 +60,44 @@ def test_it_goes_on_where_it_stopped(proof: tuple[Path, dict]) -> None:
 
 def test_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier that accepts one candidate too many, once the oracle has answered."""
-    subject, tally = tiny_subjects()[0], Tally()
-    for episode in range(3):
+    subject, tally = LLAMAS[0], Tally()
+    for episode in range(2):
         one_episode(subject, tally, [1, episode])
     assert not tally.differences
     right = choosing.num_accepted
     monkeypatch.setattr(choosing, "num_accepted", lambda d, t: min(right(d, t) + 1, len(d)))
-    for episode in range(3):
+    for episode in range(2):
         one_episode(subject, tally, [1, episode])
     assert tally.differences and "tokens" in tally.differences[0]
 
 
+def test_twins_disagree_by_themselves() -> None:
+    """The fast path says another token than the verifier, and what is committed is the oracle's."""
+    subject, tally = TWIN, Tally()
+    for episode in range(2):
+        one_episode(subject, tally, [3, episode])
+    assert tally.natural[subject.key] == tally.counts["rollbacks_natural"] > 0 and not tally.differences
+
+
+def test_what_counts_as_natural() -> None:
+    """Only the fast path's own candidate, and only where a verdict is no matter of chance."""
+    replaced = Corrupted(FastPath(), 0.5, np.random.default_rng(0), {(0, 7)})
+    request = Request([1], request_id=0, is_deterministic=True)
+    free = Request([1], request_id=0)
+
+    def kind(drafter: object, request: Request, acceptance: str = "equality") -> str:
+        return kind_of_rollback(Episode((request,), (0,), drafter, {"acceptance": acceptance}), request, 7)
+
+    assert (kind(replaced, request), kind(replaced, free)) == ("injected", "injected")
+    assert kind(None, request) == kind(FastPath(), free) == kind(FastPath(), request, "rejection") == "natural"
+    assert kind(NGram(), request) == kind(FastPath(), free, "rejection") == "other"
+    replaced.altered.clear()
+    assert kind(replaced, request) == "natural"
+
+
 def test_another_schedule_is_refused() -> None:
     """Answers that were kept under one schedule say nothing about another."""
-    subject, tally = tiny_subjects()[0], Tally()
+    subject, tally = LLAMAS[0], Tally()
     one_episode(subject, tally, [2, 0])
     tally.fingerprints[subject.key] = {**tally.fingerprints[subject.key], "threads": 99}
     with pytest.raises(ValueError, match=r"another schedule \(threads\)"):
@@ -62,7 +109,8 @@ def test_void_without_divergence(
     unverified: int, verified: int, is_proven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = {"control_unverified_differ": unverified, "control_verified_differ": verified}
-    monkeypatch.setattr(proving, "real_subject", lambda: tiny_subjects()[0])
-    monkeypatch.setattr(proving, "tiny_subjects", lambda: tiny_subjects()[:1])
+    monkeypatch.setattr(proving, "real_subject", lambda: LLAMAS[0])
+    monkeypatch.setattr(proving, "tiny_subjects", lambda: LLAMAS[:1])
+    monkeypatch.setattr(proving, "twin_subjects", list)
     monkeypatch.setattr(proving, "negative_control", lambda subject: numbers)
     assert prove(50, tmp_path, progress=False)["is_proven"] is is_proven

@@ -121,6 +121,7 @@ class Books:
             self._give_up_draft(state)
         else:
             self.clear_draft(state)
+            self.cache.scrub(state.row, 0)  # NaN may have come with an earlier pass than the one that failed of it
         state.error = error
         self._end(state, reason)
 

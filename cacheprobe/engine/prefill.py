@@ -127,7 +127,7 @@ class Prefill:
         batch: int | None,
         is_checked: bool = False,
     ) -> None:
-        slots = None if is_checked else [width - 1]
+        slots = None if is_checked else [len(token_ids) - 1]
         entry = Entry(state, token_ids, start, True)
         result = self.passes.run(phase, [entry], width, batch=batch, logit_slots=slots, is_hidden=True)
         if is_checked and (self.config.acceptance == "equality" or state.request.is_deterministic):

@@ -3,31 +3,49 @@
 For proofs and tests: a mock could not be wrong in the ways that a model can.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
+
+@dataclass(frozen=True)
+class Size:
+    """How large a model is, and how far its weights are spread."""
+
+    vocab: int
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    initializer_range: float
+    has_twins: bool = False
+    """Every second token's unembedding is its neighbour's but for the last bits: the best two are nearly tied."""
+
+
 VOCAB = 97
-_SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
-_NO_SPECIALS = dict(eos_token_id=None, bos_token_id=None, pad_token_id=None)
-_COMMON = dict(initializer_range=0.3, **_NO_SPECIALS)
+TINY = Size(VOCAB, hidden=32, mlp=48, layers=3, heads=4, initializer_range=0.3)
+TWINS = Size(256, hidden=128, mlp=256, layers=3, heads=4, initializer_range=0.3, has_twins=True)
+"""In float32 the order of a sum shows in most logits' last bits; here it also shows in tokens."""
+WIDE = Size(1020, hidden=256, mlp=1024, layers=4, heads=2, initializer_range=0.3, has_twins=True)
+"""Wide and deep enough that the order of sums shows in 16 bits too."""
+
 _GROUPED = dict(num_key_value_heads=2)
-_GEMMA = dict(**_GROUPED, head_dim=8, query_pre_attn_scalar=8)
 
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # class name without its ending, and settings
     "llama": ("Llama", _GROUPED),
     "llama-tied": ("Llama", dict(**_GROUPED, tie_word_embeddings=True)),
     "qwen2": ("Qwen2", dict(**_GROUPED, use_sliding_window=False)),
-    "qwen3": ("Qwen3", dict(**_GROUPED, head_dim=8)),
+    "qwen3": ("Qwen3", _GROUPED),
     "gpt2": ("GPT2", {}),
     "gpt-neox": ("GPTNeoX", {}),
     "phi": ("Phi", {}),
     "olmo2": ("Olmo2", _GROUPED),
     "mistral": ("Mistral", dict(**_GROUPED, sliding_window=None)),
-    "gemma2": ("Gemma2", dict(**_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=5.0)),
-    "gemma3": ("Gemma3", _GEMMA),
+    "gemma2": ("Gemma2", dict(**_GROUPED, attn_logit_softcapping=5.0, final_logit_softcapping=5.0)),
+    "gemma3": ("Gemma3", _GROUPED),
 }
 FAMILIES = tuple(_FAMILIES)
 
@@ -42,18 +60,20 @@ SLIDING = tuple(_WINDOWED)
 
 
 def tiny_model(
-    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, window: int | None = None
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    window: int | None = None,
+    size: Size = TINY,
 ) -> PreTrainedModel:
-    """A fresh three-layer model, in eval mode. window: width of the sliding layers, for the families that have them."""
+    """A fresh model, in eval mode. window: width of the sliding layers, for the families that have them."""
     name, settings = _FAMILIES[family]
-    if family == "gpt2":
-        shape = dict(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=128)
-    else:
-        shape = _SHAPE
+    settings = {**_shape(family, size), **settings}
     if window is not None:
-        settings = {**settings, **_WINDOWED[family], "sliding_window": window}
+        settings |= {**_WINDOWED[family], "sliding_window": window}
+    specials = dict(eos_token_id=None, bos_token_id=None, pad_token_id=None)
     config_name = {"gemma3": "Gemma3TextConfig"}.get(family, f"{name}Config")
-    config = getattr(transformers, config_name)(**shape, **_COMMON, **settings)
+    config = getattr(transformers, config_name)(**settings, initializer_range=size.initializer_range, **specials)
     torch.manual_seed(seed)
     model = getattr(transformers, "GPT2LMHeadModel" if family == "gpt2" else f"{name}ForCausalLM")(config)
     model.generation_config.eos_token_id = None
@@ -61,4 +81,28 @@ def tiny_model(
         for path, weight in model.named_parameters():
             if "gemma" in family and "post_" in path:  # 1 + weight; at zero the scaled embedding would drown all blocks
                 weight.normal_(2.0, 0.5)
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    if size.has_twins:
+        _make_twins(model)
+    return model
+
+
+def _make_twins(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        weight = model.get_output_embeddings().weight
+        first = weight[0::2].float() if weight.dtype != torch.float32 else weight[0::2].double()
+        steps = torch.randint(-1, 2, first.shape)
+        weight[1::2] = (first * (1 + steps * torch.finfo(weight.dtype).eps)).to(weight.dtype)
+
+
+def _shape(family: str, size: Size) -> dict[str, Any]:
+    if family == "gpt2":
+        shape = dict(vocab_size=size.vocab, n_embd=size.hidden, n_layer=size.layers, n_head=size.heads)
+        return {**shape, "n_positions": 128}
+    shape = dict(vocab_size=size.vocab, hidden_size=size.hidden, intermediate_size=size.mlp)
+    width = size.hidden // size.heads
+    if family == "qwen3" or "gemma" in family:  # their head width is a setting of its own
+        shape |= dict(head_dim=width)
+    if "gemma" in family:
+        shape |= dict(query_pre_attn_scalar=width)
+    return {**shape, "num_hidden_layers": size.layers, "num_attention_heads": size.heads}

@@ -15,7 +15,10 @@ _READINGS = ["position", "layer", "token_id", "logprob_nats", "entropy_nats", "r
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request must give: tokens, and digests of log-probabilities, states and readings."""
+    """What a request must give: tokens, and digests of log-probabilities, states and readings.
+
+    The last two are empty where nothing was captured.
+    """
 
     tokens: tuple[int, ...]
     logprobs: str
@@ -38,7 +41,7 @@ def answer_of(trace: Trace, request_id: int) -> Answer:
     return Answer(tuple(trace.committed(request_id)), nats, states, readings)
 
 
-def ask(subject: Subject, request: Request, layers: object) -> Answer:
+def ask(subject: Subject, request: Request, capture: str | None, layers: object) -> Answer:
     """The oracle's own run of one request, alone."""
-    trace = reference(subject.model, [request], **subject.settings, capture="STCZ", layers=layers, progress=False)
+    trace = reference(subject.model, [request], **subject.settings, capture=capture, layers=layers, progress=False)
     return answer_of(trace, 0)

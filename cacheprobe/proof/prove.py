@@ -7,7 +7,7 @@ from typing import Any
 
 from cacheprobe.proof.control import negative_control
 from cacheprobe.proof.soak import soak
-from cacheprobe.proof.subjects import real_subject, tiny_subjects
+from cacheprobe.proof.subjects import real_subject, tiny_subjects, twin_subjects
 from cacheprobe.proof.tally import Tally
 
 TALLY = "tally.json"
@@ -23,7 +23,7 @@ def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progr
     path = out / TALLY
     tally = Tally.load(path) if path.exists() else Tally()
     real_one = real_subject() if real else None
-    subjects = [*tiny_subjects(), *([real_one] if real_one else [])]
+    subjects = [*tiny_subjects(), *twin_subjects(), *([real_one] if real_one else [])]
     with _Progress(num_tokens, progress) as show:
         soak(subjects, tally, num_tokens, path, seed, show)
     control = {"negative_control": "not run"}

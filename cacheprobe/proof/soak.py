@@ -15,13 +15,16 @@ from cacheprobe.proof.tally import Tally
 from cacheprobe.proof.traffic import Corrupted, Episode, draw_episode, draw_request
 from cacheprobe.records import Request
 
-NEW_SHARE = 0.13
-"""Share of an episode's requests that are new to the pool: about one distinct token in eight compared."""
-REAL_SHARE = 0.06
-"""Share of compared tokens that the real model is to have."""
-REAL_NEW_SHARE = 0.45
+SHARES = {"tiny": 0.875, "twins": 0.1, "real": 0.025}
+"""Of the compared tokens, by kind of subject. A token of the real model costs some forty of a tiny one."""
+NEW_SHARES = {"tiny": 0.12, "twins": 0.2, "real": 0.9}
+"""Of an episode's requests, those that are new to the pool: the oracle's tokens are the dearest."""
+MOST_REQUESTS = {"tiny": 24, "twins": 24, "real": 6}
+"""Under test in an episode, beside up to three neighbours."""
 CAPTURE_SHARE = 0.15
 """Share of episodes that also capture states and readings, and compare them."""
+STATES_EVERY = 4
+"""The oracle keeps states and readings of every so many requests of a pool."""
 SAVE_EVERY_SECONDS = 5.0
 
 
@@ -34,14 +37,16 @@ def soak(
     report: Callable[[Tally], None],
 ) -> None:
     """Run episodes until `num_tokens` tokens were compared in all; the tally goes on from where it stands."""
-    real = [subject for subject in subjects if subject.is_real]
-    tiny = [subject for subject in subjects if not subject.is_real]
+    kinds: dict[str, list[Subject]] = {}
+    for subject in subjects:
+        kinds.setdefault(subject.kind, []).append(subject)
     saved = began = time.monotonic()
     before = tally.seconds
     while tally.num_compared < num_tokens:
-        done = sum(tally.compared[subject.key] for subject in real)
-        pick_real = bool(real) and (not tiny or done < REAL_SHARE * tally.num_compared)
-        subject = (real if pick_real else tiny)[tally.episodes % len(real if pick_real else tiny)]
+        done = {kind: sum(tally.compared[s.key] for s in listed) / SHARES[kind] for kind, listed in kinds.items()}
+        kind = min(kinds, key=lambda kind: done[kind])  # the one that is furthest behind its share
+        listed = kinds[kind]
+        subject = min(listed, key=lambda s: tally.episodes_of[s.key])
         one_episode(subject, tally, [seed, tally.episodes])
         tally.seconds = before + time.monotonic() - began
         report(tally)
@@ -54,14 +59,15 @@ def soak(
 def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
     """Draw, run, compare."""
     rng = np.random.default_rng(list(seed))
+    is_captured = bool(rng.random() < CAPTURE_SHARE)
     numbers = []
-    for _ in range(int(rng.integers(2, 7 if subject.is_real else 17))):
+    for _ in range(int(rng.integers(2, MOST_REQUESTS[subject.kind] + 1))):
         size = tally.pools[subject.key]
-        is_new = size == 0 or rng.random() < (REAL_NEW_SHARE if subject.is_real else NEW_SHARE)
-        numbers.append(size if is_new else int(rng.integers(size)))
+        is_new = size == 0 or rng.random() < NEW_SHARES[subject.kind]
+        number = size if is_new else int(rng.integers(size))
+        numbers.append(number - number % STATES_EVERY if is_captured and not is_new else number)
         tally.pools[subject.key] += is_new
     episode = draw_episode(subject, int(rng.integers(2**31)), numbers)
-    is_captured = bool(rng.random() < CAPTURE_SHARE)
     layers = captured_layers(subject)
     trace = run(
         subject.model,
@@ -78,7 +84,8 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
         if number is not None:
             _compare(subject, tally, trace, request_id, number, layers, is_captured)
     tally.episodes += 1
-    _count(tally, trace, episode)
+    tally.episodes_of[subject.key] += 1
+    _count(subject, tally, trace, episode)
 
 
 def captured_layers(subject: Subject) -> tuple[int, ...]:
@@ -104,10 +111,11 @@ def _compare(
     request = draw_request(subject, number)
     key = f"{subject.key} {number}"
     if key not in tally.answers:
-        tally.answers[key] = ask(subject, request, layers)
+        tally.answers[key] = ask(subject, request, "STCZ" if number % STATES_EVERY == 0 else None, layers)
         tally.distinct[subject.key] += len(tally.answers[key].tokens)
         third_party(subject, tally, request, tally.answers[key])
     want, got = tally.answers[key], answer_of(trace, request_id)
+    is_captured = is_captured and bool(want.states)
     is_deterministic = trace.requests[request_id].is_deterministic
     where = f"{subject.key}, request {number} of the pool, episode {tally.episodes}"
     if str(request_id) in trace.meta["errors"]:
@@ -125,19 +133,19 @@ def _compare(
 
 
 def third_party(subject: Subject, tally: Tally, request: Request, answer: Answer) -> None:
-    """In float32 a greedy answer is also Hugging Face's own, from a copy of the model that we never touched."""
+    """In float32 a greedy answer is also Hugging Face's own, from a copy of the model that we never touched.
+
+    Not where a token hangs on the last bits of its logits: there Hugging Face's shapes give other tokens, and may.
+    """
     sampling = request.sampling
     assert sampling is not None
-    if subject.plain_family is None or subject.dtype != "float32" or not sampling.is_greedy or not sampling.is_plain:
+    if subject.dtype != "float32" or subject.disagrees or not sampling.is_greedy or not sampling.is_plain:
         return
-    from cacheprobe.models.tiny import tiny_model
-
-    family, width = subject.plain_family
-    plain = tiny_model(family, torch.float32, window=width)
+    assert subject.plain is not None
     ids = torch.tensor([list(request.prompt)])
     stops = list(sampling.stop_token_ids or ()) or None
     with torch.inference_mode():
-        out = plain.generate(
+        out = subject.plain.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=sampling.max_new_tokens,
             eos_token_id=stops, pad_token_id=0,
         )  # fmt: skip
@@ -147,20 +155,31 @@ def third_party(subject: Subject, tally: Tally, request: Request, answer: Answer
         tally.differences.append(f"{subject.key}: Hugging Face says {theirs}, the oracle {answer.tokens}")
 
 
-def _count(tally: Tally, trace: Trace, episode: Episode) -> None:
-    inner = episode.drafter.inner if isinstance(episode.drafter, Corrupted) else episode.drafter
-    altered = episode.drafter.altered if isinstance(episode.drafter, Corrupted) else set()
+def _count(subject: Subject, tally: Tally, trace: Trace, episode: Episode) -> None:
     events = trace.event_table
     rejected = events[events.num_rolled_back.fillna(0) > 0]
     for row in rejected.itertuples():
-        is_injected = (row.request_id, row.draft_start + row.num_accepted) in altered
-        is_fast_path = inner is None or inner.name == "fast_path"
-        kind = "injected" if is_injected else "natural" if is_fast_path else "other_drafters"
+        position = int(row.draft_start + row.num_accepted)
+        kind = kind_of_rollback(episode, trace.requests[row.request_id], position)
         tally.counts[f"rollbacks_{kind}"] += 1
+        if kind == "natural":
+            tally.natural[subject.key] += 1
     tally.counts["preemptions"] += len(trace.meta["preemptions"])
     tally.counts["captured_episodes"] += bool(trace.store.sites)
     tally.counts["tokens_of_neighbours"] += sum(
         len(trace.tokens[i]) for i, number in enumerate(episode.pool_numbers) if number is None
     )
-    name = "none" if inner is None else inner.name
-    tally.counts[f"episodes_drafter_{name}"] += 1
+    tally.counts[f"episodes_drafter_{episode.drafter_name}"] += 1
+
+
+def kind_of_rollback(episode: Episode, request: Request, position: int) -> str:
+    """Why the candidate at `position` was rejected.
+
+    injected: it was put there in place of the drafter's.  natural: the fast path's own candidate, of a request that is
+    judged by equality, so its verifier said another token.  other: what another drafter proposed, or what rejection
+    sampling, which is a matter of chance, turned down.
+    """
+    if isinstance(episode.drafter, Corrupted) and (request.request_id, position) in episode.drafter.altered:
+        return "injected"
+    by_equality = episode.settings["acceptance"] == "equality" or request.is_deterministic
+    return "natural" if by_equality and episode.drafter_name in ("none", "fast_path") else "other"

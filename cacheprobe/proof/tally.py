@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from cacheprobe.proof.oracle import Answer
+from cacheprobe.proof.subjects import REAL
 
 
 @dataclass
@@ -18,6 +19,8 @@ class Tally:
     """Tokens compared, by subject."""
     distinct: Counter[str] = field(default_factory=Counter)
     """Tokens that the oracle gave, by subject: each compared at least once."""
+    natural: Counter[str] = field(default_factory=Counter)
+    """Natural rollbacks, by subject."""
     counts: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -25,6 +28,8 @@ class Tally:
     """By subject and request: the oracle is asked once."""
     pools: Counter[str] = field(default_factory=Counter)
     """Requests in each subject's pool."""
+    episodes_of: Counter[str] = field(default_factory=Counter)
+    """Episodes, by subject."""
     fingerprints: dict[str, dict] = field(default_factory=dict)
 
     @property
@@ -52,22 +57,22 @@ class Tally:
         held["answers"] = {
             key: Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for key, answer in held["answers"].items()
         }
-        counters = ("compared", "distinct", "counts", "pools")
+        counters = ("compared", "distinct", "natural", "counts", "pools", "episodes_of")
         return cls(**{**held, **{name: Counter(held[name]) for name in counters}})
 
     def numbers(self) -> dict:
         """The figures, for a file: what was tried, and what differed."""
-        by_dtype: Counter[str] = Counter()
-        for subject, tokens in self.compared.items():
-            by_dtype[subject.split()[1]] += tokens
         return {
             "episodes": self.episodes,
             "compared_tokens": self.num_compared,
             "distinct_tokens": self.num_distinct,
-            "real_model_distinct_tokens": sum(n for s, n in self.distinct.items() if s.startswith("smollm2")),
+            "real_model_distinct_tokens": _of_real(self.distinct),
+            "real_model_compared_tokens": _of_real(self.compared),
             "subjects": len(self.compared),
-            "families": len({subject.split()[0] for subject in self.compared}),
-            "compared_by_dtype": dict(sorted(by_dtype.items())),
+            "models": len({subject.split()[0] for subject in self.compared}),
+            "compared_by_dtype": _by_dtype(self.compared),
+            "rollbacks_natural_by_dtype": _by_dtype(self.natural),
+            "rollbacks_natural_real_model": _of_real(self.natural),
             **dict(sorted(self.counts.items())),
             "differences": len(self.differences),
             "seconds": round(self.seconds),
@@ -79,3 +84,15 @@ class Tally:
         width = max(map(len, numbers))
         lines = [f"{name:<{width}}  {value}" for name, value in numbers.items()]
         return "\n".join([*lines, *(f"DIFFERENCE {difference}" for difference in self.differences[:10])])
+
+
+def _by_dtype(counted: Counter[str]) -> dict[str, int]:
+    """Sums over the subjects of each dtype."""
+    sums: Counter[str] = Counter()
+    for subject, count in counted.items():
+        sums[subject.split()[1]] += count
+    return dict(sorted(sums.items()))
+
+
+def _of_real(counted: Counter[str]) -> int:
+    return sum(count for subject, count in counted.items() if subject.startswith(REAL))

@@ -12,7 +12,7 @@ from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.drafters.ngram import NGram
 from cacheprobe.models.base import CachedLM
-from cacheprobe.proof.subjects import VOCAB, Subject
+from cacheprobe.proof.subjects import Subject
 from cacheprobe.records import Request, SamplingParams
 
 
@@ -51,11 +51,11 @@ class Corrupted:
 def draw_request(subject: Subject, number: int) -> Request:
     """Request `number` of a subject's pool: the same in every episode, so that the oracle is asked once."""
     rng = np.random.default_rng([number, *subject.key.encode()])
-    vocab = min(subject.model.d_vocab, VOCAB if not subject.is_real else subject.model.d_vocab)
-    length = int(rng.integers(1, 25 if subject.is_real else 34))
+    vocab = subject.model.d_vocab
+    length = int(rng.integers(1, 34))
     prompt = rng.integers(0, vocab, length).tolist()
     if subject.is_real:  # text, since random tokens say little about a real model
-        prompt = _text_ids(subject, number)[: length + 8]
+        prompt = _text_ids(subject, number)[: 4 + length]
     stop = (int(rng.integers(vocab)),) if rng.random() < 0.2 else ()
     sampling = SamplingParams(
         temperature=float(rng.choice([0.0, 0.0, 0.7, 1.5])),
@@ -63,7 +63,7 @@ def draw_request(subject: Subject, number: int) -> Request:
         top_p=float(rng.choice([1.0, 1.0, 0.8])),
         repetition_penalty=float(rng.choice([1.0, 1.0, 1.0, 1.3])),
         seed=int(rng.integers(2**40)),
-        max_new_tokens=int(rng.integers(8, 33)) if subject.is_real else int(rng.integers(4, 41)),
+        max_new_tokens=int(rng.integers(16, 65)) if subject.is_real else int(rng.integers(4, 48)),
         stop_token_ids=stop,
     )
     return Request(prompt, sampling, is_deterministic=True)
@@ -86,12 +86,18 @@ class Episode:
     drafter: Drafter | None
     settings: dict[str, Any]
 
+    @property
+    def drafter_name(self) -> str:
+        """Of the drafter whose candidates may be replaced; "none" where the fast path drafts by itself."""
+        inner = self.drafter.inner if isinstance(self.drafter, Corrupted) else self.drafter
+        return "none" if inner is None else inner.name
+
 
 def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode:
     """Traffic around the pool's requests `numbers`."""
     rng = np.random.default_rng(seed)
     listed: list[tuple[Request, int | None]] = [(draw_request(subject, n), n) for n in numbers]
-    for _ in range(int(rng.integers(0, 4))):
+    for _ in range(int(rng.integers(0, 2 if subject.is_real else 4))):
         neighbour = replace(draw_request(subject, int(rng.integers(2**31))), is_deterministic=False)
         listed.append((neighbour, None))
     listed = [listed[i] for i in rng.permutation(len(listed))]
@@ -103,11 +109,12 @@ def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode
     acceptance = "rejection" if rng.random() < 0.1 else "equality"
     if drafter is not None and acceptance == "equality":  # D3 is promised to every drafted request
         requests = tuple(replace(r, is_deterministic=r.is_deterministic and rng.random() < 0.75) for r in requests)
+    alone = 0.5 if subject.disagrees else 0.05
     needed = max(_rows_needed(request, subject.window) for request in requests)
     settings: dict[str, Any] = {
-        "max_batch": int(rng.integers(2, len(requests) + 2)) if rng.random() < 0.95 else 1,
+        "max_batch": 1 if rng.random() < alone else int(rng.integers(2, len(requests) + 2)),
         "draft_length": [None, None, "adaptive", 2][int(rng.integers(4))],
-        "kv_rows": needed + int(rng.integers(0, 40)) if rng.random() < 0.35 else None,
+        "kv_rows": int(needed * rng.uniform(1, 5)) if rng.random() < 0.3 else None,
         "acceptance": acceptance,
     }
     return Episode(requests, tuple(number for _, number in listed), drafter, settings)
@@ -120,8 +127,8 @@ def _rows_needed(request: Request, window: int) -> int:
 
 def _draw_drafter(subject: Subject, rng: np.random.Generator) -> Drafter | None:
     inner: Drafter | None = [None, FastPath(), EarlyExit(layer=subject.model.n_layers - 2), NGram()][
-        int(rng.choice(4, p=[0.3, 0.4, 0.15, 0.15]))
+        int(rng.choice(4, p=[0.3, 0.5, 0.1, 0.1]))
     ]
-    if rng.random() < 0.6:
-        return Corrupted(inner or FastPath(), float(rng.choice([0.1, 0.3, 0.9])), rng)
+    if rng.random() < (0.2 if subject.disagrees else 0.5):  # what is replaced hides what would have differed by itself
+        return Corrupted(inner or FastPath(), float(rng.choice([0.05, 0.2, 0.6])), rng)
     return inner

@@ -18,7 +18,7 @@ from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path, user_hooks
 from cacheprobe.models.twin import FORCE_GQA
 from cacheprobe.observe.observers import Silent
-from tests.invariants.machines import Call, Faulty, Spy, tiny
+from tests.invariants.machines import Call, Faulty, Meddler, Spy, tiny
 from tests.invariants.runs import (
     CHUNK,
     HOT,
@@ -160,6 +160,27 @@ def test_invariant_25_exception_safety_where_something_passes() -> None:
             run.finished()
             assert run.spy.num_faults == 1 and not run.trace.meta["errors"]
             assert [outcome(run.trace, i) for i in range(3)] == want
+
+
+def test_invariant_25_exception_safety_of_who_comes_next() -> None:
+    """NaN that a pass left behind without showing it: the request it ends hands on a clean row."""
+    settings = dict(deterministic=True, sampling=HOT, max_new_tokens=2 * CHUNK)
+    want = [outcome(cp.run(tiny(), PROMPTS[:3], **{**RUN, **settings}), i) for i in (0, 2)]
+    poisoned = []
+
+    def poison(call: Call) -> None:
+        row = run.states[1].row
+        start = call.starts[call.rows.index(row)] if row in call.rows else 0
+        if start > CHUNK and call.shape == (G, W) and not poisoned:  # where the next one's prefill does not reach
+            poisoned.append(row)
+            for held in (*call.cache.keys, *call.cache.values):
+                held[row, :, start] = torch.nan
+
+    run = Watched(Meddler(tiny(), poison), PROMPTS[:3], **settings, max_batch=1, capture="STCZ")
+    run.finished()
+    assert poisoned and run.trace.meta["finish"] == {"0": "length", "1": "error", "2": "length"}
+    assert [outcome(run.trace, i) for i in (0, 2)] == want
+    run.cache.check_integrity()
 
 
 def switches(model: BridgeLM) -> tuple:

@@ -7,6 +7,7 @@ STEPPER, PREFILL = "cacheprobe.engine.step:Stepper", "cacheprobe.engine.prefill:
 SCHEDULER, STATE = "cacheprobe.engine.scheduler:Scheduler", "cacheprobe.cache.sequence:SequenceState"
 ACCEPTED = "cacheprobe.ops.acceptance:num_accepted"
 SETUP = "cacheprobe.arguments:Setup"
+STOP_SCRUBS = "self.cache.scrub(state.row, 0)"
 VERIFY_PASS = '"verify", entries, self.config.window, batch=self.config.group'
 
 
@@ -231,11 +232,19 @@ MUTATIONS = [
         "verdicts.append((entry.state, self.books.judge(entry, result.out[b])))",
         "self.books.settle(entry.state, self.books.judge(entry, result.out[b]))",
     ),
-    one(
+    Mutation(
         "a failed row is not scrubbed",
-        ("25",),
-        f"{BOOKS}.scrub",
-        "self.cache.scrub(state.row, int(self.cache.lengths[state.row]))",
+        ("25_exception_safety_in_a_run",),
+        (
+            Edit(f"{BOOKS}.scrub", "self.cache.scrub(state.row, int(self.cache.lengths[state.row]))", "pass"),
+            Edit(f"{BOOKS}.stop", STOP_SCRUBS, "pass"),
+        ),
+    ),
+    one(
+        "a request that failed leaves NaN in what it had committed",
+        ("25_exception_safety_of_who_comes_next",),
+        f"{BOOKS}.stop",
+        STOP_SCRUBS,
         "pass",
     ),
     one(
