@@ -80,8 +80,10 @@ def own_thoughts(model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: E
             states = edit(start // config.chunk, states, rows)
         hidden = reader.feed(token_ids, rows, [start] * len(rows), states)
         chunks = hidden.unflatten(1, (-1, config.chunk))
-        for i, ids, own in zip(rows, fed, chunks, strict=True):
-            thoughts[i] += reader.think(own[: len(ids) // config.chunk])
+        counts = [len(ids) // config.chunk for ids in fed]
+        made = iter(reader.think(torch.cat([own[:n] for own, n in zip(chunks, counts, strict=True)])))
+        for i, n in zip(rows, counts, strict=True):
+            thoughts[i] += [next(made) for _ in range(n)]
     return [tuple(own) for own in thoughts]
 
 
