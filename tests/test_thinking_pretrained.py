@@ -148,6 +148,23 @@ def test_every_way_of_reading_equals_the_recurrence(kind: str, variant: str) -> 
     assert all(tuple(row[: len(t)].tolist()) == t for row, t in zip(again, want.thoughts, strict=True))
 
 
+def test_declared_deviations_hold_in_rounds_and_in_one_pass() -> None:
+    """Learned pooling rows and first state take the backbone's dtype; both ways of reading agree on all of them."""
+    deviations = dict(pooling="query", learned_first_state=True, bidirectional_prefix=True, attention_window=9)
+    half = ThinkingPretrained(tiny_model("qwen2", torch.bfloat16), tiny("qwen2", **deviations)[0].config)
+    assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
+    model, _ = tiny("qwen2", **deviations)
+    torch.nn.init.normal_(model.first_state, generator=torch.Generator().manual_seed(0))
+    lm, ids = ThinkingLM(model), torch.tensor([text(26)])
+    cache = lm.new_cache(1, 48)
+    cache.prompt_lengths[:] = 24
+    logits = lm.forward(ids, cache, [0], [0])
+    thoughts = [t.token_ids for t in sorted(cache.take_thoughts(), key=lambda t: t.end)]
+    assert len(set(thoughts)) > 1
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids, thought_table([thoughts], 0))[0], logits, **CLOSE)
+
+
 def test_a_short_thought_is_not_lost_among_pads() -> None:
     model, _ = tiny("qwen2")
     with torch.inference_mode():
