@@ -169,7 +169,7 @@ def test_a_thought_that_was_cut_says_so_and_a_long_one_is_abridged() -> None:
     assert ">+3<" in html and html.count('class="token halo on-blue" text-anchor="middle">tails<') == 1
     made[0]["has_ended"] = False
     cut = drawn(made)
-    assert ">cut…<" in cut and "has not ended: cut" in cut and "&lt;EOS&gt;" not in cut
+    assert ">cut…<" in cut and ">+4<" in cut and "has not ended: cut" in cut and "&lt;EOS&gt;" not in cut
 
 
 @pytest.mark.parametrize("turns", [(), (5, 6), (3, 17, 30), tuple(range(1, 39, 2)), tuple(range(40))])
@@ -201,6 +201,21 @@ def test_filler_in_front_is_one_gap() -> None:
     assert story_of(*tables(["heads"] * 3, read=["heads", "tails"])[:3], 0).num_filler == 0
     one_by_one = tables(["heads", "tails", "heads"], read=["heads", "tails", "flips"], size=1)
     assert story_of(*one_by_one[:3], 0).num_filler == 0
+
+
+def test_a_request_that_was_stopped_before_its_answer() -> None:
+    for said, told in (
+        (["heads", "tails"], "heads → tails; it ends on tails, and there is no answer"),
+        ([""] * 3, "Every thought is empty while the prompt is read, and there is no answer"),
+    ):
+        thoughts, rows, events, ledger = tables(said)
+        prompt = rows[rows.role == "prompt"]
+        html = drawn((thoughts, prompt, events[:0], ledger))
+        assert told in html and "cp-waiting" not in html and ", answer" not in html
+
+
+def test_long_chunks_are_abridged() -> None:
+    assert ">+4<" in drawn(tables(["heads"], size=12)) and ">+" not in drawn(tables(["heads"], size=9))
 
 
 def test_cache_boxes_cover_all_rows() -> None:

@@ -80,8 +80,9 @@ def story_of(
             columns.append(Column(chunk, _as_read(fed, lost), True, lost, _last(earlier)))
         columns.append(Column(chunk, tokens, False, _last(mine, "committed"), _last(before, "committed")))
     ends = _end_ids(own)
-    answer = tuple(t.text for t, i in zip(sequence[-len(answer_ids) :], answer_ids, strict=True) if i not in ends)
-    return Story(columns, _num_filler(columns), answer if answer_ids else ())
+    generated = sequence[len(sequence) - len(answer_ids) :]
+    answer = tuple(token.text for token, i in zip(generated, answer_ids, strict=True) if i not in ends)
+    return Story(columns, _num_filler(columns), answer)
 
 
 def _sequence(fed: pd.DataFrame, answer_ids: Sequence[int], texts: dict[int, str]) -> list[Token]:
@@ -120,7 +121,7 @@ def _last(thoughts: pd.DataFrame, status: str | None = None) -> Any:
 
 def _num_filler(columns: Sequence[Column]) -> int:
     first, count = columns[0].tokens[0].text, 0
-    for column in columns:
+    for column in columns[:-1]:
         if any(token.text != first or token.kind != "prompt" for token in column.tokens):
             break
         if column.thought is not None and words_of(column.thought):

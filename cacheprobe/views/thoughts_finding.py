@@ -17,18 +17,20 @@ def finding(story: Story) -> str:
     path = [words_of(story.columns[place].thought) for place in changes_of_mind(story.columns)]
     answer = _quoted(story.answer)
     if not path:
-        said = f"Every thought is empty {while_reading}; the answer is {answer}"
+        said = f"Every thought is empty {while_reading}" + (f"; the answer is {answer}" if story.answer else "")
     else:
         count = len(path) - 1
         said = f"The thought says {_quoted(path[0])} and never changes its mind {while_reading}"
         if count:
             said = f"The thought changes its mind {_times(count)} {while_reading}: {_path(path)}"
         if not story.answer:
-            said += "; there is no answer"
+            said += f"; it ends on {_quoted(path[-1])}"
         elif _is_about(path[-1], story.answer):
             said += f"; it ends on the answer, {answer}"
         else:
             said += f"; it ends on {_quoted(path[-1])}, and the answer is {answer}"
+    if not story.answer:
+        said += ", and there is no answer"
     known = [thought for thought in thoughts if pd.notna(thought.agrees)]
     wrong = sum(not thought.agrees for thought in known)
     truth = _final_state(story)
@@ -66,7 +68,7 @@ def _path(path: Sequence[Sequence[str]]) -> str:
 
 
 def _quoted(words: Sequence[str]) -> str:
-    return _short(" ".join(word.strip() or word for word in words)) if words else "nothing"
+    return _short(" ".join(word.strip() or word for word in words))
 
 
 def _short(text: str) -> str:

@@ -72,8 +72,8 @@ def level_strokes(levels: Levels, x: float, width: float, settings: Mapping[str,
     parts = []
     for y, name, layer in ((levels.l_out, "out", settings["l_out"]), (levels.l_in, "in", settings["l_in"])):
         block = "" if layer is None else f"block {layer - 1 if name == 'out' else layer}"
-        side = "what leaves" if name == "out" else "what enters"
-        tip = f"L{name}: {'thoughts are read from' if name == 'out' else 'states are added to'} {side} {block or 'it'}"
+        what = "thoughts are read from what leaves" if name == "out" else "states are added to what enters"
+        tip = f"L{name}: {what} {block or 'the looped blocks'}"
         label = (
             f'<text x="{width - MARGIN + 8:g}" y="{y + 4:g}" class="strong">L<tspan dy="-4" class="small">{name}'
             "</tspan></text>"
@@ -168,8 +168,8 @@ def cache_strokes(levels: Levels, ledger: pd.DataFrame) -> list[str]:
 
 
 def _chunk(y: float, x: float, column: Column) -> list[str]:
-    tokens = column.tokens[: _MOST_TOKENS if len(column.tokens) > _MOST_TOKENS + 1 else _MOST_TOKENS + 1]
-    more = len(column.tokens) - len(tokens)
+    more = len(column.tokens) - _MOST_TOKENS if len(column.tokens) > _MOST_TOKENS + 1 else 0
+    tokens = column.tokens[: len(column.tokens) - more]
     lines = len(tokens) + bool(more)
     parts = [svg.box(x, y, _WIDTH, lines * _LINE + 6, "group")]
     for line, token in enumerate(tokens):
