@@ -1,7 +1,10 @@
 """What the README shows is run, and what it lists is there."""
 
 import re
+import runpy
 from pathlib import Path
+
+import pytest
 
 import cacheprobe as cp
 
@@ -72,9 +75,9 @@ def test_numbers_are_those_of_a_stored_measurement() -> None:
     assert stored["cpu"] in section and stored["torch"] in section
 
 
-def test_the_figures_page_is_what_was_measured() -> None:
-    import runpy
-
-    script = runpy.run_path(str(ROOT / "scripts/write_figures.py"))
-    text = (ROOT / "docs/determinism.md").read_text()
-    assert script["page"](text) == text, "run python scripts/write_figures.py"
+@pytest.mark.parametrize(
+    "script, page", [("write_figures.py", "determinism.md"), ("write_thinking_figures.py", "thinking-states.md")]
+)
+def test_the_figures_of_a_page_are_what_was_measured(script: str, page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert runpy.run_path(str(ROOT / "scripts" / script))["page"](text) == text, f"run python scripts/{script}"
