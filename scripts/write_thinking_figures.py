@@ -25,8 +25,8 @@ def figures() -> str:
     parts = [
         "`python -m cacheprobe_analyses.thinking_states_table`: per cent of texts answered rightly, 200 a seed.",
         Table(**held).table(),
-        "The models, each trained by its command on one core: seconds of processor time, in all and until 99 % of fresh\n"
-        "texts were wholly right, twice running.",
+        "The models, each trained by its command on one core: seconds of processor time, in all and until 99 % of\n"
+        "fresh texts were wholly right, twice running.",
         "\n".join(models),
         "`python -m cacheprobe_analyses.thoughts_are_causal --json analyses/results/thoughts-are-causal.json`:",
         "\n".join(f"- {line}" for line in Causal(**causal).table().splitlines()),
