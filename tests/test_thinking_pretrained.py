@@ -130,6 +130,7 @@ def test_every_way_of_reading_equals_the_recurrence(kind: str, variant: str) -> 
     for parts in ([len(ids)], [c + 1, 2, 3 * c - 1, c]):
         lm, start, pieces, made = ThinkingLM(model), 0, [], []
         cache = lm.new_cache(1, 48)
+        assert cache.allocate() == 0  # a free row is nobody's
         cache.prompt_lengths[:] = 6 * c
         assert cache.keys[0].shape[1] == 2  # grouped heads are cached as they are
         for size in [*parts, len(ids) - sum(parts)]:
@@ -157,6 +158,7 @@ def test_declared_deviations_hold_in_rounds_and_in_one_pass() -> None:
     torch.nn.init.normal_(model.first_state, generator=torch.Generator().manual_seed(0))
     lm, ids = ThinkingLM(model), torch.tensor([text(26)])
     cache = lm.new_cache(1, 48)
+    assert cache.allocate() == 0  # a free row is nobody's
     cache.prompt_lengths[:] = 24
     logits = lm.forward(ids, cache, [0], [0])
     thoughts = [t.token_ids for t in sorted(cache.take_thoughts(), key=lambda t: t.end)]
