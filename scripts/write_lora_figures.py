@@ -18,18 +18,19 @@ def figures() -> str:
     """The training, its curve, the evaluations, and the training on answers alone."""
     shipped = _read(SHIPPED / "training.json")
     parts = ["### Training", f"`{shipped['command']}`", _facts(shipped, FACTS), "### Its curve", _curve(shipped)]
-    for name in ("lora", "lora-flips"):
-        told = _read(RESULTS / f"{name}.json")
-        cells = {kind: [Cell.from_dict(cell) for cell in stored] for kind, stored in told["cells"].items()}
-        parts += [
-            f"### Evaluation: benchmarks/results/{name}.json",
-            f"`{_evaluation_command(told)} --json benchmarks/results/{name}.json`",
-            table(cells),
-            _facts(told, "seconds cpu_seconds threads"),
-        ]
+    parts += [*_evaluation("lora"), *_evaluation("lora-flips")]
     alone = _read(RESULTS / "lora-answer-alone.json")
-    parts += ["### Trained on the answer alone", f"`{alone['command']}`", _facts(alone, FACTS), _curve(alone)]
-    return "\n\n".join(parts)
+    command = f"{alone['command']} --out runs/lora-answer-alone"
+    parts += ["### Trained on the answer alone", f"`{command}`", _facts(alone, FACTS), _curve(alone)]
+    return "\n\n".join([*parts, *_evaluation("lora-answer-alone-evaluated")])
+
+
+def _evaluation(name: str) -> list[str]:
+    told = _read(RESULTS / f"{name}.json")
+    cells = {kind: [Cell.from_dict(cell) for cell in stored] for kind, stored in told["cells"].items()}
+    command = f"{_evaluation_command(told)} --json benchmarks/results/{name}.json"
+    facts = _facts(told, "seconds cpu_seconds threads")
+    return [f"### Evaluation of {told['adapter']}", f"`{command}`", table(cells), facts]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def _curve(told: dict[str, Any]) -> str:
 
 
 def _evaluation_command(told: dict[str, Any]) -> str:
-    words = [f"cacheprobe train lora --evaluate {told['adapter']} --questions {told['questions']}"]
+    words = [f"cacheprobe train lora --evaluate {told['adapter']}"]
     if tuple(told["people"]) != PEOPLE:
         words += [f"--people {count}" for count in told["people"]]
     if told["flip_probabilities"] != [0.5]:

@@ -1,21 +1,17 @@
-"""LoRA: it learns, goes on to the same bits, merges to what peft computes, and what does not fit is refused."""
+"""LoRA: it learns, goes on to the same bits after a stop, and is evaluated by what the model itself says."""
 
-import copy
 import inspect
 import json
+import runpy
 from pathlib import Path
 
-import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import cacheprobe as cp
-from cacheprobe.models.adapters import CONFIG, TRAINING, WEIGHTS, merge_adapter
+from cacheprobe.models.adapters import TRAINING, WEIGHTS
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.tiny import VOCAB, tiny_model
+from cacheprobe.models.tiny import tiny_model
 from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
 from cacheprobe.training.lora import LoraTrainer
 from cacheprobe.training.lora_batches import batches_of, encode, examples_of
@@ -24,48 +20,18 @@ from cacheprobe.training.lora_evaluate import Cell, Reply, evaluate, replies
 from cacheprobe.training.lora_report import table
 from cacheprobe.training.lora_run import LARGEST_ADAPTER, train_lora
 from cacheprobe.training.lora_settings import HELD_OUT_NAMES, TRAIN_NAMES, LoraSettings
+from tests.lora import SMALL, save_base, tokenizer, train_small, trainer
 from tests.tiny import loaded
-
-SMALL = dict(steps=6, batch=4, micro_batch=2, max_people=2, rank=2, first_layer=1, learning_rate=0.05, warmup_steps=1)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Every word of the task's questions is a token; some names too, the other names are unknown."""
-    words = "<unk> A coin 's state is heads tails . , then flips does not flip What the ? :".split()
-    words += [name for name in NAMES if name not in words][: VOCAB - len(words)]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("'s|[.,?:]"), "isolated")]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
-
-
-def trainer(**changes) -> LoraTrainer:
-    return LoraTrainer(tiny_model(), tokenizer(), LoraSettings(**{**SMALL, **changes}))
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny-llama"
-    tiny_model().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
+    return save_base(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="module")
 def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("adapters") / "coin"
-    train_lora(LoraSettings(**SMALL, model=str(base)), out, progress=False, checkpoint_every=3)
-    return out
-
-
-def edited(adapter: Path, target: Path, **config) -> Path:
-    """A copy with other settings, and without training.json, as peft would leave it."""
-    target.mkdir()
-    (target / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes())
-    stored = json.loads((adapter / CONFIG).read_text()) | config
-    (target / CONFIG).write_text(json.dumps(stored))
-    return target
+    return train_small(base, tmp_path_factory.mktemp("adapters") / "coin")
 
 
 def test_names_are_split() -> None:
@@ -173,106 +139,6 @@ def test_a_checkpoint_of_other_settings_or_half_a_file_is_refused(tmp_path: Path
         load_checkpoint(trainer(), tmp_path)
 
 
-def test_merged_is_what_peft_computes(base: Path, trained: Path) -> None:
-    """peft adds the two small products to each layer's output, we add their product to the weights: float32 sums in
-    another order, 1e-6 of the largest logit apart, times the depth."""
-    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
-    ours = cp.load_model(base, adapter=trained)
-    theirs = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), trained).eval()
-    plain = LlamaForCausalLM.from_pretrained(base).eval()
-    with torch.no_grad():
-        merged, unmerged, without = (model(ids).logits for model in (ours.bridge.original_model, theirs, plain))
-    largest = unmerged.abs().max()
-    assert (merged - unmerged).abs().max() < 1e-5 * largest < (merged - without).abs().max()
-    assert ours.weights_note == "LoRA adapter coin of rank 2 merged in"
-    assert ours.weights_sha256 != cp.load_model(base).weights_sha256
-
-
-def test_another_dtype_is_rounded_after_the_merge(base: Path, trained: Path) -> None:
-    exact = dict(cp.load_model(base, adapter=trained).bridge.original_model.named_parameters())
-    rounded = cp.load_model(base, adapter=trained, dtype="bfloat16").bridge.original_model
-    assert all(torch.equal(weight, exact[name].bfloat16()) for name, weight in rounded.named_parameters())
-
-
-def test_a_stored_run_names_its_adapter(base: Path, trained: Path, tmp_path: Path, capsys) -> None:
-    from cacheprobe.cli import app
-
-    run = ["run", "--out", str(tmp_path / "run"), "--model", str(base), "--adapter", str(trained), "--dtype", "float32"]
-    app([*run, "--prompt", "A coin", "--deterministic", "1", "--max-new-tokens", "3"], result_action="return_value")
-    assert cp.load_trace(tmp_path / "run").meta["weights_note"] == "LoRA adapter coin of rank 2 merged in"
-    assert app(["verify", str(tmp_path / "run")], result_action="return_value") == 0
-    assert "equal to the oracle" in capsys.readouterr().out
-
-
-def test_an_adapter_of_another_model_is_refused_by_name(base: Path, trained: Path, tmp_path: Path) -> None:
-    tiny_model(seed=9).save_pretrained(tmp_path / "other")
-    with pytest.raises(ModelError, match=rf"was trained on {base} \(weights \w+\), not on {tmp_path / 'other'}"):
-        cp.load_model(tmp_path / "other", adapter=trained)
-    with pytest.raises(ModelError, match="was trained on tiny-gpt, not on"):
-        cp.load_model(base, adapter=edited(trained, tmp_path / "named", base_model_name_or_path="tiny-gpt"))
-    assert cp.load_model(base, adapter=edited(trained, tmp_path / "right", base_model_name_or_path="x/tiny-llama"))
-    wider = edited(trained, tmp_path / "wider")
-    tensors = load_file(wider / WEIGHTS)
-    key = next(key for key in tensors if key.endswith("q_proj.lora_A.weight"))
-    save_file({**tensors, key: torch.zeros(2, 33)}, wider / WEIGHTS)
-    with pytest.raises(ModelError, match=r"q_proj has matrices \(2, 33\).*belongs to another model"):
-        cp.load_model(base, adapter=wider)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (dict(r=3), "at rank 3; the adapter belongs to another model"),
-        (dict(r=0), "rank 0 and lora_alpha 16 are not"),
-        (dict(use_dora=True), "sets use_dora=True.*merge it with peft"),
-        (dict(rank_pattern={"q_proj": 4}), "sets rank_pattern"),
-        (dict(bias="all"), "sets bias='all'"),
-        (dict(something_new=1), "sets something_new=1"),
-        (dict(peft_type="IA3"), "is a IA3 adapter; only LORA"),
-    ],
-)
-def test_other_kinds_of_adapters_are_refused(base: Path, trained: Path, tmp_path: Path, config, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        cp.load_model(base, adapter=edited(trained, tmp_path / "edited", **config))
-
-
-def test_a_refused_adapter_changes_nothing(trained: Path, tmp_path: Path) -> None:
-    """The second matrix pair does not fit; the first is not added before that is seen."""
-    adapter = edited(trained, tmp_path / "half")
-    tensors = load_file(adapter / WEIGHTS)
-    last = sorted(key for key in tensors if key.endswith("lora_B.weight"))[-1]
-    save_file({**tensors, last: torch.zeros(5, 2)}, adapter / WEIGHTS)
-    live, before = tiny_model(), copy.deepcopy(tiny_model().state_dict())
-    with pytest.raises(ModelError, match="belongs to another model"):
-        merge_adapter(live, "tiny-llama", adapter)
-    assert all(torch.equal(weight, before[name]) for name, weight in live.state_dict().items())
-
-
-def test_no_pickle_is_read(base: Path, trained: Path, tmp_path: Path) -> None:
-    adapter = edited(trained, tmp_path / "pickled")
-    torch.save(load_file(adapter / WEIGHTS), adapter / "adapter_model.bin")
-    (adapter / WEIGHTS).unlink()
-    with pytest.raises(ModelError, match="adapter_model.bin is a pickle, which is never read"):
-        cp.load_model(base, adapter=adapter)
-
-
-def test_a_changed_file_is_refused(base: Path, trained: Path, tmp_path: Path) -> None:
-    adapter = edited(trained, tmp_path / "changed")
-    (adapter / TRAINING).write_bytes((trained / TRAINING).read_bytes())
-    assert cp.load_model(base, adapter=adapter)
-    save_file({key: 2 * value for key, value in load_file(adapter / WEIGHTS).items()}, adapter / WEIGHTS)
-    with pytest.raises(ModelError, match=r"is not the file that training.json speaks of"):
-        cp.load_model(base, adapter=adapter)
-
-
-def test_unknown_adapters(base: Path) -> None:
-    with pytest.raises(ModelError, match=r"unknown adapter 'poker' for .*cacheprobe train lora") as caught:
-        cp.load_model(base, adapter="poker")
-    assert "\n" not in str(caught.value)
-    with pytest.raises(ModelError, match="not into a live LlamaForCausalLM"):
-        cp.load_model(tiny_model(), adapter="coin-flip")
-
-
 def test_an_adapter_is_small(base: Path, tmp_path: Path, trained: Path, monkeypatch) -> None:
     assert LARGEST_ADAPTER == 5_000_000
     monkeypatch.setattr("cacheprobe.training.lora_run.LARGEST_ADAPTER", (trained / WEIGHTS).stat().st_size // 4)
@@ -317,16 +183,16 @@ def test_the_command_s_defaults_are_the_settings() -> None:
 
 def test_replies_are_those_of_a_run(base: Path) -> None:
     model = cp.load_model(base)
-    examples = [example for people in (2, 1, 2) for example in CoinFlip(people=people).examples(3)]
-    trace = cp.run(model, examples, capture=None, max_new_tokens=5, progress=False)
-    given = replies(model, [example.prompt for example in examples], 5, batch=2)
-    assert [reply.text for reply in given] == [trace.text(index) for index in range(9)]
-    assert len({reply.text for reply in given}) > 1
-    for example, reply in zip(examples, given, strict=True):
-        ids = torch.tensor([model.encode(example.prompt)])
-        with torch.no_grad():
-            heads, tails = tiny_model()(ids).logits[0, -1, list(example.answer_token_ids(model.tokenizer))]
-        assert reply.choice == int(tails > heads)
+    words = "A coin state is heads tails flips does not flip What then the".split()
+    prompts = [" ".join(words[(start + 5 * i) % 13] for i in range(3 + start % 2)) for start in range(13)]
+    trace = cp.run(model, prompts, capture=None, max_new_tokens=5, progress=False)
+    given = replies(model, prompts, 5, batch=4)
+    assert [reply.text for reply in given] == [trace.text(index) for index in range(13)]
+    heads, tails = model.tokenizer.convert_tokens_to_ids(["heads", "tails"])
+    with torch.no_grad():
+        logits = [tiny_model()(torch.tensor([model.encode(prompt)])).logits[0, -1] for prompt in prompts]
+    assert [reply.choice for reply in given] == [int(row[tails] > row[heads]) for row in logits]
+    assert {reply.choice for reply in given} == {0, 1}
 
 
 def test_a_reply_ends_at_a_stop_token(base: Path) -> None:
@@ -349,3 +215,33 @@ def test_an_evaluation_counts_silence_as_wrong(monkeypatch) -> None:
     assert num_right != num_forced and Cell.from_dict(cell.as_dict()) == cell
     shown = table({"base": [cell], "adapter": [cell]})
     assert f"| {12.5 * num_right} % (" in shown and f"| {12.5 * num_forced} % (" in shown and "4 unparsed" in shown
+
+
+def test_the_commands_train_and_evaluate(base: Path, tmp_path: Path, capsys) -> None:
+    from cacheprobe.cli import app
+
+    out, figures = tmp_path / "adapter", tmp_path / "figures.json"
+    common = ["train", "lora", "--model", str(base)]
+    small = ["--steps", "2", "--batch", "2", "--rank", "1", "--first-layer", "2", "--max-people", "1"]
+    app([*common, "--out", str(out), *small], result_action="return_value")
+    printed = capsys.readouterr()
+    assert "2 steps, 4 questions" in printed.out and "of processor time" in printed.out
+    assert "step 2 of 2" in printed.err and "minutes left" in printed.err and "held-out names" in printed.err
+    told = json.loads((out / TRAINING).read_text())
+    assert told["command"] == (
+        f"cacheprobe train lora --model {base} --task coin-flip --max-people 1 --steps 2 --batch 2 --rank 1 "
+        "--first-layer 2"
+    )
+    asked = ["--evaluate", str(out), "--people", "2", "--flip-probability", "0.9", "--questions", "4"]
+    app([*common, *asked, "--json", str(figures)], result_action="return_value")
+    stored = json.loads(figures.read_text())
+    assert "| 2 | 0.9 | 4 (" in capsys.readouterr().out
+    assert stored["cells"]["adapter"][0]["questions"] == 4 and stored["weights_note"]["adapter"]
+    assert stored["weights_sha256"]["base"] != stored["weights_sha256"]["adapter"]
+
+
+def test_the_page_is_what_was_measured() -> None:
+    root = Path(__file__).parents[1]
+    script = runpy.run_path(str(root / "scripts/write_lora_figures.py"))
+    text = (root / "docs/lora.md").read_text()
+    assert script["page"](text) == text, "run python scripts/write_lora_figures.py"

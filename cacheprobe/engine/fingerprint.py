@@ -24,7 +24,7 @@ def schedule_fingerprint(model: CachedLM, config: EngineConfig, lens_tile: int) 
 
 def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:
     """Raises: FingerprintMismatch with the fields that differ. A model is its weights, wherever it was loaded from."""
-    keys = sorted({*a, *b} - {"model"})
+    keys = sorted({*a, *b} - {"model", "adapter"})
     differing = [f"{key}: {a.get(key)!r} against {b.get(key)!r}" for key in keys if a.get(key) != b.get(key)]
     if differing:
         raise FingerprintMismatch(f"{what} ran under different schedules; {'; '.join(differing)}")

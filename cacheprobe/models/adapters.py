@@ -111,9 +111,10 @@ def check_base(live: Any, name: str, directory: Path, config: dict[str, Any]) ->
             raise ModelError(f"{directory}: {WEIGHTS} is not the file that {TRAINING} speaks of; train again")
         held = base_sha256(live)
         if held != expected:
+            kind = told.get("base_weights_note") or "its weights as they were"
             raise ModelError(
-                f"{directory} was trained on {base} (weights {expected}), not on {name} (weights {held}); load {base} "
-                "with it"
+                f"{directory} was trained on {base} (weights {expected}), not on {name} (weights {held}); load {base}, "
+                f"{kind}, with it"
             )
     elif Path(str(base)).name != Path(name).name:
         raise ModelError(f"{directory} was trained on {base}, not on {name}; load {base} with it")
