@@ -155,3 +155,15 @@ def test_text_is_padded_to_whole_chunks_and_strangers_are_refused() -> None:
         cp.run(model, ["A coin's state is heads. Zebediah flips. What's the state? A:"])
     with pytest.raises(ModelError, match="has no tokenizer"):
         cp.run(lm(), ["A coin"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype: torch.dtype) -> None:
+    """What is masked stays finite where float32's lowest number would round to minus infinity."""
+    model = ThinkingLM(tiny().to(dtype))
+    rows = model.new_cache(1, 16)
+    bias = model._memory(rows, rows.stage([0], [0], 4))(0, *torch.zeros(2, 1, 2, 4, 16, dtype=dtype))[2]
+    assert bias.dtype == dtype and bool(torch.isfinite(bias).all()) and float(bias.min()) < -60_000
+    trace = cp.run(model, PROMPTS[:2], deterministic=True, sampling=FREE, **RUN)
+    oracle = cp.reference(model, PROMPTS[:2], deterministic=True, sampling=FREE, **RUN)
+    assert [trace.digest(i) for i in (0, 1)] == [oracle.digest(i) for i in (0, 1)]

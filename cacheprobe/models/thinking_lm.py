@@ -34,7 +34,6 @@ from cacheprobe.tasks.words import encode_strictly
 class _End:
     """A chunk that ends in the pass at hand."""
 
-    batch: int
     row: int
     slot: int
     end: int
@@ -170,7 +169,7 @@ class ThinkingLM:
         if not self.config.think_while_decoding:
             thinks &= positions < cache.prompt_lengths[list(rows)][:, None]
         return [
-            [_End(b, row, t, int(positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
+            [_End(row, t, int(positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
             for b, row in enumerate(rows)
             if not cache.is_free(row)
         ]
@@ -196,7 +195,8 @@ class ThinkingLM:
 
     def _memory(self, cache: KVCache, positions: Tensor) -> Memory:
         slots = torch.arange(cache.capacity)[None]
-        bias = attention_bias(self.config, positions, slots, self.config.attention_window).to(self.dtype)
+        bias = attention_bias(self.config, positions, slots, self.config.attention_window)
+        bias = bias.clamp_(min=torch.finfo(self.dtype).min).to(self.dtype)  # finite in 16 bits too
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return *cache.write(layer, keys, values), bias
