@@ -105,17 +105,19 @@ def accept_or_recover_slowly(
 
 
 def ngram_draft_slowly(text: list[int], max_ngram: int, min_ngram: int, length: int) -> list[int]:
-    """Every size from the longest down, every place from the left; then one token at a time."""
-    for size in range(min(max_ngram, len(text) - 1), min_ngram - 1, -1):
-        starts = [end for end in range(size, len(text)) if text[end - size : end] == text[len(text) - size :]]
-        if starts:
-            roomy = [start for start in starts if len(text[start:]) >= length]
-            start = max(roomy or starts)
-            grown = list(text)
-            for i in range(length):
-                grown.append(grown[start + i])
-            return grown[len(text) :]
-    return []
+    """Every size from the longest down, every place from the left; each drafted token is text for the next."""
+    grown = list(text)
+    while len(grown) < len(text) + length:
+        for size in range(min(max_ngram, len(grown) - 1), min_ngram - 1, -1):
+            newest = grown[len(grown) - size :]
+            next_ones = [grown[i + size] for i in range(len(grown) - size) if grown[i : i + size] == newest]
+            if next_ones:
+                latest_first = next_ones[::-1]
+                grown.append(max(latest_first, key=next_ones.count))  # of equals the first, which is the latest
+                break
+        else:
+            break
+    return grown[len(text) :]
 
 
 def greedy_continuation(model: PreTrainedModel, text: list[int], length: int) -> list[int]:

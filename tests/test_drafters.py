@@ -118,7 +118,7 @@ def test_what_is_kept_of_a_text_grows_with_it(mine: list[list[int]], others: lis
     a, b = new_state(mine[0], 0), new_state(others[0], 1)
     for more, other in zip([*mine[1:], []], [*others[1:], []], strict=False):
         drafts = drafter.extend(Context(), [a, b])
-        assert drafts == [ngram_draft_slowly(state.token_ids, 3, 1, 8) for state in (a, b)]
+        assert drafts == [ngram_draft_slowly(state.token_ids, 8, 1, 8) for state in (a, b)]
         a.commit(tuple(more))
         b.commit(tuple(other))
         drafter.release(b)
@@ -126,10 +126,10 @@ def test_what_is_kept_of_a_text_grows_with_it(mine: list[list[int]], others: lis
 
 def test_prompt_lookup_by_hand() -> None:
     assert lookup([1, 2, 3, 9, 1, 2, 3], 3, 1, 2) == [9, 1]
-    assert lookup([1, 2, 8, 7, 1, 2, 9, 7, 7, 1, 2], 3, 1, 2) == [9, 7]  # the latest, not the first
+    assert lookup([1, 2, 8, 7, 1, 2, 9, 7, 7, 1, 2], 3, 1, 2) == [9, 7]  # equally often: the latest
+    assert lookup([1, 2, 8, 1, 2, 8, 1, 2, 9, 1, 2], 2, 1, 1) == [8]  # the more frequent, though further back
     assert lookup([5, 2, 8, 7, 1, 2, 9, 7, 7, 5, 2], 3, 1, 2) == [8, 7]  # the longer one, though further back
     assert lookup([8, 1, 1], 1, 1, 4) == [1, 1, 1, 1]
-    assert lookup([1, 8, 7, 6, 1, 5, 1], 1, 1, 3) == [8, 7, 6]  # three tokens behind it, the latest has two
     assert lookup([4, 5, 6, 4, 5], 3, 1, 8) == [6, 4, 5, 6, 4, 5, 6, 4]  # over its own copy
     assert lookup([1, 2, 3], 3, 1, 8) == [] == lookup([1], 3, 1, 8) == lookup([1, 2, 9, 2], 3, 2, 8)
 

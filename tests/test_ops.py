@@ -8,11 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cacheprobe.ops.wide_product as wide_module
 from cacheprobe.noise import derive_seed, gumbel_noise, uniform_noise
 from cacheprobe.ops.acceptance import StopRule, clip_draft, find_ending, num_accepted
 from cacheprobe.ops.equality import bitwise, close, ulp_distance
 from cacheprobe.ops.readout import lowest_topk, read_logits
 from cacheprobe.ops.sampling import sample_token
+from cacheprobe.ops.wide_product import WIDE_ROWS, wide_product
 from tests.equivalence import lowest_topk_slowly, num_accepted_slowly, read_logits_slowly, sample_token_slowly
 
 tokens = st.lists(st.integers(0, 3), max_size=8)
@@ -137,3 +139,35 @@ def test_close_needs_a_reason_and_sees_nan() -> None:
     with pytest.raises(ValueError, match="reason"):
         close(torch.ones(1), torch.ones(1), 1e-5, because="")
     assert not close(torch.tensor([math.nan]), torch.ones(1), 1.0, because="NaN is close to nothing")
+
+
+@pytest.mark.parametrize("rows", [WIDE_ROWS - 1, WIDE_ROWS, 3 * WIDE_ROWS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_product_equals_its_twin(dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    values, weight, bias = (
+        torch.randn(size, generator=generator).to(dtype) for size in ((1, rows, 96), (40, 96), (40,))
+    )
+    made, plain = wide_product(values, weight, bias), torch.nn.functional.linear(values, weight, bias)
+    assert made.dtype == dtype and made.shape == plain.shape
+    one_unit = plain.abs().max() * torch.finfo(dtype).eps  # sums are ordered otherwise, then rounded once
+    assert (made - plain).abs().max() <= one_unit
+
+
+def test_wide_product_widens_from_its_number_of_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("cacheprobe.ops.wide_product.linear", lambda x, w, b: seen.append(x.dtype) or x)
+    for rows in (WIDE_ROWS - 1, WIDE_ROWS):
+        wide_product(torch.zeros(rows, 4, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16))
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+def test_a_type_is_emulated_where_the_processor_lacks_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for has_it in (False, True):
+        known = {"architecture": "x86_64", "avx512_bf16": has_it, "amx_bf16": False}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known)
+        wide_module._lacks.cache_clear()
+        assert wide_module.is_emulated(torch.bfloat16, cpu) is not has_it
+        assert not wide_module.is_emulated(torch.float32, cpu)
+    wide_module._lacks.cache_clear()

@@ -85,7 +85,12 @@ def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, TwinLM]) -> Non
     expected = ("twin", "eager", "never") if is_capped else ("twin", "sdpa", "beyond one slot")
     theirs, ours = bridge.fingerprint(), plain.fingerprint()
     assert (ours["path"], ours["attention"], ours["sdpa_force_gqa"]) == expected
-    assert {key for key in ours if ours[key] != theirs.get(key)} == {"path", "attention", "sdpa_force_gqa"}
+    assert {key for key in ours if ours[key] != theirs.get(key)} == {
+        "path",
+        "attention",
+        "sdpa_force_gqa",
+        "products_in_float32",
+    }
 
 
 def test_twin_is_a_cached_lm() -> None:
@@ -178,3 +183,25 @@ def test_building_a_twin_draws_no_random_numbers() -> None:
     state = torch.get_rng_state()
     TwinLM(loaded())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("is_emulated", [True, False])
+def test_products_of_many_rows_are_widened_where_the_processor_emulates_them(
+    is_emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheprobe.models.twin.is_emulated", lambda dtype, device: is_emulated)
+    seen = []
+
+    def watched(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append(weight)
+        return torch.nn.functional.linear(values, weight, bias)
+
+    monkeypatch.setattr("cacheprobe.models.twin.wide_product", watched)
+    plain = TwinLM(loaded("llama"))
+    head = plain.model.get_output_embeddings()
+    linears = [m for m in plain.model.modules() if type(m) is torch.nn.Linear and m is not head]
+    cache = plain.new_cache(1, 8)
+    cache.allocate()
+    plain.forward(torch.tensor([[5, 6, 7]]), cache, [0], [0])
+    assert sorted(map(id, seen)) == (sorted(id(m.weight) for m in linears) if is_emulated else [])
+    assert plain.fingerprint()["products_in_float32"] == ("from 64 rows" if is_emulated else "never")

@@ -21,6 +21,7 @@ from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.hf_cache import staged
 from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
 from cacheprobe.names import INPUT_POINT, OUTPUT_POINT, hook_name
+from cacheprobe.ops.wide_product import WIDE_ROWS, is_emulated, wide_product
 
 FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
 """Read by transformers in every forward: 1 gives grouped keys and values to the fused attention as they are, 0 copies
@@ -45,9 +46,18 @@ class TwinLM:
         self.model = empty_model(bridge.original_model)
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = self._all_places()
+        self._is_widened = is_emulated(self.dtype, self.device)
+        if self._is_widened:
+            self._widen_products()
 
     def __repr__(self) -> str:
         return f"TwinLM({repr(self.origin).removeprefix('BridgeLM(')}"
+
+    def _widen_products(self) -> None:
+        """The unembedding apart: it reads few rows of a pass, and its widened copy would be the largest tensor."""
+        for module in self.model.modules():
+            if type(module) is nn.Linear and module is not self.model.get_output_embeddings():
+                module.forward = partial(_wide_linear, module)
 
     def _all_places(self) -> dict[tuple[str, int], Place]:
         points = self.origin.bridge.hook_dict
@@ -128,7 +138,14 @@ class TwinLM:
         """The bridge's, with what differs: the path, and the attention in use."""
         attention = self.model.config._attn_implementation
         forced = "beyond one slot" if self._may_force_gqa else "never"
-        return {**self.origin.fingerprint(), "path": "twin", "attention": attention, "sdpa_force_gqa": forced}
+        widened = f"from {WIDE_ROWS} rows" if self._is_widened else "never"
+        return {
+            **self.origin.fingerprint(),
+            "path": "twin",
+            "attention": attention,
+            "sdpa_force_gqa": forced,
+            "products_in_float32": widened,
+        }
 
     @property
     def _may_force_gqa(self) -> bool:
@@ -162,6 +179,10 @@ class _Stopped(Exception):
     def __init__(self, residual: Tensor) -> None:
         super().__init__()
         self.residual = residual
+
+
+def _wide_linear(module: nn.Linear, values: Tensor) -> Tensor:
+    return wide_product(values, module.weight, module.bias)
 
 
 def _listen(place: Place, hear: Callable[[Tensor], object]) -> RemovableHandle:
