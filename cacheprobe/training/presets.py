@@ -30,7 +30,7 @@ class Preset:
     """Fields of ThinkingConfig that differ from its defaults."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By arm: fields of LoopSettings that it needs otherwise, to be at its best in distribution."""
+    """By arm: fields of LoopSettings, and `reach`, that it needs otherwise to be at its best in distribution."""
 
     def tasks(self) -> list[Task]:
         """The task of the most operations, in each of its variants."""
@@ -42,7 +42,12 @@ class Preset:
 
     def loop_of(self, arm: str, seed: int) -> LoopSettings:
         """How an arm is stepped."""
-        return replace(self.loop, seed=seed, **self.arms.get(arm, {}))
+        own = {name: value for name, value in self.arms.get(arm, {}).items() if name != "reach"}
+        return replace(self.loop, seed=seed, **own)
+
+    def reach_of(self, arm: str) -> int:
+        """How far positions jump in an arm's training."""
+        return self.arms.get(arm, {}).get("reach", self.reach)
 
     def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
         """The model of an arm: the same backbone for all."""
@@ -57,8 +62,8 @@ def _coin(operations: int) -> Task:
 
 
 _FLIPS = tuple({"flip_probability": p} for p in (0.1, 0.3, 0.5, 0.7, 0.9))
-_LOOP = LoopSettings(steps=400, batch=32, weight_decay=0.1)
-_ARMS = {"no_feedback": dict(steps=600), "plain": dict(steps=2000), "chain_of_thought": dict(steps=1500)}
+_LOOP = LoopSettings(steps=700, batch=32, weight_decay=0.1)
+_ARMS = {"no_feedback": dict(steps=1200), "plain": dict(steps=3000), "chain_of_thought": dict(steps=1500)}
 _JITTERED = ({"jitter": 0}, {"jitter": 3})
 
 PRESETS: dict[str, dict[str, Preset]] = {

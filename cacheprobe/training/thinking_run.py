@@ -61,7 +61,7 @@ def train(
     """
     tokenizer = word_tokenizer(preset.vocabulary())
     model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
-    settings = preset.loop_of(arm, seed)
+    settings, reach = preset.loop_of(arm, seed), preset.reach_of(arm)
     chunk = model.config.chunk
     pool = _annotated(preset, tokenizer, chunk, preset.pool, seed)
     fresh = _annotated(preset, tokenizer, chunk, CHECK_TEXTS, TEST_SEED + seed)
@@ -71,7 +71,7 @@ def train(
         draw = Random(f"{seed}/{step}")
         chosen = [pool[int(draw.random() * len(pool))] for _ in range(settings.batch)]
         batch = collate(chosen, arm, model.config.pad_id)
-        return losses(model, batch, skipping_positions(batch, chunk, preset.reach, step) if preset.reach else None)
+        return losses(model, batch, skipping_positions(batch, chunk, reach, step) if reach else None)
 
     good, to_99 = 0, None
     for progress in loop.run(losses_of):
