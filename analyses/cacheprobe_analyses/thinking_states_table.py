@@ -8,6 +8,7 @@ Source: Thinking States (arXiv 2602.08332), table of state tracking: train on at
 """
 
 import argparse
+import fcntl
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -102,30 +103,23 @@ def main_rows() -> tuple[Row, ...]:
 def run(config: Config) -> Result:
     """Fill in every cell that is not known yet. Resumable: cells are written as they come."""
     torch.set_num_threads(1)
-    held = json.loads(config.results.read_text(encoding="utf-8")) if config.results.exists() else {}
-    cells, models = held.get("cells", {}), held.get("models", {})
     for row, seed in _jobs(config):
-        done = cells.setdefault(row.name, [])
+        done = _read(config.results)["cells"].get(row.name, [])
         if any(cell["seed"] == seed and cell["texts"] >= config.texts for cell in done):
             continue
         trained, record = trained_arm(config.folder, row.task, row.preset, row.arm, seed)
-        key = f"{row.task} {row.preset} {row.arm} seed {seed}"
-        models[key] = {k: record[k] for k in ("command", "parameters", "steps", "cpu_seconds", "cpu_seconds_to_99")}
         verdicts = trained.test(row.operations, config.texts, TEST_SEED + 1, **row.settings)
-        done[:] = [cell for cell in done if cell["seed"] != seed]
-        done.append(
-            {
-                "seed": seed,
-                "texts": config.texts,
-                "right": sum(verdicts.is_right),
-                "thoughts_right": sum(verdicts.is_thought_right),
-                "unparsed": verdicts.is_parsable.count(False),
-            }
-        )
-        _write(config.results, {"cells": cells, "models": models})
-        print(f"{row.name}, seed {seed}: {done[-1]['right']} of {config.texts}", flush=True)
-    wanted = {row.name for row in config.rows}
-    return Result({name: found for name, found in cells.items() if name in wanted}, models)
+        cell = {
+            "seed": seed,
+            "texts": config.texts,
+            "right": sum(verdicts.is_right),
+            "thoughts_right": sum(verdicts.is_thought_right),
+            "unparsed": verdicts.is_parsable.count(False),
+        }
+        _keep(config.results, row.name, cell, f"{row.task} {row.preset} {row.arm} seed {seed}", record)
+        print(f"{row.name}, seed {seed}: {cell['right']} of {config.texts}", flush=True)
+    held = _read(config.results)
+    return Result({row.name: held["cells"][row.name] for row in config.rows}, held["models"])
 
 
 def trained_arm(folder: Path, task: str, preset: str, arm: str, seed: int) -> tuple[Trained, dict[str, Any]]:
@@ -145,11 +139,22 @@ def _jobs(config: Config) -> Iterator[tuple[Row, int]]:
         yield from ((row, seed) for row in config.rows if seed < row.num_seeds)
 
 
-def _write(path: Path, held: dict[str, Any]) -> None:
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cells": {}, "models": {}}
+
+
+def _keep(path: Path, name: str, cell: dict[str, Any], model: str, record: dict[str, Any]) -> None:
+    """Add one cell; several processes may fill one table, each with lines of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with path.with_name(path.name + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        held = _read(path)
+        held["cells"][name] = [c for c in held["cells"].get(name, []) if c["seed"] != cell["seed"]] + [cell]
+        made = ("command", "parameters", "steps", "cpu_seconds", "cpu_seconds_to_99")
+        held["models"][model] = {key: record[key] for key in made}
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:
     """The oracle's kept answers hold for one schedule; a resumed proof on another machine starts over."""
     known = tally.fingerprints.setdefault(subject.key, trace.fingerprint)
     if known != trace.fingerprint:
-        differing = sorted(k for k in known if known[k] != trace.fingerprint.get(k))
+        differing = sorted(k for k in known.keys() | trace.fingerprint if known.get(k) != trace.fingerprint.get(k))
         raise ValueError(
             f"the proof in this directory was begun under another schedule ({', '.join(differing)}); give another "
             "directory, or delete this one"

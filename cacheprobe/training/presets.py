@@ -63,7 +63,11 @@ def _coin(operations: int) -> Task:
 
 _FLIPS = tuple({"flip_probability": p} for p in (0.1, 0.3, 0.5, 0.7, 0.9))
 _LOOP = LoopSettings(steps=700, batch=32, weight_decay=0.1)
-_ARMS = {"no_feedback": dict(steps=1200), "plain": dict(steps=3000), "chain_of_thought": dict(steps=1500)}
+_ARMS = {  # without jumps these three reach 99 % in distribution in a fraction of the steps
+    "no_feedback": dict(steps=1000, reach=0),
+    "plain": dict(steps=1000, reach=0),
+    "chain_of_thought": dict(steps=1000, reach=0),
+}
 _JITTERED = ({"jitter": 0}, {"jitter": 3})
 
 PRESETS: dict[str, dict[str, Preset]] = {
