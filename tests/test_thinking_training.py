@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import random
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from cacheprobe.training.presets import PRESETS, preset_of
 from cacheprobe.training.recurrent import own_thoughts
 from cacheprobe.training.thinking_run import train
 from cacheprobe.training.thinking_states import ARMS, IGNORED, collate, losses, skipping_positions, spoken
+from cacheprobe_analyses import thinking_states_table as table
 from cacheprobe_analyses import thoughts_are_causal as causal
 from tests.test_thinking import TINY, tiny
 from tests.thinking_slowly import read_slowly
@@ -179,6 +181,26 @@ def test_every_preset_makes_texts_that_its_model_can_read(task: str, name: str) 
         assert len({item.num_events for item in texts}) > 1
     size = ThinkingModel(preset.config("thinking", len(words))).num_parameters
     assert size <= {"tiny": 350_000, "mini": 66_000}[name]
+
+
+def test_an_arm_may_be_stepped_and_jump_otherwise() -> None:
+    preset = replace(PRESETS["coin-flip"]["tiny"], arms={"plain": dict(steps=7, reach=0)})
+    assert (preset.loop_of("plain", 3).steps, preset.loop_of("plain", 3).seed, preset.reach_of("plain")) == (7, 3, 0)
+    assert preset.loop_of("thinking", 3) == replace(preset.loop, seed=3) and preset.reach_of("thinking") == preset.reach
+
+
+def test_processes_fill_one_table_together(tmp_path) -> None:
+    """Many writers at once lose no cell, and a cell measured again takes the place of the old one."""
+    path = tmp_path / "table.json"
+    record = dict(command="c", parameters=1, steps=2, cpu_seconds=3.0, cpu_seconds_to_99=None)
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        pool.starmap(table._keep, [(path, f"line {i % 4}", dict(seed=i // 4), f"m{i}", record) for i in range(24)])
+    table._keep(path, "line 0", dict(seed=0, right=1), "m0", record)
+    held = table._read(path)
+    assert {name: sorted(c["seed"] for c in cells) for name, cells in held["cells"].items()} == {
+        f"line {i}": list(range(6)) for i in range(4)
+    }
+    assert dict(seed=0, right=1) in held["cells"]["line 0"] and len(held["models"]) == 24
 
 
 def test_unknown_presets_and_arms_are_named() -> None:
