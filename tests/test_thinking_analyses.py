@@ -7,8 +7,15 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+import cacheprobe as cp
+from cacheprobe.tasks import annotate_all, mixed
+from cacheprobe.training.evaluate import evaluate
 from cacheprobe.training.loop import LoopSettings
+from cacheprobe.training.presets import PRESETS, preset_of
+from cacheprobe.training.thinking_run import TEST_SEED
 from cacheprobe.training.thinking_states import collate, losses
+from cacheprobe.training.thinking_train import train_thinking
+from cacheprobe_analyses import state_or_attention as routes
 from cacheprobe_analyses import thinking_variations as variations
 from cacheprobe_analyses import training_cost as cost
 from tests.test_thinking import tiny
@@ -29,7 +36,7 @@ def test_with_gold_thoughts_the_step_through_time_is_the_parallel_one(changes: d
         sum(parts.values()).backward()
         found.append((parts, {name: weight.grad for name, weight in model.named_parameters()}))
     (parallel, slopes), (through_time, again) = found
-    assert all(math.isclose(float(parallel[part]), float(through_time[part]), rel_tol=1e-4) for part in parallel)
+    assert all(math.isclose(parallel[part].item(), through_time[part].item(), rel_tol=1e-4) for part in parallel)
     for name, slope in slopes.items():
         torch.testing.assert_close(slope, again[name], rtol=1e-3, atol=1e-3, msg=name)
 
@@ -68,6 +75,22 @@ def test_cost_compares_the_same_number_of_tokens() -> None:
         replace(QUICK, chunks=(3,))
 
 
+@pytest.mark.slow
+def test_a_smaller_coin_model_is_trained_anew_to_the_accuracy_of_the_shipped_one(tmp_path, monkeypatch) -> None:
+    """By own thoughts on fresh texts of all trained lengths and flip probabilities; saved, and loaded again."""
+    mini = preset_of("coin-flip", "mini")
+    quick = replace(mini, pool=6_000, loop=replace(mini.loop, steps=120, lr=4e-3, warmup=20))
+    monkeypatch.setitem(PRESETS["coin-flip"], "quick", quick)
+    record = train_thinking("coin-flip", "quick", "thinking", 0, tmp_path / "coin", progress=False)
+    assert record["cpu_seconds"] < 60
+    again, shipped = cp.load_model(str(tmp_path / "coin")), cp.load_model("coinflip-thinking")
+    assert again.model.num_parameters < shipped.model.num_parameters / 4
+    for lm in (again, shipped):
+        texts = [text for task in quick.tasks() for text in mixed(task, quick.operations, n=60, seed=TEST_SEED + 5)]
+        items = annotate_all(texts, lm.tokenizer, lm.config.chunk, lm.record["form"])
+        assert evaluate(lm.model, items, "thinking").accuracy >= 0.99
+
+
 def small(name: str = "base") -> variations.Variation:
     """A variation that is trained in a second, and learns nothing much."""
     variation = next(v for v in variations.variations() if v.name == name)
@@ -104,3 +127,28 @@ def test_each_variation_changes_one_thing_and_is_tested_alike() -> None:
 def test_gaps_are_of_chunks_without_a_change() -> None:
     assert variations._bucket([(5, 1)] * 16 + [(6, 1)] * 3) == (1, 16)
     assert variations._bucket([(5, 1)] * 3 + [(6, 1)] * 33 + [(5, 1)]) == (33, 64)
+
+
+def test_the_coin_is_carried_by_states_and_read_from_a_chunk_and_its_neighbour() -> None:
+    result = routes.run(routes.Config(texts=16, operations=3))
+    near, alone = (f"attention to the own chunk{more}" for more in (" and the one before", ""))
+    assert result.right["untouched"] == result.right[near] == result.thoughts_right[near] == 16
+    assert result.right["no states"] < 16 and result.thoughts_right[f"{near}, no states"] == 0
+    assert result.thoughts_right[alone] < 16
+    assert "untouched: 16 of 16 answers right at 3 operations" in result.table()
+
+
+def test_attention_reaches_no_farther_than_it_is_let() -> None:
+    """The pattern that is left: the own chunk and `before` others, each row a whole."""
+    model, seen = tiny(), []
+    point = model.blocks[-1].attn.hook_pattern.name
+    ids = torch.randint(2, 19, (2, 12), generator=torch.Generator().manual_seed(0))
+    for before in (0, 1):
+        with routes._reaching(model, before), model.hooks(fwd_hooks=[(point, lambda p, hook: seen.append(p))]):
+            model(ids, torch.ones(2, 3, 1, dtype=torch.long))
+        pattern = seen.pop().detach()
+        chunks = torch.arange(12) // 4
+        reached = (pattern > 0).any(0).any(0)
+        causal = torch.ones(12, 12, dtype=torch.bool).tril()
+        assert torch.equal(reached, causal & (chunks[:, None] - chunks <= before))
+        torch.testing.assert_close(pattern.sum(-1), torch.ones(2, 2, 12))

@@ -39,7 +39,7 @@ class Config:
     """Of a text, in all its chunks; the answer's one token comes after them."""
     thought_tokens: int = 64
     """Of a text, in all its thoughts, their ends included."""
-    repeats: int = 20
+    repeats: int = 8
     d_vocab: int = 110
     seed: int = 0
 
