@@ -79,7 +79,7 @@ def test_cost_compares_the_same_number_of_tokens() -> None:
 def test_a_smaller_coin_model_is_trained_anew_to_the_accuracy_of_the_shipped_one(tmp_path, monkeypatch) -> None:
     """By own thoughts on fresh texts of all trained lengths and flip probabilities; saved, and loaded again."""
     mini = preset_of("coin-flip", "mini")
-    quick = replace(mini, pool=6_000, loop=replace(mini.loop, steps=100, lr=4e-3, warmup=20))
+    quick = replace(mini, pool=6_000, loop=replace(mini.loop, steps=180, lr=4e-3, warmup=20))
     monkeypatch.setitem(PRESETS["coin-flip"], "quick", quick)
     record = train_thinking("coin-flip", "quick", "thinking", 0, tmp_path / "coin", progress=False)
     assert record["cpu_seconds"] < 60
