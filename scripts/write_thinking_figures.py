@@ -4,10 +4,16 @@ python scripts/write_thinking_figures.py
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from cacheprobe_analyses.state_or_attention import Result as Routes
 from cacheprobe_analyses.thinking_states_table import Result as Table
+from cacheprobe_analyses.thinking_variations import GAP_TEST
+from cacheprobe_analyses.thinking_variations import Result as Variations
 from cacheprobe_analyses.thoughts_are_causal import Result as Causal
+from cacheprobe_analyses.training_cost import Result as Cost
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "analyses" / "results", ROOT / "docs" / "thinking-states.md"
@@ -15,9 +21,9 @@ BEGIN, END = "<!-- figures: written by scripts/write_thinking_figures.py -->", "
 
 
 def figures() -> str:
-    """Both analyses' results, with the commands that print them."""
-    held = json.loads((RESULTS / "thinking-states.json").read_text(encoding="utf-8"))
-    causal = json.loads((RESULTS / "thoughts-are-causal.json").read_text(encoding="utf-8"))
+    """The analyses' results, with the commands that print them."""
+    held, causal = _held("thinking-states"), _held("thoughts-are-causal")
+    cost, varied = Cost.of(_held("training-cost")), Variations(**_held("thinking-variations"))
     models = ["| model | parameters | steps | seconds | to 99 % | command |", "|---|---|---|---|---|---|"]
     for name, m in sorted(held["models"].items()):
         told = f"{m['parameters']:,} | {m['steps']} | {m['cpu_seconds']} | {m['cpu_seconds_to_99']}"
@@ -29,9 +35,34 @@ def figures() -> str:
         "fresh texts were wholly right, twice running.",
         "\n".join(models),
         "`python -m cacheprobe_analyses.thoughts_are_causal --json analyses/results/thoughts-are-causal.json`:",
-        "\n".join(f"- {line}" for line in Causal(**causal).table().splitlines()),
+        _listed(Causal(**causal).table().splitlines()),
+        f"{_command('state_or_attention')}:",
+        _listed(Routes(**_held("state-or-attention")).table().splitlines()),
+        f"{_command('training_cost')}: forward and backward of {cost.text_tokens} text\n"
+        f"tokens with {cost.thought_tokens} thought tokens a text, seconds of one core, medians of {cost.repeats}; "
+        "ratios to the parallel step in one chunk.",
+        cost.table(),
+        f"{_command('thinking_variations')}: per cent of 200 texts\n"
+        "answered rightly by models of one training each, seed 0, with one thing changed; p: flip probability.",
+        varied.table(),
+        f"Of {GAP_TEST}, by the longest run of chunks in which the state stays as it is:",
+        varied.gaps(),
+        "Tests of some of them alone:",
+        _listed(varied.others()),
     ]
     return "\n\n".join(parts)
+
+
+def _held(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _command(module: str) -> str:
+    return f"`python -m cacheprobe_analyses.{module} --json analyses/results/{module.replace('_', '-')}.json`"
+
+
+def _listed(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def page(text: str) -> str:

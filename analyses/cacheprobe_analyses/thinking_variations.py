@@ -1,0 +1,264 @@
+"""What does each choice in a Thinking States model do: how thoughts are written, how long a chunk is, where T reads?
+
+    python -m cacheprobe_analyses.thinking_variations [--only TEXT] --json analyses/results/thinking-variations.json
+
+One training each, from one seed, of the coin-flip model with one thing changed; each is tested by its own thoughts, at
+and beyond the trained lengths. What is not in `folder` yet is trained there (one core); cells are kept as they come.
+Source: Thinking States (arXiv 2602.08332), ablations of section 5 and appendix A: chunk size, L_out, state ambiguity.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheprobe.models.thinking_store import CONFIG, load_thinking, read_config, save_thinking
+from cacheprobe.tasks import TwoCoins
+from cacheprobe.tasks.base import Accuracy
+from cacheprobe.training.loop import LoopSettings
+from cacheprobe.training.presets import Preset, preset_of
+from cacheprobe.training.thinking_run import TEST_SEED, Trained, train
+
+RESULTS = Path(__file__).parents[1] / "results" / "thinking-variations.json"
+STEPS = 300
+FAR = tuple(range(10, 101))
+GAPS = ((1, 16), (17, 32), (33, 64), (65, 10_000))
+"""Of chunks in a row in which the state stays as it is. Texts of the trained lengths have few runs above 16."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """Texts that a model is tested on."""
+
+    name: str
+    operations: tuple[int, ...]
+    """Drawn uniformly."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the task."""
+
+
+@dataclass(frozen=True)
+class Variation:
+    """A model that is trained once, and what it is tested on."""
+
+    name: str
+    preset: Preset
+    tests: tuple[Test, ...]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is tried, and where the trained models are."""
+
+    variations: tuple[Variation, ...]
+    folder: Path = Path("runs/thinking-variations")
+    texts: int = 200
+    """For each test."""
+    seed: int = 0
+    results: Path = RESULTS
+
+
+@dataclass(frozen=True)
+class Result:
+    """By variation: a cell for each of its tests; and how the model was made."""
+
+    cells: dict[str, dict[str, dict[str, Any]]]
+    models: dict[str, dict[str, Any]]
+
+    def table(self) -> str:
+        """Per cent of texts answered rightly, a line for each coin model; steps, and seconds of one core that training
+        took, in all and until 99 % of fresh texts of the trained lengths were wholly right, twice running."""
+        shared = [test.name for test in coin_tests()]
+        head = ["variation", *shared, "steps", "seconds", "to 99 %"]
+        lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for name, cells in self.cells.items():
+            if shared[0] in cells:
+                told = [f"{100 * c['right'] / c['texts']:.1f}" if (c := cells.get(t)) else "" for t in shared]
+                told += [str(self.models[name][key]) for key in ("steps", "cpu_seconds", "cpu_seconds_to_99")]
+                lines.append(f"| {name} | {' | '.join(told)} |")
+        return "\n".join(lines)
+
+    def gaps(self) -> str:
+        """Per cent right of the far texts with few flips, by the longest run of chunks without a change of state."""
+        names = [_name(gap) for gap in GAPS]
+        lines = [f"| variation | {' | '.join(f'{name} chunks' for name in names)} |", "|---" * (len(GAPS) + 1) + "|"]
+        for variation in BY_GAP:
+            found = self.cells.get(variation, {}).get(GAP_TEST, {}).get("by_gap", {})
+            told = [f"{100 * found[n][1] / found[n][0]:.1f} of {found[n][0]}" if n in found else "" for n in names]
+            lines += [f"| {variation} | {' | '.join(told)} |"] if found else []
+        return "\n".join(lines)
+
+    def others(self) -> list[str]:
+        """The tests that are not those of every coin model, one a line."""
+        shared = {test.name for test in coin_tests()}
+        return [
+            f"{name}, {test}: {_told(cell['texts'], cell['right'])}"
+            for name, cells in self.cells.items()
+            for test, cell in cells.items()
+            if test not in shared
+        ]
+
+
+BASE, GAP_TEST = "base", "[10, 100] operations, p 0.1"
+BY_GAP = (BASE, "thought: state", "thought: delta")
+
+
+def coin_tests() -> tuple[Test, ...]:
+    """At the longest trained length, at four times that, and far; p: flip probability."""
+    lengths = {"10": (10,), "40": (40,), "[10, 100]": FAR}
+    return tuple(
+        Test(f"{name} operations, p {p}", operations, {"flip_probability": p})
+        for name, operations in lengths.items()
+        for p in (0.1, 0.9)
+    )
+
+
+def variations(steps: int = STEPS) -> tuple[Variation, ...]:
+    """All of them, those that are asked for most first."""
+    coin = preset_of("coin-flip", "tiny")
+    base = replace(coin, loop=replace(coin.loop, steps=steps), arms={})
+
+    def of(name: str, model: dict[str, Any] | None = None, tests: tuple[Test, ...] = (), **changes: Any) -> Variation:
+        return Variation(name, replace(base, model={**base.model, **(model or {})}, **changes), coin_tests() + tests)
+
+    still = (Test("10 operations, p 0", (10,), {"flip_probability": 0.0}),)
+    still += (Test("[10, 100] operations, p 0", FAR, {"flip_probability": 0.0}),)
+    return (
+        of(BASE, tests=still),
+        of("thought: delta", form="delta", tests=still),
+        of("thought: state", form="state", tests=still),
+        of("chunk of 10", dict(chunk=10)),
+        of("chunk of 20", dict(chunk=20)),
+        of("chunk of 2", dict(chunk=2)),
+        of("no position jumps", reach=0),
+        two_coins("asked", base.loop),
+        of("one flip probability, 0.5", variants=({"flip_probability": 0.5},)),
+        of("learned first state", dict(learned_first_state=True)),
+        of("query pooling", dict(pooling="query")),
+        of("bidirectional prefix", dict(bidirectional_prefix=True)),
+        of("chunk of 10, L_out 2", dict(chunk=10, l_out=2)),
+        of("chunk of 10, L_out 4", dict(chunk=10, l_out=4)),
+        two_coins("both", base.loop),
+        of("no positions", dict(positions="nope")),
+        of("window of 16", dict(attention_window=16)),
+        of("ALiBi", dict(positions="alibi")),
+    )
+
+
+def two_coins(says: str, loop: LoopSettings) -> Variation:
+    """One model that reads the question before the story and after it; half of its training is of each kind.
+
+    says: after each operation a thought names the state of the coin "asked" about, or of "both".
+    """
+    preset = Preset(
+        lambda people: TwoCoins(people=people, says=says, distinct=people <= 20),
+        variants=({"question_first": True}, {"question_first": False}),
+        form="state",
+        loop=loop,
+    )
+    tests = tuple(
+        Test(f"{n} operations, question {'first' if first else 'last'}", (n,), {"question_first": first})
+        for n in (10, 40)
+        for first in (True, False)
+    )
+    return Variation(f"two coins, thoughts of {says}", preset, tests)
+
+
+def run(config: Config, report: Callable[[str], None] = lambda line: None) -> Result:
+    """Fill in every cell that is not known yet. Resumable: cells are written as they come."""
+    torch.set_num_threads(1)
+    held = json.loads(config.results.read_text(encoding="utf-8")) if config.results.exists() else {}
+    cells, models = held.get("cells", {}), held.get("models", {})
+    for variation in config.variations:
+        done = cells.get(variation.name, {})
+        if all(done.get(test.name, {}).get("texts", 0) >= config.texts for test in variation.tests):
+            continue
+        trained, models[variation.name] = trained_variation(config.folder, variation, config.seed)
+        for test in variation.tests:
+            if done.get(test.name, {}).get("texts", 0) < config.texts:
+                cells.setdefault(variation.name, done)[test.name] = cell = _test(trained, test, config.texts)
+                write_whole(config.results, {"cells": cells, "models": models})
+                report(f"{variation.name}, {test.name}: {_told(cell['texts'], cell['right'])}")
+    wanted = [variation.name for variation in config.variations]
+    return Result({name: cells[name] for name in wanted}, {name: models[name] for name in wanted})
+
+
+def trained_variation(folder: Path, variation: Variation, seed: int) -> tuple[Trained, dict[str, Any]]:
+    """A trained variation and its record, from the folder or trained now."""
+    preset, place = variation.preset, folder / f"{''.join(c if c.isalnum() else '-' for c in variation.name)}-{seed}"
+    if not (place / CONFIG).exists():
+        made = train(preset, "thinking", seed, place / "checkpoint")
+        record = {
+            "form": preset.form,
+            "seed": seed,
+            "steps": preset.loop.steps,
+            "parameters": made.model.num_parameters,
+            "cpu_seconds": round(made.cpu_seconds, 1),
+            "cpu_seconds_to_99": made.cpu_seconds_to_99 and round(made.cpu_seconds_to_99, 1),
+        }
+        save_thinking(place, made.model, made.tokenizer, record)
+    record, lm = read_config(place)["record"], load_thinking(place)
+    seconds = record["cpu_seconds"], record["cpu_seconds_to_99"]
+    return Trained(lm.model, lm.tokenizer, preset, "thinking", seed, *seconds), record
+
+
+def _test(trained: Trained, test: Test, texts: int) -> dict[str, Any]:
+    verdicts = trained.test(test.operations, texts, TEST_SEED + 1, **test.settings)
+    # the same texts under thoughts that name the state in every chunk: how long it stays what it is
+    named = replace(trained, preset=replace(trained.preset, form="restate"))
+    gaps = [_bucket(item.thoughts) for item in named.items(test.operations, texts, TEST_SEED + 1, **test.settings)]
+    right = Counter(gap for gap, is_right in zip(gaps, verdicts.is_right, strict=True) if is_right)
+    count = Counter(gaps)
+    return {
+        "texts": texts,
+        "right": sum(verdicts.is_right),
+        "thoughts_right": sum(verdicts.is_thought_right),
+        "unparsed": verdicts.is_parsable.count(False),
+        "by_gap": {_name(gap): [count[gap], right[gap]] for gap in GAPS if count[gap]},
+    }
+
+
+def _bucket(thoughts: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    longest = max(len(list(run)) for _, run in groupby(thoughts))
+    return next(gap for gap in GAPS if gap[0] <= longest <= gap[1])
+
+
+def _name(gap: tuple[int, int]) -> str:
+    return f"{gap[0]} or more" if gap is GAPS[-1] else f"{gap[0]} to {gap[1]}"
+
+
+def _told(texts: int, right: int) -> str:
+    low, high = Accuracy(texts, right, 0, 0.5).interval
+    return f"{100 * right / texts:.1f} % of {texts} texts (95 % {100 * low:.1f} to {100 * high:.1f})"
+
+
+def write_whole(path: Path, held: dict[str, Any]) -> None:
+    """Write JSON so that the file is the old one or the new one, whatever happens."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--folder", type=Path, default=Config.folder, help="where trained models are, or go")
+    parser.add_argument("--texts", type=int, default=Config.texts, help="for each test")
+    parser.add_argument("--only", default="", help="variations whose name holds this text")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the cells are kept")
+    given = parser.parse_args()
+    chosen = tuple(variation for variation in variations() if given.only in variation.name)
+    if not chosen:
+        parser.error(f"no variation holds {given.only!r}; there are {', '.join(v.name for v in variations())}")
+    result = run(Config(chosen, given.folder, given.texts, results=given.json), lambda line: print(line, flush=True))
+    print("\n".join([result.table(), result.gaps(), *result.others()]))
+
+
+if __name__ == "__main__":
+    main()
