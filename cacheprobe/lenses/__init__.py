@@ -1,5 +1,7 @@
 """Lenses: plug-ins that turn a layer's state into a distribution over the vocabulary. One file each."""
 
+from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.logit import LogitLens
+from cacheprobe.lenses.tuned import TunedLens
 
-__all__ = ["LogitLens"]
+__all__ = ["LensError", "LogitLens", "TunedLens"]

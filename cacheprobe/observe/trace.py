@@ -1,7 +1,7 @@
 """The trace: one run's requests, states, hypotheses, events and ledger, in memory or read from disk."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe import hypotheses as measures
 from cacheprobe.observe import tables
@@ -125,6 +126,20 @@ class Trace:
         """The lens readings alone, without thoughts: what the measures by layer are taken over."""
         table = self.hypotheses()
         return table[table.site != "thought"].reset_index(drop=True) if self.thought_table is not None else table
+
+    def read(
+        self,
+        lens: Lens,
+        site: str = "S",
+        *,
+        layers: Iterable[int] | None = None,
+        rows: pd.DataFrame | None = None,
+        model: CachedLM | None = None,
+    ) -> pd.DataFrame:
+        """The kept states through any lens at S, T or C, as a hypotheses table; as in `observe.reading.read_states`."""
+        from cacheprobe.observe.reading import read_states
+
+        return read_states(self, lens, site, layers, rows, model)
 
     def agreement(self) -> pd.DataFrame:
         """Share of first choices that equal the committed token, by layer and status."""
