@@ -22,7 +22,7 @@ class TunedLens:
     A layer's h becomes h + h W + b before the final norm; the last layer has no translator and is the model's output.
     Zero translators make it the logit lens. The sum is taken in float32 and rounded to the model's dtype.
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, in the residual form of its tuned-lens package.
-    Twin: tests.equivalence.tuned_logits_slowly, close(1e-5) in float32.
+    Twin: tests.lenses_slowly.tuned_logits_slowly, close(1e-5) in float32.
     """
 
     weights: Float[Tensor, "l m m"]

@@ -1,6 +1,6 @@
 """Any lens over the states that a trace keeps: at S, T or C, of whichever rows, the rolled-back ones included."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -22,10 +22,12 @@ def read_states(
     layers: Iterable[int] | None = None,
     rows: pd.DataFrame | None = None,
     model: CachedLM | None = None,
+    targets: Mapping[int, int] | None = None,
 ) -> pd.DataFrame:
     """A hypotheses table of the kept states, as in `observe.tables.hypotheses_table`, read by this lens at this site.
 
     layers: those kept, by default.  rows: from `trace.rows(...)`; by default every row that predicts a generated token.
+    targets: by row, the token to rank instead of the committed one.
     Layers that did not run for a row (an early exit) have no line. All layers of a row stand in one product.
     Raises: LensError for a lens that cannot read it, ValueError where the states or the model are missing.
     Twin: `trace.hypotheses()` of the same run for the same lens at S, bitwise, where states were kept unrounded.
@@ -40,13 +42,12 @@ def read_states(
         raise ValueError("there is nothing to read: no layer, or no row, was asked for")
     reader = LensReader(model, lens, trace.meta["capture"]["top_k"])
     kept = {layer: trace.store.all_of(site, layer) for layer in chosen}
-    texts = known_texts(trace)
+    following = _committed_after(trace, table)
     for row in table.itertuples():
         ran = [layer for layer in chosen if layer < row.num_layers]
         if ran:
             states = torch.stack([kept[layer][row.state_index] for layer in ran])
-            known = texts[row.request_id]
-            target = known[row.position + 1] if row.position + 1 < len(known) else -1
+            target = following[row.row] if targets is None else targets[row.row]
             reader.queue_resolved(Queued(row.row, row.position, states, torch.tensor(ran), target))
     return hypotheses_table(reader.finish(), trace.row_table, lens.name, model.token_texts, site)
 
@@ -58,9 +59,11 @@ def predicting_rows(trace: "Trace") -> pd.DataFrame:
     return table[(table.position >= table.request_id.map(first)) & (table.state_index >= 0)]
 
 
-def known_texts(trace: "Trace") -> dict[int, Sequence[int]]:
-    """Prompt and committed token ids by request."""
-    return {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id]] for r in trace.requests}
+def _committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
+    """By row: the token that its position + 1 holds in the end, -1 where the text ends before."""
+    texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
+    places = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
+    return {row: texts[request][min(place, len(texts[request]) - 1)] for row, request, place in places}
 
 
 def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:

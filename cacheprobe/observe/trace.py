@@ -13,6 +13,7 @@ from torch import Tensor
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe import hypotheses as measures
+from cacheprobe.observe import measures as by_row
 from cacheprobe.observe import tables
 from cacheprobe.observe.store import StateStore
 from cacheprobe.observe.thoughts import as_hypotheses
@@ -148,6 +149,30 @@ class Trace:
     def settling(self) -> pd.DataFrame:
         """For every row: the layer at which its prediction settles, the flips on the way, and their path."""
         return measures.settling(self.readings())
+
+    def commitment(self, margin: float = 0.5) -> pd.DataFrame:
+        """For every row: the first layer that is sure by `margin`; as in `observe.measures.commitment`."""
+        return by_row.commitment(self.readings(), margin)
+
+    def saturation(self, top: int = 3) -> pd.DataFrame:
+        """For every row: when each of the last layer's choices settles; as in `observe.measures.saturation`."""
+        return by_row.saturation(self.readings(), top)
+
+    def draft_agreement(self, window: int) -> pd.DataFrame:
+        """What would have been accepted of each layer's drafts; as in `observe.measures.draft_agreement`."""
+        return by_row.draft_agreement(self.readings(), window)
+
+    def divergences(self, lens: Lens, **which: Any) -> pd.DataFrame:
+        """KL to the output and Jensen-Shannon between layers; as in `observe.distributions.divergences`."""
+        from cacheprobe.observe.distributions import divergences
+
+        return divergences(self, lens, **which)
+
+    def rejected(self, lens: Lens, model: CachedLM | None = None) -> pd.DataFrame:
+        """Rejected draft tokens by layer, beside what was committed; as in `observe.distributions.rejected_tokens`."""
+        from cacheprobe.observe.distributions import rejected_tokens
+
+        return rejected_tokens(self, lens, model)
 
     def rows(self, request_id: SupportsIndex, status: str | None = None) -> pd.DataFrame:
         """Every row of a request, or those of one status: committed, candidate or rolled_back."""

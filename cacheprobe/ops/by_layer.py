@@ -18,7 +18,7 @@ def product_by_layer(
 
     Its shape depends on n and l alone, never on how many rows are of which layer: a row in a tile of fixed height is
     computed in the same shape whatever else is there.
-    Twin: tests.equivalence.product_by_layer_slowly, close(1e-5) in float32, since sums are reordered.
+    Twin: tests.lenses_slowly.product_by_layer_slowly, close(1e-5) in float32, since sums are reordered.
     """
     num_rows, num_layers = len(states), len(weights)
     counts = torch.bincount(layers, minlength=num_layers)

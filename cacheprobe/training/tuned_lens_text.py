@@ -8,7 +8,7 @@ from torch import Tensor
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import Boxes, CoinFlip, Permutations, Variables
 
-AT_ONCE = 32
+AT_ONCE = 64
 """Texts that are written together."""
 
 
@@ -47,9 +47,12 @@ def _continued(model: CachedLM, prompts: list[tuple[int, ...]], length: int, gen
     """Texts [b, length]: every step feeds each row's newest token, the rows standing where they are."""
     cache = model.new_cache(len(prompts), length)
     texts = [list(prompt) for prompt in prompts]
-    for row, text in enumerate(texts):
-        logits = model.forward(torch.tensor([text]), cache, [row], [0], logit_slots=[len(text) - 1])
-        text.append(_drawn(model, logits[:, -1], generator)[0])
+    for width in sorted({len(prompt) for prompt in prompts}):
+        rows = [row for row, prompt in enumerate(prompts) if len(prompt) == width]
+        together = torch.tensor([prompts[row] for row in rows])
+        logits = model.forward(together, cache, rows, [0] * len(rows), logit_slots=[width - 1])
+        for row, token_id in zip(rows, _drawn(model, logits[:, -1], generator), strict=True):
+            texts[row].append(token_id)
     while rows := [row for row, text in enumerate(texts) if len(text) < length]:
         newest = torch.tensor([[texts[row][-1]] for row in rows])
         logits = model.forward(newest, cache, rows, [len(texts[row]) - 1 for row in rows])
