@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.thinking_lm import ThinkingLM
 
 
 def product_by_layer_slowly(states: Tensor, layers: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
@@ -53,3 +54,14 @@ def tuned_lens_gradients_slowly(
 def package_hash(weight: Tensor) -> str:
     """As the tuned-lens package takes it."""
     return hashlib.sha256(str.encode(np.array_str(weight.float().numpy(), precision=1))).hexdigest()
+
+
+def thought_slowly(model: ThinkingLM, chunk: Tensor) -> tuple[list[int], Tensor]:
+    """One chunk [c, m] alone: T is asked for a token, is given it, and is asked for the next. No pads."""
+    said: list[int] = []
+    first = torch.empty(0)
+    while len(said) < model.config.max_thought and model.config.eos_id not in said:
+        logits = model.model.think(chunk[None], torch.tensor([said], dtype=torch.long))[0, -1].float()
+        first = first if said else logits
+        said.append(max(range(len(logits)), key=lambda i, logits=logits: (float(logits[i]), -i)))
+    return said, first

@@ -76,7 +76,7 @@ def draft_agreement_slowly(table: pd.DataFrame, window: int) -> dict[int, tuple[
                 passes += 1
                 rejected = False
                 taken = 0
-                for position in range(newest + 1, min(newest + window - 1, end) + 1):
+                for position in range(newest + 1, min(newest + window - 1, end - 1) + 1):
                     drafted += 1
                     rejected = rejected or said[position][0] != said[position][1]
                     taken += not rejected

@@ -39,7 +39,7 @@ def test_by_layer(trace: cp.Trace) -> None:
         assert mine == pytest.approx(slowly[line.layer, line.status], rel=1e-6)  # float32 columns, summed in two orders
 
 
-@pytest.mark.parametrize("margin", [0.05, 0.3, 0.9])
+@pytest.mark.parametrize("margin", [0.05, 0.2, 0.4])
 def test_commitment(trace: cp.Trace, margin: float) -> None:
     table = trace.commitment(margin)
     mine = {
@@ -57,7 +57,7 @@ def test_saturation(trace: cp.Trace, top: int) -> None:
     mine = {line["row"]: (*(line[c] for c in columns), line["is_in_order"]) for line in table.to_dict("records")}
     assert mine == saturation_slowly(trace.readings(), top)
     settled = trace.settling().set_index("row").settling_layer
-    assert (table.set_index("row").saturation_layer_1 == settled).all()
+    assert table.set_index("row").saturation_layer_1.to_dict() == settled.to_dict()
     if top > 1:
         assert not table.is_in_order.all() and table.is_in_order.any()
 
@@ -71,17 +71,16 @@ def test_draft_agreement(trace: cp.Trace, window: int) -> None:
     assert table.tokens_per_pass.iloc[-1] <= window
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_draft_agreement_foretells_the_drafter(layer: int) -> None:
-    """From a run without a drafter: the passes, and what each accepted, of the run that this layer drafts."""
+def test_draft_agreement_foretells_the_drafter(trace: cp.Trace) -> None:
+    """Passes, and accepted tokens, of a run that this layer drafts: its own run, and one that another layer drafted."""
     capture = CaptureConfig(prompt_hypotheses=True)
-    plain = cp.run(loaded(), PROMPTS, **SMALL, capture=capture)
-    foretold = plain.draft_agreement(4).set_index("layer").loc[layer]
-    drafted = cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer))
-    verify = drafted.events().query("phase == 'verify'")
-    assert len(verify) == foretold.passes
-    ends = verify.groupby("request_id").tail(1).index  # the last window may reach past the text's end
-    assert verify.num_accepted.sum() >= foretold.accepted >= verify.drop(ends).num_accepted.sum() > 0
+    lower = cp.run(loaded(), PROMPTS[:3], **SMALL, drafter=cp.drafters.EarlyExit(layer=0), capture=capture)
+    foretold = trace.draft_agreement(4).set_index("layer")
+    for layer, run in ((0, lower), (1, trace)):
+        verify = run.events().query("phase == 'verify'")
+        assert (len(verify), verify.num_accepted.sum()) == tuple(foretold.loc[layer, ["passes", "accepted"]])
+    assert foretold.accepted[0] != foretold.accepted[1] and foretold.accepted[1] > 0
+    pd.testing.assert_frame_equal(lower.draft_agreement(4), trace.draft_agreement(4))
 
 
 def test_divergences(trace: cp.Trace) -> None:

@@ -238,6 +238,22 @@ def test_the_tuned_lens_drafts() -> None:
     assert drafted.num_drafted > 0
 
 
+def test_the_command_trains_on_the_tasks_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a model with a tokenizer, from its directory to a lens that its model takes."""
+    from cacheprobe.cli_train import tuned_lens
+    from tests.test_load_model import tokenizer
+
+    base, out = tmp_path / "model", tmp_path / "lens"
+    hf_model().save_pretrained(base)
+    tokenizer().save_pretrained(base)
+    tuned_lens(model=str(base), out=out, steps=2, texts=4, length=16, held_out=2, progress=False)
+    said = capsys.readouterr().out
+    assert "layer  logit lens  tuned lens" in said and "128 tokens" in said and f"lens: {out}" in said
+    lens = TunedLens.load(out, cp.load_model(str(base), dtype="float32"))
+    assert lens.about["settings"]["steps"] == 2 and len(lens.about["kl_nats_tuned"]) == 2
+    assert float(lens.weights.abs().max()) > 0
+
+
 def test_divergences_of_the_definition() -> None:
     """KL from the model's output to the reading, over Python's own sums."""
     model = loaded()

@@ -2,6 +2,7 @@
 
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.logit import LogitLens
+from cacheprobe.lenses.thought import ThoughtLens
 from cacheprobe.lenses.tuned import TunedLens
 
-__all__ = ["LensError", "LogitLens", "TunedLens"]
+__all__ = ["LensError", "LogitLens", "ThoughtLens", "TunedLens"]

@@ -92,7 +92,7 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
     Verify passes of `window` rows are played over the committed text: the newest token, and window - 1 candidates that
     are the layer's first choices; the first generated token comes from the prefill. While they agree with the text the
     layer has read nothing else than in the table, so the count is that of `EarlyExit(layer)`, up to rounding.
-    Candidates beyond the text's end are not drafted.
+    Every pass ends with a token of the verifier's own, so the text's last one is never drafted.
     Columns: layer, passes, drafted, accepted, acceptance (accepted / drafted), tokens_per_pass (committed in them).
     Source: number of accepted tokens, Leviathan et al. 2023 (arXiv 2211.17192), section 3.1, counted and not expected.
     Twin: tests.measures_slowly.draft_agreement_slowly, ==; and the verdicts of a run with that drafter.
@@ -107,8 +107,8 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
         agrees = table.agrees.to_numpy(dtype=bool)
         passes, drafted, accepted, at = 0, 0, 0, 0
         while at < len(agrees):
-            candidates = agrees[at : at + window - 1]
-            count = int(np.argmin(candidates)) if not candidates.all() else len(candidates)
+            candidates = agrees[at : min(at + window, len(agrees)) - 1]
+            count = len(candidates) if candidates.all() else int(np.argmin(candidates))
             passes, drafted, accepted = passes + 1, drafted + len(candidates), accepted + count
             at += count + 1
         sums = totals.setdefault(int(layer), [0, 0, 0, 0])

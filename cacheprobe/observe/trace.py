@@ -189,6 +189,12 @@ class Trace:
             raise ValueError(f"{name} wrote no thoughts; only a Thinking States model does, after whole chunks")
         return self.thought_table.copy()
 
+    def thought_readings(self, layers: Iterable[int] | None = None, model: CachedLM | None = None) -> pd.DataFrame:
+        """What T would have thought at other layers; as in `observe.thought_readings.read_thoughts`."""
+        from cacheprobe.observe.thought_readings import read_thoughts
+
+        return read_thoughts(self, layers, model)
+
     # -- tensors
 
     def vectors(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
