@@ -10,7 +10,7 @@ from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.consistency import require_consistent
 from cacheprobe.engine.fingerprint import schedule_fingerprint
 from cacheprobe.engine.loop import rounds
-from cacheprobe.lenses.base import Lens
+from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
@@ -54,9 +54,8 @@ class Setup:
         self.config = config
         self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
         self.layers = resolve_layers(layers if self.capture.layers is None else self.capture.layers, model.n_layers)
-        if isinstance(lens, type) or (lens is not None and not hasattr(lens, "logits")):
-            raise ValueError(f"a lens is an object such as cp.lenses.LogitLens(), got {lens!r:.60}")
-        self.lens = lens or LogitLens()
+        self.lens = LogitLens() if lens is None else lens
+        require_readable(self.lens, self.model, "S", self.layers)
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise ValueError(f"sampling must be a cp.SamplingParams, got a {type(sampling).__name__}")
         run_sampling = SamplingParams(max_new_tokens=max_new_tokens).over(sampling or SamplingParams())

@@ -122,3 +122,47 @@ def thinking_states(
     from cacheprobe.training.thinking_train import summary, train_thinking
 
     print(summary(train_thinking(task, preset, arm, seed, out, progress=progress), out))
+
+
+@train.command
+def tuned_lens(
+    *,
+    model: str = "smollm2-135m",
+    out: Path = Path("runs/tuned-lens"),
+    steps: int = 250,
+    texts: int = 4,
+    length: int = 64,
+    learning_rate: float = 1.0,
+    held_out: int = 16,
+    seed: int = 0,
+    progress: bool = True,
+) -> None:
+    """Train a tuned lens on the tasks' prompts and the model's own words, and compare it with the logit lens.
+
+    Parameters
+    ----------
+    model
+        smollm2-135m, a hub name or a local directory; it is loaded in float32.
+    out
+        Directory for the lens, which cp.lenses.TunedLens.load reads.
+    steps, texts, length
+        Steps, texts of a step, and tokens of a text.
+    learning_rate
+        At the first step, before momentum; it falls to zero.
+    held_out
+        Texts to compare the two lenses on.
+    seed
+        Of the texts.
+    progress
+        Show progress.
+    """
+    from cacheprobe.models.loaders import load_model
+    from cacheprobe.training.tuned_lens_run import comparison, train_tuned_lens
+    from cacheprobe.training.tuned_lens_settings import TunedLensSettings
+
+    settings = TunedLensSettings(
+        steps=steps, texts=texts, length=length, learning_rate=learning_rate, held_out=held_out, seed=seed
+    )
+    lens = train_tuned_lens(load_model(model, dtype="float32"), settings, out, progress=progress)
+    print(comparison(lens.about))
+    print(f"{lens.about['tokens']} tokens, {lens.about['seconds']:.0f} s, {lens.about['threads']} threads\nlens: {out}")

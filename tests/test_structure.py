@@ -41,6 +41,8 @@ ONLY_IN = {  # a module, and the files that may import it
 }
 NEVER_IN_VIEWS = {"torch", "transformers", "transformer_lens"}
 PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+LOADS_WEIGHTS = "cacheprobe/lenses/tuned_files.py"
+"""The one file that reads another project's torch files, as weights alone."""
 LATE = {"torch", "transformers", "transformer_lens", "pandas", "plotly", "datasets"}
 """Not loaded by `import cacheprobe`."""
 
@@ -135,7 +137,12 @@ def pickle_complaints(files: Mapping[str, str]) -> Iterator[str]:
     for path, source in files.items():
         yield from (f"{path}:{line}: imports {n}" for line, n in imports(source) if n.split(".")[0] in PICKLERS)
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "pandas.read_pickle"}:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load" and path == LOADS_WEIGHTS:
+                if not any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords):
+                    yield f"{path}:{node.lineno}: torch.load that may run code; say weights_only=True"
+                continue
+            loads = {"torch.load", "pandas.read_pickle"} - ({"torch.load"} if path == LOADS_WEIGHTS else set())
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in loads:
                 yield f"{path}:{node.lineno}: {ast.unparse(node)}; states are kept in safetensors"
             elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
                 yield f"{path}:{node.value.lineno}: allow_pickle"
@@ -205,6 +212,9 @@ def test_the_source_keeps_the_rule(rule, files):
         (library_complaints, "cacheprobe/views/figures.py", "from torch import Tensor"),
         (pickle_complaints, "cacheprobe/observe/x.py", "from pickle import loads"),
         (pickle_complaints, "cacheprobe/observe/x.py", "torch.load(path, weights_only=True)"),
+        (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path)"),
+        (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path, weights_only=False)"),
+        (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "import pickle"),
         (pickle_complaints, "cacheprobe/observe/x.py", "np.load(path, allow_pickle=True)"),
         (machine_complaints, "notebooks/x.ipynb", "  File " + '"/' + 'work/main/cacheprobe/api.py"'),
         (machine_complaints, "docs/x.md", "pip install --find-links " + "/opt" + "/wheels torch"),
@@ -233,6 +243,7 @@ def test_the_rule_catches_a_planted_violation(rule, path, source):
         (library_complaints, "cacheprobe/models/bridge_edits.py", "import transformer_lens"),
         (library_complaints, "cacheprobe/views/figures.py", "import plotly.graph_objects as go"),
         (pickle_complaints, "cacheprobe/observe/x.py", "np.load(path, allow_pickle=False)"),
+        (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path, weights_only=True)"),
         (machine_complaints, "docs/x.md", "see a/" + "work/ and https://x.org/" + "work/1"),
     ],
 )

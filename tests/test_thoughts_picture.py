@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 import cacheprobe as cp
 from cacheprobe.models.thinking_lm import ThinkingLM
-from cacheprobe.observe.thoughts import _agrees
+from cacheprobe.observe.thoughts import says_state
 from cacheprobe.tasks import Variables
 from cacheprobe.views.report import report_html
 from cacheprobe.views.thoughts_columns import changes_of_mind, chosen, story_of
@@ -313,9 +313,9 @@ def test_agreement_is_with_the_state_or_with_what_is_to_be_said_of_it() -> None:
     state, thought = example.states[-1], example.question.thoughts[-1]
     assert state != thought, "choose a task that says a part of its state"
     for said in (state, thought, f"{example.question.thoughts[0]} {thought}"):
-        assert _agrees(said, state, example) is True
-    assert _agrees("heads", state, example) is False and _agrees(f"1{thought}", state, example) is False
-    assert _agrees("", state, example) is None and _agrees(thought, None, example) is None
+        assert says_state(said, state, example) is True
+    assert says_state("heads", state, example) is False and _agrees(f"1{thought}", state, example) is False
+    assert says_state("", state, example) is None and _agrees(thought, None, example) is None
 
 
 # -- in a browser

@@ -8,7 +8,7 @@ import torch
 
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.drafters.base import DraftContext
-from cacheprobe.lenses.base import Lens
+from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.registry import register
@@ -34,6 +34,7 @@ class EarlyExit:
                 f"unknown layer {self.layer} for EarlyExit; {model.name} can stop after 0 to {model.n_layers - 2}; "
                 "FastPath drafts from the last layer"
             )
+        require_readable(self.lens, model, "S", [self.layer])
 
     def release(self, state: SequenceState) -> None:
         """Nothing is kept for a request."""

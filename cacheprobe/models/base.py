@@ -63,8 +63,17 @@ class CachedLM(Protocol):
         """Call `sink` for these (site, layer) pairs in every forward inside the `with`."""
         ...
 
+    @property
+    def unembedding(self) -> Tensor:
+        """The matrix [v, m] that makes logits of the normalised residual stream; the model's own: do not edit."""
+        ...
+
     def read_out(self, states: Tensor) -> Tensor:
         """Logits [n, v] of residual states [n, m] through the final norm and the unembedding."""
+        ...
+
+    def read_out_with_gradients(self, states: Tensor) -> Tensor:
+        """The same numbers as `read_out`, for a training: gradients flow back into `states`."""
         ...
 
     def fingerprint(self) -> dict[str, str | int | float]:

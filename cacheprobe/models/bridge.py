@@ -152,9 +152,18 @@ class BridgeLM:
         with self.bridge.hooks(fwd_hooks=hooks):
             yield
 
+    @property
+    def unembedding(self) -> Tensor:
+        """See CachedLM.unembedding."""
+        return self.bridge.unembed.W_U.T
+
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
         """See CachedLM.read_out. Softcaps and logit scales of the architecture are applied."""
+        return self.read_out_with_gradients(states)
+
+    def read_out_with_gradients(self, states: Tensor) -> Tensor:
+        """See CachedLM.read_out_with_gradients."""
         logits = self.bridge.unembed(self.bridge.ln_final(states[None]))
         return self.bridge.adapter.apply_output_logits_transform(logits)[0]
 

@@ -262,9 +262,18 @@ class ThinkingLM:
         finally:
             self._listeners = [other for other in self._listeners if other is not listener]
 
+    @property
+    def unembedding(self) -> Tensor:
+        """See CachedLM.unembedding."""
+        return self.model.unembed.weight
+
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
         """See CachedLM.read_out."""
+        return self.model.read_out(states)
+
+    def read_out_with_gradients(self, states: Tensor) -> Tensor:
+        """See CachedLM.read_out_with_gradients."""
         return self.model.read_out(states)
 
     def fingerprint(self) -> dict[str, str | int | float]:

@@ -29,7 +29,9 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
     return table
 
 
-def hypotheses_table(columns: dict[str, Any], rows: pd.DataFrame, lens: str, token_texts: TokenTexts) -> pd.DataFrame:
+def hypotheses_table(
+    columns: dict[str, Any], rows: pd.DataFrame, lens: str, token_texts: TokenTexts, site: str = "S"
+) -> pd.DataFrame:
     """One row for every lens reading: layer x position x pass.
 
     The reading of a row at position p speaks of the token at p + 1. token_id, token, logprob_nats: the layer's first
@@ -45,7 +47,7 @@ def hypotheses_table(columns: dict[str, Any], rows: pd.DataFrame, lens: str, tok
             "row": columns["row"].numpy(),
             **{key: about[key].to_numpy() for key in ("request_id", "step", "phase", "role", "status", "position")},
             "layer": columns["layer"].numpy(),
-            "site": "S",
+            "site": site,
             "lens": lens,
             "token_id": top[:, 0],
             "token": texts_of(top[:, 0], token_texts),

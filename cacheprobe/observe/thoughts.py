@@ -70,7 +70,7 @@ def thoughts_table(
                 "rank": None if answer is None else _rank(logits, answer),
                 "committed_logprob_nats": None if answer is None else float(logprobs[answer]),
                 "true_state": true_state,
-                "agrees": _agrees(said, true_state, by_request[thought.request_id].example),
+                "agrees": says_state(said, true_state, by_request[thought.request_id].example),
                 "state_norm": float(thought.state.double().norm()),
             }
         )
@@ -124,7 +124,8 @@ def _rank(logits: Tensor, token_id: int) -> int:
     return int((values > values[token_id]).sum() + (values[:token_id] == values[token_id]).sum())
 
 
-def _agrees(said: str, true_state: str | None, example: Any) -> bool | None:
+def says_state(said: str, true_state: str | None, example: Any) -> bool | None:
+    """Whether a thought's words end in the task's state, or what the task says of it; None where either is missing."""
     if not said or true_state is None:
         return None
     question = example.question

@@ -1,7 +1,7 @@
 """The trace: one run's requests, states, hypotheses, events and ledger, in memory or read from disk."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -10,8 +10,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe import hypotheses as measures
+from cacheprobe.observe import measures as by_row
 from cacheprobe.observe import tables
 from cacheprobe.observe.store import StateStore
 from cacheprobe.observe.thoughts import as_hypotheses
@@ -126,6 +128,20 @@ class Trace:
         table = self.hypotheses()
         return table[table.site != "thought"].reset_index(drop=True) if self.thought_table is not None else table
 
+    def read(
+        self,
+        lens: Lens,
+        site: str = "S",
+        *,
+        layers: Iterable[int] | None = None,
+        rows: pd.DataFrame | None = None,
+        model: CachedLM | None = None,
+    ) -> pd.DataFrame:
+        """The kept states through any lens at S, T or C, as a hypotheses table; as in `observe.reading.read_states`."""
+        from cacheprobe.observe.reading import read_states
+
+        return read_states(self, lens, site, layers, rows, model)
+
     def agreement(self) -> pd.DataFrame:
         """Share of first choices that equal the committed token, by layer and status."""
         return measures.agreement_by_layer(self.readings())
@@ -133,6 +149,30 @@ class Trace:
     def settling(self) -> pd.DataFrame:
         """For every row: the layer at which its prediction settles, the flips on the way, and their path."""
         return measures.settling(self.readings())
+
+    def commitment(self, margin: float = 0.5) -> pd.DataFrame:
+        """For every row: the first layer that is sure by `margin`; as in `observe.measures.commitment`."""
+        return by_row.commitment(self.readings(), margin)
+
+    def saturation(self, top: int = 3) -> pd.DataFrame:
+        """For every row: when each of the last layer's choices settles; as in `observe.measures.saturation`."""
+        return by_row.saturation(self.readings(), top)
+
+    def draft_agreement(self, window: int) -> pd.DataFrame:
+        """What would have been accepted of each layer's drafts; as in `observe.measures.draft_agreement`."""
+        return by_row.draft_agreement(self.readings(), window)
+
+    def divergences(self, lens: Lens, **which: Any) -> pd.DataFrame:
+        """KL to the output and Jensen-Shannon between layers; as in `observe.distributions.divergences`."""
+        from cacheprobe.observe.distributions import divergences
+
+        return divergences(self, lens, **which)
+
+    def rejected(self, lens: Lens, model: CachedLM | None = None) -> pd.DataFrame:
+        """Rejected draft tokens by layer, beside what was committed; as in `observe.distributions.rejected_tokens`."""
+        from cacheprobe.observe.distributions import rejected_tokens
+
+        return rejected_tokens(self, lens, model)
 
     def rows(self, request_id: SupportsIndex, status: str | None = None) -> pd.DataFrame:
         """Every row of a request, or those of one status: committed, candidate or rolled_back."""
@@ -148,6 +188,12 @@ class Trace:
             name = self.fingerprint["model"]
             raise ValueError(f"{name} wrote no thoughts; only a Thinking States model does, after whole chunks")
         return self.thought_table.copy()
+
+    def thought_readings(self, layers: Iterable[int] | None = None, model: CachedLM | None = None) -> pd.DataFrame:
+        """What T would have thought at other layers; as in `observe.thought_readings.read_thoughts`."""
+        from cacheprobe.observe.thought_readings import read_thoughts
+
+        return read_thoughts(self, layers, model)
 
     # -- tensors
 

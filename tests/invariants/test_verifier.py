@@ -12,6 +12,7 @@ import cacheprobe as cp
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.engine import passes
 from cacheprobe.engine.passes import EngineError, Entry, PassRunner
+from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe.lens_reader import LENS_TILE
 from cacheprobe.observe.observers import Silent
@@ -270,7 +271,7 @@ def test_invariant_09_fixed_shape_also_for_the_readings() -> None:
     """Z is read in tiles of one height; a reading does not depend on what else is in its tile."""
     heights: list[int] = []
 
-    class Watching:
+    class Watching(LogitLens):
         name = "watching"
 
         def logits(self, model: CachedLM, states: Tensor, layers: Tensor) -> Tensor:

@@ -1,0 +1,84 @@
+"""The Jacobian lens: TransformerLens' own transport matrices, over our states."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cacheprobe.lenses.base import Lens, LensError, unembedding_sha256
+from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.by_layer import product_by_layer
+from cacheprobe.registry import register
+
+
+@register("lenses", "jacobian")
+@dataclass(frozen=True, eq=False)
+class JacobianLens:
+    """Where a layer's residual stream leads on average: J h, and then the model's final norm and unembedding.
+
+    J is the mean derivative of the last block's output by the layer's; the last layer has none and is the model's
+    output. Fitting, merging and loading published ones are TransformerLens'; `of` takes what it gives.
+    Source: transformer_lens.tools.analysis.JacobianLens, whose transport and readout these are.
+    Twin: its `readout`, close(1e-5) in float32.
+    """
+
+    matrices: Float[Tensor, "l m m"]
+    """J of every layer but the last, float32; multiplied from the left."""
+    unembedding: str
+    """SHA-256 of the unembedding that it was made for, as `lenses.base.unembedding_sha256` takes it."""
+    about: dict[str, Any] = field(default_factory=dict, repr=False)
+    """n_prompts, and TransformerLens' metadata."""
+    name: ClassVar[str] = "jacobian"
+    sites: ClassVar[tuple[str, ...]] = ("S",)
+
+    @classmethod
+    def fresh(cls, model: CachedLM) -> "Lens":
+        """See Lens.fresh: identities, which make it the logit lens. Raises: LensError for a model of one layer."""
+        if model.n_layers < 2:
+            raise LensError(f"{model.name} has one layer, which is its output: there is nothing to transport")
+        eye = torch.eye(model.d_model, device=model.device)
+        return cls(eye.repeat(model.n_layers - 1, 1, 1), unembedding_sha256(model))
+
+    @classmethod
+    def of(cls, theirs: Any, model: Any) -> "JacobianLens":
+        """TransformerLens' fitted or loaded JacobianLens for the bridge of this model.
+
+        Raises: LensError for one without a matrix for every layer but the last, or of another model by its own check.
+        """
+        if not hasattr(theirs, "jacobians"):
+            raise LensError(f"expected a JacobianLens of transformer_lens.tools.analysis, got {theirs!r:.60}")
+        if not hasattr(model, "bridge"):
+            raise LensError(f"a Jacobian lens is for a TransformerBridge; {model!r:.60} has none")
+        try:
+            theirs.validate_model(model.bridge)
+        except (TypeError, ValueError) as error:
+            raise LensError(f"TransformerLens refuses this lens for {model.name}: {error}") from error
+        if missing := [layer for layer in range(model.n_layers - 1) if layer not in theirs.jacobians]:
+            raise LensError(f"the lens has no matrix for layer {missing[0]}; fit all of 0 to {model.n_layers - 2}")
+        matrices = torch.stack([theirs.jacobians[layer] for layer in range(model.n_layers - 1)])
+        about = {"n_prompts": theirs.n_prompts, "metadata": dict(theirs.metadata)}
+        return cls(matrices.to(model.device, torch.float32), unembedding_sha256(model), about)
+
+    def check(self, model: CachedLM) -> None:
+        """See Lens.check: the shapes, and the unembedding's hash."""
+        layers, width = self.matrices.shape[:2]
+        if (layers + 1, width) != (model.n_layers, model.d_model):
+            raise LensError(
+                f"this Jacobian lens is for {layers + 1} layers of width {width}, {model.name} has {model.n_layers} of "
+                f"{model.d_model}; fit one for it"
+            )
+        if (here := unembedding_sha256(model)) != self.unembedding:
+            raise LensError(
+                f"this Jacobian lens was made for the unembedding {self.unembedding[:12]}, {model.name} has "
+                f"{here[:12]}; fit one for it"
+            )
+
+    def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
+        """Logits [n, v] of states [n, m] that stood after blocks `layers` [n]."""
+        last = len(self.matrices)
+        exact = states.float()
+        zeros = torch.zeros(last, states.shape[1], device=states.device)
+        moved = product_by_layer(exact, layers.clamp(max=last - 1), self.matrices.transpose(1, 2), zeros)
+        return model.read_out(torch.where((layers == last)[:, None], exact, moved).to(states.dtype))

@@ -1,0 +1,96 @@
+"""The tuned lens: an affine translator for every layer, and then the model's own unembedding."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cacheprobe.lenses.base import Lens, LensError, unembedding_sha256
+from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.by_layer import product_by_layer
+from cacheprobe.registry import register
+
+
+@register("lenses", "tuned")
+@dataclass(frozen=True, eq=False)
+class TunedLens:
+    """What a layer's residual stream says after a learned affine change of basis.
+
+    A layer's h becomes h + h W + b before the final norm; the last layer has no translator and is the model's output.
+    Zero translators make it the logit lens. The sum is taken in float32 and rounded to the model's dtype.
+    Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, in the residual form of its tuned-lens package.
+    Twin: tests.lenses_slowly.tuned_logits_slowly, close(1e-5) in float32.
+    """
+
+    weights: Float[Tensor, "l m m"]
+    """W of every layer but the last, float32; multiplied from the right."""
+    biases: Float[Tensor, "l m"]
+    unembedding: str
+    """SHA-256 of the unembedding that it was made for, as `lenses.base.unembedding_sha256` takes it."""
+    about: dict[str, Any] = field(default_factory=dict, repr=False)
+    """How it was made."""
+    name: ClassVar[str] = "tuned"
+    sites: ClassVar[tuple[str, ...]] = ("S",)
+
+    def __post_init__(self) -> None:
+        layers, width = len(self.weights), self.weights.shape[-1]
+        shapes = (tuple(self.weights.shape), tuple(self.biases.shape))
+        if not layers or shapes != ((layers, width, width), (layers, width)):
+            raise LensError(f"a tuned lens has weights [l, m, m] and biases [l, m] for l >= 1, got {shapes}")
+
+    def __repr__(self) -> str:
+        layers, width = self.biases.shape
+        return f"TunedLens({layers} translators, d_model {width}, unembedding {self.unembedding[:12]})"
+
+    @classmethod
+    def fresh(cls, model: CachedLM) -> "Lens":
+        """See Lens.fresh: identity translators. Raises: LensError for a model of one layer."""
+        layers, width = model.n_layers - 1, model.d_model
+        if not layers:
+            raise LensError(f"{model.name} has one layer, which is its output: there is nothing to translate")
+        weights, biases = torch.zeros(layers, width, width), torch.zeros(layers, width)
+        return cls(weights.to(model.device), biases.to(model.device), unembedding_sha256(model))
+
+    @classmethod
+    def load(cls, directory: "str | Path", model: CachedLM) -> "TunedLens":
+        """A lens of `cacheprobe train tuned-lens`, or an artefact of the tuned-lens package; see `lenses.tuned_files`.
+
+        Raises: LensError for a directory that holds neither, or a lens of another model.
+        """
+        from cacheprobe.lenses.tuned_files import load_tuned_lens
+
+        return load_tuned_lens(Path(directory), model)
+
+    def save(self, directory: "str | Path") -> Path:
+        """Write translators.safetensors and config.json into the directory."""
+        from cacheprobe.lenses.tuned_files import save_tuned_lens
+
+        return save_tuned_lens(self, Path(directory))
+
+    def check(self, model: CachedLM) -> None:
+        """See Lens.check: the shapes, and the unembedding's hash."""
+        layers, width = self.biases.shape
+        if (layers + 1, width) != (model.n_layers, model.d_model):
+            raise LensError(
+                f"this tuned lens is for {layers + 1} layers of width {width}, {model.name} has {model.n_layers} of "
+                f"{model.d_model}; train one with cacheprobe train tuned-lens"
+            )
+        if (here := unembedding_sha256(model)) != self.unembedding:
+            raise LensError(
+                f"this tuned lens was made for the unembedding {self.unembedding[:12]}, {model.name} has {here[:12]}; "
+                "train one with cacheprobe train tuned-lens"
+            )
+
+    def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
+        """Logits [n, v] of states [n, m] that stood after blocks `layers` [n]."""
+        return model.read_out(self.translated(states, layers))
+
+    def translated(self, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n m"]:
+        """The states as the last layer would hold them, in their own dtype."""
+        last = len(self.weights)
+        exact = states.float()
+        moved = product_by_layer(exact, layers.clamp(max=last - 1), self.weights, self.biases)
+        return (exact + moved.masked_fill((layers == last)[:, None], 0.0)).to(states.dtype)

@@ -1,0 +1,124 @@
+"""Tuned lenses on disk: our own safetensors, and the artefacts of the tuned-lens package."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from cacheprobe.lenses.base import LensError, unembedding_sha256
+from cacheprobe.lenses.tuned import TunedLens
+from cacheprobe.models.base import CachedLM
+
+CONFIG, TRANSLATORS, PACKAGE_TRANSLATORS = "config.json", "translators.safetensors", "params.pt"
+_KIND, _VERSION = "cacheprobe tuned lens", 1
+
+
+def save_tuned_lens(lens: TunedLens, directory: Path) -> Path:
+    """Write the translators and their config, each file whole or as it was before; returns the directory."""
+    layers, width = lens.biases.shape
+    config = {
+        "kind": _KIND,
+        "version": _VERSION,
+        "n_layers": layers + 1,
+        "d_model": width,
+        "unembedding_sha256": lens.unembedding,
+        "about": lens.about,
+    }
+    tensors = {name: getattr(lens, name).detach().cpu().contiguous() for name in ("weights", "biases")}
+    directory.mkdir(parents=True, exist_ok=True)
+    _replace(directory / TRANSLATORS, lambda path: save_file(tensors, path))
+    _replace(directory / CONFIG, lambda path: path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8"))
+    return directory
+
+
+def load_tuned_lens(directory: Path, model: CachedLM) -> TunedLens:
+    """The lens in a directory, ours or the package's, on the model's device.
+
+    Raises: LensError for a directory that holds neither, a broken file, or a lens of another model.
+    """
+    try:
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        is_ours = config.get("kind") == _KIND
+    except (OSError, ValueError, AttributeError) as error:
+        raise LensError(
+            f"{directory} holds no tuned lens ({error!s:.120}); write one with cacheprobe train tuned-lens --out DIR"
+        ) from error
+    lens = _ours(directory, config, model) if is_ours else read_package_artefact(directory, config, model)
+    lens.check(model)
+    return lens
+
+
+def read_package_artefact(directory: Path, config: dict[str, Any], model: CachedLM) -> TunedLens:
+    """An artefact of tuned-lens 0.2.0: config.json, and a state dict of one Linear for each hidden state.
+
+    Its translator i reads what enters block i, so ours of layer i is its i + 1; the first, which reads the
+    embedding, has no layer here and is left out. The state dict is loaded as weights alone, never as code.
+    Source: github.com/AlignmentResearch/tuned-lens 0.2.0, nn/lenses.py.
+    Raises: LensError for another type or shape of lens, or an unembedding with another hash.
+    """
+    if (kind := config.get("lens_type")) != "linear_tuned_lens":
+        raise LensError(f"{directory}: lens_type is {kind!r}; only linear_tuned_lens can be read")
+    given = (config.get("num_hidden_layers"), config.get("d_model"))
+    if given != (model.n_layers, model.d_model):
+        raise LensError(
+            f"{directory}: it is for (layers, width) {given}, {model.name} has {model.n_layers, model.d_model}"
+        )
+    here = package_unembedding_hash(model)
+    if config.get("unembed_hash") != here:
+        raise LensError(
+            f"{directory}: it was made for the unembedding {config.get('unembed_hash')}, by the package's hash "
+            f"{model.name} has {here}; take the model {config.get('base_model_name_or_path')} that it names"
+        )
+    path = directory / PACKAGE_TRANSLATORS
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many kinds, some from modules that are not imported here
+        raise LensError(f"{path} holds no weights ({error!s:.120})") from error
+    layers, width = range(1, model.n_layers), model.d_model
+    wanted = {f"{layer}.weight": (width, width) for layer in layers} | {f"{layer}.bias": (width,) for layer in layers}
+    found = {name: tuple(tensor.shape) for name, tensor in held.items() if name in wanted}
+    if found != wanted:
+        name = next(name for name in wanted if found.get(name) != wanted[name])
+        raise LensError(f"{path}: {name} should be of shape {wanted[name]}, it is {found.get(name, 'missing')}")
+    weights = torch.stack([held[f"{layer}.weight"].float().T for layer in layers]).to(model.device)
+    biases = torch.stack([held[f"{layer}.bias"].float() for layer in layers]).to(model.device)
+    about = {"made_by": "the tuned-lens package", "config": config}
+    return TunedLens(weights, biases, unembedding_sha256(model), about)
+
+
+def package_unembedding_hash(model: CachedLM) -> str:
+    """The tuned-lens package's own hash of an unembedding: of the corners of the matrix, printed to one digit.
+
+    Source: tuned-lens 0.2.0, utils.tensor_hash.
+    """
+    weight = model.unembedding.detach().to("cpu", torch.float32).numpy()
+    with np.printoptions(threshold=1000, edgeitems=3, linewidth=75, suppress=False):
+        return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()
+
+
+def _ours(directory: Path, config: dict[str, Any], model: CachedLM) -> TunedLens:
+    if config.get("version") != _VERSION:
+        raise LensError(f"{directory}: tuned lens of version {config.get('version')}, this release reads {_VERSION}")
+    try:
+        held = load_file(directory / TRANSLATORS)
+        weights, biases = held["weights"].to(model.device), held["biases"].to(model.device)
+        return TunedLens(weights, biases, config["unembedding_sha256"], config["about"])
+    except (OSError, SafetensorError, KeyError) as error:
+        raise LensError(f"{directory} is no whole tuned lens ({error!s:.120}); train it again") from error
+
+
+def _replace(path: Path, write: Any) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,79 @@
+"""Any lens over the states that a trace keeps: at S, T or C, of whichever rows, the rolled-back ones included."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+
+from cacheprobe.lenses.base import Lens, require_readable
+from cacheprobe.models.base import CachedLM
+from cacheprobe.observe.lens_reader import LensReader, Queued
+from cacheprobe.observe.tables import hypotheses_table
+
+if TYPE_CHECKING:
+    from cacheprobe.observe.trace import Trace
+
+
+def read_states(
+    trace: "Trace",
+    lens: Lens,
+    site: str = "S",
+    layers: Iterable[int] | None = None,
+    rows: pd.DataFrame | None = None,
+    model: CachedLM | None = None,
+    targets: Mapping[int, int] | None = None,
+) -> pd.DataFrame:
+    """A hypotheses table of the kept states, as in `observe.tables.hypotheses_table`, read by this lens at this site.
+
+    layers: those kept, by default.  rows: from `trace.rows(...)`; by default every row that predicts a generated token.
+    targets: by row, the token to rank instead of the committed one.
+    Layers that did not run for a row (an early exit) have no line. All layers of a row stand in one product.
+    Raises: LensError for a lens that cannot read it, ValueError where the states or the model are missing.
+    Twin: `trace.hypotheses()` of the same run for the same lens at S, bitwise, where states were kept unrounded.
+    """
+    model = require_model(trace, model)
+    chosen = tuple(trace.store.layers if layers is None else layers)
+    require_readable(lens, model, site, chosen)
+    table = predicting_rows(trace) if rows is None else rows
+    for layer in chosen or (0,):
+        trace.vectors(site, layer, table[table.num_layers > layer])  # says what was not kept
+    if not chosen or table.empty:
+        raise ValueError("there is nothing to read: no layer, or no row, was asked for")
+    reader = LensReader(model, lens, trace.meta["capture"]["top_k"])
+    kept = {layer: trace.store.all_of(site, layer) for layer in chosen}
+    following = _committed_after(trace, table)
+    for row in table.itertuples():
+        ran = [layer for layer in chosen if layer < row.num_layers]
+        if ran:
+            states = torch.stack([kept[layer][row.state_index] for layer in ran])
+            target = following[row.row] if targets is None else targets[row.row]
+            reader.queue_resolved(Queued(row.row, row.position, states, torch.tensor(ran), target))
+    return hypotheses_table(reader.finish(), trace.row_table, lens.name, model.token_texts, site)
+
+
+def predicting_rows(trace: "Trace") -> pd.DataFrame:
+    """Rows from each prompt's last token on, whose states were kept."""
+    first = {request.request_id: request.num_prompt_tokens - 1 for request in trace.requests}
+    table = trace.row_table
+    return table[(table.position >= table.request_id.map(first)) & (table.state_index >= 0)]
+
+
+def _committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
+    """By row: the token that its position + 1 holds in the end, -1 where the text ends before."""
+    texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
+    places = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
+    return {row: texts[request][min(place, len(texts[request]) - 1)] for row, request, place in places}
+
+
+def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:
+    """The trace's model, or the one given if its weights are those of the run. Raises: ValueError."""
+    model = model or trace.model
+    if model is None:
+        raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
+    here, then = model.fingerprint()["weights_sha256"], trace.fingerprint["weights_sha256"]
+    if here != then:
+        raise ValueError(
+            f"the trace is of weights {then}, {model.name} has {here}; load {trace.fingerprint['model']} as it was run"
+        )
+    return model

@@ -1,0 +1,124 @@
+"""Slow twins of the measures: plain Python over lists of readings."""
+
+import math
+from collections import defaultdict
+
+import pandas as pd
+
+import cacheprobe as cp
+
+
+def _rows(table: pd.DataFrame) -> dict[int, list[dict]]:
+    """Each row's readings, lowest layer first."""
+    rows = defaultdict(list)
+    for reading in table.to_dict("records"):
+        rows[reading["row"]].append(reading)
+    return {row: sorted(readings, key=lambda r: r["layer"]) for row, readings in rows.items()}
+
+
+def by_layer_slowly(table: pd.DataFrame) -> dict[tuple[int, str], tuple]:
+    out = {}
+    for key in {(r["layer"], r["status"]) for r in table.to_dict("records")}:
+        mine = [r for r in table.to_dict("records") if (r["layer"], r["status"]) == key]
+        known = [r for r in mine if not pd.isna(r["rank"])]
+        ranks = sorted(int(r["rank"]) for r in known)
+        middle = len(ranks) // 2
+        median = ranks[middle] if len(ranks) % 2 else (ranks[middle - 1] + ranks[middle]) / 2
+        logprob = sum(r["committed_logprob_nats"] for r in known) / len(known)
+        agrees = sum(bool(r["agrees"]) for r in known) / len(known)
+        out[key] = (len(mine), median, logprob, agrees, sum(r["entropy_nats"] for r in mine) / len(mine))
+    return out
+
+
+def commitment_slowly(table: pd.DataFrame, margin: float) -> dict[int, tuple]:
+    """Row -> layer, token id, stays, agrees."""
+    out = {}
+    for row, readings in _rows(table).items():
+        out[row] = (None, None, None, None)
+        for r in readings:
+            first, second = (math.exp(float(x)) for x in r["top_logprob_nats"][:2])
+            if first - second >= margin:
+                wanted = r["committed_token_id"]
+                agrees = None if pd.isna(wanted) else r["token_id"] == wanted
+                out[row] = (r["layer"], r["token_id"], r["token_id"] == readings[-1]["token_id"], agrees)
+                break
+    return out
+
+
+def saturation_slowly(table: pd.DataFrame, top: int) -> dict[int, tuple]:
+    out = {}
+    for row, readings in _rows(table).items():
+        layers = []
+        for k in range(top):
+            final = readings[-1]["top_token_ids"][k]
+            since = len(readings) - 1
+            while since > 0 and readings[since - 1]["top_token_ids"][k] == final:
+                since -= 1
+            layers.append(readings[since]["layer"])
+        out[row] = (*layers, layers == sorted(layers))
+    return out
+
+
+def draft_agreement_slowly(table: pd.DataFrame, window: int) -> dict[int, tuple[int, int, int]]:
+    """Layer -> passes, drafted, accepted: the committed text is walked token by token."""
+    out = {}
+    for layer in sorted(set(table.layer)):
+        passes = drafted = accepted = 0
+        for request in sorted(set(table.request_id)):
+            said = {
+                r["position"] + 1: (r["token_id"], int(r["committed_token_id"]))
+                for r in table.to_dict("records")
+                if r["layer"] == layer and r["request_id"] == request and r["status"] == "committed"
+                if not pd.isna(r["committed_token_id"])
+            }
+            newest, end = min(said), max(said)  # the first generated token is there before anything is drafted
+            while newest < end:
+                passes += 1
+                rejected = False
+                taken = 0
+                for position in range(newest + 1, min(newest + window - 1, end - 1) + 1):
+                    drafted += 1
+                    rejected = rejected or said[position][0] != said[position][1]
+                    taken += not rejected
+                accepted += taken
+                newest += taken + 1
+        out[layer] = (passes, drafted, accepted)
+    return out
+
+
+def divergences_slowly(logits: list[list[float]]) -> list[tuple[float, float, float | None]]:
+    """Of one row's logits by layer, lowest first: entropy, KL(last || layer), Jensen-Shannon to the next."""
+    probs = []
+    for values in logits:
+        weights = [math.exp(x - max(values)) for x in values]
+        probs.append([w / math.fsum(weights) for w in weights])
+
+    def kl(p: list[float], q: list[float]) -> float:
+        return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+    out = []
+    for i, p in enumerate(probs):
+        js = None
+        if i + 1 < len(probs):
+            middle = [(a + b) / 2 for a, b in zip(p, probs[i + 1], strict=True)]
+            js = (kl(p, middle) + kl(probs[i + 1], middle)) / 2
+        out.append((-math.fsum(a * math.log(a) for a in p if a > 0), kl(probs[-1], p), js))
+    return out
+
+
+def rejected_tokens_slowly(trace: cp.Trace) -> dict[tuple[int, int, int], tuple[int, int, float]]:
+    """(request, step, layer) -> rejected token, its rank, its log-probability, through the model's own readout."""
+    out = {}
+    for event in trace.events().to_dict("records"):
+        if event["phase"] != "verify" or not event["num_rolled_back"]:
+            continue
+        accepted = int(event["num_accepted"])
+        token, at = event["draft_token_ids"][accepted], int(event["draft_start"]) + accepted - 1
+        rows = trace.rows(event["request_id"]).to_dict("records")
+        row = next(r for r in rows if r["step"] == event["step"] and r["position"] == at)
+        for layer in range(row["num_layers"]):
+            logits = trace.model.read_out(trace.vectors("S", layer, [row["row"]]))[0].double().tolist()
+            total = math.log(math.fsum(math.exp(x) for x in logits))
+            order = sorted(range(len(logits)), key=lambda i, logits=logits: (-logits[i], i))
+            out[event["request_id"], event["step"], layer] = (token, order.index(token), logits[token] - total)
+    return out
