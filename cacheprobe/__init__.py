@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cacheprobe import drafters, lenses, tasks, views
+    from cacheprobe import drafters, interventions, lenses, tasks, views
     from cacheprobe.api import load_model, load_trace, reference, run, stream, verify
     from cacheprobe.config import CaptureConfig
     from cacheprobe.observe.trace import Trace
@@ -27,12 +27,12 @@ _HOMES = {
     "Request": "cacheprobe.records",
     "SamplingParams": "cacheprobe.records",
 }
-_MODULES = ("tasks", "drafters", "lenses", "views")
+_MODULES = ("tasks", "drafters", "interventions", "lenses", "views")
 
 __all__ = [  # noqa: RUF022
     "load_model", "run", "stream", "reference", "verify", "load_trace",
     "Request", "SamplingParams", "CaptureConfig", "Trace",
-    "tasks", "drafters", "lenses", "views",
+    "tasks", "drafters", "interventions", "lenses", "views",
 ]  # fmt: skip
 
 

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from cacheprobe.arguments import Setup, drain
+from cacheprobe.arguments import Setup, as_interventions, drain
 from cacheprobe.config import CaptureConfig, EngineConfig
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.reference import run_reference
+from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
@@ -45,6 +46,7 @@ def run(
     draft_length: "int | str | None" = None,
     acceptance: str = "equality",
     path: str = "auto",
+    interventions: "Intervention | Iterable[Intervention]" = (),
     progress: bool = True,
 ) -> Trace:
     """Generate, and record what every layer held for every token, rolled-back drafts included.
@@ -66,6 +68,8 @@ def run(
     draft_length: candidates before each verification: None for all that the window takes, a number, or "adaptive".
     acceptance: "equality", or "rejection" for classic speculative sampling of requests that are not deterministic.
     path: "twin" (fused attention, plain hooks), "bridge" (TransformerLens), or "auto": the twin unless something edits.
+    interventions: changes of states by request, layer, site and absolute position; see `cacheprobe.interventions`.
+        They last as long as the run, act on either path, and leave the other requests' bits alone.
     progress: show a bar on a terminal, and print how the model did where the prompts come from a task.
     A request whose pass fails ends with an error, with a warning, and the others go on.
     Raises: ValueError for settings that cannot be met, before anything is computed; EngineError where all failed.
@@ -74,7 +78,8 @@ def run(
     config = EngineConfig(
         window, group, capacity, prefill_chunk, prefill_group, max_batch, kv_rows, draft_length, acceptance
     )
-    setup = Setup(model, prompts, config, deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path)
+    asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
+    setup = Setup(model, prompts, config, *asked)
     states = setup.states(drafter)
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
     return _record(setup, setup.start(drafter), states, meta, progress)
@@ -118,6 +123,7 @@ def reference(
     draft_length: "int | str | None" = None,
     acceptance: str = "equality",
     path: str = "auto",
+    interventions: "Intervention | Iterable[Intervention]" = (),
     progress: bool = True,
 ) -> Trace:
     """The slow oracle for `run` with the same arguments: each request alone, one verify pass a token, no drafter.
@@ -127,27 +133,36 @@ def reference(
     readings of a deterministic request of `run` equal the oracle's bit for bit (D2).
     """
     config = EngineConfig(window, group, capacity, prefill_chunk, prefill_group, acceptance=acceptance)
-    setup = Setup(model, prompts, config, deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path)
+    asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
+    setup = Setup(model, prompts, config, *asked)
     states = setup.states(drafter, is_all_verified=True)
     return _record(
         setup,
-        lambda states, observer: run_reference(setup.model, states, config, observer),
+        lambda states, observer: run_reference(setup.model, states, config, observer, setup.editor),
         states,
         {"kind": "reference", "drafter": None},
         progress,
     )
 
 
-def verify(trace: Trace, model: CachedLM | None = None, *, progress: bool = True) -> Replay:
+def verify(
+    trace: Trace,
+    model: CachedLM | None = None,
+    *,
+    interventions: "Intervention | Iterable[Intervention] | None" = None,
+    progress: bool = True,
+) -> Replay:
     """Replay a run's verified requests against the oracle: tokens, and the states of deterministic requests, bitwise.
 
     model: needed for a trace that was loaded from disk.
+    interventions: those of the run, for a trace that was loaded from disk; else the trace has them.
     Raises: FingerprintMismatch where this machine or model has another schedule; ValueError where nothing was verified.
     """
     model = model or trace.model
     if model is None:
         raise ValueError("this trace was loaded without its model; use cp.verify(trace, model)")
-    return replay(trace, model, reference, progress)
+    given = trace.interventions if interventions is None else as_interventions(interventions)
+    return replay(trace, model, reference, progress, given)
 
 
 def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progress: bool) -> Trace:
@@ -156,6 +171,9 @@ def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progres
         trace = drain(setup.recorded(start, states, bar, **meta))
     for request_id, error in trace.meta["errors"].items():
         warnings.warn(f"request {request_id} ended with an error: {error}", RuntimeWarning, stacklevel=3)
+    if setup.editor is not None and meta["kind"] == "run":  # the oracle runs no drafts that could be changed
+        for one in setup.editor.unused():
+            warnings.warn(f"{one} never acted: no pass computed its positions", RuntimeWarning, stacklevel=3)
     if progress and trace.meta["behaviour"]:
         print(behaviour_line(trace.meta["behaviour"]))
     return trace

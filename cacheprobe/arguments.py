@@ -1,6 +1,7 @@
 """A run's arguments, resolved and checked before anything is computed, and the run that they describe."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.consistency import require_consistent
 from cacheprobe.engine.fingerprint import schedule_fingerprint
 from cacheprobe.engine.loop import rounds
+from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.editor import Editor
 from cacheprobe.lenses.base import Lens
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
@@ -46,6 +49,7 @@ class Setup:
         max_new_tokens: int | None = None,
         seed: int = 0,
         path: str = "auto",
+        interventions: "Intervention | Iterable[Intervention]" = (),
     ) -> None:
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
@@ -61,6 +65,8 @@ class Setup:
             raise ValueError(f"sampling must be a cp.SamplingParams, got a {type(sampling).__name__}")
         run_sampling = SamplingParams(max_new_tokens=max_new_tokens).over(sampling or SamplingParams())
         self.fallback = run_sampling.over(DEFAULT_SAMPLING).over(SamplingParams(stop_token_ids=model.stop_token_ids))
+        self.interventions = as_interventions(interventions)
+        self.editor: Editor | None = None
         listed = _as_list(prompts)
         chosen = pick_deterministic(deterministic, len(listed))
         self.requests: tuple[Request, ...] = ()
@@ -157,6 +163,8 @@ class Setup:
             )
             for request in self.requests
         ]
+        if self.interventions:
+            self.editor = Editor(self.interventions, self.model, states)
         if any(state.is_verified for state in states):
             require_consistent(self.model, self.config)
         return states
@@ -166,7 +174,7 @@ class Setup:
         if drafter is not None:
             _check_drafter(drafter)
             drafter.check(self.model)
-        return lambda states, observer: rounds(self.model, states, self.config, observer, drafter)
+        return lambda states, observer: rounds(self.model, states, self.config, observer, drafter, self.editor)
 
     def recorded(
         self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any
@@ -176,12 +184,19 @@ class Setup:
         prompts = {r.request_id: r.prompt_token_ids for r in requests}
         answers = {r.request_id: ids for r in requests if (ids := _answer_token_ids(r, model))}
         recorder = Recorder(model, self.capture, self.layers, self.lens, prompts, answers)
-        with model.capturing(recorder.wanted(), recorder.on_state):
+        with ExitStack() as stack:
+            if self.editor is not None:  # first, so that what is recorded is what the model went on with
+                stack.enter_context(model.editing(self.editor.sites, self.editor.edit))
+            stack.enter_context(model.capturing(recorder.wanted(), recorder.on_state))
             yield from start(states, Tee(recorder, *observers))
-        fingerprint = schedule_fingerprint(model, self.config, LENS_TILE)
+        fingerprint = schedule_fingerprint(model, self.config, LENS_TILE, self.interventions)
         errors = {str(state.request_id): state.error for state in states if state.error}
         meta = {**meta, "path_reason": self.path_reason, "errors": errors}
-        return assemble(recorder, requests, fingerprint, self.config, self.capture, meta)
+        if self.editor is not None:
+            meta["interventions"] = self.editor.record()
+        trace = assemble(recorder, requests, fingerprint, self.config, self.capture, meta)
+        trace.interventions = self.interventions
+        return trace
 
 
 def drain(generator: Iterator[int]) -> Trace:
@@ -215,6 +230,16 @@ def _as_list(prompts: Any) -> list[Any]:
     if not listed:
         raise ValueError("there are no prompts; give at least one")
     return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
+
+
+def as_interventions(given: Any) -> tuple[Intervention, ...]:
+    """One or many; the pairs that `swap` makes may stand among them as they are."""
+    listed = [given] if isinstance(given, Intervention) else list(given)
+    flat = [one for item in listed for one in (item if isinstance(item, tuple) else (item,))]
+    for one in flat:
+        if not isinstance(one, Intervention):
+            raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
+    return tuple(flat)
 
 
 def _check_drafter(drafter: Any) -> None:

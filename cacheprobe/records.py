@@ -3,7 +3,7 @@
 Knows nothing about models, tensors or files. `Observer` is the one way out of the engine.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import index
 from typing import Any, Protocol, runtime_checkable
@@ -227,6 +227,8 @@ class ForwardRecord:
     """[b, t, v], or None where the pass stopped at an early layer or kept no logits."""
     num_layers: int | None = None
     """Layers that ran; None for all."""
+    rewritten: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """Layer -> numbers of `rows` where an intervention put another residual stream in the place of the block's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,10 @@
 """The schedule fingerprint: all that the bits of a deterministic request depend on, besides its prompt and settings."""
 
+from collections.abc import Sequence
+
 from cacheprobe.config import EngineConfig
+from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.editor import changes_fingerprint
 from cacheprobe.models.base import CachedLM
 
 Fingerprint = dict[str, str | int | float]
@@ -10,8 +14,11 @@ class FingerprintMismatch(ValueError):
     """Two runs under different schedules cannot be compared bit for bit."""
 
 
-def schedule_fingerprint(model: CachedLM, config: EngineConfig, lens_tile: int) -> Fingerprint:
-    """Model, platform and fixed shapes. `max_batch`, the drafter and the traffic are not in it: they may not matter."""
+def schedule_fingerprint(
+    model: CachedLM, config: EngineConfig, lens_tile: int, interventions: Sequence[Intervention] = ()
+) -> Fingerprint:
+    """Model, platform, fixed shapes and, by request, what is changed inside the model. `max_batch`, the drafter and
+    the traffic are not in it: they may not matter."""
     shapes = {
         "window": config.window,
         "group": config.group,
@@ -19,7 +26,8 @@ def schedule_fingerprint(model: CachedLM, config: EngineConfig, lens_tile: int) 
         "prefill_chunk": config.prefill_chunk,
         "lens_tile": lens_tile,
     }
-    return {**model.fingerprint(), **shapes}
+    facts = model.fingerprint()
+    return {**facts, **shapes, **changes_fingerprint(interventions, facts)}
 
 
 def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:

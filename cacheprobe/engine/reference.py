@@ -9,12 +9,17 @@ from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.config import EngineConfig
 from cacheprobe.engine.passes import EngineError, PassRunner
 from cacheprobe.engine.step import Stepper
+from cacheprobe.interventions.editor import Editor
 from cacheprobe.models.base import CachedLM
 from cacheprobe.records import Observer
 
 
 def run_reference(
-    model: CachedLM, states: Sequence[SequenceState], config: EngineConfig, observer: Observer
+    model: CachedLM,
+    states: Sequence[SequenceState],
+    config: EngineConfig,
+    observer: Observer,
+    editor: Editor | None = None,
 ) -> Iterator[int]:
     """Run each request by itself on a fresh cache: prefill in fixed chunks, then verify passes with empty drafts.
 
@@ -26,7 +31,7 @@ def run_reference(
     for state in states:
         cache = model.new_cache(1 + max(config.group, config.prefill_group), config.capacity)
         state.row = cache.allocate()
-        passes = PassRunner(model, cache, observer)
+        passes = PassRunner(model, cache, observer, editor)
         passes.step = first_step
         stepper = Stepper(passes, config)
         stepper.admit([state], [state])
