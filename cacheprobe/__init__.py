@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cacheprobe import drafters, interventions, lenses, tasks, views
-    from cacheprobe.api import load_model, load_trace, reference, run, stream, verify
+    from cacheprobe.api import cache_rows, load_model, load_trace, reference, run, stream, verify
+    from cacheprobe.cache.surgery import diff_rows
     from cacheprobe.config import CaptureConfig
     from cacheprobe.observe.trace import Trace
     from cacheprobe.records import Request, SamplingParams
@@ -22,6 +23,8 @@ _HOMES = {
     "stream": "cacheprobe.api",
     "reference": "cacheprobe.api",
     "verify": "cacheprobe.api",
+    "cache_rows": "cacheprobe.api",
+    "diff_rows": "cacheprobe.cache.surgery",
     "CaptureConfig": "cacheprobe.config",
     "Trace": "cacheprobe.observe.trace",
     "Request": "cacheprobe.records",
@@ -30,7 +33,7 @@ _HOMES = {
 _MODULES = ("tasks", "drafters", "interventions", "lenses", "views")
 
 __all__ = [  # noqa: RUF022
-    "load_model", "run", "stream", "reference", "verify", "load_trace",
+    "load_model", "run", "stream", "reference", "verify", "load_trace", "cache_rows", "diff_rows",
     "Request", "SamplingParams", "CaptureConfig", "Trace",
     "tasks", "drafters", "interventions", "lenses", "views",
 ]  # fmt: skip

@@ -2,18 +2,20 @@
 
 import warnings
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
 from cacheprobe.arguments import Setup, as_interventions, drain
+from cacheprobe.cache.surgery import CacheRows
 from cacheprobe.config import CaptureConfig, EngineConfig
 from cacheprobe.drafters.base import Drafter
-from cacheprobe.engine.reference import run_reference
+from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
-from cacheprobe.observe.observers import ProgressBar
+from cacheprobe.observe.observers import ProgressBar, Silent
 from cacheprobe.observe.replay import Replay, replay
 from cacheprobe.observe.storage import load_trace
 from cacheprobe.observe.stream import Stream
@@ -21,7 +23,7 @@ from cacheprobe.observe.summary import behaviour_line
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import SamplingParams
 
-__all__ = ["load_model", "load_trace", "reference", "run", "stream", "verify"]
+__all__ = ["cache_rows", "load_model", "load_trace", "reference", "run", "stream", "verify"]
 
 
 def run(
@@ -145,6 +147,32 @@ def reference(
     )
 
 
+def cache_rows(
+    model: CachedLM,
+    prompt: Any,
+    *,
+    capacity: int = 512,
+    prefill_chunk: int = 32,
+    path: str = "auto",
+    interventions: "Intervention | Iterable[Intervention]" = (),
+) -> CacheRows:
+    """Keys and values of a prompt, but for its last token's, as a deterministic request's prefill writes them.
+
+    Change them with `edited`, `spliced` and `masked`, and go on: `cp.run(model, cp.Request(prompt, cached=rows))`. To
+    look at a text that was generated, give it as the prompt.
+    Raises: ValueError for a prompt of one token, and for a model that remembers more than keys and values.
+    """
+    config = EngineConfig(capacity=capacity, prefill_chunk=prefill_chunk)
+    setup = Setup(model, [prompt], config, True, None, max_new_tokens=1, path=path, interventions=interventions)
+    (state,) = setup.states(None)
+    if state.request.num_prompt_tokens < 2:
+        raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
+    with ExitStack() as stack:
+        if setup.editor is not None:
+            stack.enter_context(setup.model.editing(setup.editor.sites, setup.editor.edit))
+        return read_rows(setup.model, state, config, Silent(), setup.editor)
+
+
 def verify(
     trace: Trace,
     model: CachedLM | None = None,
@@ -172,7 +200,7 @@ def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progres
     for request_id, error in trace.meta["errors"].items():
         warnings.warn(f"request {request_id} ended with an error: {error}", RuntimeWarning, stacklevel=3)
     if setup.editor is not None and meta["kind"] == "run":  # the oracle runs no drafts that could be changed
-        for one in setup.editor.unused():
+        for one in [one for one in setup.editor.unused() if str(one.request_id) not in trace.meta["errors"]]:
             warnings.warn(f"{one} never acted: no pass computed its positions", RuntimeWarning, stacklevel=3)
     if progress and trace.meta["behaviour"]:
         print(behaviour_line(trace.meta["behaviour"]))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.cache.surgery import CacheRows, require_fit
 from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.consistency import require_consistent
@@ -108,7 +109,10 @@ class Setup:
             example=example,
             arrival_step=given.arrival_step if given else 0,
             sample_of=given.sample_of if given else None,
+            cached=given.cached if given else None,
+            own_fingerprint=bool(given and given.own_fingerprint),
         )
+        self._check_cached(request)
         self._check_fit(request)
         return request
 
@@ -137,7 +141,7 @@ class Setup:
                 f"request {request.request_id}: prompt of {prompt} + {new} new tokens exceed the model's context of "
                 f"{n_ctx}; shorten the prompt or set max_new_tokens={max(n_ctx - prompt, 0)} or less"
             )
-        needed = self.config.rows_needed(prompt, new)
+        needed = self.config.rows_needed(prompt, new, request.num_cached)
         if needed > self.config.capacity:
             raise ValueError(
                 f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {self.config.window} "
@@ -149,6 +153,27 @@ class Setup:
                 f"exceed kv_rows={self.config.kv_rows} even when it runs alone; set "
                 f"kv_rows={prompt + new + self.config.window} or more"
             )
+
+    def _check_cached(self, request: Request) -> None:
+        """Raises: ValueError for cached rows that are not of this prompt or this model, and for a promise broken."""
+        cached, name = request.cached, f"request {request.request_id}"
+        if cached is None:
+            return
+        if not isinstance(cached, CacheRows):
+            raise ValueError(f"{name}: cached must be CacheRows from cp.cache_rows(...), got a {type(cached).__name__}")
+        if len(cached) >= request.num_prompt_tokens:
+            raise ValueError(
+                f"{name}: cached holds {len(cached)} positions, the prompt {request.num_prompt_tokens} tokens; its "
+                f"last one is read, so that it chooses the next: use cached.cut({request.num_prompt_tokens - 1})"
+            )
+        if cached.token_ids != request.prompt_token_ids[: len(cached)]:
+            raise ValueError(f"{name}: cached was read from another text than the prompt's first {len(cached)} tokens")
+        if request.is_deterministic and not request.own_fingerprint:
+            raise ValueError(
+                f"{name}: it is deterministic and goes on from cached rows, so it is comparable only with others that "
+                "begin there; say so with own_fingerprint=True"
+            )
+        require_fit(cached, self.model.new_cache(1, 1))
 
     # -- running
 
@@ -163,6 +188,8 @@ class Setup:
             )
             for request in self.requests
         ]
+        for state in states:
+            state.is_edited = state.request.cached is not None
         if self.interventions:
             self.editor = Editor(self.interventions, self.model, states)
         if any(state.is_verified for state in states):
@@ -189,7 +216,7 @@ class Setup:
                 stack.enter_context(model.editing(self.editor.sites, self.editor.edit))
             stack.enter_context(model.capturing(recorder.wanted(), recorder.on_state))
             yield from start(states, Tee(recorder, *observers))
-        fingerprint = schedule_fingerprint(model, self.config, LENS_TILE, self.interventions)
+        fingerprint = schedule_fingerprint(model, self.config, LENS_TILE, self.interventions, self.requests)
         errors = {str(state.request_id): state.error for state in states if state.error}
         meta = {**meta, "path_reason": self.path_reason, "errors": errors}
         if self.editor is not None:

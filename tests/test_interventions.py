@@ -14,6 +14,7 @@ from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 SUMS = "without a cache the sums have other shapes"
 LAYER, HEAD, WIDTH = 1, 2, 8
+LIGHT = {**SMALL, "max_new_tokens": 10, "capture": "S"}
 PLACES = [("S", None), ("T", None), ("C", None), ("pre", None), ("T", HEAD)]
 
 
@@ -63,12 +64,12 @@ def test_a_run_equals_a_plain_hook_without_a_cache(site: str, head: int | None, 
     vectors = torch.randn(3, width, generator=torch.Generator().manual_seed(4))
     where = dict(request_id=1, site=site, layer=LAYER, head=head)
     changes = [replace(vectors, positions=positions, **where), zero(positions=[4, 10], **where)]
-    settings = dict(**SMALL | {"max_new_tokens": 8}, drafter=cp.drafters.EarlyExit(layer=0), path=path)
+    settings = dict(**LIGHT, drafter=cp.drafters.EarlyExit(layer=0), path=path)
     trace = cp.run(loaded(), [PROMPTS[1], prompt], interventions=changes, **settings)
 
     values = {**dict(zip(positions, vectors, strict=True)), 4: 0.0, 10: 0.0}
     with hooked_slowly(model := hf_model(), site, head, values):
-        tokens, states = generated_slowly(model, prompt, 8)
+        tokens, states = generated_slowly(model, prompt, 10)
     assert trace.committed(1) == tokens
     assert close(trace.states("S", 2, 1), states, 1e-5, because=SUMS)
     assert trace.num_rolled_back > 0 and trace.meta["interventions"][0]["num_writes"] > 3
@@ -80,7 +81,7 @@ def test_a_run_equals_a_plain_hook_without_a_cache(site: str, head: int | None, 
 
 def test_added_vectors_are_added() -> None:
     vector = torch.randn(32, generator=torch.Generator().manual_seed(1))
-    settings = dict(**SMALL, capture="STC")
+    settings = {**LIGHT, "capture": "SC"}
     plain = cp.run(loaded(), PROMPTS[:1], **settings)
     trace = cp.run(
         loaded(), PROMPTS[:1], interventions=add(vector, request_id=0, site="C", layer=1, positions=3), **settings
@@ -101,9 +102,9 @@ def changes_of(dtype: torch.dtype) -> list[cp.interventions.Intervention]:
         for one in (
             zero(request_id=request_id, site="T", layer=0, head=1, own_fingerprint=True),
             resample(
-                states, seed=3, request_id=request_id, site="S", layer=1, positions=[1, 6, 45], own_fingerprint=True
+                states, seed=3, request_id=request_id, site="S", layer=1, positions=[1, 6, 20], own_fingerprint=True
             ),
-            mean(states, request_id=request_id, site="pre", layer=2, positions=[2, 9, 46], own_fingerprint=True),
+            mean(states, request_id=request_id, site="pre", layer=2, positions=[2, 9, 21], own_fingerprint=True),
         )
     ]
 
@@ -112,11 +113,11 @@ def changes_of(dtype: torch.dtype) -> list[cp.interventions.Intervention]:
 def test_changed_deterministic_requests_equal_the_oracle_under_traffic(dtype: torch.dtype) -> None:
     """Evictions, late arrivals, a shared prompt, wrong drafts; requests that are not changed keep their bits."""
     model = loaded(dtype=dtype)
-    sampling = cp.SamplingParams(max_new_tokens=50)
+    sampling = cp.SamplingParams(max_new_tokens=24)
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[4], [*PROMPTS[4]], PROMPTS[2]]
     requests = [cp.Request(prompt, sampling, arrival_step=2 * i) for i, prompt in enumerate(prompts)]
-    settings = dict(**SMALL, deterministic=[0, 1, 2], capture="SZ")
-    traffic = dict(kv_rows=130, drafter=cp.drafters.EarlyExit(layer=1))
+    settings = dict(**LIGHT, deterministic=[0, 1, 2])
+    traffic = dict(kv_rows=90, drafter=cp.drafters.EarlyExit(layer=1))
     changes = changes_of(dtype)
     trace = cp.run(model, requests, interventions=changes, **settings, **traffic)
     oracle = cp.reference(model, requests[:3], interventions=changes, **settings)
@@ -128,8 +129,9 @@ def test_changed_deterministic_requests_equal_the_oracle_under_traffic(dtype: to
 
 def test_requests_of_one_prompt_do_not_share_changed_rows() -> None:
     one = zero(request_id=0, site="C", layer=0, positions=range(3))
-    trace = cp.run(loaded(), [PROMPTS[0]] * 3, interventions=one, **SMALL)
-    plain = cp.run(loaded(), [PROMPTS[0]] * 3, **SMALL)
+    settings = {**LIGHT, "capture": "SC"}
+    trace = cp.run(loaded(), [PROMPTS[0]] * 3, interventions=one, **settings)
+    plain = cp.run(loaded(), [PROMPTS[0]] * 3, **settings)
     assert trace.committed(0) != plain.committed(0)
     for request_id in (1, 2):
         assert trace.committed(request_id) == plain.committed(request_id)
@@ -138,7 +140,7 @@ def test_requests_of_one_prompt_do_not_share_changed_rows() -> None:
 
 def test_changed_drafts_change_no_token() -> None:
     """In phase decode alone, what is changed is the fast path's guess: D3."""
-    settings = dict(**SMALL, deterministic=True, capture="SZ")
+    settings = dict(**LIGHT, deterministic=True)
     one = zero(request_id=0, site="S", layer=2, phases="decode", own_fingerprint=True)
     plain, trace = (cp.run(loaded(), PROMPTS[:1], interventions=given, **settings) for given in ((), one))
     assert plain.digest(0) == trace.digest(0)
@@ -147,12 +149,12 @@ def test_changed_drafts_change_no_token() -> None:
 
 def test_steps_choose_passes_and_an_eviction_forgets_nothing() -> None:
     """Request 1 is evicted after the changed step; its row of that step is rewritten with the change."""
-    prompts, settings = [PROMPTS[0], PROMPTS[4]], dict(**SMALL, capture="S")
+    prompts, settings = [PROMPTS[0], PROMPTS[4]], LIGHT
     where = dict(request_id=1, site="S", layer=1)
-    trace = cp.run(loaded(), prompts, interventions=zero(steps=[5, 6], **where), kv_rows=40, **settings)
+    trace = cp.run(loaded(), prompts, interventions=zero(steps=[2, 3], **where), kv_rows=24, **settings)
     rows = trace.rows(1)
-    changed = rows[rows.step.isin([5, 6])].position.tolist()
-    assert changed and trace.meta["preemptions"][0][1] > 6
+    changed = rows[rows.step.isin([2, 3])].position.tolist()
+    assert changed and trace.meta["preemptions"][0][1] > 3
     by_position = cp.run(loaded(), prompts, interventions=zero(positions=changed, **where), **settings)
     assert trace.committed(1) == by_position.committed(1)
     assert trace.committed(1) != cp.run(loaded(), prompts, **settings).committed(1)
@@ -161,14 +163,14 @@ def test_steps_choose_passes_and_an_eviction_forgets_nothing() -> None:
 def test_swapped_requests_take_each_others_place() -> None:
     """All that the last block wrote of the prompt's last token decides the next one."""
     prompts = [[1, 2, 3, 4], [9, 8, 7, 6]]
-    plain = cp.run(loaded(), prompts, **SMALL)
+    plain = cp.run(loaded(), prompts, **LIGHT)
     last = swap(plain, 0, 1, site="S", layer=2, positions=3)
-    trace = cp.run(loaded(), prompts, interventions=last, **SMALL)
+    trace = cp.run(loaded(), prompts, interventions=last, **LIGHT)
     for a, b in ((0, 1), (1, 0)):
         assert trace.committed(a)[0] == plain.committed(b)[0] != plain.committed(a)[0]
         assert bitwise(trace.states("S", 2, a)[3], plain.states("S", 2, b)[3])
         assert bitwise(trace.states("S", 2, a)[:3], plain.states("S", 2, a)[:3])
-    itself = cp.run(loaded(), prompts, interventions=swap(plain, 0, 0, site="S", layer=1, positions=[1, 2]), **SMALL)
+    itself = cp.run(loaded(), prompts, interventions=swap(plain, 0, 0, site="S", layer=1, positions=[1, 2]), **LIGHT)
     assert itself.digest(0) == plain.digest(0)
 
 
@@ -184,7 +186,7 @@ def test_resampled_positions_draw_by_position_alone() -> None:
 
 def test_a_changed_run_is_replayed_with_its_changes(tmp_path) -> None:
     one = zero(request_id=1, site="T", layer=1, positions=[4], own_fingerprint=True)
-    trace = cp.run(loaded(), PROMPTS[:2] + PROMPTS[4:], deterministic=[1, 2], interventions=one, **SMALL)
+    trace = cp.run(loaded(), PROMPTS[:2] + PROMPTS[4:], deterministic=[1, 2], interventions=one, **LIGHT)
     replay = cp.verify(trace, progress=False)
     assert replay.is_equal and replay.num_requests == 2
     trace.save(tmp_path / "run")
@@ -203,22 +205,22 @@ def test_a_result_that_is_not_finite_ends_the_request_alone() -> None:
     big = add(torch.full((32,), 6e4), request_id=0, site="S", layer=1, positions=[2])
     twice = [big, add(torch.full((32,), 6e4), request_id=0, site="S", layer=1, positions=[2])]
     with pytest.warns(RuntimeWarning, match="add of request 0 at site S of layer 1 makes a state of positions"):
-        trace = cp.run(model, PROMPTS[:2], interventions=twice, **SMALL)
+        trace = cp.run(model, PROMPTS[:2], interventions=twice, **LIGHT)
     assert trace.meta["finish"] == {"0": "error", "1": "length"}
 
 
 def test_hooks_are_gone_after_the_run() -> None:
     model = loaded()
-    plain = cp.run(model, PROMPTS[:1], **SMALL)
+    plain = cp.run(model, PROMPTS[:1], **LIGHT)
     for path in ("twin", "bridge"):
-        cp.run(model, PROMPTS[:1], interventions=zero(request_id=0, site="S", layer=0), path=path, **SMALL)
-    again = cp.run(model, PROMPTS[:1], **SMALL)
+        cp.run(model, PROMPTS[:1], interventions=zero(request_id=0, site="S", layer=0), path=path, **LIGHT)
+    again = cp.run(model, PROMPTS[:1], **LIGHT)
     assert again.digest(0) == plain.digest(0) and again.fingerprint == plain.fingerprint
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.twin_trial.twin.model.modules())
 
 
 def test_one_that_never_acts_is_told() -> None:
-    one = zero(request_id=0, site="S", layer=0, positions=20)
+    one = zero(request_id=0, site="S", layer=0, positions=12)
     stopping = cp.SamplingParams(stop_token_ids=range(97))
     with pytest.warns(RuntimeWarning, match="zero of request 0 at site S of layer 0 never acted"):
-        cp.run(loaded(), PROMPTS[:1], interventions=one, sampling=stopping, **SMALL)
+        cp.run(loaded(), PROMPTS[:1], interventions=one, sampling=stopping, **LIGHT)

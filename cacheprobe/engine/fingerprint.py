@@ -6,6 +6,7 @@ from cacheprobe.config import EngineConfig
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.editor import changes_fingerprint
 from cacheprobe.models.base import CachedLM
+from cacheprobe.records import Request
 
 Fingerprint = dict[str, str | int | float]
 
@@ -15,10 +16,14 @@ class FingerprintMismatch(ValueError):
 
 
 def schedule_fingerprint(
-    model: CachedLM, config: EngineConfig, lens_tile: int, interventions: Sequence[Intervention] = ()
+    model: CachedLM,
+    config: EngineConfig,
+    lens_tile: int,
+    interventions: Sequence[Intervention] = (),
+    requests: Sequence[Request] = (),
 ) -> Fingerprint:
-    """Model, platform, fixed shapes and, by request, what is changed inside the model. `max_batch`, the drafter and
-    the traffic are not in it: they may not matter."""
+    """Model, platform, fixed shapes and, by request, what is changed inside the model and which cache rows it goes on
+    from. `max_batch`, the drafter and the traffic are not in it: they may not matter."""
     shapes = {
         "window": config.window,
         "group": config.group,
@@ -27,7 +32,9 @@ def schedule_fingerprint(
         "lens_tile": lens_tile,
     }
     facts = model.fingerprint()
-    return {**facts, **shapes, **changes_fingerprint(interventions, facts)}
+    begun = [f"request {r.request_id}: {r.cached.digest()}" for r in requests if r.cached is not None]
+    cached = {"cached": "; ".join(begun)} if begun else {}
+    return {**facts, **shapes, **changes_fingerprint(interventions, facts), **cached}
 
 
 def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:

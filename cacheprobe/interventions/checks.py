@@ -38,6 +38,11 @@ def check_request(one: Intervention, state: SequenceState) -> None:
             f"{one}: position {max(one.positions)} lies outside the request, which computes 0 to {last} at most "
             f"(prompt of {prompt} + {state.sampling.max_new_tokens} new tokens, the newest is never fed)"
         )
+    if one.positions is not None and min(one.positions) < request.num_cached:
+        raise ValueError(
+            f"{one}: position {min(one.positions)} lies in the {request.num_cached} cached rows that the request goes "
+            "on from, and is not computed; edit those rows instead"
+        )
     possible = _possible_phases(one, state, prompt)
     if one.phases is not None and not possible & set(one.phases):
         raise ValueError(

@@ -54,7 +54,9 @@ def replay(
             "this run was changed by interventions, which are not saved with it; make them again and pass them, "
             "cp.verify(trace, model, interventions=[...])"
         )
-    schedule = schedule_fingerprint(here, config, LENS_TILE, interventions)
+    if "cached" in trace.fingerprint and all(request.cached is None for request in trace.requests):
+        raise ValueError("this run went on from cache rows, which are not saved with it; replay it before it is saved")
+    schedule = schedule_fingerprint(here, config, LENS_TILE, interventions, trace.requests)
     require_same(trace.fingerprint, schedule, "the run and this machine")
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     is_by_equality = is_all_verified and config.acceptance == "equality"
