@@ -48,7 +48,7 @@ def run(
     draft_length: "int | str | None" = None,
     acceptance: str = "equality",
     path: str = "auto",
-    interventions: "Intervention | Iterable[Intervention]" = (),
+    interventions: "Intervention | Iterable[Any]" = (),
     progress: bool = True,
 ) -> Trace:
     """Generate, and record what every layer held for every token, rolled-back drafts included.
@@ -125,7 +125,7 @@ def reference(
     draft_length: "int | str | None" = None,
     acceptance: str = "equality",
     path: str = "auto",
-    interventions: "Intervention | Iterable[Intervention]" = (),
+    interventions: "Intervention | Iterable[Any]" = (),
     progress: bool = True,
 ) -> Trace:
     """The slow oracle for `run` with the same arguments: each request alone, one verify pass a token, no drafter.
@@ -154,7 +154,7 @@ def cache_rows(
     capacity: int = 512,
     prefill_chunk: int = 32,
     path: str = "auto",
-    interventions: "Intervention | Iterable[Intervention]" = (),
+    interventions: "Intervention | Iterable[Any]" = (),
 ) -> CacheRows:
     """Keys and values of a prompt, but for its last token's, as a deterministic request's prefill writes them.
 
@@ -177,7 +177,7 @@ def verify(
     trace: Trace,
     model: CachedLM | None = None,
     *,
-    interventions: "Intervention | Iterable[Intervention] | None" = None,
+    interventions: "Intervention | Iterable[Any] | None" = None,
     progress: bool = True,
 ) -> Replay:
     """Replay a run's verified requests against the oracle: tokens, and the states of deterministic requests, bitwise.

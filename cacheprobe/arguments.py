@@ -50,7 +50,7 @@ class Setup:
         max_new_tokens: int | None = None,
         seed: int = 0,
         path: str = "auto",
-        interventions: "Intervention | Iterable[Intervention]" = (),
+        interventions: "Intervention | Iterable[Any]" = (),
     ) -> None:
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")

@@ -102,9 +102,9 @@ def changes_of(dtype: torch.dtype) -> list[cp.interventions.Intervention]:
         for one in (
             zero(request_id=request_id, site="T", layer=0, head=1, own_fingerprint=True),
             resample(
-                states, seed=3, request_id=request_id, site="S", layer=1, positions=[1, 6, 20], own_fingerprint=True
+                states, seed=3, request_id=request_id, site="S", layer=1, positions=[1, 6, 12], own_fingerprint=True
             ),
-            mean(states, request_id=request_id, site="pre", layer=2, positions=[2, 9, 21], own_fingerprint=True),
+            mean(states, request_id=request_id, site="pre", layer=2, positions=[2, 9, 13], own_fingerprint=True),
         )
     ]
 
@@ -113,11 +113,11 @@ def changes_of(dtype: torch.dtype) -> list[cp.interventions.Intervention]:
 def test_changed_deterministic_requests_equal_the_oracle_under_traffic(dtype: torch.dtype) -> None:
     """Evictions, late arrivals, a shared prompt, wrong drafts; requests that are not changed keep their bits."""
     model = loaded(dtype=dtype)
-    sampling = cp.SamplingParams(max_new_tokens=24)
+    sampling = cp.SamplingParams(max_new_tokens=14)
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[4], [*PROMPTS[4]], PROMPTS[2]]
     requests = [cp.Request(prompt, sampling, arrival_step=2 * i) for i, prompt in enumerate(prompts)]
     settings = dict(**LIGHT, deterministic=[0, 1, 2])
-    traffic = dict(kv_rows=90, drafter=cp.drafters.EarlyExit(layer=1))
+    traffic = dict(kv_rows=64, drafter=cp.drafters.EarlyExit(layer=1))
     changes = changes_of(dtype)
     trace = cp.run(model, requests, interventions=changes, **settings, **traffic)
     oracle = cp.reference(model, requests[:3], interventions=changes, **settings)
