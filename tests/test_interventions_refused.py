@@ -5,7 +5,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.interventions import add, mean, replace, resample, swap, zero
-from cacheprobe.interventions.editor import Editor
+from cacheprobe.interventions.checks import require_hooks
 from tests.test_thinking_engine import RUN, lm
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -73,7 +73,7 @@ def test_a_model_without_hooks_is_refused() -> None:
         name = "bare"
 
     with pytest.raises(ValueError, match="bare has no `editing`, so interventions cannot act on it"):
-        Editor([zero(**S1)], Bare(), [])
+        require_hooks(Bare())
 
 
 def test_swaps_are_refused_where_positions_do_not_mean_the_same() -> None:

@@ -1,10 +1,18 @@
 """Whether an intervention can act as said on this model and this request: asked before anything is computed."""
 
+from typing import Any
+
 import torch
 
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.interventions.base import Intervention
-from cacheprobe.models.base import CachedLM
+from cacheprobe.models.base import CachedLM, ModelError
+
+
+def require_hooks(model: Any) -> None:
+    """Raises: ModelError for a model of another's making that nothing can act on."""
+    if not hasattr(model, "editing"):
+        raise ModelError(f"{model.name} has no `editing`, so interventions cannot act on it; see CachedLM")
 
 
 def check_model(one: Intervention, model: CachedLM) -> None:

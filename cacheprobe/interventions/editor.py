@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.interventions.base import Intervention
-from cacheprobe.interventions.checks import check_model, check_request
-from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.interventions.checks import check_model, check_request, require_hooks
+from cacheprobe.models.base import CachedLM
 
 
 class Slot(NamedTuple):
@@ -49,8 +49,7 @@ class Editor:
 
     def __init__(self, interventions: Sequence[Intervention], model: CachedLM, states: Sequence[SequenceState]) -> None:
         """Raises: ValueError for an intervention that could not act as said; ModelError for a model without hooks."""
-        if not hasattr(model, "editing"):
-            raise ModelError(f"{model.name} has no `editing`, so interventions cannot act on it; see CachedLM")
+        require_hooks(model)
         self.interventions = tuple(interventions)
         by_id = {state.request_id: state for state in states}
         for one in self.interventions:
