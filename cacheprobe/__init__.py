@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cacheprobe import drafters, lenses, tasks, views
-    from cacheprobe.api import load_model, load_trace, reference, run, stream, verify
+    from cacheprobe import drafters, interventions, lenses, tasks, views
+    from cacheprobe.api import cache_rows, load_model, load_trace, reference, run, stream, verify
+    from cacheprobe.cache.surgery import diff_rows
     from cacheprobe.config import CaptureConfig
     from cacheprobe.observe.trace import Trace
     from cacheprobe.records import Request, SamplingParams
@@ -22,17 +23,19 @@ _HOMES = {
     "stream": "cacheprobe.api",
     "reference": "cacheprobe.api",
     "verify": "cacheprobe.api",
+    "cache_rows": "cacheprobe.api",
+    "diff_rows": "cacheprobe.cache.surgery",
     "CaptureConfig": "cacheprobe.config",
     "Trace": "cacheprobe.observe.trace",
     "Request": "cacheprobe.records",
     "SamplingParams": "cacheprobe.records",
 }
-_MODULES = ("tasks", "drafters", "lenses", "views")
+_MODULES = ("tasks", "drafters", "interventions", "lenses", "views")
 
 __all__ = [  # noqa: RUF022
-    "load_model", "run", "stream", "reference", "verify", "load_trace",
+    "load_model", "run", "stream", "reference", "verify", "load_trace", "cache_rows", "diff_rows",
     "Request", "SamplingParams", "CaptureConfig", "Trace",
-    "tasks", "drafters", "lenses", "views",
+    "tasks", "drafters", "interventions", "lenses", "views",
 ]  # fmt: skip
 
 

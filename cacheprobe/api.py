@@ -2,17 +2,20 @@
 
 import warnings
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
-from cacheprobe.arguments import Setup, drain
+from cacheprobe.arguments import Setup, as_interventions, drain
+from cacheprobe.cache.surgery import CacheRows
 from cacheprobe.config import CaptureConfig, EngineConfig
 from cacheprobe.drafters.base import Drafter
-from cacheprobe.engine.reference import run_reference
+from cacheprobe.engine.reference import read_rows, run_reference
+from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
-from cacheprobe.observe.observers import ProgressBar
+from cacheprobe.observe.observers import ProgressBar, Silent
 from cacheprobe.observe.replay import Replay, replay
 from cacheprobe.observe.storage import load_trace
 from cacheprobe.observe.stream import Stream
@@ -20,7 +23,7 @@ from cacheprobe.observe.summary import behaviour_line
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import SamplingParams
 
-__all__ = ["load_model", "load_trace", "reference", "run", "stream", "verify"]
+__all__ = ["cache_rows", "load_model", "load_trace", "reference", "run", "stream", "verify"]
 
 
 def run(
@@ -45,6 +48,7 @@ def run(
     draft_length: "int | str | None" = None,
     acceptance: str = "equality",
     path: str = "auto",
+    interventions: "Intervention | Iterable[Any]" = (),
     progress: bool = True,
 ) -> Trace:
     """Generate, and record what every layer held for every token, rolled-back drafts included.
@@ -66,6 +70,8 @@ def run(
     draft_length: candidates before each verification: None for all that the window takes, a number, or "adaptive".
     acceptance: "equality", or "rejection" for classic speculative sampling of requests that are not deterministic.
     path: "twin" (fused attention, plain hooks), "bridge" (TransformerLens), or "auto": the twin unless something edits.
+    interventions: changes of states by request, layer, site and absolute position; see `cacheprobe.interventions`.
+        They last as long as the run, act on either path, and leave the other requests' bits alone.
     progress: show a bar on a terminal, and print how the model did where the prompts come from a task.
     A request whose pass fails ends with an error, with a warning, and the others go on.
     Raises: ValueError for settings that cannot be met, before anything is computed; EngineError where all failed.
@@ -74,7 +80,8 @@ def run(
     config = EngineConfig(
         window, group, capacity, prefill_chunk, prefill_group, max_batch, kv_rows, draft_length, acceptance
     )
-    setup = Setup(model, prompts, config, deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path)
+    asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
+    setup = Setup(model, prompts, config, *asked)
     states = setup.states(drafter)
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
     return _record(setup, setup.start(drafter), states, meta, progress)
@@ -118,6 +125,7 @@ def reference(
     draft_length: "int | str | None" = None,
     acceptance: str = "equality",
     path: str = "auto",
+    interventions: "Intervention | Iterable[Any]" = (),
     progress: bool = True,
 ) -> Trace:
     """The slow oracle for `run` with the same arguments: each request alone, one verify pass a token, no drafter.
@@ -127,27 +135,62 @@ def reference(
     readings of a deterministic request of `run` equal the oracle's bit for bit (D2).
     """
     config = EngineConfig(window, group, capacity, prefill_chunk, prefill_group, acceptance=acceptance)
-    setup = Setup(model, prompts, config, deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path)
+    asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
+    setup = Setup(model, prompts, config, *asked)
     states = setup.states(drafter, is_all_verified=True)
     return _record(
         setup,
-        lambda states, observer: run_reference(setup.model, states, config, observer),
+        lambda states, observer: run_reference(setup.model, states, config, observer, setup.editor),
         states,
         {"kind": "reference", "drafter": None},
         progress,
     )
 
 
-def verify(trace: Trace, model: CachedLM | None = None, *, progress: bool = True) -> Replay:
+def cache_rows(
+    model: CachedLM,
+    prompt: Any,
+    *,
+    capacity: int = 512,
+    prefill_chunk: int = 32,
+    path: str = "auto",
+    interventions: "Intervention | Iterable[Any]" = (),
+) -> CacheRows:
+    """Keys and values of a prompt, but for its last token's, as a deterministic request's prefill writes them.
+
+    Change them with `edited`, `spliced` and `masked`, and go on: `cp.run(model, cp.Request(prompt, cached=rows))`. To
+    look at a text that was generated, give it as the prompt.
+    Raises: ValueError for a prompt of one token, and for a model that remembers more than keys and values.
+    """
+    config = EngineConfig(capacity=capacity, prefill_chunk=prefill_chunk)
+    setup = Setup(model, [prompt], config, True, None, max_new_tokens=1, path=path, interventions=interventions)
+    (state,) = setup.states(None)
+    if state.request.num_prompt_tokens < 2:
+        raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
+    with ExitStack() as stack:
+        if setup.editor is not None:
+            stack.enter_context(setup.model.editing(setup.editor.sites, setup.editor.edit))
+        return read_rows(setup.model, state, config, Silent(), setup.editor)
+
+
+def verify(
+    trace: Trace,
+    model: CachedLM | None = None,
+    *,
+    interventions: "Intervention | Iterable[Any] | None" = None,
+    progress: bool = True,
+) -> Replay:
     """Replay a run's verified requests against the oracle: tokens, and the states of deterministic requests, bitwise.
 
     model: needed for a trace that was loaded from disk.
+    interventions: those of the run, for a trace that was loaded from disk; else the trace has them.
     Raises: FingerprintMismatch where this machine or model has another schedule; ValueError where nothing was verified.
     """
     model = model or trace.model
     if model is None:
         raise ValueError("this trace was loaded without its model; use cp.verify(trace, model)")
-    return replay(trace, model, reference, progress)
+    given = trace.interventions if interventions is None else as_interventions(interventions)
+    return replay(trace, model, reference, progress, given)
 
 
 def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progress: bool) -> Trace:
@@ -156,6 +199,9 @@ def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progres
         trace = drain(setup.recorded(start, states, bar, **meta))
     for request_id, error in trace.meta["errors"].items():
         warnings.warn(f"request {request_id} ended with an error: {error}", RuntimeWarning, stacklevel=3)
+    if setup.editor is not None and meta["kind"] == "run":  # the oracle runs no drafts that could be changed
+        for one in [one for one in setup.editor.unused() if str(one.request_id) not in trace.meta["errors"]]:
+            warnings.warn(f"{one} never acted: no pass computed its positions", RuntimeWarning, stacklevel=3)
     if progress and trace.meta["behaviour"]:
         print(behaviour_line(trace.meta["behaviour"]))
     return trace

@@ -1,15 +1,19 @@
 """A run's arguments, resolved and checked before anything is computed, and the run that they describe."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.cache.surgery import CacheRows, require_fit
 from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.consistency import require_consistent
 from cacheprobe.engine.fingerprint import schedule_fingerprint
 from cacheprobe.engine.loop import rounds
+from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.editor import Editor
 from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
@@ -46,6 +50,7 @@ class Setup:
         max_new_tokens: int | None = None,
         seed: int = 0,
         path: str = "auto",
+        interventions: "Intervention | Iterable[Any]" = (),
     ) -> None:
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
@@ -60,6 +65,8 @@ class Setup:
             raise ValueError(f"sampling must be a cp.SamplingParams, got a {type(sampling).__name__}")
         run_sampling = SamplingParams(max_new_tokens=max_new_tokens).over(sampling or SamplingParams())
         self.fallback = run_sampling.over(DEFAULT_SAMPLING).over(SamplingParams(stop_token_ids=model.stop_token_ids))
+        self.interventions = as_interventions(interventions)
+        self.editor: Editor | None = None
         listed = _as_list(prompts)
         chosen = pick_deterministic(deterministic, len(listed))
         self.requests: tuple[Request, ...] = ()
@@ -101,7 +108,10 @@ class Setup:
             example=example,
             arrival_step=given.arrival_step if given else 0,
             sample_of=given.sample_of if given else None,
+            cached=given.cached if given else None,
+            own_fingerprint=bool(given and given.own_fingerprint),
         )
+        self._check_cached(request)
         self._check_fit(request)
         return request
 
@@ -130,7 +140,7 @@ class Setup:
                 f"request {request.request_id}: prompt of {prompt} + {new} new tokens exceed the model's context of "
                 f"{n_ctx}; shorten the prompt or set max_new_tokens={max(n_ctx - prompt, 0)} or less"
             )
-        needed = self.config.rows_needed(prompt, new)
+        needed = self.config.rows_needed(prompt, new, request.num_cached)
         if needed > self.config.capacity:
             raise ValueError(
                 f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {self.config.window} "
@@ -142,6 +152,27 @@ class Setup:
                 f"exceed kv_rows={self.config.kv_rows} even when it runs alone; set "
                 f"kv_rows={prompt + new + self.config.window} or more"
             )
+
+    def _check_cached(self, request: Request) -> None:
+        """Raises: ValueError for cached rows that are not of this prompt or this model, and for a promise broken."""
+        cached, name = request.cached, f"request {request.request_id}"
+        if cached is None:
+            return
+        if not isinstance(cached, CacheRows):
+            raise ValueError(f"{name}: cached must be CacheRows from cp.cache_rows(...), got a {type(cached).__name__}")
+        if len(cached) >= request.num_prompt_tokens:
+            raise ValueError(
+                f"{name}: cached holds {len(cached)} positions, the prompt {request.num_prompt_tokens} tokens; its "
+                f"last one is read, so that it chooses the next: use cached.cut({request.num_prompt_tokens - 1})"
+            )
+        if cached.token_ids != request.prompt_token_ids[: len(cached)]:
+            raise ValueError(f"{name}: cached was read from another text than the prompt's first {len(cached)} tokens")
+        if request.is_deterministic and not request.own_fingerprint:
+            raise ValueError(
+                f"{name}: it is deterministic and goes on from cached rows, so it is comparable only with others that "
+                "begin there; say so with own_fingerprint=True"
+            )
+        require_fit(cached, self.model.new_cache(1, 1))
 
     # -- running
 
@@ -156,6 +187,10 @@ class Setup:
             )
             for request in self.requests
         ]
+        for state in states:
+            state.is_edited = state.request.cached is not None
+        if self.interventions:
+            self.editor = Editor(self.interventions, self.model, states)
         if any(state.is_verified for state in states):
             require_consistent(self.model, self.config)
         return states
@@ -165,7 +200,7 @@ class Setup:
         if drafter is not None:
             _check_drafter(drafter)
             drafter.check(self.model)
-        return lambda states, observer: rounds(self.model, states, self.config, observer, drafter)
+        return lambda states, observer: rounds(self.model, states, self.config, observer, drafter, self.editor)
 
     def recorded(
         self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any
@@ -175,12 +210,19 @@ class Setup:
         prompts = {r.request_id: r.prompt_token_ids for r in requests}
         answers = {r.request_id: ids for r in requests if (ids := _answer_token_ids(r, model))}
         recorder = Recorder(model, self.capture, self.layers, self.lens, prompts, answers)
-        with model.capturing(recorder.wanted(), recorder.on_state):
+        with ExitStack() as stack:
+            if self.editor is not None:  # first, so that what is recorded is what the model went on with
+                stack.enter_context(model.editing(self.editor.sites, self.editor.edit))
+            stack.enter_context(model.capturing(recorder.wanted(), recorder.on_state))
             yield from start(states, Tee(recorder, *observers))
-        fingerprint = schedule_fingerprint(model, self.config, LENS_TILE)
+        fingerprint = schedule_fingerprint(model, self.config, LENS_TILE, self.interventions, self.requests)
         errors = {str(state.request_id): state.error for state in states if state.error}
         meta = {**meta, "path_reason": self.path_reason, "errors": errors}
-        return assemble(recorder, requests, fingerprint, self.config, self.capture, meta)
+        if self.editor is not None:
+            meta["interventions"] = self.editor.record()
+        trace = assemble(recorder, requests, fingerprint, self.config, self.capture, meta)
+        trace.interventions = self.interventions
+        return trace
 
 
 def drain(generator: Iterator[int]) -> Trace:
@@ -214,6 +256,16 @@ def _as_list(prompts: Any) -> list[Any]:
     if not listed:
         raise ValueError("there are no prompts; give at least one")
     return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
+
+
+def as_interventions(given: Any) -> tuple[Intervention, ...]:
+    """One or many; the pairs that `swap` makes may stand among them as they are."""
+    listed = [given] if isinstance(given, Intervention) else list(given)
+    flat = [one for item in listed for one in (item if isinstance(item, tuple) else (item,))]
+    for one in flat:
+        if not isinstance(one, Intervention):
+            raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
+    return tuple(flat)
 
 
 def _check_drafter(drafter: Any) -> None:

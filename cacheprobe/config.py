@@ -49,10 +49,13 @@ class EngineConfig:
         if self.acceptance not in ACCEPTANCES:
             raise ValueError(f"unknown acceptance {self.acceptance!r}; choose one of {', '.join(ACCEPTANCES)}")
 
-    def rows_needed(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
-        """Cache rows that a request may touch: pads are written past its length, in prefill and in verify."""
-        chunks = -(-num_prompt_tokens // self.prefill_chunk)
-        return max(num_prompt_tokens + max_new_tokens + self.window, chunks * self.prefill_chunk)
+    def rows_needed(self, num_prompt_tokens: int, max_new_tokens: int, num_cached: int = 0) -> int:
+        """Cache rows that a request may touch: pads are written past its length, in prefill and in verify.
+
+        num_cached: prompt tokens that are not read, the chunks begin behind them.
+        """
+        chunks = -(-(num_prompt_tokens - num_cached) // self.prefill_chunk)
+        return max(num_prompt_tokens + max_new_tokens + self.window, num_cached + chunks * self.prefill_chunk)
 
 
 @dataclass(frozen=True)

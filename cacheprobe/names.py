@@ -5,6 +5,9 @@ SITES = ("S", "T", "C")
 
 SITE_HOOKS = {"S": "hook_resid_post", "T": "hook_attn_out", "C": "hook_mlp_out"}
 RESID_PRE = "hook_resid_pre"
+HEADS = "heads"
+"""Site of what each head gives to T: the weighted sum of its values, before the output projection."""
+_HOOKS = {**SITE_HOOKS, "pre": RESID_PRE, HEADS: "attn.hook_z"}
 ROTATED = ("hook_rot_q", "hook_rot_k")
 """Queries and keys after the rotary embedding."""
 
@@ -14,7 +17,7 @@ INPUT_POINT, OUTPUT_POINT = "hook_in", "hook_out"
 
 def hook_name(site: str, layer: int) -> str:
     """Full TransformerLens name of a site at a layer, such as the residual stream after block 3; "pre" enters it."""
-    return f"blocks.{layer}.{RESID_PRE if site == 'pre' else SITE_HOOKS[site]}"
+    return f"blocks.{layer}.{_HOOKS[site]}"
 
 
 def resid_pre_name(layer: int) -> str:

@@ -14,6 +14,8 @@ ACCEPT_STREAM = 2
 """Rejection sampling: whether that candidate stays."""
 RECOVER_STREAM = 3
 """Rejection sampling: the token that takes its place."""
+RESAMPLE_STREAM = 4
+"""Interventions: which of the given states takes the place of the own one."""
 
 _HALF_STEP = 0.5
 _TO_UNIT = 2.0**-52

@@ -3,7 +3,7 @@
 Knows nothing about models, tensors or files. `Observer` is the one way out of the engine.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import index
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 PHASES = ("prefill", "decode", "verify")
 ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back")
 STATUSES = ("committed", "candidate", "rolled_back")
-PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified")
+PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,14 @@ class Request:
     """The request joins at the first round that begins at this step or later; at once where nothing else runs."""
     sample_of: int | None = None
     """Given by the run: the first of the samples (SamplingParams.n) that share this prompt."""
+    cached: Any = field(default=None, repr=False)
+    """CacheRows of the prompt's first tokens, from which the request goes on; those tokens are not read again."""
+    own_fingerprint: bool = False
+    """Must be said of a deterministic request with `cached`: it is comparable only with others that begin there."""
+
+    @property
+    def num_cached(self) -> int:
+        return 0 if self.cached is None else len(self.cached)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -227,6 +235,8 @@ class ForwardRecord:
     """[b, t, v], or None where the pass stopped at an early layer or kept no logits."""
     num_layers: int | None = None
     """Layers that ran; None for all."""
+    rewritten: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """Layer -> numbers of `rows` where an intervention put another residual stream in the place of the block's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.long)
         self.prompt_lengths = torch.zeros(rows, dtype=torch.long)
         """How many of a row's positions are prompt, for models that read a prompt in another way than they write."""
+        self.hidden = torch.zeros(rows, capacity, dtype=torch.bool)
+        """Slots that no later token attends to: cache surgery hides them."""
         self.ledger = Ledger(rows, capacity)
         self._taken = [False] * rows
         self._staged: tuple[Tensor, Tensor, slice | Tensor] | None = None
@@ -134,6 +136,7 @@ class KVCache:
         if not 0 <= length <= int(self.lengths[row]):
             raise CacheIntegrityError(f"cannot truncate cache row {row} of length {int(self.lengths[row])} to {length}")
         self.ledger.mark(row, length, int(self.lengths[row]), "free")
+        self.hidden[row, length:] = False
         self.lengths[row] = length
 
     def scrub(self, row: int, start: int) -> None:
@@ -157,6 +160,8 @@ class KVCache:
         hidden = slots > positions[..., None]
         if window is not None:
             hidden |= slots <= positions[..., None] - window
+        if self._staged is not None and bool((gone := self.hidden[self._staged[1][:, 0]]).any()):
+            hidden |= gone[:, None] & (slots != positions[..., None])
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
         return mask[:, None].to(device)
 

@@ -43,6 +43,8 @@ class SequenceState:
     """[v] logits of the last prompt token, kept for other requests of the same prompt."""
     admitted_at: int = -1
     """Order of admission: the newest gives way first where cache rows run out."""
+    is_edited: bool = False
+    """Interventions act on it: its rows are no other request's, even of the same prompt."""
     is_cancelled: bool = False
     finish: str | None = None
     error: str | None = None

@@ -1,7 +1,12 @@
 """The schedule fingerprint: all that the bits of a deterministic request depend on, besides its prompt and settings."""
 
+from collections.abc import Sequence
+
 from cacheprobe.config import EngineConfig
+from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.editor import changes_fingerprint
 from cacheprobe.models.base import CachedLM
+from cacheprobe.records import Request
 
 Fingerprint = dict[str, str | int | float]
 
@@ -10,8 +15,15 @@ class FingerprintMismatch(ValueError):
     """Two runs under different schedules cannot be compared bit for bit."""
 
 
-def schedule_fingerprint(model: CachedLM, config: EngineConfig, lens_tile: int) -> Fingerprint:
-    """Model, platform and fixed shapes. `max_batch`, the drafter and the traffic are not in it: they may not matter."""
+def schedule_fingerprint(
+    model: CachedLM,
+    config: EngineConfig,
+    lens_tile: int,
+    interventions: Sequence[Intervention] = (),
+    requests: Sequence[Request] = (),
+) -> Fingerprint:
+    """Model, platform, fixed shapes and, by request, what is changed inside the model and which cache rows it goes on
+    from. `max_batch`, the drafter and the traffic are not in it: they may not matter."""
     shapes = {
         "window": config.window,
         "group": config.group,
@@ -19,7 +31,10 @@ def schedule_fingerprint(model: CachedLM, config: EngineConfig, lens_tile: int) 
         "prefill_chunk": config.prefill_chunk,
         "lens_tile": lens_tile,
     }
-    return {**model.fingerprint(), **shapes}
+    facts = model.fingerprint()
+    begun = [f"request {r.request_id}: {r.cached.digest()}" for r in requests if r.cached is not None]
+    cached = {"cached": "; ".join(begun)} if begun else {}
+    return {**facts, **shapes, **changes_fingerprint(interventions, facts), **cached}
 
 
 def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:

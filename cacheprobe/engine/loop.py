@@ -14,6 +14,7 @@ from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.passes import EngineError, PassRunner
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Stepper
+from cacheprobe.interventions.editor import Editor
 from cacheprobe.models.base import CachedLM
 from cacheprobe.records import Observer
 
@@ -42,13 +43,16 @@ def rounds(
     config: EngineConfig,
     observer: Observer,
     drafter: Drafter | None = None,
+    editor: Editor | None = None,
 ) -> Iterator[int]:
     """The loop, one round at a time; yields the step that each ended with. Between rounds a request may be cancelled.
+
+    editor: interventions, whose hooks are on the model already.
 
     A request whose pass fails ends with an error, and the others go on. Raises: EngineError where no request is left
     that did not fail.
     """
-    stepper, scheduler = prepare(model, states, config, observer)
+    stepper, scheduler = prepare(model, states, config, observer, editor)
     drafter = drafter or FastPath()
     drafter.check(model)
 
@@ -77,7 +81,11 @@ def rounds(
 
 
 def prepare(
-    model: CachedLM, states: Sequence[SequenceState], config: EngineConfig, observer: Observer
+    model: CachedLM,
+    states: Sequence[SequenceState],
+    config: EngineConfig,
+    observer: Observer,
+    editor: Editor | None = None,
 ) -> tuple[Stepper, Scheduler]:
     """A cache with a row for each request in flight and spare rows for dummies, and those who use it."""
     if not states:
@@ -87,4 +95,4 @@ def prepare(
     for state in states:
         length = config.draft_length
         state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if length == "adaptive" else length
-    return Stepper(PassRunner(model, cache, observer), config), Scheduler(states, cache, config, in_flight)
+    return Stepper(PassRunner(model, cache, observer, editor), config), Scheduler(states, cache, config, in_flight)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.interventions.editor import Editor, Slot, token_phase
 from cacheprobe.models.base import CachedLM
 from cacheprobe.records import ForwardRecord, Observer, RowSlot, Thought
 
@@ -53,8 +54,9 @@ class Outcome:
 class PassRunner:
     """Runs passes over one cache and counts them: the step number is the pass's place in the run."""
 
-    def __init__(self, model: CachedLM, cache: KVCache, observer: Observer) -> None:
-        self.model, self.cache, self.observer = model, cache, observer
+    def __init__(self, model: CachedLM, cache: KVCache, observer: Observer, editor: Editor | None = None) -> None:
+        """editor: changes states inside the model, and is told before each pass where every position stands."""
+        self.model, self.cache, self.observer, self.editor = model, cache, observer, editor
         self.step = -1
         self.seconds = 0.0
         self.shape = (0, 0)
@@ -101,6 +103,8 @@ class PassRunner:
         began = time.perf_counter()
         if not is_hidden:
             self.observer.before_forward(self.step, phase, slots, self.shape)
+        if self.editor is not None:
+            self.editor.aim(self.step, _aims(phase, entries, batch_index), is_hidden)
         try:
             out = self.model.forward(
                 token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
@@ -111,10 +115,14 @@ class PassRunner:
                 f"step {self.step}: the {phase} pass of requests {names}, {size} x {width}, failed with "
                 f"{type(error).__name__}: {error!s:.200}; nothing of it was committed"
             ) from error
+        finally:
+            if self.editor is not None:
+                self.editor.rest()
         self._require_numbers(out, entries, batch_index, range(width) if logit_slots is None else logit_slots)
         if not is_hidden:
             logits = None if num_layers is not None or logit_slots is not None else out
-            self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers))
+            rewritten = {} if self.editor is None else self.editor.rewritten
+            self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers, rewritten))
         self._pass_on_thoughts(phase, entries, is_hidden)
         self.seconds = time.perf_counter() - began
         return Outcome(out, batch_index)
@@ -191,4 +199,13 @@ def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot
         )
         for b, entry in zip(batch_index, entries, strict=True)
         for t, token_id in enumerate(entry.token_ids)
+    ]
+
+
+def _aims(phase: str, entries: Sequence[Entry], batch_index: Sequence[int]) -> list[Slot]:
+    """The same tokens in the same order as `_slots`, as an editor needs them."""
+    return [
+        Slot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, phase))
+        for b, e in zip(batch_index, entries, strict=True)
+        for t in range(len(e.token_ids))
     ]

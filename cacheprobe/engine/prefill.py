@@ -6,6 +6,7 @@ Also the way back of an evicted request: its committed rows are written again by
 from collections.abc import Sequence
 
 from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.cache.surgery import put_rows
 from cacheprobe.engine.books import Books
 from cacheprobe.engine.passes import EngineError, Entry, PassRunner
 
@@ -32,8 +33,18 @@ class Prefill:
             self._read_group(states[i : i + size], states[0].is_verified)
 
     def _begin(self, state: SequenceState) -> None:
-        """The cache row holds this prompt from now on: some models read a prompt in another way than they write."""
-        self.passes.cache.prompt_lengths[state.row] = state.request.num_prompt_tokens
+        """The cache row holds this prompt from now on: some models read a prompt in another way than they write.
+
+        Where the request goes on from cached rows, they are put there; the chunks begin behind them.
+        """
+        request = state.request
+        self.passes.cache.prompt_lengths[state.row] = request.num_prompt_tokens
+        if request.cached is None or state.num_prefilled:
+            return
+        put_rows(request.cached, self.passes.cache, state.row)
+        for position, provenance in enumerate(request.cached.provenance):
+            self.books.write_ledger(state, position, position + 1, provenance)
+        state.num_prefilled = request.num_cached
 
     def _read_group(self, states: Sequence[SequenceState], is_fixed: bool) -> None:
         chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
@@ -95,18 +106,18 @@ class Prefill:
         chunks, the committed tokens in windows of the verifier, whose choices must be those tokens again.
         """
         self._begin(state)
-        prompt = state.request.prompt_token_ids
+        prompt, first = state.request.prompt_token_ids, state.request.num_cached
         if not state.is_verified:
-            for start in range(0, state.frontier, FREE_PREFILL_WIDTH):
+            for start in range(first, state.frontier, FREE_PREFILL_WIDTH):
                 ids = tuple(state.token_ids[start : min(start + FREE_PREFILL_WIDTH, state.frontier)])
                 self._rewrite("prefill", state, ids, start, len(ids), None)
-            self._mark(state, 0, len(prompt), "prefill")
+            self._mark(state, first, len(prompt), "prefill")
             self._mark(state, len(prompt), state.frontier, "decoded")
         else:
             chunk, window = self.config.prefill_chunk, self.config.window
-            for start in range(0, len(prompt), chunk):
+            for start in range(first, len(prompt), chunk):
                 self._rewrite("prefill", state, prompt[start : start + chunk], start, chunk, self.config.prefill_group)
-            self._mark(state, 0, len(prompt), "prefill")
+            self._mark(state, first, len(prompt), "prefill")
             for start in range(len(prompt), state.frontier, window):
                 ids = tuple(state.token_ids[start : min(start + window, state.frontier)])
                 self._rewrite("verify", state, ids, start, window, self.config.group, is_checked=True)

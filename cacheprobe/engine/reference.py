@@ -6,15 +6,33 @@ Slow on purpose. What the loop commits must equal what this commits.
 from collections.abc import Iterator, Sequence
 
 from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.cache.surgery import CacheRows, take_rows
 from cacheprobe.config import EngineConfig
 from cacheprobe.engine.passes import EngineError, PassRunner
 from cacheprobe.engine.step import Stepper
+from cacheprobe.interventions.editor import Editor
 from cacheprobe.models.base import CachedLM
 from cacheprobe.records import Observer
 
 
+def read_rows(
+    model: CachedLM, state: SequenceState, config: EngineConfig, observer: Observer, editor: Editor | None = None
+) -> CacheRows:
+    """The cache rows of a prompt, but for its last token's, as the oracle's prefill writes them."""
+    cache = model.new_cache(1 + max(config.group, config.prefill_group), config.capacity)
+    state.row = cache.allocate()
+    Stepper(PassRunner(model, cache, observer, editor), config).admit([state], [state])
+    if state.error:
+        raise EngineError(state.error)
+    return take_rows(cache, state.row, state.request.prompt_token_ids[:-1])
+
+
 def run_reference(
-    model: CachedLM, states: Sequence[SequenceState], config: EngineConfig, observer: Observer
+    model: CachedLM,
+    states: Sequence[SequenceState],
+    config: EngineConfig,
+    observer: Observer,
+    editor: Editor | None = None,
 ) -> Iterator[int]:
     """Run each request by itself on a fresh cache: prefill in fixed chunks, then verify passes with empty drafts.
 
@@ -26,7 +44,7 @@ def run_reference(
     for state in states:
         cache = model.new_cache(1 + max(config.group, config.prefill_group), config.capacity)
         state.row = cache.allocate()
-        passes = PassRunner(model, cache, observer)
+        passes = PassRunner(model, cache, observer, editor)
         passes.step = first_step
         stepper = Stepper(passes, config)
         stepper.admit([state], [state])

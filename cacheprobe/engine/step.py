@@ -170,8 +170,11 @@ class Stepper:
 
 
 def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:
+    if state.is_edited:
+        return None
     wanted = (state.request.prompt_token_ids, state.is_verified)
-    return next((o for o in others if (o.request.prompt_token_ids, o.is_verified) == wanted), None)
+    plain = [o for o in others if not o.is_edited]
+    return next((o for o in plain if (o.request.prompt_token_ids, o.is_verified) == wanted), None)
 
 
 def _twin(state: SequenceState, running: Sequence[SequenceState]) -> SequenceState | None:

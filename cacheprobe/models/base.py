@@ -12,6 +12,10 @@ StateSink = Callable[[str, int, Tensor], None]
 """Called inside the forward with (site, layer, [b, t, m] tensor); the tensor is the model's own: copy what is kept.
 Site "pre" is the residual stream that enters block 0."""
 
+StateEdit = Callable[[str, int, Tensor], Tensor | None]
+"""Called inside the forward like a StateSink; what it returns takes the tensor's place, None leaves it. At site "heads"
+the tensor is [b, t, h, d]."""
+
 
 class ModelError(ValueError):
     """A model that cannot be used as asked; the message names the remedy."""
@@ -27,6 +31,8 @@ class CachedLM(Protocol):
     d_model: int
     d_vocab: int
     n_ctx: int
+    head_shape: tuple[int, int]
+    """Query heads of a layer, and the width of each."""
     dtype: dtype
     device: device
     tokenizer: Any
@@ -61,6 +67,14 @@ class CachedLM(Protocol):
 
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> AbstractContextManager[None]:
         """Call `sink` for these (site, layer) pairs in every forward inside the `with`."""
+        ...
+
+    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> AbstractContextManager[None]:
+        """Let `edit` change these (site, layer) pairs in every forward inside the `with`. Whoever listens hears the
+        result only where it began to listen later: enter `editing` first.
+
+        Raises: ModelError for a site that this model has no hook for.
+        """
         ...
 
     @property

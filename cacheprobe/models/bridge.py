@@ -5,7 +5,7 @@ Knows nothing about requests, phases or what is kept of the captured states.
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -20,7 +20,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from cacheprobe.cache.kv import KVCache
-from cacheprobe.models.base import ModelError, StateSink
+from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import one_dtype, sha256_of, stop_token_ids
 from cacheprobe.models.hf_cache import ShapeProbe, staged
 from cacheprobe.names import ROTATED, hook_name, resid_pre_name
@@ -38,6 +38,7 @@ class BridgeLM:
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
         self.n_ctx = int(cfg.n_ctx)
+        self.head_shape = (int(cfg.n_heads), int(cfg.d_head))
         self.dtype, self.device = one_dtype(bridge, name), next(bridge.parameters()).device
         self.tokenizer = bridge.tokenizer
         self.stop_token_ids = stop_token_ids(bridge)
@@ -145,7 +146,22 @@ class BridgeLM:
         def keep(site: str, layer: int, value: Tensor, hook: Any) -> None:
             sink(site, layer, value)
 
-        hooks = [(hook_name(site, layer), partial(keep, site, layer)) for site, layer in sites]
+        with self._hooked(sites, keep):
+            yield
+
+    @contextmanager
+    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
+        """See CachedLM.editing."""
+
+        def change(site: str, layer: int, value: Tensor, hook: Any) -> Tensor | None:
+            return edit(site, layer, value)
+
+        with self._hooked(sites, change):
+            yield
+
+    @contextmanager
+    def _hooked(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> Iterator[None]:
+        hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
         missing = [name for name, _ in hooks if name not in self.bridge.hook_dict]
         if missing:
             raise ModelError(f"{self.name} has no hook {missing[0]}")

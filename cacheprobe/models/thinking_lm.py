@@ -8,7 +8,7 @@ chunk after another. All rounds have the pass's own shape: determinism needs not
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 
 from cacheprobe.cache.kv import KVCache
-from cacheprobe.models.base import ModelError, StateSink
+from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import sha256_of
 from cacheprobe.models.hooked import ActivationCache
 from cacheprobe.models.thinking import ThinkingModel
@@ -55,6 +55,7 @@ class ThinkingLM:
         self.config = config = model.config
         self.n_layers, self.d_model, self.d_vocab = config.n_layers, config.d_model, config.d_vocab
         self.n_ctx = config.n_ctx
+        self.head_shape = (config.n_heads, config.d_head)
         weight = model.embed.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.stop_token_ids = (config.eos_id,)
@@ -251,9 +252,7 @@ class ThinkingLM:
         def hear(site: str, layer: int, value: Tensor, hook: Any) -> None:
             heard[site, layer] = value
 
-        hooks = [(hook_name(site, layer), partial(hear, site, layer)) for site, layer in sites]
-        if missing := [name for name, _ in hooks if name not in self.model.hook_dict]:
-            raise ModelError(f"{self.name} has no hook {missing[0]}")
+        hooks = self._hooks(sites, hear)
         listener = (heard, sink)
         self._listeners.append(listener)
         try:
@@ -266,6 +265,22 @@ class ThinkingLM:
     def unembedding(self) -> Tensor:
         """See CachedLM.unembedding."""
         return self.model.unembed.weight
+
+    @contextmanager
+    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
+        """See CachedLM.editing. A layer that runs in rounds is edited in each of them."""
+
+        def change(site: str, layer: int, value: Tensor, hook: Any) -> Tensor | None:
+            return edit(site, layer, value)
+
+        with self.model.hooks(fwd_hooks=self._hooks(sites, change)):
+            yield
+
+    def _hooks(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> list[tuple[str, Any]]:
+        hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
+        if missing := [name for name, _ in hooks if name not in self.model.hook_dict]:
+            raise ModelError(f"{self.name} has no hook {missing[0]}")
+        return hooks
 
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:

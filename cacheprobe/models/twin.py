@@ -1,6 +1,7 @@
 """The plain Hugging Face model as a CachedLM: fused attention, the bridge's own weights, the bridge's hook names.
 
-Knows nothing about edits: a hook on the bridge is not seen here. `models.paths` decides which of the two runs.
+A hook on the bridge is not seen here: `models.paths` decides which of the two runs. Interventions act through hooks of
+its own.
 """
 
 import inspect
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cacheprobe.cache.kv import KVCache
-from cacheprobe.models.base import ModelError, StateSink
+from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.hf_cache import staged
 from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
-from cacheprobe.names import INPUT_POINT, OUTPUT_POINT, hook_name
+from cacheprobe.names import HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
 from cacheprobe.ops.wide_product import WIDE_ROWS, is_emulated, wide_product
 
 FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
@@ -134,6 +135,26 @@ class TwinLM:
                 stack.callback(handle.remove)
             yield
 
+    @contextmanager
+    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
+        """See CachedLM.editing. Only the hooks added here are removed."""
+
+        def change(site: str, layer: int, value: Tensor) -> Tensor | None:
+            if site != HEADS:
+                return edit(site, layer, value)
+            edited = edit(site, layer, value.unflatten(-1, self.head_shape))
+            return None if edited is None else edited.flatten(-2)
+
+        points = self.origin.bridge.hook_dict
+        with ExitStack() as stack:
+            for site, layer in sites:
+                name = hook_name(site, layer)
+                if name not in points:
+                    raise ModelError(f"{self.name} has no hook {name}")
+                handle = _change(self._place(points, name), partial(change, site, layer))
+                stack.callback(handle.remove)
+            yield
+
     def fingerprint(self) -> dict[str, str | int | float]:
         """The bridge's, with what differs: the path, and the attention in use."""
         attention = self.model.config._attn_implementation
@@ -159,6 +180,7 @@ class TwinLM:
     d_model = property(attrgetter("origin.d_model"))
     d_vocab = property(attrgetter("origin.d_vocab"))
     n_ctx = property(attrgetter("origin.n_ctx"))
+    head_shape = property(attrgetter("origin.head_shape"))
     dtype = property(attrgetter("origin.dtype"))
     device = property(attrgetter("origin.device"))
     tokenizer = property(attrgetter("origin.tokenizer"))
@@ -199,6 +221,28 @@ def _listen(place: Place, hear: Callable[[Tensor], object]) -> RemovableHandle:
 
     def on_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         hear(args[0] if args else kwargs["hidden_states"])
+
+    return module.register_forward_pre_hook(on_input, with_kwargs=True)
+
+
+def _change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Let `edit` replace what enters or leaves a module."""
+    module, point = place
+    if point == OUTPUT_POINT:
+
+        def on_output(module: nn.Module, args: Any, output: Any) -> Any:
+            if not isinstance(output, tuple):
+                return edit(output)
+            edited = edit(output[0])
+            return None if edited is None else (edited, *output[1:])
+
+        return module.register_forward_hook(on_output)
+
+    def on_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        edited = edit(args[0] if args else kwargs["hidden_states"])
+        if edited is None:
+            return None
+        return ((edited, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": edited})
 
     return module.register_forward_pre_hook(on_input, with_kwargs=True)
 

@@ -201,7 +201,10 @@ class Recorder:
     def _check(self, record: ForwardRecord, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
         for layer in range(ran):
             pre = watched["pre", layer] if ("pre", layer) in watched else watched["S", layer - 1]
-            sites = (watched[site, layer] for site in "TCS")
+            sites = [watched[site, layer] for site in "TCS"]
+            if rewritten := record.rewritten.get(layer):
+                own = [i for i in range(len(record.rows)) if i not in rewritten]
+                pre, *sites = (value[own] for value in (pre, *sites))
             checks.check_residual(self.residual_check, pre, *sites, step=record.step)
         if record.logits is not None and ran == self.model.n_layers:
             rows = self._all_flat[:_LENS_CHECK_ROWS]

@@ -1,10 +1,11 @@
 """Comparing a run with the oracle, bit for bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cacheprobe.config import CaptureConfig, EngineConfig
 from cacheprobe.engine.fingerprint import require_same, schedule_fingerprint
+from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS, choose_path
@@ -33,7 +34,13 @@ class Replay:
         return self.first_difference is None
 
 
-def replay(trace: Trace, model: CachedLM, oracle: Callable[..., Trace], progress: bool) -> Replay:
+def replay(
+    trace: Trace,
+    model: CachedLM,
+    oracle: Callable[..., Trace],
+    progress: bool,
+    interventions: Sequence[Intervention] = (),
+) -> Replay:
     """Run the oracle on the trace's verified requests; compare tokens, and deterministic requests' states.
 
     Raises: FingerprintMismatch, ValueError where no request was verified.
@@ -42,11 +49,21 @@ def replay(trace: Trace, model: CachedLM, oracle: Callable[..., Trace], progress
     path = str(trace.fingerprint["path"])
     path = path if path in PATHS else "auto"
     here, _ = choose_path(model, path)
-    require_same(trace.fingerprint, schedule_fingerprint(here, config, LENS_TILE), "the run and this machine")
+    if trace.meta.get("interventions") and not interventions:
+        raise ValueError(
+            "this run was changed by interventions, which are not saved with it; make them again and pass them, "
+            "cp.verify(trace, model, interventions=[...])"
+        )
+    if "cached" in trace.fingerprint and all(request.cached is None for request in trace.requests):
+        raise ValueError("this run went on from cache rows, which are not saved with it; replay it before it is saved")
+    schedule = schedule_fingerprint(here, config, LENS_TILE, interventions, trace.requests)
+    require_same(trace.fingerprint, schedule, "the run and this machine")
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     is_by_equality = is_all_verified and config.acceptance == "equality"
     asked = [r for r in trace.requests if is_by_equality or r.is_deterministic]
     asked = [r for r in asked if str(r.request_id) not in trace.meta["errors"] and trace.tokens[r.request_id]]
+    by_step = {one.request_id for one in interventions if one.steps is not None}  # the oracle's steps are others
+    asked = [r for r in asked if r.request_id not in by_step]
     if not asked:
         raise ValueError("no request of this run was verified: it had no drafter and none was deterministic")
     has_readings = trace.hypothesis_table is not None and trace.meta["lens"] == LogitLens.name
@@ -69,6 +86,12 @@ def replay(trace: Trace, model: CachedLM, oracle: Callable[..., Trace], progress
             prompt_hypotheses=capture["prompt_hypotheses"],
         ),
         path=path,
+        interventions=[
+            replace(one, request_id=number)
+            for number, request in enumerate(asked)
+            for one in interventions
+            if one.request_id == request.request_id
+        ],
         progress=progress,
     )
     num_tokens = num_states = num_readings = 0

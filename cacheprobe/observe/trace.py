@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe import hypotheses as measures
@@ -46,6 +47,8 @@ class Trace:
     thought_table: pd.DataFrame | None = field(default=None, repr=False)
     thought_states: Tensor | None = field(default=None, repr=False)
     """[n, c, m]: what each thought added to the next chunk, by its number in `thoughts()`."""
+    interventions: Sequence[Intervention] = field(default=(), repr=False)
+    """What changed the run. Their vectors are not saved: a loaded trace has a record of them in its meta alone."""
 
     def __repr__(self) -> str:
         steps = self.event_table.drop_duplicates("step").phase.value_counts()

@@ -8,6 +8,7 @@ from cacheprobe.views import svg
 
 PROVENANCE_STYLES = {
     "prefill": ("blue", None),
+    "edited": ("grey", "crossed-grey"),
     "decoded": ("grey", None),
     "verified": ("green", "verified"),
     "provisional": ("yellow", "provisional"),

@@ -1,0 +1,79 @@
+"""Whether an intervention can act as said on this model and this request: asked before anything is computed."""
+
+from typing import Any
+
+import torch
+
+from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.interventions.base import Intervention
+from cacheprobe.models.base import CachedLM, ModelError
+
+
+def require_hooks(model: Any) -> None:
+    """Raises: ModelError for a model of another's making that nothing can act on."""
+    if not hasattr(model, "editing"):
+        raise ModelError(f"{model.name} has no `editing`, so interventions cannot act on it; see CachedLM")
+
+
+def check_model(one: Intervention, model: CachedLM) -> None:
+    """Raises: ValueError for a layer, head or width that the model does not have."""
+    if not 0 <= one.layer < model.n_layers:
+        raise ValueError(f"{one}: unknown layer {one.layer}; the model has layers 0 to {model.n_layers - 1}")
+    heads, head_width = model.head_shape
+    if one.head is not None and not 0 <= one.head < heads:
+        raise ValueError(f"{one}: unknown head {one.head}; the model has heads 0 to {heads - 1}")
+    width = model.d_model if one.head is None else head_width
+    if one.vectors.shape[1] not in (1, width):
+        raise ValueError(f"{one}: vectors of width {one.vectors.shape[1]}, where states have {width}")
+    if not bool(torch.isfinite(one.vectors.to(model.dtype)).all()):
+        raise ValueError(
+            f"{one}: its vectors are infinite in {model.dtype}, and a slot that is not finite poisons attention "
+            "even where it is masked; make them smaller, or load the model in float32"
+        )
+
+
+def check_request(one: Intervention, state: SequenceState) -> None:
+    """Raises: ValueError for positions or phases that the request never computes, and for a promise that it breaks."""
+    request, prompt = state.request, state.request.num_prompt_tokens
+    assert state.sampling.max_new_tokens is not None
+    last = prompt + state.sampling.max_new_tokens - 2  # the newest token is never fed
+    if one.num_prompt_tokens not in (None, prompt):
+        raise ValueError(
+            f"{one}: made for a prompt of {one.num_prompt_tokens} tokens, request {one.request_id} has {prompt}"
+        )
+    if one.positions is not None and max(one.positions) > last:
+        raise ValueError(
+            f"{one}: position {max(one.positions)} lies outside the request, which computes 0 to {last} at most "
+            f"(prompt of {prompt} + {state.sampling.max_new_tokens} new tokens, the newest is never fed)"
+        )
+    if one.positions is not None and min(one.positions) < request.num_cached:
+        raise ValueError(
+            f"{one}: position {min(one.positions)} lies in the {request.num_cached} cached rows that the request goes "
+            "on from, and is not computed; edit those rows instead"
+        )
+    possible = _possible_phases(one, state, prompt)
+    if one.phases is not None and not possible & set(one.phases):
+        raise ValueError(
+            f"{one}: its positions are never computed in phase {' or '.join(one.phases)}, but in "
+            f"{' or '.join(sorted(possible))}; leave out phases="
+        )
+    if not request.is_deterministic:
+        return
+    if one.steps is not None:
+        raise ValueError(
+            f"{one}: the request is deterministic, and when its positions are computed depends on the traffic; "
+            "leave out steps="
+        )
+    if not one.own_fingerprint:
+        raise ValueError(
+            f"{one}: the request is deterministic; changed, it is comparable only with runs of the same interventions; "
+            "say so with own_fingerprint=True"
+        )
+
+
+def _possible_phases(one: Intervention, state: SequenceState, prompt: int) -> set[str]:
+    positions = one.positions or (0, prompt)
+    possible = {"prefill"} if min(positions) < prompt else set()
+    if max(positions) >= prompt:
+        possible |= {"decode", "verify"} if state.is_verified else {"decode"}
+    return possible

@@ -1,0 +1,226 @@
+"""Interventions under the cache against a plain hook in an uncached forward, and against the oracle."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import cacheprobe as cp
+from cacheprobe.interventions import add, mean, replace, resample, swap, zero
+from cacheprobe.ops.equality import bitwise, close
+from tests.tiny import PROMPTS, SMALL, hf_model, loaded
+
+SUMS = "without a cache the sums have other shapes"
+LAYER, HEAD, WIDTH = 1, 2, 8
+LIGHT = {**SMALL, "max_new_tokens": 10, "capture": "S"}
+PLACES = [("S", None), ("T", None), ("C", None), ("pre", None), ("T", HEAD)]
+
+
+@contextmanager
+def hooked_slowly(model: torch.nn.Module, site: str, head: int | None, changes: dict[int, Tensor | float]) -> Iterator:
+    """A PyTorch hook on the plain model: at each of the positions that a whole text reaches, a value is written."""
+    block = model.model.layers[LAYER]
+
+    def change(value: Tensor) -> None:
+        part = value if head is None else value[..., head * WIDTH : (head + 1) * WIDTH]
+        for position, new in changes.items():
+            if position < value.shape[1]:
+                part[0, position] = new
+
+    def after(module: object, args: tuple, output: Tensor | tuple) -> None:
+        change(output[0] if isinstance(output, tuple) else output)
+
+    if site == "pre":
+        handle = block.register_forward_pre_hook(lambda module, args: change(args[0]))
+    elif head is not None:
+        handle = block.self_attn.o_proj.register_forward_pre_hook(lambda module, args: change(args[0]))
+    else:
+        handle = {"S": block, "T": block.self_attn, "C": block.mlp}[site].register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def generated_slowly(model: torch.nn.Module, prompt: list[int], length: int) -> tuple[list[int], Tensor]:
+    """Greedy tokens, each by a whole uncached forward, and what leaves the last block, [t, m], in the last one."""
+    text, last = list(prompt), []
+    handle = model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0][0].clone()))
+    with torch.inference_mode():
+        for _ in range(length):
+            logits = model(torch.tensor([text]), use_cache=False).logits[0, -1]
+            text.append(int(logits.argmax()))
+    handle.remove()
+    return text[len(prompt) :], last[-1]
+
+
+@pytest.mark.parametrize("path", ["twin", "bridge"])
+@pytest.mark.parametrize(("site", "head"), PLACES, ids=str)
+def test_a_run_equals_a_plain_hook_without_a_cache(site: str, head: int | None, path: str) -> None:
+    """A drafter that is mostly wrong: the changed positions are drafted, rolled back and computed again."""
+    prompt, positions, width = PROMPTS[0], [2, 7, 9], 32 if head is None else WIDTH
+    vectors = torch.randn(3, width, generator=torch.Generator().manual_seed(4))
+    where = dict(request_id=1, site=site, layer=LAYER, head=head)
+    changes = [replace(vectors, positions=positions, **where), zero(positions=[4, 10], **where)]
+    settings = dict(**LIGHT, drafter=cp.drafters.EarlyExit(layer=0), path=path)
+    trace = cp.run(loaded(), [PROMPTS[1], prompt], interventions=changes, **settings)
+
+    values = {**dict(zip(positions, vectors, strict=True)), 4: 0.0, 10: 0.0}
+    with hooked_slowly(model := hf_model(), site, head, values):
+        tokens, states = generated_slowly(model, prompt, 10)
+    assert trace.committed(1) == tokens
+    assert close(trace.states("S", 2, 1), states, 1e-5, because=SUMS)
+    assert trace.num_rolled_back > 0 and trace.meta["interventions"][0]["num_writes"] > 3
+    assert trace.fingerprint["interventions_act_through"] == f"hooks of the {path}"
+    plain = cp.run(loaded(), [PROMPTS[1], prompt], **settings)
+    assert not close(plain.states("S", 2, 1)[2:5], states[2:5], 1e-2, because="the control: the change shows")
+    assert plain.committed(0) == trace.committed(0)
+
+
+def test_added_vectors_are_added() -> None:
+    vector = torch.randn(32, generator=torch.Generator().manual_seed(1))
+    settings = {**LIGHT, "capture": "SC"}
+    plain = cp.run(loaded(), PROMPTS[:1], **settings)
+    trace = cp.run(
+        loaded(), PROMPTS[:1], interventions=add(vector, request_id=0, site="C", layer=1, positions=3), **settings
+    )
+    assert bitwise(trace.states("C", 1, 0)[3], plain.states("C", 1, 0)[3] + vector)
+    assert bitwise(trace.states("C", 1, 0)[:3], plain.states("C", 1, 0)[:3])
+
+
+CHANGED = [0, 2]
+
+
+def changes_of(dtype: torch.dtype) -> list[cp.interventions.Intervention]:
+    """On two requests, at prompt and generated positions, at every kind of site."""
+    states = torch.randn(5, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    return [
+        one
+        for request_id in CHANGED
+        for one in (
+            zero(request_id=request_id, site="T", layer=0, head=1, own_fingerprint=True),
+            resample(
+                states, seed=3, request_id=request_id, site="S", layer=1, positions=[1, 6, 12], own_fingerprint=True
+            ),
+            mean(states, request_id=request_id, site="pre", layer=2, positions=[2, 9, 13], own_fingerprint=True),
+        )
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_changed_deterministic_requests_equal_the_oracle_under_traffic(dtype: torch.dtype) -> None:
+    """Evictions, late arrivals, a shared prompt, wrong drafts; requests that are not changed keep their bits."""
+    model = loaded(dtype=dtype)
+    sampling = cp.SamplingParams(max_new_tokens=14)
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[4], [*PROMPTS[4]], PROMPTS[2]]
+    requests = [cp.Request(prompt, sampling, arrival_step=2 * i) for i, prompt in enumerate(prompts)]
+    settings = dict(**LIGHT, deterministic=[0, 1, 2])
+    traffic = dict(kv_rows=64, drafter=cp.drafters.EarlyExit(layer=1))
+    changes = changes_of(dtype)
+    trace = cp.run(model, requests, interventions=changes, **settings, **traffic)
+    oracle = cp.reference(model, requests[:3], interventions=changes, **settings)
+    assert [trace.digest(i) for i in range(3)] == [oracle.digest(i) for i in range(3)]
+    plain = cp.reference(model, requests[:3], **settings)
+    assert [trace.digest(i) == plain.digest(i) for i in range(3)] == [False, True, False]
+    assert trace.meta["preemptions"] and trace.num_rolled_back > 0
+
+
+def test_requests_of_one_prompt_do_not_share_changed_rows() -> None:
+    one = zero(request_id=0, site="C", layer=0, positions=range(3))
+    settings = {**LIGHT, "capture": "SC"}
+    trace = cp.run(loaded(), [PROMPTS[0]] * 3, interventions=one, **settings)
+    plain = cp.run(loaded(), [PROMPTS[0]] * 3, **settings)
+    assert trace.committed(0) != plain.committed(0)
+    for request_id in (1, 2):
+        assert trace.committed(request_id) == plain.committed(request_id)
+    assert (trace.states("C", 0, 1)[:3] != 0).all() and (trace.states("C", 0, 0)[:3] == 0).all()
+
+
+def test_changed_drafts_change_no_token() -> None:
+    """In phase decode alone, what is changed is the fast path's guess: D3."""
+    settings = dict(**LIGHT, deterministic=True)
+    one = zero(request_id=0, site="S", layer=2, phases="decode", own_fingerprint=True)
+    plain, trace = (cp.run(loaded(), PROMPTS[:1], interventions=given, **settings) for given in ((), one))
+    assert plain.digest(0) == trace.digest(0)
+    assert plain.num_rolled_back == 0 < trace.num_rolled_back
+
+
+def test_steps_choose_passes_and_an_eviction_forgets_nothing() -> None:
+    """Request 1 is evicted after the changed step; its row of that step is rewritten with the change."""
+    prompts, settings = [PROMPTS[0], PROMPTS[4]], LIGHT
+    where = dict(request_id=1, site="S", layer=1)
+    trace = cp.run(loaded(), prompts, interventions=zero(steps=[2, 3], **where), kv_rows=24, **settings)
+    rows = trace.rows(1)
+    changed = rows[rows.step.isin([2, 3])].position.tolist()
+    assert changed and trace.meta["preemptions"][0][1] > 3
+    by_position = cp.run(loaded(), prompts, interventions=zero(positions=changed, **where), **settings)
+    assert trace.committed(1) == by_position.committed(1)
+    assert trace.committed(1) != cp.run(loaded(), prompts, **settings).committed(1)
+
+
+def test_swapped_requests_take_each_others_place() -> None:
+    """All that the last block wrote of the prompt's last token decides the next one."""
+    prompts = [[1, 2, 3, 4], [9, 8, 7, 6]]
+    plain = cp.run(loaded(), prompts, **LIGHT)
+    last = swap(plain, 0, 1, site="S", layer=2, positions=3)
+    trace = cp.run(loaded(), prompts, interventions=last, **LIGHT)
+    for a, b in ((0, 1), (1, 0)):
+        assert trace.committed(a)[0] == plain.committed(b)[0] != plain.committed(a)[0]
+        assert bitwise(trace.states("S", 2, a)[3], plain.states("S", 2, b)[3])
+        assert bitwise(trace.states("S", 2, a)[:3], plain.states("S", 2, a)[:3])
+    itself = cp.run(loaded(), prompts, interventions=swap(plain, 0, 0, site="S", layer=1, positions=[1, 2]), **LIGHT)
+    assert itself.digest(0) == plain.digest(0)
+
+
+def test_resampled_positions_draw_by_position_alone() -> None:
+    states = torch.arange(60.0).reshape(30, 2)
+    one = resample(states, seed=1, request_id=0, site="S", layer=0)
+    drawn = one.vectors_at(list(range(50)))
+    assert bitwise(one.vectors_at([17, 3]), drawn[[17, 3]]) and len(drawn.unique(dim=0)) > 15
+    other = resample(states, seed=2, request_id=0, site="S", layer=0)
+    assert not bitwise(other.vectors_at(list(range(50))), drawn)
+    assert bitwise(mean(states, request_id=0, site="S", layer=0).vectors[0], states.mean(0))
+
+
+def test_a_changed_run_is_replayed_with_its_changes(tmp_path) -> None:
+    one = zero(request_id=1, site="T", layer=1, positions=[4], own_fingerprint=True)
+    trace = cp.run(loaded(), PROMPTS[:2] + PROMPTS[4:], deterministic=[1, 2], interventions=one, **LIGHT)
+    replay = cp.verify(trace, progress=False)
+    assert replay.is_equal and replay.num_requests == 2
+    trace.save(tmp_path / "run")
+    again = cp.load_trace(tmp_path / "run", model=loaded())
+    assert again.meta["interventions"] == trace.meta["interventions"]
+    assert cp.verify(again, interventions=one, progress=False).is_equal
+    with pytest.raises(ValueError, match="changed by interventions, which are not saved"):
+        cp.verify(again, progress=False)
+    other = zero(request_id=1, site="T", layer=1, positions=[3], own_fingerprint=True)
+    with pytest.raises(ValueError, match="different schedules; interventions: 'request 1"):
+        cp.verify(again, interventions=other, progress=False)
+
+
+def test_a_result_that_is_not_finite_ends_the_request_alone() -> None:
+    model = loaded(dtype=torch.float16)
+    big = add(torch.full((32,), 6e4), request_id=0, site="S", layer=1, positions=[2])
+    twice = [big, add(torch.full((32,), 6e4), request_id=0, site="S", layer=1, positions=[2])]
+    with pytest.warns(RuntimeWarning, match="add of request 0 at site S of layer 1 makes a state of positions"):
+        trace = cp.run(model, PROMPTS[:2], interventions=twice, **LIGHT)
+    assert trace.meta["finish"] == {"0": "error", "1": "length"}
+
+
+def test_hooks_are_gone_after_the_run() -> None:
+    model = loaded()
+    plain = cp.run(model, PROMPTS[:1], **LIGHT)
+    for path in ("twin", "bridge"):
+        cp.run(model, PROMPTS[:1], interventions=zero(request_id=0, site="S", layer=0), path=path, **LIGHT)
+    again = cp.run(model, PROMPTS[:1], **LIGHT)
+    assert again.digest(0) == plain.digest(0) and again.fingerprint == plain.fingerprint
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.twin_trial.twin.model.modules())
+
+
+def test_one_that_never_acts_is_told() -> None:
+    one = zero(request_id=0, site="S", layer=0, positions=12)
+    stopping = cp.SamplingParams(stop_token_ids=range(97))
+    with pytest.warns(RuntimeWarning, match="zero of request 0 at site S of layer 0 never acted"):
+        cp.run(loaded(), PROMPTS[:1], interventions=one, sampling=stopping, **LIGHT)

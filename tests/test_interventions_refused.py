@@ -1,0 +1,124 @@
+"""What an intervention could not do is refused by name, before anything is computed."""
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.interventions import add, mean, replace, resample, swap, zero
+from cacheprobe.interventions.checks import require_hooks
+from tests.test_thinking_engine import RUN, lm
+from tests.tiny import PROMPTS, SMALL, loaded
+
+S1 = dict(request_id=0, site="S", layer=1)
+LIGHT = {**SMALL, "max_new_tokens": 6, "capture": "S"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: zero(**{**S1, "site": "Q"}), "zero of request 0 .*unknown site 'Q'; sites to change are S, T, C, pre"),
+        (lambda: zero(**S1, head=1), "heads give to site T alone"),
+        (lambda: zero(**S1, positions=[3, -1]), "position -1 is negative; positions are absolute"),
+        (lambda: zero(**S1, positions=[]), "there is no position, so nothing would change"),
+        (lambda: zero(**S1, positions=[3, 3]), "a position is given twice"),
+        (lambda: zero(**S1, phases="warm-up"), "unknown phase 'warm-up'; phases are prefill, decode, verify"),
+        (lambda: zero(**S1, phases=()), "phases is empty"),
+        (lambda: replace(torch.zeros(2, 32), **S1, positions=[1, 2, 3]), "2 vectors for 3 positions"),
+        (lambda: replace(torch.zeros(2, 32), **S1), "2 vectors for all positions"),
+        (lambda: replace(torch.zeros(1, 2, 3), **S1), r"vectors must be \[w\] or \[n, w\], got \[1, 2, 3\]"),
+        (lambda: add(torch.tensor([1.0, float("nan")]), **S1), "vectors hold NaN or infinity"),
+        (lambda: mean(torch.zeros(0, 32), **S1), r"mean: states must be \[n, m\] with at least one row, got \[0, 32\]"),
+        (lambda: resample(torch.zeros(32), **S1), "resample: states must be"),
+    ],
+)
+def test_an_intervention_checks_itself(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("one", "settings", "message"),
+    [
+        (zero(**{**S1, "layer": 3}), {}, "zero of request 0 at site S of layer 3: unknown layer 3; .*layers 0 to 2"),
+        (zero(**{**S1, "request_id": 1}), {}, "no request 1; the run has 0 to 0"),
+        (zero(request_id=0, site="T", layer=0, head=4), {}, "unknown head 4; the model has heads 0 to 3"),
+        (replace(torch.zeros(8), **S1), {}, "vectors of width 8, where states have 32"),
+        (replace(torch.zeros(32), request_id=0, site="T", layer=0, head=1), {}, "width 32, where states have 8"),
+        (zero(**S1, positions=[4, 10]), {}, "position 10 lies outside the request, which computes 0 to 9 at most"),
+        (zero(**S1, positions=4, phases="decode"), {}, "never computed in phase decode, but in prefill"),
+        (zero(**S1, positions=5, phases="prefill"), {}, "never computed in phase prefill, but in decode"),
+        (zero(**S1, phases="verify"), {}, "never computed in phase verify, but in decode or prefill"),
+        (zero(**S1), {"deterministic": True}, "deterministic; changed.*say so with own_fingerprint=True"),
+        (
+            zero(**S1, steps=2, own_fingerprint=True),
+            {"deterministic": True},
+            "on the traffic; leave out steps=",
+        ),
+        ("zero", {}, "an intervention is made by cp.interventions.zero"),
+    ],
+)
+def test_a_run_refuses(one, settings: dict, message: str) -> None:
+    given = [one] if isinstance(one, str) else one
+    with pytest.raises(ValueError, match=message):
+        cp.run(loaded(), PROMPTS[:1], interventions=given, **{**LIGHT, **settings})
+
+
+def test_vectors_must_be_finite_in_the_models_dtype() -> None:
+    with pytest.raises(ValueError, match="infinite in torch.float16, and a slot that is not finite poisons attention"):
+        cp.run(loaded(dtype=torch.float16), PROMPTS[:1], interventions=add(torch.full((32,), 1e6), **S1), **LIGHT)
+
+
+def test_a_model_without_hooks_is_refused() -> None:
+    class Bare:
+        name = "bare"
+
+    with pytest.raises(ValueError, match="bare has no `editing`, so interventions cannot act on it"):
+        require_hooks(Bare())
+
+
+def test_swaps_are_refused_where_positions_do_not_mean_the_same() -> None:
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8]]
+    plain = cp.run(loaded(), prompts, **LIGHT)
+    where = dict(site="S", layer=1, positions=[1])
+    with pytest.raises(ValueError, match="the prompts of requests 0 and 2 have 3 and 2 tokens"):
+        swap(plain, 0, 2, **where)
+    with pytest.raises(ValueError, match="no request 3 in the trace; it has 0 to 2"):
+        swap(plain, 0, 3, **where)
+    with pytest.raises(ValueError, match="position 8 lies outside request 1, which computed 0 to 7"):
+        swap(plain, 0, 1, **{**where, "positions": [8]})
+    with pytest.raises(ValueError, match="say which positions= to swap"):
+        swap(plain, 0, 1, site="S", layer=1)
+    with pytest.raises(ValueError, match="no single heads"):
+        swap(plain, 0, 1, site="T", layer=1, head=0, positions=1)
+    with pytest.raises(ValueError, match="layer 5 was not captured"):
+        swap(plain, 0, 1, site="S", layer=5, positions=1)
+    pair = swap(plain, 0, 1, **where)
+    with pytest.raises(ValueError, match="made for a prompt of 3 tokens, request 1 has 4"):
+        cp.run(loaded(), [[1, 2, 3], [1, 2, 3, 4]], interventions=pair, **LIGHT)
+    changed = cp.run(loaded(), prompts[:2], interventions=pair, **LIGHT)
+    with pytest.raises(ValueError, match="own run was changed by interventions"):
+        swap(changed, 0, 1, **where)
+
+
+def test_positions_among_cached_rows_are_not_computed() -> None:
+    rows = cp.cache_rows(loaded(), PROMPTS[0], capacity=96)
+    with pytest.raises(ValueError, match="position 3 lies in the 4 cached rows"):
+        cp.run(loaded(), cp.Request(PROMPTS[0], cached=rows), interventions=zero(**S1, positions=[3, 4]), **LIGHT)
+
+
+def test_a_thinking_model_is_changed_in_every_round() -> None:
+    """Thoughts after the changed position follow from it; those before do not, and the oracle has the same."""
+    model, prompt = lm(), [5, 9, 7, 11] * 4
+    one = zero(request_id=0, site="S", layer=1, positions=[6], own_fingerprint=True)
+    free = cp.Request(prompt, cp.SamplingParams(stop_token_ids=()))
+    settings = {**RUN, "deterministic": True, "max_new_tokens": 4}
+    trace = cp.run(model, [free], interventions=one, **settings)
+    oracle, plain = (cp.reference(model, [free], interventions=given, **settings) for given in (one, ()))
+    assert trace.digest(0) == oracle.digest(0) != plain.digest(0)
+    assert not trace.states("S", 1, 0)[6].any() and bool(trace.states("S", 1, 0)[5].any())
+    assert trace.thoughts_said(0)[0] == plain.thoughts_said(0)[0] and trace.thoughts_said(0) != plain.thoughts_said(0)
+
+
+def test_surgery_refuses_a_cache_that_holds_more_than_keys_and_values() -> None:
+    with pytest.raises(ValueError, match="ThinkingCache holds more than keys and values"):
+        cp.cache_rows(lm(), [5, 9, 7, 11] * 2, capacity=64)

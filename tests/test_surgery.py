@@ -1,0 +1,157 @@
+"""Cache surgery against the same cut made in Hugging Face's own cache, and against the oracle."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import cacheprobe as cp
+from cacheprobe.cache.kv import KVCache
+from cacheprobe.cache.surgery import CacheRows, diff_rows, put_rows, take_rows
+from cacheprobe.ops.equality import bitwise, close
+from tests.tiny import SMALL, hf_model, loaded
+
+SUMS = "without our cache the sums have other shapes"
+PROMPT, OTHER = [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 6]
+ROWS = dict(capacity=96)
+LIGHT = {**SMALL, "max_new_tokens": 8, "capture": "S"}
+
+
+def went_on(rows: CacheRows, prompt: list[int] = PROMPT, **settings) -> cp.Trace:
+    return cp.run(loaded(), [cp.Request(prompt, cached=rows, own_fingerprint=True)], **{**LIGHT, **settings})
+
+
+def test_unchanged_rows_go_on_as_if_nothing_had_happened() -> None:
+    rows = cp.cache_rows(loaded(), PROMPT, **ROWS)
+    plain = cp.run(loaded(), [PROMPT], deterministic=True, **LIGHT)
+    trace = went_on(rows, deterministic=True)
+    assert len(rows) == 5 and trace.committed(0) == plain.committed(0)
+    assert close(trace.states("S", 2, 0), plain.states("S", 2, 0)[5:], 1e-5, because="the chunks begin elsewhere")
+    assert trace.ledger(0).provenance.tolist()[:6] == ["prefill"] * 6
+
+
+@pytest.mark.parametrize("drafter", [None, cp.drafters.EarlyExit(layer=0)])
+def test_an_edit_equals_the_same_edit_of_hugging_faces_cache(drafter) -> None:
+    rows = cp.cache_rows(loaded(), PROMPT, **ROWS)
+    rows = rows.edited(lambda old: old * -2, [1, 3], layers=1, heads=0, parts="V")
+    rows = rows.edited(torch.zeros_like, 4, layers=[0, 2], parts="K")
+    trace = went_on(rows, drafter=drafter)
+
+    model, last = hf_model(), []
+    model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0][0].clone()))
+    with torch.inference_mode():
+        cache = model(torch.tensor([PROMPT[:-1]]), use_cache=True).past_key_values
+        cache.layers[1].values[0, 0, [1, 3]] *= -2
+        cache.layers[0].keys[0, :, 4] = 0
+        cache.layers[2].keys[0, :, 4] = 0
+        last.clear()
+        text = [PROMPT[-1]]
+        for _ in range(8):
+            logits = model(torch.tensor([text[-1:]]), past_key_values=cache, use_cache=True).logits
+            text.append(int(logits[0, -1].argmax()))
+    assert trace.committed(0) == text[1:]
+    assert close(trace.states("S", 2, 0), torch.cat(last), 1e-5, because=SUMS)
+    assert trace.committed(0) != cp.run(loaded(), [PROMPT], **LIGHT).committed(0)
+    assert trace.ledger(0).provenance.tolist()[:5] == ["prefill", "edited", "prefill", "edited", "edited"]
+
+
+@pytest.mark.parametrize("path", ["twin", "bridge"])
+def test_a_masked_position_is_seen_by_no_later_token(path: str) -> None:
+    rows = cp.cache_rows(loaded(), PROMPT, **ROWS).masked([1, 2])
+    trace = went_on(rows, path=path)
+    text, last = [*PROMPT, *trace.committed(0)[:-1]], []
+    model = hf_model()
+    model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0][0].clone()))
+    hidden = torch.ones(len(text), len(text)).triu(1)
+    hidden[5:, [1, 2]] = 1
+    with torch.inference_mode():
+        mask = hidden[None, None] * torch.finfo(torch.float32).min
+        logits = model(torch.tensor([text]), attention_mask=mask, use_cache=False).logits
+    assert close(trace.states("S", 2, 0), last[0][5:], 1e-5, because=SUMS)
+    assert trace.committed(0) == logits[0, 5:].argmax(-1).tolist()
+    assert trace.committed(0) != cp.run(loaded(), [PROMPT], **LIGHT).committed(0)
+
+
+def test_edited_rows_equal_the_oracle_under_traffic_and_evictions() -> None:
+    rows = cp.cache_rows(loaded(), PROMPT, **ROWS).edited(lambda old: old + 1, 2, heads=1).masked(0)
+    request = cp.Request(PROMPT, cached=rows, is_deterministic=True, own_fingerprint=True, arrival_step=3)
+    requests = [[7, 8, 9], cp.Request(PROMPT, is_deterministic=True), request]
+    trace = cp.run(loaded(), requests, drafter=cp.drafters.EarlyExit(layer=0), kv_rows=34, **LIGHT)
+    oracle = cp.reference(loaded(), requests, **LIGHT)
+    assert [trace.digest(i) for i in (1, 2)] == [oracle.digest(i) for i in (1, 2)]
+    assert 2 in [request_id for request_id, _ in trace.meta["preemptions"]]
+    assert trace.committed(1) != trace.committed(2)
+    assert trace.fingerprint["cached"] == f"request 2: {rows.digest()}"
+
+
+def test_all_rows_spliced_are_the_donors() -> None:
+    own, donor = (cp.cache_rows(loaded(), prompt, **ROWS) for prompt in (PROMPT, OTHER))
+    spliced = own.spliced(donor, range(5))
+    assert all(bitwise(a, b) for a, b in zip(spliced.keys + spliced.values, donor.keys + donor.values, strict=True))
+    assert went_on(spliced).committed(0) == went_on(donor, OTHER).committed(0) != went_on(own).committed(0)
+
+
+def test_diff_finds_the_edit_and_nothing_else() -> None:
+    rows = cp.cache_rows(loaded(), PROMPT, **ROWS)
+    donor = cp.cache_rows(loaded(), OTHER, **ROWS)
+    table = diff_rows(rows, rows.spliced(donor, [0, 3], layers=2, heads=1, parts="V"))
+    assert (table.key == 0).all() and len(table) == 3 * 2 * 5
+    found = table[table.value > 0]
+    assert list(found[["layer", "head", "position"]].itertuples(index=False, name=None)) == [(2, 1, 0), (2, 1, 3)]
+    expected = (rows.values[2][1, 3] - donor.values[2][1, 3]).norm() / rows.values[2][1, 3].norm()
+    assert found.value.tolist()[1] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_rows_are_values_of_their_own() -> None:
+    rows = cp.cache_rows(loaded(), PROMPT, **ROWS)
+    before = rows.digest()
+    changed = rows.edited(lambda old: old.mul_(0), 1)
+    assert rows.digest() == before != changed.digest() and rows.masked(1).digest() != before
+    assert len(rows.cut(2)) == 2 and rows.masked([0, 3]).cut(2).hidden == {0}
+    cache = KVCache(2, 8, [(2, 8, 8)] * 3, torch.float32)
+    row = cache.allocate()
+    put_rows(rows.masked(1), cache, row)
+    cache.extend(row, 0, 5, "prefill")
+    again = take_rows(cache, row, PROMPT[:5])
+    assert again.hidden == {1} and all(bitwise(a, b) for a, b in zip(again.keys, rows.keys, strict=True))
+    cache.release(row)
+    assert not cache.hidden.any()
+
+
+def nan(old: Tensor) -> Tensor:
+    return old * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda rows: rows.edited(nan, 1), "the edit of K in layer 0 at positions .1. is NaN or infinite"),
+        (
+            lambda rows: rows.edited(torch.zeros_like, 5),
+            "position 5 lies outside the rows.*positions 0 to 4",
+        ),
+        (lambda rows: rows.edited(torch.zeros_like, 1, layers=3), "layer 3 lies outside the rows.*layers 0 to 2"),
+        (lambda rows: rows.edited(torch.zeros_like, 1, heads=2), "head 2 lies outside the rows.*heads 0 to 1"),
+        (lambda rows: rows.edited(torch.zeros_like, []), "there is no position"),
+        (lambda rows: rows.edited(torch.zeros_like, 1, parts="Q"), "unknown parts 'Q'; give K, V or KV"),
+        (lambda rows: rows.edited(lambda old: old[:1], 1), r"layer 0 K: the change made \[1, 1, 8\] of \[2, 1, 8\]"),
+        (lambda rows: rows.masked(-1), "position -1 lies outside"),
+        (lambda rows: rows.spliced(rows.cut(3), 1), "rows of 5 and 3 positions"),
+        (lambda rows: diff_rows(rows, rows.cut(3)), "rows of 5 and 3 positions"),
+        (lambda rows: rows.cut(6), "cannot be cut to 6"),
+        (lambda rows: went_on(rows, PROMPT[:5]), "last one is read.*cached.cut.4."),
+        (lambda rows: went_on(rows, OTHER), "read from another text"),
+        (
+            lambda rows: cp.run(loaded(), cp.Request(PROMPT, cached=rows, is_deterministic=True), **LIGHT),
+            "goes on from cached rows.*own_fingerprint=True",
+        ),
+        (
+            lambda rows: cp.run(loaded(dtype=torch.bfloat16), cp.Request(PROMPT, cached=rows), **LIGHT),
+            "do not fit a model.*bfloat16",
+        ),
+        (lambda rows: cp.cache_rows(loaded(), [3], **ROWS), "a prompt of one token leaves no row"),
+        (lambda rows: cp.run(loaded(), cp.Request(PROMPT, cached="rows"), **LIGHT), "must be CacheRows"),
+    ],
+)
+def test_surgery_refuses(cut, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cut(cp.cache_rows(loaded(), PROMPT, **ROWS))
