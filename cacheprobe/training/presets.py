@@ -69,21 +69,21 @@ _ARMS = {  # without jumps these three reach 99 % in distribution in a fraction 
     "chain_of_thought": dict(steps=1000, reach=0),
 }
 _JITTERED = ({"jitter": 0}, {"jitter": 3})
+_S3 = Preset(  # a window, since attention to all earlier swaps, of which four are trained, is diluted by the later ones
+    lambda steps: Permutations(steps=steps, elements=3),
+    operations=(1, 2, 3, 4),
+    variants=_JITTERED,
+    reach=0,
+    model=dict(chunk=5, attention_window=10),
+    loop=_LOOP,
+)
 
 PRESETS: dict[str, dict[str, Preset]] = {
     "coin-flip": {
         "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
         "mini": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=64), loop=_LOOP),
     },
-    "s3": {
-        "tiny": Preset(
-            lambda steps: Permutations(steps=steps, elements=3),
-            operations=(1, 2, 3, 4),
-            variants=_JITTERED,
-            model=dict(chunk=5),
-            loop=replace(_LOOP, steps=1000),
-        ),
-    },
+    "s3": {"tiny": _S3, "full": replace(_S3, model=dict(chunk=5), reach=6_000)},
     "s5": {
         "tiny": Preset(
             lambda steps: Permutations(steps=steps, elements=5),

@@ -1,0 +1,57 @@
+"""Take the pictures of README and docs from the runs that `make demo` left, in Debian's Chromium.
+
+make demo && make browser && .venv/bin/python scripts/draw_pictures.py [--runs runs] [--to docs]
+"""
+
+import argparse
+from pathlib import Path
+
+from playwright.sync_api import Browser, sync_playwright
+
+import cacheprobe as cp
+
+ROOT = Path(__file__).parents[1]
+CHROMIUM = "/usr/bin/chromium"
+REPORTS = {1280: 1490, 390: 2400}
+"""Width and height of what is shown of the report, in pixels: down to the lens grid."""
+
+
+def report_pictures(browser: Browser, report: Path, folder: Path) -> None:
+    """The head of a report, at two widths."""
+    for width, height in REPORTS.items():
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.goto(report.as_uri())
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 4")
+        page.screenshot(path=folder / f"report-{width}.png", clip={"x": 0, "y": 0, "width": width, "height": height})
+        page.close()
+
+
+def thoughts_picture(browser: Browser, run: Path, folder: Path) -> None:
+    """The thoughts of the request that changed its mind most often."""
+    trace = cp.load_trace(run)
+    thoughts = trace.thoughts()
+    said = thoughts[(thoughts.status == "committed") & (thoughts.said != "")]
+    changes = said.groupby("request_id").said.apply(lambda words: int((words != words.shift()).sum()))
+    request = int(changes.idxmax())
+    picture = cp.views.thoughts_picture(thoughts, trace.row_table, trace.events(), trace.ledger(request), request)
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_content(f'<!doctype html><meta name="viewport" content="width=device-width">{picture}')
+    page.wait_for_selector(".thoughts svg")
+    page.screenshot(path=folder / "thoughts-1280.png", full_page=True)
+    page.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Take the pictures of README and docs.")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where `make demo` left its runs")
+    parser.add_argument("--to", type=Path, default=ROOT / "docs", help="folder of the pictures")
+    asked = parser.parse_args()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        report_pictures(browser, (asked.runs / "demo" / "report.html").resolve(), asked.to)
+        thoughts_picture(browser, asked.runs / "demo-thinking", asked.to)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
