@@ -15,6 +15,9 @@ from torch import Tensor
 
 from cacheprobe.cache.ledger import CacheIntegrityError, Ledger
 
+_FEW_ROWS = 4
+"""Up to so many rows are written slice by slice, which is quicker than an index of every slot."""
+
 
 class KVCache:
     """Keys and values of every layer, [rows, heads, capacity, d] each, with per-row lengths and a ledger."""
@@ -42,6 +45,7 @@ class KVCache:
         self.ledger = Ledger(rows, capacity)
         self._taken = [False] * rows
         self._staged: tuple[Tensor, Tensor, slice | Tensor] | None = None
+        self._staged_places: list[tuple[int, int]] = []
 
     def __repr__(self) -> str:
         used = f"{sum(self._taken)} of {self.rows} rows, {int(self.lengths.sum())} slots in use"
@@ -101,6 +105,7 @@ class KVCache:
         first = rows[0]
         is_run = list(rows) == list(range(first, first + len(rows)))
         self._staged = (positions, row_index, slice(first, first + len(rows)) if is_run else row_index[:, 0])
+        self._staged_places = list(zip(rows, map(int, starts), strict=True))
         return positions
 
     def write(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> tuple[Tensor, Tensor]:
@@ -111,8 +116,14 @@ class KVCache:
         keys, values = self.keys[layer], self.values[layer]
         if k.shape[0] != positions.shape[0] or k.shape[2] != positions.shape[1]:
             raise CacheIntegrityError(f"layer {layer} wrote {tuple(k.shape)} for staged {tuple(positions.shape)}")
-        keys[row_index, :, positions] = k.transpose(1, 2)
-        values[row_index, :, positions] = v.transpose(1, 2)
+        if len(positions) <= _FEW_ROWS:
+            width = positions.shape[1]
+            for b, (row, start) in enumerate(self._staged_places):
+                keys[row, :, start : start + width] = k[b]
+                values[row, :, start : start + width] = v[b]
+        else:
+            keys[row_index, :, positions] = k.transpose(1, 2)
+            values[row_index, :, positions] = v.transpose(1, 2)
         return keys[rows], values[rows]
 
     def take_thoughts(self) -> list[Any]:

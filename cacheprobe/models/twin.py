@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.hf_cache import staged
+from cacheprobe.models.lean import LISTENED, LeanForward
 from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
 from cacheprobe.names import HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
 from cacheprobe.ops.wide_product import WIDE_ROWS, is_emulated, wide_product
@@ -38,8 +40,11 @@ class TwinLM:
     Twin: BridgeLM: logits, S, T, C, keys and values close(1e-4) in float32, since fused attention reorders sums.
     """
 
-    def __init__(self, origin: BridgeLM) -> None:
-        """Raises: ModelError where the bridge's weights were processed, or its hooks name no module of the model."""
+    def __init__(self, origin: BridgeLM, lean: bool = True) -> None:
+        """lean: leave the modules out where nothing needs their hooks and the family is known; no bit depends on it.
+
+        Raises: ModelError where the bridge's weights were processed, or its hooks name no module of the model.
+        """
         bridge = origin.bridge
         if bridge.compatibility_mode or getattr(bridge, "_weights_processed", False):
             raise ModelError(f"{origin.name}: the bridge's weights were processed (compatibility mode)")
@@ -50,6 +55,10 @@ class TwinLM:
         self._is_widened = is_emulated(self.dtype, self.device)
         if self._is_widened:
             self._widen_products()
+        self._may_be_lean = lean and LeanForward.takes(self.model)
+        self._lean: LeanForward | None = None
+        self._listeners: dict[tuple[str, int], list[Callable[[Tensor], object]]] = {}
+        self._num_editors = 0
 
     def __repr__(self) -> str:
         return f"TwinLM({repr(self.origin).removeprefix('BridgeLM(')}"
@@ -92,6 +101,13 @@ class TwinLM:
         """See CachedLM.forward."""
         if not self.weights.is_current:
             self.weights.bind()
+            self._lean = None
+        if self._may_be_lean and not self._num_editors and all(site in LISTENED for site, _ in self._listeners):
+            if self._lean is None:
+                self._lean = LeanForward(self.model, wide_product if self._is_widened else linear)
+            with staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx) as inputs:
+                where = inputs["position_ids"], inputs["attention_mask"]
+                return self._lean(token_ids.to(self.device), cache, *where, self._listeners, num_layers, logit_slots)
         can_choose = logit_slots is not None and self._can_choose_logits
         extra = {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)} if can_choose else {}
         with ExitStack() as stack:
@@ -131,9 +147,16 @@ class TwinLM:
             raise ModelError(f"{self.name} has no site {missing[0][0]} at layer {missing[0][1]}")
         with ExitStack() as stack:
             for site, layer in sites:
-                handle = _listen(self._places[site, layer], partial(sink, site, layer))
-                stack.callback(handle.remove)
+                hear = partial(sink, site, layer)
+                stack.callback(_listen(self._places[site, layer], hear).remove)
+                stack.callback(self._forget, (site, layer), hear)
+                self._listeners.setdefault((site, layer), []).append(hear)
             yield
+
+    def _forget(self, place: tuple[str, int], hear: Callable[[Tensor], object]) -> None:
+        self._listeners[place].remove(hear)
+        if not self._listeners[place]:
+            del self._listeners[place]
 
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
@@ -153,7 +176,12 @@ class TwinLM:
                     raise ModelError(f"{self.name} has no hook {name}")
                 handle = _change(self._place(points, name), partial(change, site, layer))
                 stack.callback(handle.remove)
+            self._num_editors += 1
+            stack.callback(self._no_longer_edits)
             yield
+
+    def _no_longer_edits(self) -> None:
+        self._num_editors -= 1
 
     def fingerprint(self) -> dict[str, str | int | float]:
         """The bridge's, with what differs: the path, and the attention in use."""

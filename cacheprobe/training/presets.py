@@ -85,13 +85,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
     },
     "s3": {"tiny": _S3, "full": replace(_S3, model=dict(chunk=5), reach=6_000)},
     "s5": {
-        "tiny": Preset(
-            lambda steps: Permutations(steps=steps, elements=5),
-            operations=(1, 2, 3, 4),
-            variants=_JITTERED,
-            model=dict(chunk=5),
-            loop=replace(_LOOP, steps=2000),
-        ),
+        "tiny": replace(_S3, task=lambda steps: Permutations(steps=steps, elements=5), loop=replace(_LOOP, steps=1200)),
     },
     "variables": {
         "tiny": Preset(

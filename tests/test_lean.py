@@ -1,0 +1,108 @@
+"""The lean forward against the model's own modules: the same bits, whatever is asked of it."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import cacheprobe as cp
+from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.lean import FAMILIES as LEAN
+from cacheprobe.models.lean import LeanForward
+from cacheprobe.models.twin import TwinLM
+from cacheprobe.ops.equality import bitwise
+from tests.feeding import fed_in_parts, texts
+from tests.tiny import FAMILIES, SLIDING, hf_model, loaded
+
+LLAMA_LIKE = [family for family in FAMILIES if type(hf_model(family)).__name__ in LEAN]
+WINDOWED = [(family, 6) for family in SLIDING if family in LLAMA_LIKE]
+
+
+@cache
+def uneven(family: str, dtype: torch.dtype, window: int | None) -> BridgeLM:
+    """A tiny model whose norms and biases are no ones and zeros, which would hide when they are applied."""
+    live = copy.deepcopy(hf_model(family, dtype, window=window))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in live.parameters():
+            if weight.dim() == 1:
+                weight += torch.randn(weight.shape, generator=generator).to(dtype) / 3
+    return cp.load_model(live)
+
+
+def forms(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> tuple[TwinLM, TwinLM]:
+    """The lean one, and the one that runs the modules, which is seen to be run."""
+    model = uneven(family, dtype, window)
+    return TwinLM(model), TwinLM(model, lean=False)
+
+
+def num_module_runs(twin: TwinLM) -> list[int]:
+    """Grows whenever the first block's module runs."""
+    ran: list[int] = []
+    twin.model.model.layers[0].register_forward_pre_hook(lambda module, args: ran.append(1))
+    return ran
+
+
+def test_the_families_are_there() -> None:
+    assert set(LLAMA_LIKE) >= {"llama", "qwen2", "qwen3", "mistral"}
+    assert not any(LeanForward.takes(TwinLM(loaded(f)).model) for f in set(FAMILIES) - set(LLAMA_LIKE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("family", "window"), [(family, None) for family in LLAMA_LIKE] + WINDOWED, ids=str)
+def test_every_bit_is_the_modules(family: str, window: int | None, dtype: torch.dtype) -> None:
+    """Logits, S, T, C, keys and values; ragged rows, pads, blocks taken back; few rows and many."""
+    lean, modules = forms(family, dtype, window)
+    ran, ran_there = num_module_runs(lean), num_module_runs(modules)
+    for lengths in ((21, 17), (14, 11, 9, 8, 7, 6)):
+        ours, theirs = (fed_in_parts(form, texts(*lengths)) for form in (lean, modules))
+        assert ours.keys() == theirs.keys() and len(ours) == len(lengths) * (1 + 1 + 3 * 3 + 2 * 3)
+        for what, expected in theirs.items():
+            assert bitwise(ours[what], expected), what
+    assert not ran and ran_there
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("width", [1, 5])
+def test_early_stops_and_chosen_logits_are_the_modules(family: str, width: int) -> None:
+    ids = texts(width)[0][None].repeat(2, 1)
+    outputs: list[list[Tensor]] = []
+    for form in forms(family):
+        cache = form.new_cache(2, 16)
+        asked = [dict(num_layers=n) for n in range(4)] + [dict(logit_slots=[width - 1, 0]), {}]
+        outputs.append([form.forward(ids, cache, [0, 1], [3, 0], **how) for how in asked])
+    assert all(bitwise(ours, theirs) for ours, theirs in zip(*outputs, strict=True))
+    assert outputs[0][0].shape == (2, width, 32) and outputs[0][4].shape[1] == 2
+
+
+def test_an_edit_of_the_weights_is_seen() -> None:
+    """In place, and by another tensor in its place."""
+    lean = TwinLM(loaded.__wrapped__("llama"))
+    projection = lean.origin.bridge.original_model.model.layers[1].mlp.down_proj
+    weight = getattr(projection, "_original_component", projection)
+    ids = texts(5)[0][None]
+
+    def logits() -> Tensor:
+        return lean.forward(ids, lean.new_cache(1, 16), [0], [0])
+
+    before = logits()
+    with torch.no_grad():
+        weight.weight.mul_(2)
+    doubled = logits()
+    weight.weight = torch.nn.Parameter(weight.weight.detach() / 2)
+    assert not bitwise(doubled, before) and bitwise(logits(), before)
+
+
+def test_modules_run_where_something_acts_on_them() -> None:
+    lean, _ = forms("llama")
+    ran = num_module_runs(lean)
+    ids, cache = texts(4)[0][None], lean.new_cache(1, 16)
+    plain = lean.forward(ids, cache, [0], [0])
+    assert not ran
+    with lean.editing([("C", 1)], lambda site, layer, value: None):
+        assert bitwise(lean.forward(ids, cache, [0], [0]), plain) and len(ran) == 1
+    with lean.editing([("C", 1)], lambda site, layer, value: value * 0):
+        assert not bitwise(lean.forward(ids, cache, [0], [0]), plain)
+    assert bitwise(lean.forward(ids, cache, [0], [0]), plain) and len(ran) == 2
