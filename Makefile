@@ -6,6 +6,8 @@
 SHELL := bash
 PYTHON ?= python3
 BIN := .venv/bin
+# Whole files to each of two workers: what a file set up once is used by all of its tests.
+WORKERS ?= -n 2 --dist loadfile
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 \
             TOKENIZERS_PARALLELISM=false WANDB_MODE=disabled
 
@@ -32,10 +34,10 @@ demo: $(STAMP)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/cacheprobe demo
 
 test: $(STAMP) browser
-	@$(TEST_ENV) $(BIN)/python -m pytest -q
+	@$(TEST_ENV) $(BIN)/python -m pytest -q $(WORKERS)
 
 test-all: $(STAMP) browser
-	@$(TEST_ENV) $(BIN)/python -m pytest -q -m ""
+	@$(TEST_ENV) $(BIN)/python -m pytest -q $(WORKERS) -m ""
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -62,11 +62,11 @@ def _coin(operations: int) -> Task:
 
 
 _FLIPS = tuple({"flip_probability": p} for p in (0.1, 0.3, 0.5, 0.7, 0.9))
-_LOOP = LoopSettings(steps=700, batch=32, weight_decay=0.1)
+_LOOP = LoopSettings(steps=1000, batch=32, weight_decay=0.1)
 _ARMS = {  # without jumps these three reach 99 % in distribution in a fraction of the steps
-    "no_feedback": dict(steps=1000, reach=0),
-    "plain": dict(steps=1000, reach=0),
-    "chain_of_thought": dict(steps=1000, reach=0),
+    "no_feedback": dict(steps=1400, reach=0),
+    "plain": dict(steps=1600, reach=0),
+    "chain_of_thought": dict(steps=2000, reach=0),
 }
 _JITTERED = ({"jitter": 0}, {"jitter": 3})
 _S3 = Preset(  # a window, since attention to all earlier swaps, of which four are trained, is diluted by the later ones
@@ -75,7 +75,7 @@ _S3 = Preset(  # a window, since attention to all earlier swaps, of which four a
     variants=_JITTERED,
     reach=0,
     model=dict(chunk=5, attention_window=10),
-    loop=_LOOP,
+    loop=replace(_LOOP, steps=700),
 )
 
 PRESETS: dict[str, dict[str, Preset]] = {
