@@ -57,8 +57,8 @@ class TwinLM:
             self._widen_products()
         self._may_be_lean = lean and LeanForward.takes(self.model)
         self._lean: LeanForward | None = None
+        self._modules = list(self.model.modules())
         self._listeners: dict[tuple[str, int], list[Callable[[Tensor], object]]] = {}
-        self._num_editors = 0
 
     def __repr__(self) -> str:
         return f"TwinLM({repr(self.origin).removeprefix('BridgeLM(')}"
@@ -102,7 +102,7 @@ class TwinLM:
         if not self.weights.is_current:
             self.weights.bind()
             self._lean = None
-        if self._may_be_lean and not self._num_editors and all(site in LISTENED for site, _ in self._listeners):
+        if self._may_be_lean and self._nothing_acts:
             if self._lean is None:
                 self._lean = LeanForward(self.model, wide_product if self._is_widened else linear)
             with staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx) as inputs:
@@ -153,6 +153,14 @@ class TwinLM:
                 self._listeners.setdefault((site, layer), []).append(hear)
             yield
 
+    @property
+    def _nothing_acts(self) -> bool:
+        """No hook is on any module but those that listen where a lean forward tells of it."""
+        if not all(site in LISTENED for site, _ in self._listeners):
+            return False
+        num_hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules)
+        return num_hooks == sum(map(len, self._listeners.values()))
+
     def _forget(self, place: tuple[str, int], hear: Callable[[Tensor], object]) -> None:
         self._listeners[place].remove(hear)
         if not self._listeners[place]:
@@ -176,12 +184,7 @@ class TwinLM:
                     raise ModelError(f"{self.name} has no hook {name}")
                 handle = _change(self._place(points, name), partial(change, site, layer))
                 stack.callback(handle.remove)
-            self._num_editors += 1
-            stack.callback(self._no_longer_edits)
             yield
-
-    def _no_longer_edits(self) -> None:
-        self._num_editors -= 1
 
     def fingerprint(self) -> dict[str, str | int | float]:
         """The bridge's, with what differs: the path, and the attention in use."""
