@@ -12,18 +12,25 @@ import cacheprobe as cp
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = "/usr/bin/chromium"
-REPORTS = {1280: 1490, 390: 2400}
-"""Width and height of what is shown of the report, in pixels: down to the lens grid."""
+WIDTH = 1280
+MARGIN = 16
+PATIENCE = 120_000
+"""Milliseconds, for a busy machine."""
 
 
-def report_pictures(browser: Browser, report: Path, folder: Path) -> None:
-    """The head of a report, at two widths."""
-    for width, height in REPORTS.items():
-        page = browser.new_page(viewport={"width": width, "height": height})
-        page.goto(report.as_uri())
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 4")
-        page.screenshot(path=folder / f"report-{width}.png", clip={"x": 0, "y": 0, "width": width, "height": height})
-        page.close()
+def report_picture(browser: Browser, report: Path, folder: Path) -> None:
+    """From the window that was rolled back to the end of the lens grid."""
+    page = browser.new_page(viewport={"width": WIDTH, "height": 900})
+    page.set_default_timeout(PATIENCE)
+    page.goto(report.as_uri())
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 4")
+    first = page.get_by_role("heading", name="Rolled back").first.bounding_box()
+    last = page.locator("#lens-grid").bounding_box()
+    assert first is not None and last is not None
+    top, bottom = first["y"] - MARGIN, last["y"] + last["height"]
+    clip = {"x": 0, "y": top, "width": WIDTH, "height": bottom - top}
+    page.screenshot(path=folder / "report-1280.png", full_page=True, clip=clip)
+    page.close()
 
 
 def thoughts_picture(browser: Browser, run: Path, folder: Path) -> None:
@@ -34,10 +41,9 @@ def thoughts_picture(browser: Browser, run: Path, folder: Path) -> None:
     changes = said.groupby("request_id").said.apply(lambda words: int((words != words.shift()).sum()))
     request = int(changes.idxmax())
     picture = cp.views.thoughts_picture(thoughts, trace.row_table, trace.events(), trace.ledger(request), request)
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page = browser.new_page(viewport={"width": WIDTH, "height": 900})
     page.set_content(f'<!doctype html><meta name="viewport" content="width=device-width">{picture}')
-    page.wait_for_selector(".thoughts svg")
-    page.screenshot(path=folder / "thoughts-1280.png", full_page=True)
+    page.locator(".thoughts").first.screenshot(path=folder / "thoughts-1280.png")
     page.close()
 
 
@@ -48,7 +54,7 @@ def main() -> None:
     asked = parser.parse_args()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        report_pictures(browser, (asked.runs / "demo" / "report.html").resolve(), asked.to)
+        report_picture(browser, (asked.runs / "demo" / "report.html").resolve(), asked.to)
         thoughts_picture(browser, asked.runs / "demo-thinking", asked.to)
         browser.close()
 

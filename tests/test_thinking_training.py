@@ -267,6 +267,24 @@ def test_the_shipped_coin_model_flips_the_coin() -> None:
     assert (spoken_states.text == spoken_states.true_state + " <eos>").all() and len(spoken_states) > 50
 
 
+def test_the_shipped_plain_model_is_right_at_its_lengths_alone() -> None:
+    """The control of the other: the same backbone and texts, no thoughts. In the engine as any other model."""
+    folder = shipped_folder("checkpoints", "coinflip-plain")
+    assert folder is not None and sum(path.stat().st_size for path in folder.iterdir()) < 5_000_000
+    lm = cp.load_model("coinflip-plain")
+    assert not lm.config.thinks and "--arm plain" in lm.weights_note
+
+    def accuracy(people: int) -> float:
+        texts = CoinFlip(people=people, distinct=people <= 20).examples(n=60, seed=78)
+        return evaluate(lm.model, annotate_all(texts, lm.tokenizer, 4, lm.record["form"]), "plain").accuracy
+
+    assert accuracy(5) >= 0.98 and accuracy(10) >= 0.95
+    assert accuracy(40) < 0.7
+    texts = CoinFlip(people=4).examples(n=2, seed=9)
+    trace = cp.run(lm, texts, deterministic=True, capacity=128, max_new_tokens=2, progress=False)
+    assert all(trace.text(i).split()[0] == texts[i].answer.strip() for i in (0, 1)) and trace.thought_table is None
+
+
 def test_swapping_a_thought_flips_the_answer() -> None:
     """The other state in place of a thought: the answer is the other. Its own state again: nothing changes."""
     result = causal.run(causal.Config(texts=16, operations=(6,)))
