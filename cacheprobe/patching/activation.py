@@ -1,6 +1,6 @@
 """Activation patching: one state of the clean run at a time, put into the corrupted run."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def activation(
     *,
     site: str = "S",
     heads: bool = False,
-    answer: "tuple[str | int, str | int] | None" = None,
+    answer: "Sequence[str | int] | None" = None,
     layers: "Iterable[int] | None" = None,
     positions: "Iterable[int] | None" = None,
     store: "str | Path | None" = None,

@@ -16,9 +16,13 @@ _LEAST_DIFFERENCE = 1e-4
 def run_pair(
     model: CachedLM, clean: tuple[int, ...], corrupt: tuple[int, ...], sites: Iterable[str]
 ) -> tuple[Run, Run]:
-    """The clean and the corrupted run, alike bit for bit as far as their texts are."""
-    second = run_once(model, corrupt, sites)
-    return run_once(model, clean, sites, after=(second, second.begins_like(clean))), second
+    """The clean and the corrupted run, alike bit for bit as far as their texts are.
+
+    Both are computed from there on, in one shape: their difference, which NLD divides by, is then rounded alike.
+    """
+    whole = run_once(model, corrupt, sites)
+    shared = (whole, whole.begins_like(clean))
+    return run_once(model, clean, sites, after=shared), run_once(model, corrupt, sites, after=shared)
 
 
 def answers(model: CachedLM, answer: Any, clean: Run, corrupt: Run) -> tuple[int, int]:

@@ -23,7 +23,7 @@ def prefix(
     corrupt: Any,
     *,
     site: str = "S",
-    answer: "tuple[str | int, str | int] | None" = None,
+    answer: "Sequence[str | int] | None" = None,
     layers: "Iterable[int] | None" = None,
     positions: "Iterable[int] | None" = None,
     store: "str | Path | None" = None,
@@ -50,7 +50,7 @@ def prefix(
         return [(layer, position) for layer in in_layers]
 
     groups = [
-        Group(str(p), len(in_layers), lambda: runs[0], partial(_cells, runs[1], site, indices(p)), indices(p))
+        Group(str(p), len(in_layers), lambda: runs[0], partial(_cells, runs, site, indices(p)), indices(p))
         for p in at_positions
     ]
     said = sweep(model, groups, pair, parts_of(store, model, asked), progress)
@@ -63,16 +63,16 @@ def prefix(
     return Grid(table, pair_meta(model, "prefix", site, runs, pair))
 
 
-def _cells(corrupt: Run, site: str, indices: Sequence[Index]) -> Mapping[Index, Cell]:
-    return {(layer, position): prefix_cell(corrupt, site, layer, position) for layer, position in indices}
+def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, Cell]:
+    return {(layer, position): prefix_cell(*runs, site, layer, position) for layer, position in indices}
 
 
-def prefix_cell(corrupt: Run, site: str, layer: int, position: int) -> Cell:
+def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> Cell:
     """A change of the clean run: from the position after on, the corrupted run's states.
 
-    Where no position is left, the last one is computed once more from the clean run's own state, and nothing changes.
+    Where no position is left nothing is changed, and all that the texts differ in is computed from the clean states.
     """
-    length = len(corrupt.token_ids)
-    rest = tuple(range(position + 1, length))
-    edits = (Edit((site, layer), rest, corrupt.at(site, layer)[position + 1 :]),) if rest else ()
-    return Cell(edits, min(position + 1, length - 1), (site, layer))
+    rest = tuple(range(position + 1, len(clean.token_ids)))
+    if not rest:
+        return Cell((), clean.begins_like(corrupt.token_ids), (site, layer))
+    return Cell((Edit((site, layer), rest, corrupt.at(site, layer)[position + 1 :]),), position + 1, (site, layer))

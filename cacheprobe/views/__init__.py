@@ -3,6 +3,7 @@
 from cacheprobe.views.curves import agreement_figure, settling_figure
 from cacheprobe.views.diagram import window_diagram
 from cacheprobe.views.lens_grid import lens_grid
+from cacheprobe.views.patching import patching_grid
 from cacheprobe.views.report import write_report
 from cacheprobe.views.text import token_texts
 from cacheprobe.views.thoughts_picture import thoughts_picture
@@ -14,6 +15,7 @@ __all__ = [
     "agreement_figure",
     "find_windows",
     "lens_grid",
+    "patching_grid",
     "rolled_back",
     "settling_figure",
     "thoughts_picture",
