@@ -1,5 +1,6 @@
 """Pictures of a trace: pure functions from its tables to figures and HTML, and a report of all on one page."""
 
+from cacheprobe.views.coin_rows import coin_rows_figure
 from cacheprobe.views.curves import agreement_figure, settling_figure
 from cacheprobe.views.diagram import window_diagram
 from cacheprobe.views.lens_grid import lens_grid
@@ -13,6 +14,7 @@ __all__ = [
     "Window",
     "accepted_whole",
     "agreement_figure",
+    "coin_rows_figure",
     "find_windows",
     "lens_grid",
     "patching_grid",
