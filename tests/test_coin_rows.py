@@ -52,7 +52,7 @@ def test_every_token_has_its_part() -> None:
     named = dict(zip(enumerate(texts), parts, strict=True))
     assert named[texts.index("heads"), "heads"] == ("heads or tails",) * 2
     assert named[0, "A"] == ("before the word",) * 2
-    ends = [i for i, (_, row) in enumerate(parts) if row.endswith("their end")]
+    ends = [i for i, (_, row) in enumerate(parts) if row.endswith("words, their end")]
     assert len(ends) == 2 and all(texts[i] in ("flip", "flips") for i in ends)
     assert [span for span, _ in parts][-7:] == ["question"] * 7
 
