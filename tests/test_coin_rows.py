@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -96,3 +97,26 @@ def test_questions_count_and_their_effects_are_summed(monkeypatch: pytest.Monkey
     assert bars["swapped"]["all rows"] == pytest.approx(1, abs=1e-4) and set(bars) == set(coin_rows.TREATMENTS)
     with pytest.raises(ValueError, match="no effects of unit 'span' and 2 people"):
         cp.views.coin_rows_figure(result.frame(), people=2)
+
+
+def test_the_pages_numbers_are_those_that_were_stored() -> None:
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "analyses.md").read_text(encoding="utf-8")
+    stored = pd.DataFrame(json.loads((root / "analyses/results/coin-rows.json").read_text())["effects"])
+    summed = stored.groupby(["unit", "where", "treatment"])[["n", "total", "flips"]].sum()
+    places = {
+        "the word heads or tails": ("span", "heads or tails"),
+        "where the last person's words end, one row": ("row", "last person's words, their end"),
+        "where an earlier person's words end, one row": ("row", "earlier person's words, their end"),
+        "the last person's words": ("span", "last person's words"),
+        "all earlier people's words": ("span", "earlier person's words"),
+        'punctuation and "then" between them': ("span", "between"),
+        "the question after them": ("span", "question"),
+        "all rows": ("span", "all rows"),
+    }
+    for name, place in places.items():
+        told = [summed.loc[(*place, treatment)] for treatment in ("swapped", "masked", "noise")]
+        cells = [f"{row.total / row.n:.3f}, {int(row.flips)} of {int(row.n)}" for row in told]
+        assert f"| {name} | {' | '.join(cells)} |" in page
+    controls = summed.loc[(slice(None), slice(None), ["own again", "other names"]), :]
+    assert not controls.flips.any() and (controls.total / controls.n).abs().max() < 0.0055

@@ -40,7 +40,7 @@ class Config:
     model: str = "smollm2-135m"
     adapter: str | None = "coin-flip"
     people: tuple[int, ...] = (1, 2, 3, 4)
-    texts: int = 5
+    texts: int = 3
     """Pairs for each number of people; each question of a pair is changed in its turn."""
     seed: int = 4_000_000
 
