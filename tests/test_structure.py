@@ -19,7 +19,7 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart, exc
     ("cache", "tasks"),
     ("models",),
     ("lenses",),
-    ("drafters", "interventions", "probes"),
+    ("drafters", "interventions", "patching", "probes"),
     ("engine",),
     ("observe", "training"),
     ("arguments",),

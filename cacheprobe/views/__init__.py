@@ -1,8 +1,10 @@
 """Pictures of a trace: pure functions from its tables to figures and HTML, and a report of all on one page."""
 
+from cacheprobe.views.coin_rows import coin_rows_figure
 from cacheprobe.views.curves import agreement_figure, settling_figure
 from cacheprobe.views.diagram import window_diagram
 from cacheprobe.views.lens_grid import lens_grid
+from cacheprobe.views.patching import patching_grid
 from cacheprobe.views.report import write_report
 from cacheprobe.views.text import token_texts
 from cacheprobe.views.thoughts_picture import thoughts_picture
@@ -12,8 +14,10 @@ __all__ = [
     "Window",
     "accepted_whole",
     "agreement_figure",
+    "coin_rows_figure",
     "find_windows",
     "lens_grid",
+    "patching_grid",
     "rolled_back",
     "settling_figure",
     "thoughts_picture",

@@ -1,0 +1,83 @@
+"""Activation patching: one state of the clean run at a time, put into the corrupted run."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.names import HEADS
+from cacheprobe.patching.asked import PATCHED_SITES, as_layers, as_pair, as_positions, check_site, usable
+from cacheprobe.patching.cells import Cell, Edit, cell
+from cacheprobe.patching.grid import Grid, pair_meta, pair_table
+from cacheprobe.patching.pair import answers, parts_of, run_pair
+from cacheprobe.patching.runs import Run, read
+from cacheprobe.patching.sweep import Group, Index, sweep
+
+
+@torch.inference_mode()
+def activation(
+    model: CachedLM,
+    clean: Any,
+    corrupt: Any,
+    *,
+    site: str = "S",
+    heads: bool = False,
+    answer: "Sequence[str | int] | None" = None,
+    layers: "Iterable[int] | None" = None,
+    positions: "Iterable[int] | None" = None,
+    store: "str | Path | None" = None,
+    path: str = "auto",
+    progress: bool = True,
+) -> Grid:
+    """For every layer and position: the corrupted run with the clean run's state there, and how much it says then.
+
+    clean, corrupt: prompts of one length: text, token ids or task examples.
+    site: S, T, C, or "pre", the residual stream that enters the block.  heads: at site T, one head at a time.
+    answer: the clean answer and the other one; by default what the two prompts go on with.
+    layers, positions: those of the grid, None for all.
+    store: a folder for finished cells; the same call goes on from there.
+    path: "twin", "bridge" or "auto", as in `cp.run`.
+    Returns a Grid; its table has layer, position, head if asked, token, logit_difference, nld, flip, logprob_nats.
+    Raises: ValueError for prompts of different length or the same, a site, layer or position that there is not, and
+    answers that both prompts are alike in; ModelError for a model whose memory is more than keys and values.
+    Source: interchange of activations as in Vig et al. 2020 (arXiv 2004.12265), section 3; positions and layers as in
+    Meng et al. 2022 (arXiv 2202.05262), section 2.
+    Twin: tests.patching_slowly.naive_grid: one plain forward for each cell, close(1e-5) in float32.
+    """
+    check_site(site, PATCHED_SITES)
+    if heads and site != "T":
+        raise ValueError(f"heads give to site T alone, not to {site}; leave out heads=, or use site='T'")
+    model = usable(model, path)
+    ids = as_pair(model, clean, corrupt)
+    in_layers, at_positions = as_layers(layers, model), as_positions(positions, len(ids[0]))
+    place = HEADS if heads else site
+    runs = run_pair(model, *ids, (place,))
+    pair = answers(model, answer, *runs)
+    asked = dict(kind="activation", site=place, layers=in_layers, answer=pair, clean=ids[0], corrupt=ids[1])
+    count = model.head_shape[0] if heads else 1
+
+    def indices(position: int) -> list[Index]:
+        return [(layer, position, *((head,) if heads else ())) for layer in in_layers for head in range(count)]
+
+    groups = [
+        Group(str(p), len(indices(p)), lambda: runs[1], partial(_cells, runs[0], place, indices(p)), indices(p))
+        for p in at_positions
+    ]
+    said = sweep(model, groups, pair, parts_of(store, model, asked), progress)
+    axes = ["layer", "position", *(["head"] if heads else [])]
+    table = pair_table(
+        dict(sorted(said.items())), axes, model.token_texts(ids[1]), *(read(run.logits[None], pair)[0] for run in runs)
+    )
+    return Grid(table, pair_meta(model, "activation", place, runs, pair))
+
+
+def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, Cell]:
+    return {index: _cell(donor, site, *index) for index in indices}
+
+
+def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> Cell:
+    vectors = donor.at(site, layer)[position : position + 1]
+    return cell([Edit((site, layer), (position,), vectors if head is None else vectors[:, head], head)])

@@ -1,0 +1,97 @@
+"""What is asked of a grid, read and checked before anything is computed."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.paths import choose_path
+
+RESIDUAL_SITES = ("pre", "S")
+PATCHED_SITES = (*RESIDUAL_SITES, "T", "C")
+
+
+def usable(model: Any, path: str) -> CachedLM:
+    """The form of the model that runs. Raises: ModelError for one whose cells cannot continue a shared cache."""
+    if not hasattr(model, "new_cache"):
+        raise ValueError(f"a patching grid needs a model from cp.load_model(...), got a {type(model).__name__}")
+    chosen, _ = choose_path(model, path)
+    if not hasattr(chosen, "editing"):
+        raise ModelError(f"{chosen.name} has no `editing`, so nothing can be patched in it; see CachedLM")
+    if type(kept := chosen.new_cache(1, 1)) is not KVCache:
+        raise ModelError(
+            f"{chosen.name} keeps a {type(kept).__name__}, more than keys and values, which cells cannot share; use a "
+            "model whose only memory is keys and values"
+        )
+    return chosen
+
+
+def as_token_ids(model: CachedLM, prompt: Any, what: str) -> tuple[int, ...]:
+    """Of text, a list of token ids, or a task example.
+
+    Raises: ValueError for an empty prompt, an unknown token, and more than the model's context.
+    """
+    if hasattr(prompt, "prompt_text"):
+        is_chat, prompt = bool(getattr(prompt, "chat", False)), prompt.prompt_text(model.tokenizer)
+        ids = model.encode(prompt, add_special_tokens=not is_chat)
+    elif isinstance(prompt, str):
+        ids = model.encode(prompt)
+    else:
+        ids = tuple(int(token_id) for token_id in prompt)
+    if not ids:
+        raise ValueError(f"the {what} prompt is empty; give at least one token")
+    if bad := [t for t in ids if not 0 <= t < model.d_vocab]:
+        raise ValueError(f"{what} prompt: token id {bad[0]} is outside the vocabulary of {model.d_vocab}")
+    if len(ids) > model.n_ctx:
+        raise ValueError(f"{what} prompt: {len(ids)} tokens exceed the model's context of {model.n_ctx}; shorten it")
+    return ids
+
+
+def as_pair(model: CachedLM, clean: Any, corrupt: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids of both. Raises: ValueError for prompts of different length, and for the same prompt twice."""
+    pair = as_token_ids(model, clean, "clean"), as_token_ids(model, corrupt, "corrupted")
+    if len(pair[0]) != len(pair[1]):
+        raise ValueError(
+            f"the clean and the corrupted prompt have {len(pair[0])} and {len(pair[1])} tokens, so their positions do "
+            "not mean the same; use prompts of one length"
+        )
+    if pair[0] == pair[1]:
+        raise ValueError("the clean and the corrupted prompt are the same, so nothing would be patched; change a token")
+    return pair
+
+
+def as_answer(model: CachedLM, answer: "str | int") -> int:
+    """A token id. Raises: ValueError for text that is not one token, and for an unknown id."""
+    if isinstance(answer, str):
+        ids = model.encode(answer, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"answer {answer!r} is {len(ids)} tokens; give one token, with its leading space if any")
+        return ids[0]
+    if not 0 <= int(answer) < model.d_vocab:
+        raise ValueError(f"answer: token id {answer} is outside the vocabulary of {model.d_vocab}")
+    return int(answer)
+
+
+def check_site(site: str, sites: Iterable[str]) -> None:
+    """Raises: ValueError for a site that this grid has no cells for."""
+    if site not in sites:
+        raise ValueError(f"unknown site {site!r}; sites of this grid are {', '.join(sites)}")
+
+
+def as_layers(layers: "Iterable[int] | None", model: CachedLM) -> tuple[int, ...]:
+    """None for all. Raises: ValueError for a layer that the model does not have."""
+    return _numbers(layers, model.n_layers, "layer", "the model")
+
+
+def as_positions(positions: "Iterable[int] | None", length: int) -> tuple[int, ...]:
+    """None for all. Raises: ValueError for a position outside the prompt."""
+    return _numbers(positions, length, "position", "the prompt")
+
+
+def _numbers(given: "Iterable[int] | None", count: int, noun: str, whole: str) -> tuple[int, ...]:
+    listed = tuple(range(count)) if given is None else tuple(dict.fromkeys(int(x) for x in given))
+    if not listed:
+        raise ValueError(f"there is no {noun}, so the grid is empty; leave out {noun}s= for all")
+    if bad := [x for x in listed if not 0 <= x < count]:
+        raise ValueError(f"{noun} {bad[0]} lies outside {whole}, which has {noun}s 0 to {count - 1}")
+    return listed

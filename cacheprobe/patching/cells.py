@@ -1,0 +1,119 @@
+"""The cells of a grid, many to a forward: each joins the batch at the layer where its states begin to differ.
+
+Below its patched layer a cell is the unpatched run, and before its first patched position it stays so in every layer.
+So a forward over the positions from there on carries the cells of all layers: one row of the batch at the bottom, one
+row more for each cell above. Keys and values of the positions before are the unpatched run's, shared by all rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cacheprobe.cache.prefix import SharedPrefix
+from cacheprobe.models.base import CachedLM
+from cacheprobe.names import HEADS
+from cacheprobe.patching.asked import RESIDUAL_SITES
+from cacheprobe.patching.runs import Place, Run
+
+MOST_ROWS = 16384
+"""Token positions computed at once: bounds the memory of long prompts."""
+
+
+class Edit(NamedTuple):
+    """States that take the place of a cell's own."""
+
+    place: Place
+    positions: tuple[int, ...]
+    vectors: Tensor
+    """[len(positions), w]"""
+    head: int | None = None
+    """For HEADS: which one; w is its width."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One patched run."""
+
+    edits: tuple[Edit, ...]
+    """Lowest layer first. A cell without any is the unpatched run, computed from `enters` and `start` on."""
+    start: int
+    """First position that is computed; nothing before it is edited."""
+    enters: Place
+    """Where it joins the batch with the unpatched run's states: pre or S of a layer, not above its first edit."""
+
+
+def cell(edits: Sequence[Edit], start: int | None = None) -> Cell:
+    """A cell that begins at its first edit. start: an earlier position, if not its first edited one."""
+    site, layer = edits[0].place
+    enters = (site, layer) if site in RESIDUAL_SITES else ("pre", layer)
+    return Cell(tuple(edits), min(min(e.positions) for e in edits) if start is None else start, enters)
+
+
+def is_idle(one: Cell, base: Run) -> bool:
+    """Whether all that would be written is there already, bit for bit, so that the cell is the unpatched run."""
+    return bool(one.edits) and all(torch.equal(_there(edit, base), edit.vectors) for edit in one.edits)
+
+
+def _there(edit: Edit, base: Run) -> Tensor:
+    states = base.at(*edit.place)[list(edit.positions)]
+    return states if edit.head is None else states[:, edit.head]
+
+
+def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
+    """Logits [len(cells), v] of the last position of each cell, all of which have one `start`.
+
+    base: the unpatched run that the cells change.
+    Twin: tests.patching_slowly.patched_logits, close(1e-5) in float32: rows of a batch are summed in another order.
+    """
+    (start,) = {one.start for one in cells}
+    order = sorted(range(len(cells)), key=lambda i: _height(cells[i].enters))
+    height = max(1, MOST_ROWS // (len(base.token_ids) - start))
+    out: list[Tensor] = [base.logits] * len(cells)
+    for part in _parts(order, height):
+        for i, logits in zip(part, _run_together(model, base, start, [cells[i] for i in part]), strict=True):
+            out[i] = logits
+    return torch.stack(out)
+
+
+def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell]) -> Tensor:
+    """cells: by the height at which they join."""
+    joined = 0
+
+    def change(site: str, layer: int, value: Tensor) -> Tensor | None:
+        nonlocal joined
+        here = (site, layer)
+        coming = sum(one.enters == here for one in cells)
+        if coming:
+            rows = base.at(*here)[start:].expand(coming, -1, -1)
+            value = torch.cat([value, rows]) if joined else rows.clone()  # the first ones take the carrier's place
+            joined += coming
+        edited = [(b, edit) for b, one in enumerate(cells[:joined]) for edit in one.edits if edit.place == here]
+        if not edited:
+            return value if coming else None
+        value = value if coming else value.clone()
+        for b, edit in edited:
+            slots = [position - start for position in edit.positions]
+            if edit.head is None:
+                value[b, slots] = edit.vectors
+            else:
+                value[b, slots, edit.head] = edit.vectors
+        return value
+
+    places = {one.enters for one in cells} | {edit.place for one in cells for edit in one.edits}
+    slots = len(base.token_ids) - start
+    with model.editing(sorted(places, key=_height), change):
+        ids = torch.tensor([base.token_ids[start:]])
+        cache = SharedPrefix(base.cache, start)
+        return model.forward(ids, cache, [0], [start], logit_slots=[slots - 1])[:, 0]
+
+
+def _height(place: Place) -> tuple[int, int]:
+    """Order in which a forward comes by."""
+    return place[1], ("pre", HEADS, "T", "C", "S").index(place[0])
+
+
+def _parts(order: list[int], height: int) -> Iterator[list[int]]:
+    yield from (order[i : i + height] for i in range(0, len(order), height))

@@ -1,0 +1,78 @@
+"""Prefix patching: every position up to one, at one layer."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.patching.asked import RESIDUAL_SITES, as_layers, as_pair, as_positions, check_site, usable
+from cacheprobe.patching.cells import Cell, Edit
+from cacheprobe.patching.grid import Grid, pair_meta, pair_table
+from cacheprobe.patching.pair import answers, parts_of, run_pair
+from cacheprobe.patching.runs import Run, read
+from cacheprobe.patching.sweep import Group, Index, sweep
+
+
+@torch.inference_mode()
+def prefix(
+    model: CachedLM,
+    clean: Any,
+    corrupt: Any,
+    *,
+    site: str = "S",
+    answer: "Sequence[str | int] | None" = None,
+    layers: "Iterable[int] | None" = None,
+    positions: "Iterable[int] | None" = None,
+    store: "str | Path | None" = None,
+    path: str = "auto",
+    progress: bool = True,
+) -> Grid:
+    """For every layer and position p: the corrupted run with the clean run's states at all positions up to p.
+
+    Above the layer the patched positions are the clean run's, keys and values included, so a cell is computed from
+    p + 1 on: the clean run, going on from the corrupted run's states there.
+    site: S, or "pre"; other arguments, columns and errors as in `activation`.
+    Source: Li, Guo and Andreas 2025 (arXiv 2503.02854), prefix patching.
+    Twin: tests.patching_slowly.naive_grid, close(1e-5) in float32.
+    """
+    check_site(site, RESIDUAL_SITES)
+    model = usable(model, path)
+    ids = as_pair(model, clean, corrupt)
+    in_layers, at_positions = as_layers(layers, model), as_positions(positions, len(ids[0]))
+    runs = run_pair(model, *ids, ())
+    pair = answers(model, answer, *runs)
+    asked = dict(kind="prefix", site=site, layers=in_layers, answer=pair, clean=ids[0], corrupt=ids[1])
+
+    def indices(position: int) -> list[Index]:
+        return [(layer, position) for layer in in_layers]
+
+    groups = [
+        Group(str(p), len(in_layers), lambda: runs[0], partial(_cells, runs, site, indices(p)), indices(p))
+        for p in at_positions
+    ]
+    said = sweep(model, groups, pair, parts_of(store, model, asked), progress)
+    table = pair_table(
+        dict(sorted(said.items())),
+        ["layer", "position"],
+        model.token_texts(ids[1]),
+        *(read(run.logits[None], pair)[0] for run in runs),
+    )
+    return Grid(table, pair_meta(model, "prefix", site, runs, pair))
+
+
+def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, Cell]:
+    return {(layer, position): prefix_cell(*runs, site, layer, position) for layer, position in indices}
+
+
+def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> Cell:
+    """A change of the clean run: from the position after on, the corrupted run's states.
+
+    Where no position is left nothing is changed, and all that the texts differ in is computed from the clean states.
+    """
+    rest = tuple(range(position + 1, len(clean.token_ids)))
+    if not rest:
+        return Cell((), clean.begins_like(corrupt.token_ids), (site, layer))
+    return Cell((Edit((site, layer), rest, corrupt.at(site, layer)[position + 1 :]),), position + 1, (site, layer))

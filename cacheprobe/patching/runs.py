@@ -1,0 +1,92 @@
+"""One unpatched run: its keys and values, the states that cells start from or take, and what it says."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.base import CachedLM
+from cacheprobe.names import HEADS, SITES
+
+Place = tuple[str, int]
+"""(site, layer)"""
+
+
+class Said(NamedTuple):
+    """What a run's last position says of the next token, in float64 of the model's own logits."""
+
+    first: float
+    """Logit of the first answer."""
+    second: float
+    logsumexp: float
+    top: int
+    """The first choice, of equal ones the lowest id."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A text, run once."""
+
+    token_ids: tuple[int, ...]
+    cache: KVCache = field(repr=False)
+    """Row 0 holds the text."""
+    states: dict[Place, Tensor] = field(repr=False)
+    """[n, w] by (site, layer), and [n, h, d] of single heads; S and the input of block 0 are always there."""
+    logits: Tensor = field(repr=False)
+    """[v] of the last position."""
+
+    def at(self, site: str, layer: int) -> Tensor:
+        """States of a site; what enters a block is what left the one before."""
+        return self.states["S", layer - 1] if site == "pre" and layer > 0 else self.states[site, layer]
+
+    def begins_like(self, token_ids: Sequence[int]) -> int:
+        """How many first tokens are the same."""
+        same = [a == b for a, b in zip(self.token_ids, token_ids, strict=True)]
+        return same.index(False) if False in same else len(same)
+
+
+def run_once(
+    model: CachedLM,
+    token_ids: Sequence[int],
+    sites: Iterable[str] = (),
+    after: tuple[Run, int] | None = None,
+    noise: Callable[[Tensor], Tensor] | None = None,
+) -> Run:
+    """Run a text, and keep S of every layer and these sites.
+
+    after: (a run, how many of its first positions this one begins with); these are taken from it and not computed, so
+        that they are the same bits.
+    noise: changes what enters block 0, [n - shared, m].
+    """
+    first = after[1] if after is not None else 0
+    cache = model.new_cache(1, len(token_ids))
+    cache.allocate()
+    for layer in range(model.n_layers) if after is not None else ():
+        cache.keys[layer][:, :, :first] = after[0].cache.keys[layer][:, :, :first]
+        cache.values[layer][:, :, :first] = after[0].cache.values[layer][:, :, :first]
+    kept: dict[Place, Tensor] = {}
+
+    def keep(site: str, layer: int, value: Tensor) -> Tensor | None:
+        changed = noise(value[0])[None].to(value.dtype) if noise is not None and site == "pre" else None
+        kept[site, layer] = (value if changed is None else changed)[0].clone()
+        return changed
+
+    wanted = {"S", *(site for site in sites if site in (*SITES, HEADS))}
+    places = [("pre", 0), *((site, layer) for layer in range(model.n_layers) for site in sorted(wanted))]
+    with model.editing(places, keep):
+        ids = torch.tensor([list(token_ids[first:])])
+        logits = model.forward(ids, cache, [0], [first], logit_slots=[ids.shape[1] - 1])[0, 0].clone()
+    cache.extend(0, 0, len(token_ids), "prefill")
+    if after is not None:
+        kept = {place: torch.cat([after[0].states[place][:first], value]) for place, value in kept.items()}
+    return Run(tuple(token_ids), cache, kept, logits)
+
+
+def read(logits: Tensor, answer: tuple[int, int]) -> list[Said]:
+    """What each row of logits [b, v] says of the two answers."""
+    values = logits.double()
+    columns = (values[:, answer[0]], values[:, answer[1]], values.logsumexp(-1), values.argmax(-1))
+    return [Said(a, b, c, int(d)) for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True)]

@@ -1,0 +1,81 @@
+"""Groups of cells, one after another: finished ones are read, the others run, and a bar says how long it takes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.patching.cells import Cell, is_idle, run_cells
+from cacheprobe.patching.parts import Parts
+from cacheprobe.patching.runs import Run, Said, read
+
+Index = tuple[int, ...]
+"""What a cell is called in the table, such as (layer, position)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that share a first position, made when they are needed."""
+
+    name: str
+    count: int
+    """Of its cells."""
+    base: Callable[[], Run]
+    cells: Callable[[], Mapping[Index, Cell]]
+    indices: Sequence[Index]
+
+
+def sweep(
+    model: CachedLM, groups: Sequence[Group], answer: tuple[int, int], parts: Parts, progress: bool
+) -> dict[Index, Said]:
+    """What every cell says, by index. Cells in which nothing would change are the unpatched run, and not computed."""
+    out: dict[Index, Said] = {}
+    with CellBar(sum(group.count for group in groups), progress) as bar:
+        for group in groups:
+            said = parts.get(group.name)
+            if said is None:
+                said = _run_group(model, group, answer)
+                parts.put(group.name, said)
+            out |= dict(zip(group.indices, said, strict=True))
+            bar.advance(group.count)
+    return out
+
+
+def _run_group(model: CachedLM, group: Group, answer: tuple[int, int]) -> list[Said]:
+    base, cells = group.base(), group.cells()
+    (unpatched,) = read(base.logits[None], answer)
+    said = dict.fromkeys(group.indices, unpatched)
+    active = [index for index in group.indices if not is_idle(cells[index], base)]
+    if active:
+        logits = run_cells(model, base, [cells[index] for index in active])
+        said |= dict(zip(active, read(logits, answer), strict=True))
+    return [said[index] for index in group.indices]
+
+
+class CellBar:
+    """Cells, and the time left; silent where the output is no terminal, or where not enabled."""
+
+    def __init__(self, total: int, enabled: bool) -> None:
+        self.total, self.enabled = total, enabled
+        self._bar: Any = None
+
+    def __enter__(self) -> "CellBar":
+        if self.enabled:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            console = Console(stderr=True)
+            if console.is_terminal:
+                columns = (TextColumn("patching"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+                self._bar = Progress(*columns, console=console, transient=True)
+                self._bar.start()
+                self._task = self._bar.add_task("patching", total=self.total)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, cells: int) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task, cells)

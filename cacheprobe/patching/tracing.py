@@ -1,0 +1,143 @@
+"""Causal tracing: the subject's embeddings are drowned in noise, and one clean state at a time is restored."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.noise import derive_seed
+from cacheprobe.patching.asked import (
+    PATCHED_SITES,
+    as_answer,
+    as_layers,
+    as_positions,
+    as_token_ids,
+    check_site,
+    usable,
+)
+from cacheprobe.patching.cells import Cell, Edit, cell
+from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.pair import parts_of
+from cacheprobe.patching.runs import Run, Said, read, run_once
+from cacheprobe.patching.sweep import Group, Index, sweep
+
+
+@torch.inference_mode()
+def causal_tracing(
+    model: CachedLM,
+    prompt: Any,
+    subject: Iterable[int],
+    *,
+    site: str = "S",
+    window: int = 1,
+    answer: "str | int | None" = None,
+    noise: float = 3.0,
+    samples: int = 10,
+    seed: int = 0,
+    layers: "Iterable[int] | None" = None,
+    positions: "Iterable[int] | None" = None,
+    store: "str | Path | None" = None,
+    path: str = "auto",
+    progress: bool = True,
+) -> Grid:
+    """For every layer and position: noise on the subject's embeddings, the clean state restored there.
+
+    prompt: text, token ids or a task example.  subject: positions of its subject.
+    site: S, T, C or "pre".  window: restore this many layers around the cell's own; the paper takes 10 for T and C.
+    answer: the token whose probability is told; by default what the prompt goes on with.
+    noise: standard deviation, as a multiple of that of what enters block 0, taken over this prompt.
+    samples: how many draws of noise, each with a grid of its own; draw i depends on (seed, i) alone.
+    layers, positions, store, path: as in `activation`.
+    Returns a Grid; its table has layer, position, sample, token, probability (of the answer), effect (its gain over
+    the noisy run, the indirect effect) and is_top (whether the answer is the first choice again).
+    Raises: ValueError for a site, layer or position that there is not, and for settings that are no number of things.
+    Source: Meng et al. 2022 (arXiv 2202.05262), section 2.1.
+    Twin: tests.patching_slowly.naive_grid with the same noise, close(1e-5) in float32.
+    """
+    check_site(site, PATCHED_SITES)
+    if min(window, samples) < 1 or not noise > 0:
+        raise ValueError(
+            f"window={window}, samples={samples}, noise={noise}: give at least one layer and one sample, and noise "
+            "above zero"
+        )
+    model = usable(model, path)
+    ids = as_token_ids(model, prompt, "traced")
+    noisy_at, at_positions = (as_positions(given, len(ids)) for given in (tuple(subject), positions))
+    in_layers = as_layers(layers, model)
+    clean = run_once(model, ids, (site,))
+    first = int(clean.logits.argmax()) if answer is None else as_answer(model, answer)
+    scale = noise * float(clean.at("pre", 0).float().std())
+
+    @cache
+    def noisy(sample: int) -> Run:
+        drowned = _drown(sorted(noisy_at), scale, derive_seed(seed, sample))
+        return run_once(model, ids, (site,), after=(clean, min(noisy_at)), noise=drowned)
+
+    restored = {layer: window_of(layer, window, model.n_layers) for layer in in_layers}
+
+    def indices(sample: int, position: int) -> list[Index]:
+        return [(layer, position, sample) for layer in in_layers]
+
+    groups = [
+        Group(f"{i}-{p}", len(in_layers), partial(noisy, i), partial(_cells, clean, site, restored, indices(i, p)),
+              indices(i, p))
+        for i in range(samples)
+        for p in at_positions
+    ]  # fmt: skip
+    asked = dict(kind="causal tracing", site=site, window=window, answer=first, prompt=ids, subject=noisy_at)
+    asked |= dict(noise=noise, seed=seed, layers=in_layers)
+    both = (first, first)
+    said = sweep(model, groups, both, parts_of(store, model, asked), progress)
+    drowned = [_probability(read(noisy(i).logits[None], both)[0]) for i in range(samples)]
+    texts = model.token_texts(ids)
+    meta = {
+        **asked, "layers": list(in_layers), "subject": list(noisy_at), "value": "effect", "samples": samples,
+        "model": model.name, "weights": model.weights_note, "clean_tokens": texts, "prompt": list(ids),
+        "answer_ids": [first], "answer_tokens": model.token_texts([first]), "noise_standard_deviation": scale,
+        "clean_probability": _probability(read(clean.logits[None], both)[0]), "noisy_probabilities": drowned,
+        "fingerprint": model.fingerprint(),
+    }  # fmt: skip
+    return Grid(_table(dict(sorted(said.items())), texts, drowned, first), meta)
+
+
+def window_of(layer: int, window: int, n_layers: int) -> range:
+    """So many layers around one, as far as the model has them."""
+    low = layer - (window - 1) // 2
+    return range(max(0, low), min(n_layers, low + window))
+
+
+def _drown(positions: Sequence[int], scale: float, seed: int) -> Callable[[Tensor], Tensor]:
+    """Adds noise to what enters block 0 from the first of these positions on."""
+
+    def add(states: Tensor) -> Tensor:
+        drawn = torch.randn(len(positions), states.shape[1], generator=torch.Generator().manual_seed(seed % 2**63))
+        out = states.clone()
+        out[[p - positions[0] for p in positions]] += (scale * drawn).to(states.device, states.dtype)
+        return out
+
+    return add
+
+
+def _cells(clean: Run, site: str, layers: Mapping[int, range], indices: Sequence[Index]) -> Mapping[Index, Cell]:
+    def edit(layer: int, position: int) -> Edit:
+        return Edit((site, layer), (position,), clean.at(site, layer)[position : position + 1])
+
+    return {(layer, p, i): cell([edit(at, p) for at in layers[layer]]) for layer, p, i in indices}
+
+
+def _probability(said: Said) -> float:
+    return float(torch.tensor(said.first - said.logsumexp, dtype=torch.float64).exp())
+
+
+def _table(said: Mapping[Index, Said], tokens: Sequence[str], drowned: Sequence[float], answer: int) -> pd.DataFrame:
+    table = pd.DataFrame(list(said), columns=["layer", "position", "sample"])
+    table["token"] = [tokens[position] for position in table.position]
+    table["probability"] = [_probability(one) for one in said.values()]
+    table["effect"] = table.probability - [drowned[i] for i in table["sample"]]
+    table["is_top"] = [one.top == answer for one in said.values()]
+    return table
