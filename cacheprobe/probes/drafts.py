@@ -25,7 +25,7 @@ def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
     if unit not in ("draft", "candidate"):
         raise ValueError(f"unknown unit {unit!r}; give 'draft' or 'candidate'")
     table = trace.row_table[trace.row_table.state_index >= 0]
-    rows_of = {request: rows for request, rows in table.groupby("request_id")}
+    rows_of = dict(list(table.groupby("request_id")))
     prompts = {request.request_id: request.num_prompt_tokens for request in trace.requests}
     verified = trace.event_table[trace.event_table.phase == "verify"].sort_values(["request_id", "step"])
     before: dict[int, int] = {}

@@ -29,9 +29,10 @@ class Foresight:
     answer: "yes" where the states of the last layer tell more than position and margin, "no more than the controls", or
     "cannot tell", with its reason.
     table: drafter, unit, site, layer; auroc of the states on held-out requests, with low to high; shuffled (mean AUROC
-    under labels in random order), position (place in the text and in the draft, length of the draft) and margin (between
-    the two best tokens at the last layer) alone, by the same classifier; gain over the better of these two, with gain_low
-    to gain_high; strength. Intervals are 95 %, percentiles over requests drawn again. Empty where it cannot be told.
+    under labels in random order), position (place in the text and in the draft, length of the draft) and margin
+    (between the two best tokens at the last layer) alone, by the same classifier; gain over the better of these two,
+    with gain_low to gain_high; strength. Intervals are 95 %, percentiles over requests drawn again. Empty where it
+    cannot be told.
     """
 
     drafter: str
@@ -58,11 +59,11 @@ def foresight(
 ) -> Foresight:
     """From the states before verification, how well a linear classifier tells that a draft will be rolled back.
 
-    traces: runs with one and the same drafter, whose kept states include `site`, and S of the drafter's last kept layer.
-    unit: "draft" or "candidate", as in `drafts.drafted`.  layers: by default all that were kept and ran for every draft.
+    traces: runs with one and the same drafter, whose kept states include `site`, and S, from which margins are read.
+    unit: "draft" or "candidate", as in `drafts.drafted`.  layers: by default all that were kept and ran for every one.
     least: rollbacks that are needed; with fewer the answer is "cannot tell".
     All examples of a prompt are in one fold. The question is decided at the last layer, so that none is picked.
-    Raises: ProbeError for traces without drafts, of different drafters, or without states, and layers that do not exist.
+    Raises: ProbeError for traces without drafts or states, or of different drafters, and layers that do not exist.
     """
     traces = [traces] if isinstance(traces, Trace) else list(traces)
     names = sorted({str(trace.meta["drafter"] or "FastPath()") for trace in traces})
