@@ -31,3 +31,11 @@ def accuracy_slowly(states: np.ndarray, labels: np.ndarray, folds: np.ndarray, p
     hot = np.array([[float(label == c) for c in classes] for label in labels])
     said = held_out_slowly(states.astype(float), hot, folds, penalties).argmax(1)
     return float(np.mean([classes[i] == label for i, label in zip(said, labels, strict=True)]))
+
+
+def auroc_slowly(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Every pair of an example of each class."""
+    pairs = [
+        (a, b) for a, x in zip(scores, labels, strict=True) if x for b, y in zip(scores, labels, strict=True) if not y
+    ]
+    return sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)

@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 
 import cacheprobe as cp
 from cacheprobe.tasks import CoinFlip
+from cacheprobe.views import probe_figure
+from cacheprobe_analyses.records import records_of
 
 END = -1
 """The place of the answer: the last token of the prompt."""
@@ -80,6 +83,9 @@ class Result:
                 lines.append(f"| {layer} | {s} | {by.low['S']:.3f} to {by.high['S']:.3f} | {t} | {c} |")
         return "\n".join(lines)
 
+    def figure(self) -> go.Figure:
+        return probe_figure(self.frame)
+
 
 def run(config: Config) -> Result:
     """Probe the model, and the same architecture untrained, on the same prompts."""
@@ -91,7 +97,7 @@ def run(config: Config) -> Result:
     bare = cp.run(cp.probes.untrained(model), examples, **{**settings, "max_new_tokens": 1})
     parts = [cp.probes.fit(trace, at=at, untrained=bare, least=config.least).table for at in ("event", [END])]
     table = pd.concat(parts, ignore_index=True)
-    return Result(config, behaviour, table.round(4).to_dict("records"))
+    return Result(config, behaviour, records_of(table))
 
 
 def main() -> None:

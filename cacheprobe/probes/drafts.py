@@ -1,6 +1,6 @@
 """Drafts before their verification: which state there was, how sure the model was, and what became of the draft."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -56,7 +56,7 @@ def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
     return pd.DataFrame(records, columns=columns)
 
 
-def margins(trace: Trace, rows: Sequence[int], layer: int, model: CachedLM | None = None) -> pd.Series:
+def margins(trace: Trace, rows: Iterable[int], layer: int, model: CachedLM | None = None) -> pd.Series:
     """By row: nats between the two best tokens of its reading by the logit lens at `layer`."""
     about = trace.row_table[trace.row_table.row.isin(set(rows))]
     read = read_states(trace, LogitLens(), layers=[layer], rows=about, model=model)
