@@ -72,6 +72,25 @@ def test_settling_and_disagreement_agree_with_the_run() -> None:
     assert len(result.figures()) == 2
 
 
+def test_readings_are_the_runs_own() -> None:
+    """Settled for good is `Trace.settling`; the rejected tokens of the control are ranked as `Trace.rejected` does."""
+    model, examples = cp.load_model(THINKING), cp.tasks.CoinFlip(people=1).examples(6)
+    sampling = cp.SamplingParams(max_new_tokens=8, stop_token_ids=())
+    trace = cp.run(model, examples, drafter=EarlyExit(0), window=4, capacity=64, sampling=sampling, progress=False)
+    final = settles._final_choices(trace, 0).set_index(["kind", "layer"]).settled
+    depth = trace.settling().query("phase != 'decode'")
+    starts = depth.request_id.map({r.request_id: r.num_prompt_tokens - 1 for r in trace.requests})
+    kinds = np.where(
+        depth.position == starts, "answer", np.where(depth.status == "rolled_back", settles.KINDS[2], "later tokens")
+    )
+    assert set(kinds) == set(settles.KINDS)
+    for (kind, layer), settled in final.items():
+        assert settled == pytest.approx((depth.settling_layer[kinds == kind] <= layer).mean())
+    rejected = trace.rejected(cp.lenses.LogitLens()).query("layer == 1")
+    found = settles._logprobs(trace, rejected.row.tolist(), 1, rejected.rejected_token_id.to_numpy(dtype=int))
+    np.testing.assert_allclose(found, rejected.rejected_logprob_nats, atol=1e-5)  # float32 sums
+
+
 def test_intervals_draw_whole_requests() -> None:
     groups = np.repeat(range(10), 20)
     together, apart = (groups % 2 == 0)[:, None], (np.arange(200) % 2 == 0)[:, None]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 import cacheprobe as cp
 from cacheprobe.tasks import CoinFlip
@@ -55,6 +54,11 @@ class Result:
     behaviour: dict[str, Any]
     lines: list[dict[str, Any]]
 
+    @classmethod
+    def of(cls, held: dict[str, Any]) -> "Result":
+        """From what the JSON holds."""
+        return cls(Config(**held["config"]), held["behaviour"], held["lines"])
+
     @property
     def frame(self) -> pd.DataFrame:
         return pd.DataFrame(self.lines)
@@ -83,8 +87,35 @@ class Result:
                 lines.append(f"| {layer} | {s} | {by.low['S']:.3f} to {by.high['S']:.3f} | {t} | {c} |")
         return "\n".join(lines)
 
-    def figure(self) -> go.Figure:
+    def summary(self) -> str:
+        """What is found at each place without the states, since which layer more is found with them, and S by layer."""
+        lines = [
+            "| place | prompts | groups | majority | words alone | control tasks, mean | S above from layer | T | C |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        columns = {}
+        for place, here in self.frame.groupby("place", sort=False):
+            name, one = "last token" if place == END else f"person {place}", here.iloc[0]
+            since = [_above_since(here[here.site == site]) for site in "STC"]
+            lines.append(
+                f"| {name} | {one.examples} | {one.groups} | {one.majority:.3f} | {one.embedding:.3f} | "
+                f"{here.control.mean():.3f} | {' | '.join(since)} |"
+            )
+            s = here[here.site == "S"].set_index("layer")
+            columns[name] = [f"{line.accuracy:.3f} ({line.untrained:.3f})" for line in s.itertuples()]
+        lines += ["", f"| layer | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        lines += [f"| {layer} | {' | '.join(row)} |" for layer, row in enumerate(zip(*columns.values(), strict=True))]
+        return "\n".join(lines)
+
+    def figure(self) -> Any:
         return probe_figure(self.frame)
+
+
+def _above_since(lines: pd.DataFrame) -> str:
+    """First layer from which on every layer is above its baselines, or "none"."""
+    below = lines.layer[~lines.is_above.astype(bool)]
+    first = lines.layer.min() if below.empty else below.max() + 1
+    return str(first) if first <= lines.layer.max() else "none"
 
 
 def run(config: Config) -> Result:

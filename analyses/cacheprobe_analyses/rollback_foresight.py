@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 import cacheprobe as cp
 from cacheprobe.drafters import EarlyExit, FastPath, NGram
@@ -76,7 +75,7 @@ class Result:
             )
         return "\n".join(lines)
 
-    def figure(self, unit: str = "draft") -> go.Figure:
+    def figure(self, unit: str = "draft") -> Any:
         return foresight_figure(self.frame, unit)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 import torch
 
 import cacheprobe as cp
@@ -82,7 +81,7 @@ class Result:
             )
         return "\n".join(lines)
 
-    def figures(self) -> tuple[go.Figure, go.Figure]:
+    def figures(self) -> tuple[Any, Any]:
         return final_choice_figure(pd.DataFrame(self.final)), disagreement_figure(pd.DataFrame(self.disagreement))
 
 
