@@ -4,6 +4,7 @@ python scripts/write_state_figures.py
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,31 @@ PAGE = ROOT / "docs" / "analyses.md"
 
 
 def figures() -> dict[str, str]:
-    """By analysis: its stored result, with the command that prints it."""
-    coin = {name: Coin.of(one) for name, one in _held("coin_state_probe").items()}
+    """By analysis: its stored result, with the command that prints it; or that there is none yet."""
+    shown = {}
+    for name, text_of in ANALYSES.items():
+        path = ROOT / _file(name)
+        told = text_of(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else "No result is stored yet."
+        shown[name] = f"`python -m cacheprobe_analyses.{name} --json {_file(name)}`\n\n{told}"
+    return shown
+
+
+def _coin(held: dict[str, Any]) -> str:
+    coin = {name: Coin.of(one) for name, one in held.items()}
     models = [f"`{name}`: {c.behaviour['accuracy']:.3f} of {c.behaviour['num_examples']} answers right, "
               f"{c.config.people} people.\n\n{c.summary()}" for name, c in coin.items()]  # fmt: skip
-    shown = {
-        "coin_state_probe": "\n\n".join(models),
-        "when_settles": Settles(**_held("when_settles")).table(),
-        "rollback_foresight": Foresight(**_held("rollback_foresight")).table(),
-    }
-    return {
-        name: f"`python -m cacheprobe_analyses.{name} --json {_file(name)}`\n\n{text}" for name, text in shown.items()
-    }
+    return "\n\n".join(models)
+
+
+ANALYSES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "coin_state_probe": _coin,
+    "when_settles": lambda held: Settles(**held).table(),
+    "rollback_foresight": lambda held: Foresight(**held).table(),
+}
 
 
 def _file(name: str) -> str:
     return f"analyses/results/{name.replace('_', '-')}.json"
-
-
-def _held(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / _file(name)).read_text(encoding="utf-8"))
 
 
 def page(text: str) -> str:
