@@ -79,7 +79,7 @@ def test_what_stands_in_one_group_is_never_split() -> None:
     split = cp.probes.fit(states, np.repeat(labels, 4), range(240)).table.iloc[0]
     together = cp.probes.fit(states, np.repeat(labels, 4), np.repeat(range(60), 4)).table.iloc[0]
     assert split.accuracy == 1.0 and together.low < 0.5 < together.high
-    assert together.high - together.low > 1.9 * (split.high - split.low)
+    assert together.high - together.low > 0.2  # of 60 prompts; of 240 examples it would be half of that
 
 
 def test_folds_hold_whole_groups_evenly() -> None:
