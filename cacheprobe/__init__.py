@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cacheprobe import drafters, interventions, lenses, patching, tasks, views
+    from cacheprobe import drafters, interventions, lenses, patching, probes, tasks, views
     from cacheprobe.api import cache_rows, load_model, load_trace, reference, run, stream, verify
     from cacheprobe.cache.surgery import diff_rows
     from cacheprobe.config import CaptureConfig
@@ -30,12 +30,12 @@ _HOMES = {
     "Request": "cacheprobe.records",
     "SamplingParams": "cacheprobe.records",
 }
-_MODULES = ("tasks", "drafters", "interventions", "lenses", "patching", "views")
+_MODULES = ("tasks", "drafters", "interventions", "lenses", "patching", "probes", "views")
 
 __all__ = [  # noqa: RUF022
     "load_model", "run", "stream", "reference", "verify", "load_trace", "cache_rows", "diff_rows",
     "Request", "SamplingParams", "CaptureConfig", "Trace",
-    "tasks", "drafters", "interventions", "lenses", "patching", "views",
+    "tasks", "drafters", "interventions", "lenses", "patching", "probes", "views",
 ]  # fmt: skip
 
 

@@ -76,7 +76,12 @@ def test_numbers_are_those_of_a_stored_measurement() -> None:
 
 
 @pytest.mark.parametrize(
-    "script, page", [("write_figures.py", "determinism.md"), ("write_thinking_figures.py", "thinking-states.md")]
+    "script, page",
+    [
+        ("write_figures.py", "determinism.md"),
+        ("write_thinking_figures.py", "thinking-states.md"),
+        ("write_state_figures.py", "analyses.md"),
+    ],
 )
 def test_the_figures_of_a_page_are_what_was_measured(script: str, page: str) -> None:
     text = (ROOT / "docs" / page).read_text()

@@ -3,8 +3,10 @@
 from cacheprobe.views.coin_rows import coin_rows_figure
 from cacheprobe.views.curves import agreement_figure, settling_figure
 from cacheprobe.views.diagram import window_diagram
+from cacheprobe.views.disagreement import disagreement_figure, final_choice_figure
 from cacheprobe.views.lens_grid import lens_grid
 from cacheprobe.views.patching import patching_grid
+from cacheprobe.views.probes import foresight_figure, probe_figure
 from cacheprobe.views.report import write_report
 from cacheprobe.views.text import token_texts
 from cacheprobe.views.thoughts_picture import thoughts_picture
@@ -15,9 +17,13 @@ __all__ = [
     "accepted_whole",
     "agreement_figure",
     "coin_rows_figure",
+    "disagreement_figure",
+    "final_choice_figure",
     "find_windows",
+    "foresight_figure",
     "lens_grid",
     "patching_grid",
+    "probe_figure",
     "rolled_back",
     "settling_figure",
     "thoughts_picture",

@@ -1,0 +1,149 @@
+"""Where does the running state of the coin live, by site, layer and place?
+
+    python -m cacheprobe_analyses.coin_state_probe --json analyses/results/coin-state-probe.json
+
+Two models that do the task: one that thinks while it reads, and SmolLM2 with the adapter that was trained on the coin.
+A linear probe of the true state, at the token that completes each person's words and at the last one of the prompt,
+beside majority, the words alone, the untrained model, and control tasks. Refused for a model at chance.
+That a state can be read does not say that it is used.
+Source: probes with control tasks, Hewitt and Liang 2019 (arXiv 1909.03368).
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import cacheprobe as cp
+from cacheprobe.tasks import CoinFlip
+from cacheprobe.views import probe_figure
+from cacheprobe_analyses.records import records_of
+
+END = -1
+"""The place of the answer: the last token of the prompt."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is asked of which model."""
+
+    model: str = "coinflip-thinking"
+    adapter: str | None = None
+    dtype: str = "float32"
+    people: int = 3
+    prompts: int = 240
+    seed: int = 4_000_000
+    least: int = 20
+    """Groups of prompts for each state at each place."""
+
+
+SUBJECTS = {
+    "coinflip-thinking": Config(),
+    "smollm2-135m + coin-flip": Config("smollm2-135m", "coin-flip", "bfloat16"),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the model does, and a line for each site, layer and place; see `cacheprobe.probes.ProbeResult`."""
+
+    config: Config
+    behaviour: dict[str, Any]
+    lines: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, held: dict[str, Any]) -> "Result":
+        """From what the JSON holds."""
+        return cls(Config(**held["config"]), held["behaviour"], held["lines"])
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        return pd.DataFrame(self.lines)
+
+    def table(self) -> str:
+        """Held-out accuracy of S, T and C by layer and place, and what is found without them."""
+        done, lines = self.behaviour, []
+        lines.append(
+            f"{done['accuracy']:.3f} of {done['num_examples']} answers right; {self.config.people} people; accuracy of "
+            "the probe, and of the untrained model's in brackets"
+        )
+        for place, at_place in self.frame.groupby("place", sort=False):
+            one = at_place.iloc[0]
+            where = "the prompt's last token" if place == END else f"the words of person {place}"
+            lines += [
+                "",
+                f"at {where}: {one.examples} prompts in {one.groups} groups; majority {one.majority:.3f}, words alone "
+                f"{one.embedding:.3f}, control tasks {at_place.control.mean():.3f} on average",
+                "",
+                "| layer | S | 95 % | T | C |",
+                "|---|---|---|---|---|",
+            ]
+            for layer, here in at_place.groupby("layer"):
+                by = here.set_index("site")
+                s, t, c = (f"{by.accuracy[site]:.3f} ({by.untrained[site]:.3f})" for site in "STC")
+                lines.append(f"| {layer} | {s} | {by.low['S']:.3f} to {by.high['S']:.3f} | {t} | {c} |")
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """What is found at each place without the states, since which layer more is found with them, and S by layer."""
+        lines = [
+            "| place | prompts | groups | majority | words alone | control tasks, mean | S above from layer | T | C |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        columns = {}
+        for place, here in self.frame.groupby("place", sort=False):
+            name, one = "last token" if place == END else f"person {place}", here.iloc[0]
+            since = [_above_since(here[here.site == site]) for site in "STC"]
+            lines.append(
+                f"| {name} | {one.examples} | {one.groups} | {one.majority:.3f} | {one.embedding:.3f} | "
+                f"{here.control.mean():.3f} | {' | '.join(since)} |"
+            )
+            s = here[here.site == "S"].set_index("layer")
+            columns[name] = [f"{line.accuracy:.3f} ({line.untrained:.3f})" for line in s.itertuples()]
+        lines += ["", f"| layer | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        lines += [f"| {layer} | {' | '.join(row)} |" for layer, row in enumerate(zip(*columns.values(), strict=True))]
+        return "\n".join(lines)
+
+    def figure(self) -> Any:
+        return probe_figure(self.frame)
+
+
+def _above_since(lines: pd.DataFrame) -> str:
+    """First layer from which on every layer is above its baselines, or "none"."""
+    below = lines.layer[~lines.is_above.astype(bool)]
+    first = lines.layer.min() if below.empty else below.max() + 1
+    return str(first) if first <= lines.layer.max() else "none"
+
+
+def run(config: Config) -> Result:
+    """Probe the model, and the same architecture untrained, on the same prompts."""
+    model = cp.load_model(config.model, adapter=config.adapter, dtype=config.dtype)
+    examples = CoinFlip(people=config.people).examples(config.prompts, config.seed)
+    settings = dict(capture="STC", capacity=128, max_new_tokens=4, progress=False)
+    trace = cp.run(model, examples, **settings)
+    behaviour = cp.probes.require_above_chance(trace)
+    bare = cp.run(cp.probes.untrained(model), examples, **{**settings, "max_new_tokens": 1})
+    parts = [cp.probes.fit(trace, at=at, untrained=bare, least=config.least).table for at in ("event", [END])]
+    table = pd.concat(parts, ignore_index=True)
+    return Result(config, behaviour, records_of(table))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", choices=SUBJECTS, help="one of the models")
+    parser.add_argument("--json", type=Path, help="also write what was found to this file")
+    given = parser.parse_args()
+    results = {}
+    for name in [given.only] if given.only else SUBJECTS:
+        results[name] = run(SUBJECTS[name])
+        print(f"## {name}\n\n{results[name].table()}\n", flush=True)
+    if given.json:
+        held = {name: asdict(result) for name, result in results.items()}
+        given.json.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Probes: what a linear classifier finds in states, beside what it finds without them."""
+
+from cacheprobe.probes.checks import ProbeError, require_above_chance
+from cacheprobe.probes.drafts import drafted
+from cacheprobe.probes.foresight import Foresight, foresight
+from cacheprobe.probes.linear import ProbeResult, fit
+from cacheprobe.probes.places import labelled
+from cacheprobe.probes.untrained import untrained
+
+__all__ = [
+    "Foresight",
+    "ProbeError",
+    "ProbeResult",
+    "drafted",
+    "fit",
+    "foresight",
+    "labelled",
+    "require_above_chance",
+    "untrained",
+]

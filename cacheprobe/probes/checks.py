@@ -1,0 +1,63 @@
+"""What a probe needs before it is fitted: examples enough, sites and layers that exist, a model that does the task."""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import pandas as pd
+
+from cacheprobe.observe.trace import Trace
+
+LEAST = 20
+"""Groups of each class that a probe needs, at every place."""
+
+
+class ProbeError(ValueError):
+    """A probe that cannot be fitted as asked; the message names the remedy."""
+
+
+def chosen_pairs(
+    held_sites: Sequence[str], held_layers: Sequence[int], sites: "Iterable[str] | None", layers: "Iterable[int] | None"
+) -> list[tuple[str, int]]:
+    """Every asked site with every asked layer. Raises: ProbeError for one that was not kept."""
+    sites, layers = list(held_sites if sites is None else sites), list(held_layers if layers is None else layers)
+    if unknown := [site for site in sites if site not in held_sites]:
+        raise ProbeError(f"there is no site {unknown[0]!r} to probe; there are {', '.join(held_sites) or 'none'}")
+    if unknown := [layer for layer in layers if layer not in held_layers]:
+        raise ProbeError(f"there is no layer {unknown[0]} to probe; there are {list(held_layers)}")
+    if not sites or not layers:
+        raise ProbeError("there is nothing to probe: no site or no layer was kept, or asked for")
+    return [(site, layer) for site in sites for layer in layers]
+
+
+def require_enough(about: pd.DataFrame, place: Hashable, folds: int, least: int) -> None:
+    """Raises: ProbeError for a place with too few groups of a class."""
+    labels = about.label.astype(str)
+    classes = labels.nunique()
+    if classes < 2:
+        raise ProbeError(f"place {place}: all {len(about)} examples are of class {labels.iloc[0]!r}; nothing to tell")
+    if len(about) < classes:
+        raise ProbeError(f"place {place}: {len(about)} examples are fewer than {classes} classes; give more prompts")
+    groups = about.assign(label=labels).groupby("label").group.nunique()
+    if (groups < least).any():
+        raise ProbeError(
+            f"place {place}: class {groups.idxmin()!r} has {groups.min()} groups of prompts, {least} are needed; give "
+            "more prompts (those that begin alike are one group), or least= fewer"
+        )
+    if about.group.nunique() < folds:
+        raise ProbeError(f"place {place}: {about.group.nunique()} groups cannot be split into {folds} folds")
+
+
+def require_above_chance(trace: Trace) -> dict[str, float]:
+    """The run's behaviour on its task. Raises: ProbeError unless its accuracy is above chance, as its interval says.
+
+    What a probe finds in a model that does not do the task is not the model's state.
+    """
+    known = trace.meta["behaviour"]
+    if known is None:
+        raise ProbeError("the run has no accuracy: its prompts are of no task, or of tasks with different answers")
+    if known["accuracy_low"] <= known["chance"]:
+        raise ProbeError(
+            f"{trace.fingerprint['model']} answers {known['accuracy']:.0%} of {known['num_examples']} prompts right "
+            f"(95 % from {known['accuracy_low']:.0%}), chance is {known['chance']:.0%}: what its states hold of the "
+            "task cannot be asked; use a model that does it"
+        )
+    return known

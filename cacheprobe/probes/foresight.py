@@ -1,0 +1,164 @@
+"""Can a rollback be seen coming? A classifier of drafts from states before their verification, beside controls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.observe.trace import Trace
+from cacheprobe.probes.auroc import auroc, resampled_auroc
+from cacheprobe.probes.checks import ProbeError
+from cacheprobe.probes.drafts import drafted, margins
+from cacheprobe.probes.groups import group_folds
+from cacheprobe.probes.ridge import held_out_scores
+
+LEAST_ROLLBACKS = 500
+_RESAMPLES = 1000
+_SHUFFLES = 5
+CONTROLS = ("position", "margin")
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """What was found, or why it cannot be told. Counts are there in any case.
+
+    answer: "yes" where the states of the last layer tell more than position and margin, "no more than the controls", or
+    "cannot tell", with its reason.
+    table: drafter, unit, site, layer; auroc of the states on held-out requests, with low to high; shuffled (mean AUROC
+    under labels in random order), position (place in the text and in the draft, length of the draft) and margin
+    (between the two best tokens at the last layer) alone, by the same classifier; gain over the better of these two,
+    with gain_low to gain_high; strength. Intervals are 95 %, percentiles over requests drawn again. Empty where it
+    cannot be told.
+    """
+
+    drafter: str
+    unit: str
+    answer: str
+    reason: str
+    drafts: int
+    rollbacks: int
+    requests: int
+    """Groups: requests with the same prompt are one."""
+    table: pd.DataFrame = field(repr=False)
+
+
+def foresight(
+    traces: "Trace | Sequence[Trace]",
+    *,
+    unit: str = "draft",
+    site: str = "S",
+    layers: Sequence[int] | None = None,
+    folds: int = 5,
+    least: int = LEAST_ROLLBACKS,
+    seed: int = 0,
+    model: CachedLM | None = None,
+) -> Foresight:
+    """From the states before verification, how well a linear classifier tells that a draft will be rolled back.
+
+    traces: runs with one and the same drafter, whose kept states include `site`, and S, from which margins are read.
+    unit: "draft" or "candidate", as in `drafts.drafted`.  layers: by default all that were kept and ran for every one.
+    least: rollbacks that are needed; with fewer the answer is "cannot tell".
+    All examples of a prompt are in one fold. The question is decided at the last layer, so that none is picked.
+    Raises: ProbeError for traces without drafts or states, or of different drafters, and layers that do not exist.
+    """
+    traces = [traces] if isinstance(traces, Trace) else list(traces)
+    names = sorted({str(trace.meta["drafter"] or "FastPath()") for trace in traces})
+    if len(names) != 1:
+        raise ProbeError(f"one drafter at a time: the traces are of {', '.join(names) or 'none'}")
+    parts = [drafted(trace, unit).assign(trace=i) for i, trace in enumerate(traces)]
+    about = pd.concat(parts, ignore_index=True)
+    if about.empty:
+        raise ProbeError("no draft with a kept state reached the verifier; give a drafter and keep S, T or C")
+    prompts = {(i, r.request_id): r.prompt_token_ids for i, trace in enumerate(traces) for r in trace.requests}
+    about["group"] = pd.factorize(pd.Series([prompts[key] for key in zip(about.trace, about.request_id, strict=True)]))[
+        0
+    ]
+    lost = about.is_rolled_back.to_numpy(dtype=int)
+    counts = dict(drafts=len(about), rollbacks=int(lost.sum()), requests=int(about.group.nunique()))
+    reason = _too_little(counts, about, lost, folds, least)
+    if reason:
+        return Foresight(names[0], unit, "cannot tell", reason, **counts, table=pd.DataFrame())
+    layers = _layers(traces, about, site, layers)
+    table = _compared(traces, about, lost, site, layers, folds, seed, model).assign(
+        drafter=names[0], unit=unit, site=site
+    )
+    last = table.iloc[-1]
+    said = (
+        f"at layer {last.layer} the states tell with an AUROC of {last.auroc:.3f} ({last.low:.3f} to {last.high:.3f}), "
+        f"position alone {last.position:.3f}, margin alone {last.margin:.3f}; "
+        f"the gain is {last.gain:+.3f} ({last.gain_low:+.3f} to {last.gain_high:+.3f})"
+    )
+    answer = "yes" if last.gain_low > 0 else "no more than the controls"
+    first = ["drafter", "unit", "site"]
+    return Foresight(names[0], unit, answer, said, **counts, table=table[first + [c for c in table if c not in first]])
+
+
+def _too_little(counts: dict[str, int], about: pd.DataFrame, lost: np.ndarray, folds: int, least: int) -> str:
+    if counts["rollbacks"] < least:
+        return f"{counts['rollbacks']} rollbacks, {least} are needed; run more prompts"
+    if lost.all():
+        return f"all {counts['drafts']} were rolled back, so there is nothing to tell them from"
+    if about[about.is_rolled_back].group.nunique() < folds or about[~about.is_rolled_back].group.nunique() < folds:
+        return f"rollbacks or accepted drafts are in fewer than {folds} requests; run more prompts"
+    return ""
+
+
+def _layers(traces: list[Trace], about: pd.DataFrame, site: str, layers: Sequence[int] | None) -> list[int]:
+    kept = set.intersection(*(set(trace.store.layers) for trace in traces))
+    ran = sorted(layer for layer in kept if layer < about.num_layers.min())
+    if any(site not in trace.store.sites for trace in traces):
+        raise ProbeError(f"site {site!r} was not kept; run with capture={site!r} or more")
+    if unknown := [layer for layer in layers or () if layer not in ran]:
+        raise ProbeError(f"there is no layer {unknown[0]} of these drafts; kept, and run by the drafter, were {ran}")
+    if not ran or (layers is not None and not len(layers)):
+        raise ProbeError("no layer was asked for, or none that was kept ran for every draft")
+    return sorted(layers) if layers is not None else ran
+
+
+def _compared(
+    traces: list[Trace], about: pd.DataFrame, lost: np.ndarray, site: str, layers: list[int], folds: int, seed: int,
+    model: CachedLM | None,
+) -> pd.DataFrame:  # fmt: skip
+    """The table's lines: states of every layer, and the controls, over the same folds and the same resamples."""
+    fold = group_folds(about.group, folds, seed)
+    numbers = list(range(len(traces)))
+    margin = np.concatenate([
+        about[about.trace == i].row.map(margins(traces[i], about[about.trace == i].row, layers[-1], model)).to_numpy()
+        for i in numbers
+    ])  # fmt: skip
+    steps = np.eye(int(about["index"].max()) + 1)[about["index"]]
+    places = np.column_stack([about[["generated", "position", "length"]].to_numpy(dtype=float), steps])
+    control = {"position": _scores(_one(places), lost, fold)[0][0], "margin": _scores(_one(margin), lost, fold)[0][0]}
+    draw = np.random.default_rng(seed)
+    mixed = np.stack([draw.permutation(lost) for _ in range(_SHUFFLES)])
+    lines = []
+    for layer in layers:
+        states = torch.cat([traces[i].vectors(site, layer, about[about.trace == i].row.tolist()) for i in numbers])
+        said, strengths = _scores(states[None], lost, fold)
+        shuffled = [auroc(_scores(states[None], labels, fold)[0][0], labels) for labels in mixed]
+        scores = [said[0], *control.values()]
+        point = np.array([auroc(score, lost) for score in scores])
+        drawn = resampled_auroc(scores, lost, about.group.to_numpy(), _RESAMPLES, seed)
+        gains = drawn[:, 0] - drawn[:, 1:].max(1)
+        low, high = np.nanpercentile(drawn[:, 0], [2.5, 97.5])
+        gain_low, gain_high = np.nanpercentile(gains, [2.5, 97.5])
+        lines.append(
+            dict(layer=layer, auroc=point[0], low=low, high=high, shuffled=float(np.mean(shuffled)),
+                 **dict(zip(CONTROLS, point[1:], strict=True)), gain=point[0] - point[1:].max(), gain_low=gain_low,
+                 gain_high=gain_high, strength=float(strengths.median()))
+        )  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def _one(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.reshape(1, len(values), -1).astype(np.float64))
+
+
+def _scores(states: Tensor, labels: np.ndarray, fold: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    """Held-out scores [l, n] of the labels' class 1, and the penalties."""
+    found = held_out_scores(states, torch.from_numpy(labels[:, None].astype(np.float64)), torch.from_numpy(fold), [1])
+    return found.scores[:, :, 0].numpy(), found.strengths

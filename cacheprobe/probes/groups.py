@@ -1,0 +1,77 @@
+"""What must stay together in a split: groups of examples, folds of groups, and how much they tell."""
+
+from collections.abc import Hashable, Iterable
+from statistics import NormalDist
+
+import numpy as np
+
+
+def joined_groups(members: Iterable[Hashable], shared: Iterable[Hashable]) -> np.ndarray:
+    """Group numbers [n]: examples of one member are together, and so are members with anything shared.
+
+    members, shared: two keys of each example, such as its prompt and the text that was read until its place. A causal
+    model's state is a function of that text, so two prompts that begin alike have the same state there.
+    """
+    members, parent = list(members), {}
+
+    def root(key: Hashable) -> Hashable:
+        while parent.setdefault(key, key) != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    for member, text in zip(members, shared, strict=True):
+        parent[root(("member", member))] = root(("shared", text))
+    roots = [root(("member", member)) for member in members]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(roots))}
+    return np.array([numbers[key] for key in roots])
+
+
+def group_folds(groups: Iterable[Hashable], num_folds: int, seed: int = 0) -> np.ndarray:
+    """Fold numbers [n], all examples of a group in one: shuffled groups, largest first, to the smallest fold.
+
+    Source: the greedy rule of scikit-learn's GroupKFold, over shuffled groups.
+    """
+    keys, inverse, sizes = np.unique(np.array(list(groups)), return_inverse=True, return_counts=True)
+    if len(keys) < num_folds:
+        raise ValueError(f"{len(keys)} groups cannot be split into {num_folds} folds; give more prompts or fewer folds")
+    shuffled = np.random.default_rng(seed).permutation(len(keys))
+    held = np.zeros(num_folds, dtype=int)
+    fold_of = np.zeros(len(keys), dtype=int)
+    for group in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
+        fold_of[group] = int(held.argmin())
+        held[fold_of[group]] += sizes[group]
+    return fold_of[inverse]
+
+
+def effective_number(groups: Iterable[Hashable]) -> float:
+    """How many independent examples there are if all of a group's were one: (sum of sizes)^2 / sum of squares.
+
+    Source: Kish 1965, "Survey Sampling", section 8.2, for a correlation of one within clusters.
+    """
+    sizes = np.unique(np.array(list(groups)), return_counts=True)[1].astype(float)
+    return float(sizes.sum() ** 2 / (sizes**2).sum())
+
+
+def wilson(share: float, number: float) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share among `number` independent trials, which need not be whole.
+
+    Source: Wilson 1927, "Probable inference".  Twin: `tasks.Accuracy.interval`, close(1e-12).
+    """
+    z = NormalDist().inv_cdf(0.975)
+    centre = share + z * z / (2 * number)
+    reach = z * (share * (1 - share) / number + z * z / (4 * number * number)) ** 0.5
+    low, high = (centre - reach) / (1 + z * z / number), (centre + reach) / (1 + z * z / number)
+    return max(0.0, min(low, share)), min(1.0, max(high, share))
+
+
+def control_labels(words: Iterable[Hashable], labels: np.ndarray, number: int, seed: int) -> np.ndarray:
+    """[number, n] labels of control tasks: each word has one, drawn at random from the labels, wherever it stands.
+
+    Source: Hewitt and Liang 2019 (arXiv 1909.03368), section 2.
+    """
+    words = list(words)
+    kinds = sorted(set(words), key=str)
+    place = {kind: i for i, kind in enumerate(kinds)}
+    drawn = np.random.default_rng(seed).choice(labels, size=(number, len(kinds)))
+    return drawn[:, [place[word] for word in words]]

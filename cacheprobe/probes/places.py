@@ -1,0 +1,103 @@
+"""Where in a run there is something to probe: rows with the true state that holds there, and what must not be split."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.observe.trace import Trace
+from cacheprobe.probes.groups import joined_groups
+from cacheprobe.records import Request
+
+
+def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: CachedLM | None = None) -> pd.DataFrame:
+    """Canonical rows of the prompts with the task's true state there: one line for each place of each request.
+
+    at: "event", the token that completes the words of the k-th operation, k = 1, 2, ...; or positions, counted from 0
+        at the first token of the text, or from -1 at the last one of the prompt. Where the initial state is stated
+        there is nothing to probe: all prompts that state it alike have the same state.
+    Columns: request_id, place (k, or the position as asked), position (absolute), row, label, word (the words of the
+    newest operation), group: prompts that read the same text up to one of the places share one.
+    Raises: ValueError for requests that come from no task, positions that do not exist, and places without a state.
+    """
+    model = model or trace.model
+    if model is None:
+        raise ValueError("this trace was loaded without its model; use labelled(trace, model=...)")
+    if isinstance(at, str) and at != "event":
+        raise ValueError(f"unknown places at={at!r}; give 'event' or a list of positions such as [-1]")
+    at = at if isinstance(at, str) else list(at)
+    canonical = trace.row_table[trace.row_table.status == "committed"]
+    rows = canonical.set_index(["request_id", "position"]).row
+    records, prompts, texts = [], [], []
+    for request in trace.requests:
+        if request.example is None:
+            raise ValueError(
+                f"request {request.request_id} comes from no task, so its true state is not known; give fit() labels"
+            )
+        ids = tuple(request.prompt_token_ids or ())
+        known = request.example.states_after_tokens(model.tokenizer)
+        first = len(ids) - len(known)  # pads and special tokens stand in front
+        for place, token, label, word in _places(request, model.tokenizer, known, at):
+            row = int(rows.loc[(request.request_id, first + token)])
+            records.append((request.request_id, place, first + token, row, label, word))
+            prompts.append(ids[first:])
+            texts.append(ids[first : first + token + 1])
+    table = pd.DataFrame(records, columns=["request_id", "place", "position", "row", "label", "word"])
+    return table.assign(group=joined_groups(prompts, texts))
+
+
+def _places(
+    request: Request, tokenizer: Any, known: Sequence[str | None], at: "str | Sequence[int]"
+) -> Iterator[tuple[int, int, str, str]]:
+    """(place, token of the text, true state, words of the newest operation)."""
+    example = request.example
+    text, spans = example.prompt_text(tokenizer), example.rendering(tokenizer).operations
+    ends = [end for _, end in tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]]
+    completed = [next(i for i, reached in enumerate(ends) if reached >= end) for _, end in spans]
+    words = [text[start:end] for start, end in spans]
+    if isinstance(at, str):
+        yield from zip(range(1, len(spans) + 1), completed, example.states[1:], words, strict=True)
+        return
+    for position in at:
+        token = position if position >= 0 else len(known) + position
+        if not 0 <= token < len(known):
+            raise ValueError(
+                f"request {request.request_id} has no position {position}: its text has {len(known)} tokens"
+            )
+        state = known[token]
+        if state is None:
+            raise ValueError(f"request {request.request_id}: no state holds yet at position {position}")
+        newest = sum(index <= token for index in completed)
+        yield position, token, state, words[newest - 1] if newest else ""
+
+
+@torch.inference_mode()
+def embeddings(trace: Trace, table: pd.DataFrame, model: CachedLM | None = None) -> Tensor | None:
+    """[n, 2m] for the lines of `labelled`: what entered block 0 at the token, and its mean over all tokens so far.
+
+    None for a model that adds thoughts before block 0, where nothing of the words alone is to be heard.
+    """
+    model = model or trace.model
+    if model is None:
+        raise ValueError("this trace was loaded without its model; use embeddings(trace, table, model)")
+    if 0 in model.injected_layers:
+        return None
+    by_request = {request.request_id: request for request in trace.requests}
+    out: dict[int, Tensor] = {}
+    for request_id in table.request_id.unique():
+        ids = torch.tensor([by_request[request_id].prompt_token_ids])
+        entered = _entered(model, ids)
+        so_far = entered.cumsum(0) / torch.arange(1, len(entered) + 1)[:, None]
+        out[request_id] = torch.cat([entered, so_far], dim=1)
+    return torch.stack([out[line.request_id][line.position] for line in table.itertuples()])
+
+
+def _entered(model: CachedLM, token_ids: Tensor) -> Tensor:
+    """[p, m]: the stream that enters block 0, of token_ids [1, p]."""
+    heard: list[Tensor] = []
+    with model.capturing([("pre", 0)], lambda site, layer, value: heard.append(value[0].float().cpu())):
+        model.forward(token_ids, model.new_cache(1, token_ids.shape[1]), [0], [0], num_layers=1)
+    return heard[0]

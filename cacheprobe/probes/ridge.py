@@ -1,0 +1,87 @@
+"""Ridge classifiers for many layers and many sets of labels at once, each judged on folds that it did not see."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+STRENGTHS = (0.01, 0.1, 1.0, 10.0, 100.0)
+"""Penalties tried, in units of the number of features."""
+_NUMBERS_AT_ONCE = 20_000_000
+
+
+class HeldOut(NamedTuple):
+    """Scores of every example by probes that were fitted without its fold."""
+
+    scores: Tensor
+    """[l, n, q]"""
+    strengths: Tensor
+    """[f, l]: the penalty of each fold and layer, chosen for the first set of labels."""
+
+
+def held_out_scores(
+    states: Float[Tensor, "l n m"],
+    targets: Float[Tensor, "n q"],
+    folds: Int[Tensor, "n"],
+    widths: Sequence[int],
+    strengths: Sequence[float] = STRENGTHS,
+) -> HeldOut:
+    """Score each fold by ridge regressions on the others, one for each layer; [l, n, q], in float64.
+
+    targets: columns to regress on, such as one for each class.  widths: how many columns belong to each set of labels;
+    every set has a penalty of its own.  folds: the fold of each example, 0, 1, ...; at least three.
+    Features are centred and scaled by the training examples', columns centred by theirs. The penalty is the one with
+    the least squared error on the next fold, when fitted on the rest; of equal ones the largest.
+    Source: ridge regression as a classifier, Hastie, Tibshirani and Friedman 2009, sections 3.4.1 and 4.2.
+    Twin: tests.probes_slowly.held_out_slowly (scikit-learn), close(1e-6).
+    """
+    num_folds = int(folds.max()) + 1
+    if num_folds < 3:
+        raise ValueError(f"{num_folds} folds leave none to choose the penalty on; give at least 3")
+    at_once = max(_NUMBERS_AT_ONCE // (states.shape[1] * states.shape[2]), 1)
+    parts = [_of_layers(some, targets, folds, num_folds, widths, strengths) for some in states.split(at_once)]
+    return HeldOut(torch.cat([part.scores for part in parts]), torch.cat([part.strengths for part in parts], 1))
+
+
+def _of_layers(
+    states: Tensor, targets: Tensor, folds: Tensor, num_folds: int, widths: Sequence[int], strengths: Sequence[float]
+) -> HeldOut:
+    states, targets = states.double(), targets.double()
+    penalties = torch.tensor(sorted(strengths, reverse=True), dtype=torch.float64)
+    scores = states.new_zeros(*states.shape[:2], targets.shape[1])
+    chosen = []
+    for fold in range(num_folds):
+        test, inner = folds == fold, folds == (fold + 1) % num_folds
+        rest = ~test & ~inner
+        tried = ridge_scores(states[:, rest], targets[rest], states[:, inner], penalties)
+        errors = (tried - targets[inner]).square().sum(2)  # [s, l, q]
+        best = [part.sum(-1).argmin(0) for part in errors.split(list(widths), dim=2)]  # each [l]
+        column = torch.cat([index[:, None].expand(-1, width) for index, width in zip(best, widths, strict=True)], 1)
+        said = ridge_scores(states[:, ~test], targets[~test], states[:, test], penalties)
+        scores[:, test] = said.gather(0, column[None, :, None].expand(1, -1, said.shape[2], -1))[0]
+        chosen.append(penalties[best[0]])
+    return HeldOut(scores, torch.stack(chosen))
+
+
+def ridge_scores(
+    train: Float[Tensor, "l a m"],
+    targets: Float[Tensor, "a q"],
+    test: Float[Tensor, "l b m"],
+    penalties: Float[Tensor, "s"],
+) -> Float[Tensor, "s l b q"]:
+    """What regressions on `train` say of `test`, for every penalty. Solved among examples or features, the fewer."""
+    num_examples, num_features = train.shape[1:]
+    mean, scale = train.mean(1, keepdim=True), train.std(1, correction=0, keepdim=True)
+    scale = torch.where(scale > 1e-12, scale, 1.0)  # of a feature that never varies nothing is learnt
+    train, test = (train - mean) / scale, (test - mean) / scale
+    offset = targets.mean(0)
+    wanted = (targets - offset).expand(len(train), -1, -1)
+    is_wide = num_examples <= num_features
+    gram = (train @ train.mT if is_wide else train.mT @ train) / num_features
+    right = wanted if is_wide else train.mT @ wanted / num_features
+    read = test @ train.mT / num_features if is_wide else test
+    same = torch.eye(gram.shape[-1], dtype=gram.dtype)
+    solved = [torch.cholesky_solve(right, torch.linalg.cholesky(gram + penalty * same)) for penalty in penalties]
+    return torch.stack([read @ weights for weights in solved]) + offset
