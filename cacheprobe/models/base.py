@@ -10,11 +10,11 @@ from cacheprobe.cache.kv import KVCache
 
 StateSink = Callable[[str, int, Tensor], None]
 """Called inside the forward with (site, layer, [b, t, m] tensor); the tensor is the model's own: copy what is kept.
-Site "pre" is the residual stream that enters block 0."""
+Site "pre" is the residual stream that enters block 0. At q, k, v and z the tensor is [b, t, h, d], k and v with as many
+heads as the cache has; at "pattern" it is [b, h, t, s], over all cache slots."""
 
 StateEdit = Callable[[str, int, Tensor], Tensor | None]
-"""Called inside the forward like a StateSink; what it returns takes the tensor's place, None leaves it. At site "heads"
-the tensor is [b, t, h, d]."""
+"""Called inside the forward like a StateSink; what it returns takes the tensor's place, None leaves it."""
 
 
 class ModelError(ValueError):

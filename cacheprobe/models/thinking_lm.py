@@ -25,7 +25,7 @@ from cacheprobe.models.hooked import ActivationCache
 from cacheprobe.models.thinking import ThinkingModel
 from cacheprobe.models.thinking_blocks import Memory, attention_bias
 from cacheprobe.models.thinking_cache import RowThought, ThinkingCache
-from cacheprobe.names import hook_name, resid_pre_name
+from cacheprobe.names import PATTERN, hook_name, resid_pre_name
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.tasks.words import encode_strictly
 
@@ -277,6 +277,8 @@ class ThinkingLM:
             yield
 
     def _hooks(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> list[tuple[str, Any]]:
+        if any(site == PATTERN for site, _ in sites):  # it would be computed apart, and other bits with it
+            raise ModelError(f"{self.name} attends without forming a pattern, so none can be kept; leave out 'pattern'")
         hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
         if missing := [name for name, _ in hooks if name not in self.model.hook_dict]:
             raise ModelError(f"{self.name} has no hook {missing[0]}")
