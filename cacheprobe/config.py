@@ -64,7 +64,7 @@ class CaptureConfig:
 
     sites: "str | None" = "STCZ"
     """Any of S, T, C (states) and Z (lens readings at site S); None for tokens and events alone."""
-    heads: tuple[str, ...] = ()
+    heads: "str | Sequence[str]" = ()
     """What to keep of every attention head: any of q, k, v, z and pattern. Patterns are had on the bridge alone."""
     layers: tuple[int, ...] | None = None
     """Layers to keep; None for all."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, device, dtype
 
 from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]
 """Called inside the forward with (site, layer, [b, t, m] tensor); the tensor is the model's own: copy what is kept.
@@ -80,6 +81,17 @@ class CachedLM(Protocol):
     @property
     def unembedding(self) -> Tensor:
         """The matrix [v, m] that makes logits of the normalised residual stream; the model's own: do not edit."""
+        ...
+
+    def output_parts(self) -> OutputParts:
+        """Final norm, unembedding and its bias, apart."""
+        ...
+
+    def head_writer(self, layer: int) -> HeadWriter:
+        """The projection of a layer's heads, by head, and the norm behind it if there is one.
+
+        Raises: ModelError where there is no such projection.
+        """
         ...
 
     def read_out(self, states: Tensor) -> Tensor:

@@ -52,6 +52,11 @@ class HFAttention(nn.Module):
         return self.source.q_proj, self.source.k_proj, self.source.v_proj
 
     @property
+    def projection(self) -> nn.Linear:
+        """From all heads, side by side, to the stream."""
+        return self.source.o_proj
+
+    @property
     def cache_shape(self) -> tuple[int, int, int]:
         """Heads, key width and value width of what is cached."""
         config, width = self.source.config, self.source.head_dim

@@ -22,6 +22,7 @@ from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import sha256_of
 from cacheprobe.models.hooked import ActivationCache
+from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.thinking import ThinkingModel
 from cacheprobe.models.thinking_blocks import Memory, attention_bias
 from cacheprobe.models.thinking_cache import RowThought, ThinkingCache
@@ -265,6 +266,16 @@ class ThinkingLM:
     def unembedding(self) -> Tensor:
         """See CachedLM.unembedding."""
         return self.model.unembed.weight
+
+    def output_parts(self) -> OutputParts:
+        """See CachedLM.output_parts."""
+        unembed = self.model.unembed
+        return OutputParts(self.model.ln_final, unembed.weight, unembed.bias, lambda logits: logits)
+
+    def head_writer(self, layer: int) -> HeadWriter:
+        """See CachedLM.head_writer."""
+        projection = self.model.blocks[layer].attn.projection
+        return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, None)
 
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:

@@ -207,6 +207,8 @@ class TwinLM:
     injected_layers = property(attrgetter("origin.injected_layers"))
     check_settings = property(attrgetter("origin.check_settings"))
     unembedding = property(attrgetter("origin.unembedding"))
+    output_parts = property(attrgetter("origin.output_parts"))
+    head_writer = property(attrgetter("origin.head_writer"))
     read_out = property(attrgetter("origin.read_out"))
     read_out_with_gradients = property(attrgetter("origin.read_out_with_gradients"))
     encode = property(attrgetter("origin.encode"))

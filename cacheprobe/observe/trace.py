@@ -179,6 +179,14 @@ class Trace:
 
         return rejected_tokens(self, lens, model)
 
+    def attribution(
+        self, request_id: SupportsIndex, position: SupportsIndex | None = None, **which: Any
+    ) -> pd.DataFrame:
+        """One row's logit of a token by layer, site and head; as in `observe.attribution.attribution`."""
+        from cacheprobe.observe.attribution import attribution
+
+        return attribution(self, request_id, position, **which)
+
     def rows(self, request_id: SupportsIndex, status: str | None = None) -> pd.DataFrame:
         """Every row of a request, or those of one status: committed, candidate or rolled_back."""
         self._require(request_id)
@@ -209,7 +217,8 @@ class Trace:
         """
         if site == PATTERN:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
-        return self.store.all_of(site, layer)[self._places(site, layer, rows)]
+        places = self._places(site, layer, rows)
+        return self.store.all_of(site, int(layer))[places]
 
     def _places(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
         """[n] place of the given rows among the stored vectors. Raises: ValueError for a row that has none."""
