@@ -1,7 +1,7 @@
 """Direct logit attribution: one row's logit of a token, as a sum over what was written to the residual stream."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import pandas as pd
 import torch
@@ -37,11 +37,11 @@ def attribution(
     token: its id, or several, one below the other. By default what was committed at the next position; of a rolled-back
         row, of which nothing followed, its own first choice.
     heads: T by head, from z; by default where z was kept.
-    Columns: request_id, row, position, status, token_id, token, layer, site, head, logit. Sites: embed; T and C by layer;
-    "T bias", where heads are told apart, the bias of their projection; "norm bias" and "unembed bias"; and "rest", what
-    is in the stream and came from none of these: the rounding of its sums in 16 bits, an intervention, a state that a
-    Thinking States model added. The final norm's scale is held at the row's own, its weight is folded in; so with a
-    norm behind attention. A soft cap or scale that the architecture puts on its logits comes after the sum.
+    Columns: request_id, row, position, status, token_id, token, layer, site, head, logit. Sites: embed; T and C by
+    layer; "T bias", where heads are told apart, the bias of their projection; "norm bias" and "unembed bias"; and
+    "rest", what is in the stream and came from none of these: the rounding of its sums in 16 bits, an intervention, a
+    state that a Thinking States model added. The final norm's scale is held at the row's own, its weight is folded in;
+    so with a norm behind attention. A soft cap or scale that the architecture puts on its logits comes after the sum.
     Raises: ValueError where S of the last layer, T and C of all were not kept, ModelError for another output path.
     Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; the logit lens (nostalgebraist
     2020); by head, Wang et al. 2022 (arXiv 2211.00593), section 3.
@@ -82,15 +82,12 @@ def attribution(
     return table.astype({"layer": "Int64", "head": "Int64"})
 
 
-def _the_row(
-    trace: "Trace", request_id: SupportsIndex, position: SupportsIndex | None, row: SupportsIndex | None
-) -> pd.Series:
+def _the_row(trace: "Trace", request_id: SupportsIndex, position: Any, row: Any) -> pd.Series:
     if (position is None) == (row is None):
         raise ValueError("say which row: position= for the canonical one, or row= for any, such as a rolled-back one's")
     mine = trace.rows(request_id)
-    found = (
-        mine[mine.row == row] if row is not None else mine[(mine.position == position) & (mine.status == "committed")]
-    )
+    is_it = mine.row == row if row is not None else (mine.position == position) & (mine.status == "committed")
+    found = mine[is_it]
     if found.empty:
         what = f"row {row}" if row is not None else f"canonical row at position {position}"
         raise ValueError(f"request {request_id} has no {what}; see trace.rows({request_id})")
@@ -101,12 +98,12 @@ def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> 
     """What was written to the stream at this row, and the stream at the end."""
     if lacking := sorted(set(range(model.n_layers)) - set(trace.store.layers)) or set("STC") - set(trace.store.sites):
         raise ValueError(
-            f"a logit falls into S, T and C of all layers; this run kept {', '.join(trace.store.sites) or 'no states'} of "
-            f"layers {list(trace.store.layers)}, and not {min(lacking)}; run it with capture='STC' and all layers"
+            f"a logit falls into S, T and C of all layers; this run kept {', '.join(trace.store.sites) or 'no states'} "
+            f"of layers {list(trace.store.layers)}, and not {min(lacking)}; run it with capture='STC' and all layers"
         )
 
     def state(site: str, layer: int) -> Tensor:
-        return trace.vectors(site, layer, [about.row])[0].double()
+        return trace.vectors(site, layer, [int(about.row)])[0].double()
 
     last = state("S", model.n_layers - 1)
     parts: list[_Part] = [("embed", None, None, _embedding(model, about))]
@@ -160,15 +157,13 @@ def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor
     off = float((output.finish(logits[None])[0] - own).abs().max() / own.abs().max().clamp(min=1e-30))
     if not off <= max(1e-4, 16 * torch.finfo(model.dtype).eps):
         raise ModelError(
-            f"{model.name}: its logits are not its final norm and unembedding (off by {off:.2g} of the largest), so they "
-            "do not fall into parts here"
+            f"{model.name}: its logits are not its final norm and unembedding (off by {off:.2g} of the largest), so "
+            "they do not fall into parts here"
         )
     return logits
 
 
-def _token_ids(
-    trace: "Trace", about: pd.Series, token: "SupportsIndex | Sequence[int] | None", logits: Tensor
-) -> list[int]:
+def _token_ids(trace: "Trace", about: pd.Series, token: Any, logits: Tensor) -> list[int]:
     if token is None:
         following = committed_after(trace, trace.row_table[trace.row_table.row == about.row])[about.row]
         is_followed = about.status != "rolled_back" and following >= 0

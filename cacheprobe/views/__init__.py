@@ -1,5 +1,6 @@
 """Pictures of a trace: pure functions from its tables to figures and HTML, and a report of all on one page."""
 
+from cacheprobe.views.attribution import attribution
 from cacheprobe.views.curves import agreement_figure, settling_figure
 from cacheprobe.views.diagram import window_diagram
 from cacheprobe.views.lens_grid import lens_grid
@@ -12,6 +13,7 @@ __all__ = [
     "Window",
     "accepted_whole",
     "agreement_figure",
+    "attribution",
     "find_windows",
     "lens_grid",
     "rolled_back",
