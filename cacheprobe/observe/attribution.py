@@ -48,6 +48,8 @@ def attribution(
     Twin: tests.attribution_slowly.attribution_slowly, close(1e-4) in float32.
     """
     model = require_model(trace, model)
+    if not hasattr(model, "output_parts"):
+        raise ModelError(f"{model.name} has no `output_parts`, so its logits cannot be divided; see CachedLM")
     about = _the_row(trace, request_id, position, row)
     by_head = HEADS in trace.store.heads if heads is None else heads
     parts, last = _parts(trace, model, about, by_head)
