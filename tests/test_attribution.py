@@ -1,5 +1,6 @@
 """Direct logit attribution against a forward with plain hooks, and against TransformerLens' own."""
 
+import copy
 from functools import cache
 
 import pandas as pd
@@ -51,6 +52,28 @@ def test_parts_are_those_of_a_slow_forward(family: str) -> None:
         assert all(abs(value - slow[key]) < EXACT for key, value in parts.items()), family
     assert len(fine) >= len(coarse) + 3 * 3 and sum(key[2] is not None for key in by_part(fine)) == 3 * 4
     assert max(abs(fine.logit)) > 100 * EXACT
+
+
+@pytest.mark.parametrize(("family", "biases"), [("gpt2", {"norm bias"}), ("phi", {"norm bias", "unembed bias"})])
+def test_biases_are_parts_of_their_own(family: str, biases: set[str]) -> None:
+    """They are zero in a fresh model; here they are as large as all else."""
+    plain, generator = hf_model(family), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(0.0, 0.5, generator=generator)
+    trace = cp.run(cp.load_model(copy.deepcopy(plain)), PROMPTS[:1], **FEW, capture=CAPTURE)
+    parts = by_part(trace.attribution(0, 7, token=17))
+    slow = attribution_slowly(plain, [*PROMPTS[0], *trace.committed(0)][:8], 17)
+    assert {key[0] for key in parts if key[1:] == (None, None)} == {"embed", "rest"} | biases
+    assert abs(sum(parts.values()) - slow["sum", None, None]) < EXACT and abs(parts["rest", None, None]) < EXACT
+    assert all(
+        abs(parts[key, None, None] - slow[key, None, None]) < EXACT < abs(parts[key, None, None]) for key in biases
+    )
+    for layer in range(3):
+        by_head = sum(parts["T", layer, head] for head in range(4))
+        assert abs(by_head + parts["T bias", layer, None] - slow["T", layer, None]) < EXACT
+        assert abs(parts["T bias", layer, None]) > EXACT
 
 
 @pytest.mark.parametrize("family", MANY)

@@ -102,7 +102,8 @@ def test_noise_is_keyed_by_seed_and_position() -> None:
 def test_lowest_topk_equals_its_twin(dtype: torch.dtype, width: int) -> None:
     """Rounded to a handful of values, so that nearly every place is a tie; `topk` itself fails this."""
     values = (torch.randn(40, width, generator=torch.Generator().manual_seed(0)) * 2).round().to(dtype).float()
-    values[7], values[8, 1:] = 1.0, -torch.inf  # all alike, and nothing but pads' own value behind the first
+    values[7], values[8, 1:] = 1.0, -torch.inf  # all alike, and nothing but a pad's own value behind the first
+    values[9, -1] = 100.0
     ours, slow = lowest_topk(values, 5), lowest_topk_slowly(values, 5)
     assert torch.equal(ours[0], slow[0]) and torch.equal(ours[1], slow[1])
     assert width == 4 or not torch.equal(values.topk(5).indices, slow[1])

@@ -21,6 +21,7 @@ _Part = tuple[str, int | None, int | None, Tensor]
 """Site, layer, head, and what it wrote [m]."""
 
 
+@torch.inference_mode()
 def attribution(
     trace: "Trace",
     request_id: SupportsIndex,
