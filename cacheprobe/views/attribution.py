@@ -81,8 +81,8 @@ def _one_or_two(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 def _places(names: list[str], last_layer: int) -> list[int]:
     """The embedding before the first layer, all else behind the last one."""
-    behind = iter(range(last_layer + 1, last_layer + 1 + len(names)))
-    return [-1 if name == "embed" else next(behind) for name in names]
+    behind = iter(range(last_layer + 2, last_layer + 2 + 2 * len(names), 2))
+    return [-2 if name == "embed" else next(behind) for name in names]
 
 
 def _map(by_head: pd.DataFrame) -> go.Heatmap:
@@ -108,5 +108,5 @@ def _finding(parts: pd.DataFrame, what: str) -> str:
     name = _WORDS.get(top.site, f"the {top.site}")
     return (
         f"Request {row.request_id}, {status} row at position {row.position}: {what} is {parts.logit.sum():.2f};<br>"
-        f"most of it, {top.logit:+.2f}, is from {name}{head}{where}"
+        f"the largest part, {top.logit:+.2f}, is from {name}{head}{where}"
     )
