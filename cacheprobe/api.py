@@ -59,8 +59,8 @@ def run(
     window, group: rows of a verify pass for each request (W), and requests in it (G). With window=1 nothing is drafted:
         verify passes are decodes of a fixed height, and the others ride along in the dummies' places.
     deterministic: all, none, a fraction (evenly spaced indices), or a list of indices or flags.
-    capture: sites to keep, of S, T, C and Z; a CaptureConfig with filters by layer, position and phase; or None for
-        tokens and events alone.
+    capture: sites to keep, of S, T, C and Z; a CaptureConfig with filters by layer, position and phase, and with what
+        to keep of attention heads; or None for tokens and events alone.
     layers: layers to keep, "all" or a list.  lens: what reads Z, the logit lens by default.
     sampling, max_new_tokens, seed: for requests that do not say themselves; seeds derive from (seed, index).
     capacity: cache rows of each request, part of the schedule fingerprint; prompt + max_new_tokens + window must fit.
@@ -197,6 +197,8 @@ def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progres
     total = sum(request.sampling.max_new_tokens for request in setup.requests)
     with ProgressBar(total, enabled=progress) as bar:
         trace = drain(setup.recorded(start, states, bar, **meta))
+    if progress and setup.capture.heads:
+        print(f"path: {setup.path_reason}")
     for request_id, error in trace.meta["errors"].items():
         warnings.warn(f"request {request_id} ended with an error: {error}", RuntimeWarning, stacklevel=3)
     if setup.editor is not None and meta["kind"] == "run":  # the oracle runs no drafts that could be changed

@@ -17,6 +17,7 @@ from cacheprobe.interventions.editor import Editor
 from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.heads import require_heads
 from cacheprobe.models.paths import choose_path
 from cacheprobe.noise import derive_seed
 from cacheprobe.observe.assemble import assemble
@@ -54,11 +55,13 @@ class Setup:
     ) -> None:
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
-        self.model, self.path_reason = choose_path(model, path)
+        self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
+        self.model, self.path_reason = choose_path(model, path, self.capture.heads)
         self.model.check_settings(config.window)
         self.config = config
-        self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
         self.layers = resolve_layers(layers if self.capture.layers is None else self.capture.layers, model.n_layers)
+        if self.capture.heads:
+            require_heads(self.model, self.capture.heads, self.layers)
         self.lens = LogitLens() if lens is None else lens
         require_readable(self.lens, self.model, "S", self.layers)
         if sampling is not None and not isinstance(sampling, SamplingParams):

@@ -81,6 +81,7 @@ def run(
     group: int = 4,
     deterministic: float = 0.0,
     capture: str = "STCZ",
+    heads: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     layers: Annotated[tuple[int, ...], Parameter(negative="")] = (),
     temperature: float = 0.0,
     top_k: int = 0,
@@ -125,6 +126,8 @@ def run(
         Fraction of the requests.
     capture
         Sites to keep, of S, T, C and Z.
+    heads
+        What to keep of attention heads: q, k, v, z or pattern; repeat for several.
     layers
         Layers to keep; all by default.
     temperature
@@ -155,7 +158,7 @@ def run(
         window=window,
         group=group,
         deterministic=deterministic,
-        capture=capture,
+        capture=cp.CaptureConfig(capture, heads=heads),
         layers=list(layers) or "all",
         sampling=cp.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, stop=stop),
         max_new_tokens=max_new_tokens,

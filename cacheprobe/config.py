@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheprobe.names import SITES
+from cacheprobe.names import HEAD_SITES, SITES
 
 ACCEPTANCES = ("equality", "rejection")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -64,6 +64,8 @@ class CaptureConfig:
 
     sites: "str | None" = "STCZ"
     """Any of S, T, C (states) and Z (lens readings at site S); None for tokens and events alone."""
+    heads: "str | Sequence[str]" = ()
+    """What to keep of every attention head: any of q, k, v, z and pattern. Patterns are had on the bridge alone."""
     layers: tuple[int, ...] | None = None
     """Layers to keep; None for all."""
     positions: Sequence[int] | None = None
@@ -87,6 +89,10 @@ class CaptureConfig:
         unknown = sorted(set(self.sites) - set("STCZ"))
         if unknown:
             raise ValueError(f"unknown site {unknown[0]!r} in capture={self.sites!r}; sites are S, T, C and Z")
+        heads = (self.heads,) if isinstance(self.heads, str) else tuple(self.heads)
+        if strange := sorted(set(heads) - set(HEAD_SITES)):
+            raise ValueError(f"unknown site {strange[0]!r} in heads={heads!r}; sites are {', '.join(HEAD_SITES)}")
+        object.__setattr__(self, "heads", tuple(site for site in HEAD_SITES if site in heads))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r} for captured states; choose one of {', '.join(DTYPES)}")
         for phase in self.phases or ():
@@ -104,6 +110,11 @@ class CaptureConfig:
     @property
     def state_sites(self) -> tuple[str, ...]:
         return tuple(site for site in SITES if site in self.sites)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether anything of a row is kept beside its token."""
+        return bool(self.sites or self.heads)
 
     @property
     def reads_lens(self) -> bool:

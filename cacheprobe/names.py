@@ -5,9 +5,13 @@ SITES = ("S", "T", "C")
 
 SITE_HOOKS = {"S": "hook_resid_post", "T": "hook_attn_out", "C": "hook_mlp_out"}
 RESID_PRE = "hook_resid_pre"
-HEADS = "heads"
+HEADS = "z"
 """Site of what each head gives to T: the weighted sum of its values, before the output projection."""
-_HOOKS = {**SITE_HOOKS, "pre": RESID_PRE, HEADS: "attn.hook_z"}
+PATTERN = "pattern"
+"""Site of the weights that each head gives to the positions up to its own."""
+HEAD_SITES = ("q", "k", "v", HEADS, PATTERN)
+"""Of attention heads. q and k: as they leave the projection, before any norm of theirs and before the rotation."""
+_HOOKS = {**SITE_HOOKS, "pre": RESID_PRE, **{site: f"attn.hook_{site}" for site in HEAD_SITES}}
 ROTATED = ("hook_rot_q", "hook_rot_k")
 """Queries and keys after the rotary embedding."""
 

@@ -44,10 +44,13 @@ def test_any_task_can_be_run_and_stored(model_directory: Path, tmp_path: Path) -
     done = cacheprobe(
         *("run", "--out", str(tmp_path / "run"), "--model", str(model_directory), "--dtype", "float32"),
         *("--task", "variables:updates=1,question_first=true", "--n", "2", "--max-new-tokens", "2", "--capture", "Z"),
+        *("--heads", "z", "--heads", "pattern"),
     )
     assert done.returncode == 0, done.stderr
     expected = cp.tasks.Variables(updates=1, question_first=True).examples(2)
-    assert [request.example for request in cp.load_trace(tmp_path / "run").requests] == expected
+    trace = cp.load_trace(tmp_path / "run")
+    assert [request.example for request in trace.requests] == expected
+    assert trace.store.heads == ("z", "pattern") and "path: bridge: attention patterns are asked for" in done.stdout
 
 
 def test_help_is_quick() -> None:

@@ -174,6 +174,19 @@ def test_swapped_requests_take_each_others_place() -> None:
     assert itself.digest(0) == plain.digest(0)
 
 
+def test_swapped_heads_are_the_others() -> None:
+    """One head of T goes over, and the others stay where they were."""
+    prompts, settings = [[1, 2, 3, 4], [9, 8, 7, 6]], {**LIGHT, "capture": cp.CaptureConfig("ST", heads=("z",))}
+    plain = cp.run(loaded(), prompts, **settings)
+    trace = cp.run(
+        loaded(), prompts, interventions=swap(plain, 0, 1, site="T", layer=1, head=2, positions=3), **settings
+    )
+    for a, b in ((0, 1), (1, 0)):
+        ours, was, others = (run.heads("z", 1, i)[3] for run, i in ((trace, a), (plain, a), (plain, b)))
+        assert bitwise(ours[2], others[2]) and bitwise(ours[[0, 1, 3]], was[[0, 1, 3]]) and not bitwise(ours, was)
+        assert not bitwise(trace.states("T", 1, a)[3], plain.states("T", 1, a)[3])
+
+
 def test_resampled_positions_draw_by_position_alone() -> None:
     states = torch.arange(60.0).reshape(30, 2)
     one = resample(states, seed=1, request_id=0, site="S", layer=0)

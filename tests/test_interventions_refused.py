@@ -88,8 +88,10 @@ def test_swaps_are_refused_where_positions_do_not_mean_the_same() -> None:
         swap(plain, 0, 1, **{**where, "positions": [8]})
     with pytest.raises(ValueError, match="say which positions= to swap"):
         swap(plain, 0, 1, site="S", layer=1)
-    with pytest.raises(ValueError, match="no single heads"):
+    with pytest.raises(ValueError, match=r"site z was not captured.*CaptureConfig\(heads=\('z',\)\)"):
         swap(plain, 0, 1, site="T", layer=1, head=0, positions=1)
+    with pytest.raises(ValueError, match="keeps sites S, T and C, and z of heads"):
+        swap(plain, 0, 1, site="pre", layer=1, positions=1)
     with pytest.raises(ValueError, match="layer 5 was not captured"):
         swap(plain, 0, 1, site="S", layer=5, positions=1)
     pair = swap(plain, 0, 1, **where)

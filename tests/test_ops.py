@@ -1,12 +1,14 @@
 """Sampling, acceptance, equality and readout against their slow twins."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cacheprobe.ops.wide_product as wide_module
 from cacheprobe.noise import derive_seed, gumbel_noise, uniform_noise
@@ -95,13 +97,16 @@ def test_noise_is_keyed_by_seed_and_position() -> None:
     assert len({derive_seed(0, i) for i in range(1000)} | {derive_seed(1, i) for i in range(1000)}) == 2000
 
 
+@pytest.mark.parametrize("width", [4, 200, 1024, 1300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lowest_topk_equals_its_twin(dtype: torch.dtype) -> None:
+def test_lowest_topk_equals_its_twin(dtype: torch.dtype, width: int) -> None:
     """Rounded to a handful of values, so that nearly every place is a tie; `topk` itself fails this."""
-    values = (torch.randn(40, 200, generator=torch.Generator().manual_seed(0)) * 2).round().to(dtype).float()
+    values = (torch.randn(40, width, generator=torch.Generator().manual_seed(0)) * 2).round().to(dtype).float()
+    values[7], values[8, 1:] = 1.0, -torch.inf  # all alike, and nothing but a pad's own value behind the first
+    values[9, -1] = 100.0
     ours, slow = lowest_topk(values, 5), lowest_topk_slowly(values, 5)
     assert torch.equal(ours[0], slow[0]) and torch.equal(ours[1], slow[1])
-    assert not torch.equal(values.topk(5).indices, slow[1])
+    assert width == 4 or not torch.equal(values.topk(5).indices, slow[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -119,6 +124,28 @@ def test_read_logits_equals_its_twin(dtype: torch.dtype) -> None:
     has_target = targets >= 0
     assert close(ours.target_logprob_nats[has_target], slow["target_logprob"][has_target], 1e-5, because=why)
     assert bool(ours.target_logprob_nats[~has_target].isnan().all()) and 0 < int(has_target.sum()) < 70
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the largest tensor of each dtype that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest[tensor.dtype] = max(self.largest.get(tensor.dtype, 0), tensor.numel())
+        return made
+
+
+def test_a_reading_never_widens_all_logits_at_once() -> None:
+    logits = torch.randn(480, 2000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with Sizes() as seen:
+        read_logits(logits, torch.zeros(480, dtype=torch.long), 5)
+    assert 0 < seen.largest[torch.float32] <= 60 * 2000 and seen.largest[torch.int64] <= 60 * 2000
 
 
 def test_bitwise_tells_what_equality_hides() -> None:

@@ -91,8 +91,18 @@ def test_damage_is_named(saved: Path, damage, message: str) -> None:
 def test_another_version_is_refused(saved: Path) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
     (saved / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
-    with pytest.raises(TraceError, match="trace format 99, this cacheprobe reads 2"):
+    with pytest.raises(TraceError, match="trace format 99, this cacheprobe reads 2 and 3"):
         cp.load_trace(saved)
+
+
+def test_a_run_from_before_heads_is_read(trace: cp.Trace, saved: Path) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest["format_version"] = 2
+    del manifest["heads"], manifest["meta"]["capture"]["heads"]
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    again = cp.load_trace(saved, model=loaded())
+    assert again.digest(0) == trace.digest(0) and again.store.heads == ()
+    assert cp.verify(again, progress=False).is_equal
 
 
 def test_a_strangers_directory_is_left_alone(trace: cp.Trace, tmp_path: Path) -> None:

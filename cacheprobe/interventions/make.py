@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.interventions.base import Intervention
+from cacheprobe.names import HEADS
 
 
 def zero(**where: Any) -> Intervention:
@@ -42,6 +43,7 @@ def resample(states: Tensor, *, seed: int = 0, **where: Any) -> Intervention:
 def swap(trace: Any, a: int, b: int, **where: Any) -> tuple[Intervention, Intervention]:
     """Requests a and b take each other's states, as `trace`, a run of both without interventions, recorded them.
 
+    Of a head of T, its z, which the trace's run must have kept: CaptureConfig(heads=("z",)).
     The requests that it is applied to must have prompts of the same length as those of the trace. Positions are
     needed, and must lie in what both computed.  Raises: ValueError where they do not, or for prompts of different
     length: there no position means the same in both.
@@ -56,8 +58,8 @@ def swap(trace: Any, a: int, b: int, **where: Any) -> tuple[Intervention, Interv
             f"swap: the prompts of requests {a} and {b} have {lengths[0]} and {lengths[1]} tokens, so their positions "
             "do not mean the same; use prompts of one length, or replace() with the states that you mean"
         )
-    if where.get("head") is not None or where.get("site") == "pre":
-        raise ValueError("swap: a trace keeps sites S, T and C and no single heads; swap one of those")
+    if where.get("site") == "pre":
+        raise ValueError("swap: a trace keeps sites S, T and C, and z of heads; swap one of those")
     if where.get("positions") is None:
         raise ValueError("swap: say which positions= to swap, such as range(4, 9)")
     if trace.meta.get("interventions"):
@@ -65,7 +67,10 @@ def swap(trace: Any, a: int, b: int, **where: Any) -> tuple[Intervention, Interv
 
     def one(target: int, source: int) -> Intervention:
         blank = Intervention(name="swap", action="replace", vectors=torch.zeros(1, 1), request_id=target, **where)
-        states = trace.states(blank.site, blank.layer, source)
+        if blank.head is None:
+            states = trace.states(blank.site, blank.layer, source)
+        else:
+            states = trace.heads(HEADS, blank.layer, source)[:, blank.head]
         if max(blank.positions) >= len(states):
             raise ValueError(
                 f"swap: position {max(blank.positions)} lies outside request {source}, which computed 0 to "

@@ -7,14 +7,15 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, device, dtype
 
 from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]
 """Called inside the forward with (site, layer, [b, t, m] tensor); the tensor is the model's own: copy what is kept.
-Site "pre" is the residual stream that enters block 0."""
+Site "pre" is the residual stream that enters block 0. At q, k, v and z the tensor is [b, t, h, d], k and v with as many
+heads as the cache has; at "pattern" it is [b, h, t, s], over all cache slots."""
 
 StateEdit = Callable[[str, int, Tensor], Tensor | None]
-"""Called inside the forward like a StateSink; what it returns takes the tensor's place, None leaves it. At site "heads"
-the tensor is [b, t, h, d]."""
+"""Called inside the forward like a StateSink; what it returns takes the tensor's place, None leaves it."""
 
 
 class ModelError(ValueError):
@@ -80,6 +81,17 @@ class CachedLM(Protocol):
     @property
     def unembedding(self) -> Tensor:
         """The matrix [v, m] that makes logits of the normalised residual stream; the model's own: do not edit."""
+        ...
+
+    def output_parts(self) -> OutputParts:
+        """Final norm, unembedding and its bias, apart."""
+        ...
+
+    def head_writer(self, layer: int) -> HeadWriter:
+        """The projection of a layer's heads, by head, and the norm behind it if there is one.
+
+        Raises: ModelError where there is no such projection.
+        """
         ...
 
     def read_out(self, states: Tensor) -> Tensor:

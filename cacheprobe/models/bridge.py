@@ -23,6 +23,7 @@ from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import one_dtype, sha256_of, stop_token_ids
 from cacheprobe.models.hf_cache import ShapeProbe, staged
+from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.names import ROTATED, hook_name, resid_pre_name
 
 
@@ -172,6 +173,22 @@ class BridgeLM:
     def unembedding(self) -> Tensor:
         """See CachedLM.unembedding."""
         return self.bridge.unembed.W_U.T
+
+    def output_parts(self) -> OutputParts:
+        """See CachedLM.output_parts."""
+        finish = self.bridge.adapter.apply_output_logits_transform
+        return OutputParts(self.bridge.ln_final.original_component, self.unembedding, self.bridge.unembed.b_U, finish)
+
+    def head_writer(self, layer: int) -> HeadWriter:
+        """See CachedLM.head_writer."""
+        attention = self.bridge.blocks[layer].attn
+        projection = getattr(getattr(attention, "o", None), "original_component", None)
+        if not hasattr(projection, "weight"):
+            raise ModelError(f"{self.name}: the heads of layer {layer} have no output projection to be told apart by")
+        place, _, _ = self.bridge.hook_dict[hook_name("T", layer)].name.rpartition(".")
+        behind = self.bridge.get_submodule(place)
+        norm = None if behind is attention else behind.original_component
+        return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, norm)
 
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:

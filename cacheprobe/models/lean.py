@@ -15,11 +15,10 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from cacheprobe.cache.kv import KVCache
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-LISTENED = ("pre", "S", "T", "C")
-"""Sites that a lean forward tells of."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Listeners = Mapping[tuple[str, int], Sequence[Callable[[Tensor], object]]]
+"""By (site, layer), of sites pre, S, T and C."""
 
 
 class _Linear(NamedTuple):

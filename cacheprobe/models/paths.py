@@ -1,7 +1,7 @@
 """Which of a model's two forms runs: the bridge, where hooks may edit, or its faster twin, where nothing does."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.shared import plain_path
-from cacheprobe.names import SITES
+from cacheprobe.names import PATTERN, SITES
 
 if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
     from cacheprobe.models.bridge import BridgeLM
@@ -27,13 +27,16 @@ class _Trial:
     state: object
     twin: "TwinLM | None"
     reason: str
+    heads: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """Why the twin cannot be heard at these sites of its heads, empty where it can; filled as they are asked for."""
 
 
-def choose_path(model: CachedLM, path: str = "auto") -> tuple[CachedLM, str]:
+def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) -> tuple[CachedLM, str]:
     """The model to run on, and why, in one line.
 
     path: "auto" takes the twin where no hook of the user's is set on the bridge and both agreed on a short text;
         "bridge" takes the bridge; "twin" raises where it cannot be the twin. Any CachedLM but a BridgeLM is returned.
+    heads: sites of attention heads that will be listened to; the bridge is taken where the twin does not have them.
     The twin is built when first chosen, kept on the BridgeLM, and tried anew after every edit of the weights.
     Raises: ValueError for another path; ModelError with the reason for a twin that cannot be.
     """
@@ -46,11 +49,15 @@ def choose_path(model: CachedLM, path: str = "auto") -> tuple[CachedLM, str]:
     if path == "bridge":
         return model, "bridge: as asked"
     hook = next(user_hooks(model.bridge), None)
-    if hook is not None:
+    if PATTERN in heads:
+        twin, reason = None, "attention patterns are asked for, and only the bridge has a hook on them"
+    elif hook is not None:
         twin, reason = None, f"{hook} may edit the model, and acts on the bridge alone"
     else:
         trial = _tried_twin(model)
         twin, reason = trial.twin, trial.reason
+        if twin is not None and heads and (refusal := _refusal_of_heads(model, trial, tuple(heads))):
+            twin, reason = None, refusal
     if twin is not None:
         return twin, f"twin: {reason}"
     if path == "twin":
@@ -105,37 +112,59 @@ def _compared(model: "BridgeLM", twin: "TwinLM") -> "tuple[TwinLM | None, str]":
 
     In float32 to 1e-4 of each one's largest value; in 16 bits by the cosine that models.checks asks for.
     """
+    from cacheprobe.models.checks import probe_ids
+
+    far, limit, found = _distances(model, twin, SITES)
+    # not "> limit": a NaN is no agreement
+    if wrong := [what for what, distance in far.items() if not distance <= limit]:
+        return None, f"{wrong[0]} of the plain model are {found.format(far[wrong[0]])} away from the bridge's"
+    worst = found.format(max(far.values()))
+    return twin, f"no hook is set, and on {probe_ids(model).shape[1]} tokens it was within {worst} of the bridge"
+
+
+def _refusal_of_heads(model: "BridgeLM", trial: _Trial, heads: tuple[str, ...]) -> str:
+    """Why these sites cannot be had of the twin, or nothing; the same comparison as for S, T and C, made once."""
+    assert trial.twin is not None
+    if heads not in trial.heads:
+        try:
+            far, limit, found = _distances(model, trial.twin, heads)
+            wrong = [what for what, distance in far.items() if not distance <= limit]
+            said = [f"{what} of the plain model is {found.format(far[what])} away from the bridge's" for what in wrong]
+            trial.heads[heads] = said[0] if said else ""
+        except (ModelError, RuntimeError) as error:
+            trial.heads[heads] = f"the plain model has no {', '.join(heads)} of its heads ({error!s:.120})"
+    return trial.heads[heads]
+
+
+def _distances(model: "BridgeLM", twin: "TwinLM", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
+    """How far logits and states of one short text, fed in parts, are apart; what is allowed, and how to say it."""
     from cacheprobe.models.checks import LEAST_COSINE, cosine, probe_ids
 
     token_ids = probe_ids(model)
-    theirs, ours = _observed(model, token_ids), _observed(twin, token_ids)
+    theirs, ours = _observed(model, token_ids, sites), _observed(twin, token_ids, sites)
     if model.dtype == torch.float32:
         far = {what: _relative_distance(ours[what], value) for what, value in theirs.items()}
         limit, found = _PARITY, "{:.0e} of the largest value"
     else:
         far = {what: 1 - cosine(ours[what], value) for what, value in theirs.items()}
         limit, found = 1 - LEAST_COSINE, "{:.0e} from a cosine of 1"
-    # not "> limit": a NaN is no agreement
-    if wrong := [what for what, distance in far.items() if not distance <= limit]:
-        return None, f"{wrong[0]} of the plain model are {found.format(far[wrong[0]])} away from the bridge's"
-    worst = found.format(max(far.values()))
-    return twin, f"no hook is set, and on {token_ids.shape[1]} tokens it was within {worst} of the bridge"
+    return far, limit, found
 
 
 def _relative_distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
 
 
-def _observed(model: CachedLM, token_ids: Tensor) -> dict[str, Tensor]:
-    """Float32 logits [t, v] and states [t, m] of a text."""
+def _observed(model: CachedLM, token_ids: Tensor, sites: Sequence[str]) -> dict[str, Tensor]:
+    """Float32 logits [t, v] and states [t, m] of a text; of heads, all of a layer's side by side."""
     from cacheprobe.models.checks import cached_logits, probe_cache
 
     cache = probe_cache(model, token_ids)
     parts: dict[str, list[Tensor]] = {}
 
     def keep(site: str, layer: int, value: Tensor) -> None:
-        parts.setdefault(f"{site} of layer {layer}", []).append(value[0].float())
+        parts.setdefault(f"{site} of layer {layer}", []).append(value[0].flatten(1).float())
 
-    with model.capturing([("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in SITES], keep):
+    with model.capturing([("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in sites], keep):
         logits = cached_logits(model, token_ids, cache)
     return {"logits": logits} | {what: torch.cat(pieces) for what, pieces in parts.items()}

@@ -85,6 +85,11 @@ class Attention(nn.Module):
         return self.out(z.reshape(b, t, m))
 
     @property
+    def projection(self) -> nn.Linear:
+        """From all heads, side by side, to the stream."""
+        return self.out
+
+    @property
     def cache_shape(self) -> tuple[int, int, int]:
         """Heads, key width and value width of what is cached."""
         return self.config.n_heads, self.config.d_head, self.config.d_head

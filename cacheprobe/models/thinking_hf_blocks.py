@@ -37,9 +37,10 @@ class HFAttention(nn.Module):
         b, t, _ = x.shape
         source = self.source
         q, k, v = (project(x).view(b, t, -1, source.head_dim) for project in self._projections())  # [b, t, h, d]
+        q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
         if hasattr(source, "q_norm"):
             q, k = source.q_norm(q), source.k_norm(k)
-        q, k, v = self.hook_q(q).transpose(1, 2), self.hook_k(k).transpose(1, 2), self.hook_v(v).transpose(1, 2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, positions))
         keys, values, bias = memory(self.layer, k, v)
         repeats = source.num_key_value_groups
@@ -49,6 +50,11 @@ class HFAttention(nn.Module):
 
     def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         return self.source.q_proj, self.source.k_proj, self.source.v_proj
+
+    @property
+    def projection(self) -> nn.Linear:
+        """From all heads, side by side, to the stream."""
+        return self.source.o_proj
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:

@@ -22,10 +22,11 @@ from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import sha256_of
 from cacheprobe.models.hooked import ActivationCache
+from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.thinking import ThinkingModel
 from cacheprobe.models.thinking_blocks import Memory, attention_bias
 from cacheprobe.models.thinking_cache import RowThought, ThinkingCache
-from cacheprobe.names import hook_name, resid_pre_name
+from cacheprobe.names import PATTERN, hook_name, resid_pre_name
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.tasks.words import encode_strictly
 
@@ -266,6 +267,16 @@ class ThinkingLM:
         """See CachedLM.unembedding."""
         return self.model.unembed.weight
 
+    def output_parts(self) -> OutputParts:
+        """See CachedLM.output_parts."""
+        unembed = self.model.unembed
+        return OutputParts(self.model.ln_final, unembed.weight, unembed.bias, lambda logits: logits)
+
+    def head_writer(self, layer: int) -> HeadWriter:
+        """See CachedLM.head_writer."""
+        projection = self.model.blocks[layer].attn.projection
+        return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, None)
+
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
         """See CachedLM.editing. A layer that runs in rounds is edited in each of them."""
@@ -277,6 +288,8 @@ class ThinkingLM:
             yield
 
     def _hooks(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> list[tuple[str, Any]]:
+        if any(site == PATTERN for site, _ in sites):  # it would be computed apart, and other bits with it
+            raise ModelError(f"{self.name} attends without forming a pattern, so none can be kept; leave out 'pattern'")
         hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
         if missing := [name for name, _ in hooks if name not in self.model.hook_dict]:
             raise ModelError(f"{self.name} has no hook {missing[0]}")

@@ -21,9 +21,10 @@ from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.hf_cache import staged
-from cacheprobe.models.lean import LISTENED, LeanForward
+from cacheprobe.models.lean import LeanForward
 from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
-from cacheprobe.names import HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
+from cacheprobe.models.twin_heads import Cut, head_cut, joint_place, require_no_pattern
+from cacheprobe.names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
 from cacheprobe.ops.wide_product import WIDE_ROWS, is_emulated, wide_product
 
 FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
@@ -87,6 +88,18 @@ class TwinLM:
             raise ModelError(f"{self.name}: {name} is read at {where}, which is no module of the plain model")
         return self.model.get_submodule(path), end
 
+    def _head_place(self, site: str, layer: int) -> tuple[Place, Cut]:
+        """Where q, k, v or z of a layer passes, and how it falls into heads."""
+        require_no_pattern(self.name, site)
+        points, name = self.origin.bridge.hook_dict, hook_name(site, layer)
+        if name not in points:
+            raise ModelError(f"{self.name} has no hook {name}")
+        try:
+            return self._place(points, name), head_cut(self.origin, site, layer)
+        except ModelError:
+            path, cut = joint_place(self.origin, self.weights, site, layer)
+            return (self.model.get_submodule(path), OUTPUT_POINT), cut
+
     @torch.inference_mode()
     def forward(
         self,
@@ -142,22 +155,25 @@ class TwinLM:
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
         """See CachedLM.capturing. Only the hooks added here are removed."""
-        missing = [site for site in sites if site not in self._places]
+        missing = [place for place in sites if place not in self._places and place[0] not in HEAD_SITES]
         if missing:
             raise ModelError(f"{self.name} has no site {missing[0][0]} at layer {missing[0][1]}")
         with ExitStack() as stack:
             for site, layer in sites:
-                hear = partial(sink, site, layer)
-                stack.callback(_listen(self._places[site, layer], hear).remove)
-                stack.callback(self._forget, (site, layer), hear)
-                self._listeners.setdefault((site, layer), []).append(hear)
+                hear: Callable[[Tensor], object] = partial(sink, site, layer)
+                if site in HEAD_SITES:
+                    place, cut = self._head_place(site, layer)
+                    hear = partial(_hear_cut, hear, cut)
+                else:
+                    place = self._places[site, layer]
+                    self._listeners.setdefault((site, layer), []).append(hear)
+                    stack.callback(self._forget, (site, layer), hear)
+                stack.callback(_listen(place, hear).remove)
             yield
 
     @property
     def _nothing_acts(self) -> bool:
         """No hook is on any module but those that listen where a lean forward tells of it."""
-        if not all(site in LISTENED for site, _ in self._listeners):
-            return False
         num_hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules)
         return num_hooks == sum(map(len, self._listeners.values()))
 
@@ -220,6 +236,8 @@ class TwinLM:
     injected_layers = property(attrgetter("origin.injected_layers"))
     check_settings = property(attrgetter("origin.check_settings"))
     unembedding = property(attrgetter("origin.unembedding"))
+    output_parts = property(attrgetter("origin.output_parts"))
+    head_writer = property(attrgetter("origin.head_writer"))
     read_out = property(attrgetter("origin.read_out"))
     read_out_with_gradients = property(attrgetter("origin.read_out_with_gradients"))
     encode = property(attrgetter("origin.encode"))
@@ -238,6 +256,10 @@ class _Stopped(Exception):
 
 def _wide_linear(module: nn.Linear, values: Tensor) -> Tensor:
     return wide_product(values, module.weight, module.bias)
+
+
+def _hear_cut(hear: Callable[[Tensor], object], cut: Cut, value: Tensor) -> None:
+    hear(cut(value))
 
 
 def _listen(place: Place, hear: Callable[[Tensor], object]) -> RemovableHandle:

@@ -39,7 +39,7 @@ def assemble(
         hypothesis_table=hypotheses,
         event_table=tables.events_table(recorder.steps),
         ledger_table=tables.ledger_table(recorder.ledger),
-        store=recorder.blocks.joined(),
+        store=recorder.store(),
         thought_table=thoughts_table(thoughts, rows, requests, tokens, model) if thoughts else None,
         thought_states=thought_states(thoughts) if thoughts else None,
         meta={

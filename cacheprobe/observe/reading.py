@@ -42,7 +42,7 @@ def read_states(
         raise ValueError("there is nothing to read: no layer, or no row, was asked for")
     reader = LensReader(model, lens, trace.meta["capture"]["top_k"])
     kept = {layer: trace.store.all_of(site, layer) for layer in chosen}
-    following = _committed_after(trace, table)
+    following = committed_after(trace, table)
     for row in table.itertuples():
         ran = [layer for layer in chosen if layer < row.num_layers]
         if ran:
@@ -59,7 +59,7 @@ def predicting_rows(trace: "Trace") -> pd.DataFrame:
     return table[(table.position >= table.request_id.map(first)) & (table.state_index >= 0)]
 
 
-def _committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
+def committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
     """By row: the token that its position + 1 holds in the end, -1 where the text ends before."""
     texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
     places = zip(rows.row, rows.request_id, rows.position + 1, strict=True)

@@ -12,9 +12,11 @@ from torch import Tensor
 from cacheprobe.config import CaptureConfig
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.names import HEAD_SITES
 from cacheprobe.observe import checks
+from cacheprobe.observe.head_blocks import HeadBlocks
 from cacheprobe.observe.lens_reader import LensReader, Queued
-from cacheprobe.observe.store import Blocks
+from cacheprobe.observe.store import Blocks, MemoryStore
 from cacheprobe.records import Finished, ForwardRecord, RowSlot, StepRecord, Thought
 
 CHECK_EVERY = 16
@@ -74,6 +76,7 @@ class Recorder:
     def __post_init__(self) -> None:
         dtype = getattr(torch, self.config.dtype) if self.config.dtype else self.model.dtype
         self.blocks = Blocks(self.config.state_sites, self.layers, dtype)
+        self.head_blocks = HeadBlocks(self.config.heads, self.layers, dtype) if self.config.heads else None
         self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
         self.residual_check = checks.residual_check(self.model.dtype)
         self.lens_check = checks.lens_check(self.model.dtype)
@@ -96,10 +99,16 @@ class Recorder:
 
     def wanted(self) -> list[tuple[str, int]]:
         """(site, layer) pairs to listen to: the self-check needs all of them, whatever is kept."""
-        if not self.config.sites:
+        if not self.config.keeps_rows:
             return []
         entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
-        return entering + [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
+        states = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
+        return entering + states + [(site, layer) for layer in self.layers for site in self.config.heads]
+
+    def store(self) -> MemoryStore:
+        """All that was kept. To be asked for once, at the end."""
+        heads = self.head_blocks.joined() if self.head_blocks is not None else {}
+        return MemoryStore({**self.blocks.joined(), **heads})
 
     # -- one pass
 
@@ -118,6 +127,9 @@ class Recorder:
         if any(self._kept):
             self._open = self.blocks.open(len(self._keep_flat), self.model.d_model)
             self._num_open_blocks += 1
+            if self.head_blocks is not None:
+                positions = [row.position for row, kept in zip(rows, self._kept, strict=True) if kept]
+                self.head_blocks.open(self._keep_flat, positions)
         self._lens_block = (
             torch.empty(
                 len(self.layers), len(self._lens_flat), self.model.d_model, dtype=self.model.dtype, device=device
@@ -125,12 +137,16 @@ class Recorder:
             if any(self._lens_rows)
             else None
         )
-        is_checked = bool(self.config.sites) and (phase not in self._seen_phases or step % CHECK_EVERY == 0)
+        is_checked = self.config.keeps_rows and (phase not in self._seen_phases or step % CHECK_EVERY == 0)
         self._watched = {} if is_checked else None
         self._seen_phases.add(phase)
 
     def on_state(self, site: str, layer: int, value: Tensor) -> None:
         """The model's hook: copy the wanted rows of [b, t, m], never keep the tensor itself."""
+        if site in HEAD_SITES:
+            if self.head_blocks is not None and any(self._kept):
+                self.head_blocks.keep(site, layer, value)
+            return
         flat = value.reshape(-1, value.shape[-1])
         if self._watched is not None:
             self._watched[site, layer] = flat[self._all_flat]
@@ -175,7 +191,7 @@ class Recorder:
     def _keeps(self, phase: str, position: int) -> bool:
         phases, positions = self.config.phases, self.config.positions
         return (
-            bool(self.config.sites)
+            self.config.keeps_rows
             and (phases is None or phase in phases)
             and (positions is None or position in positions)
         )
@@ -227,6 +243,8 @@ class Recorder:
         """See Observer. The step's earlier passes go with it: they will be run again."""
         for _ in range(self._num_open_blocks):
             self.blocks.drop_last()
+            if self.head_blocks is not None:
+                self.head_blocks.drop_last()
         lost = {id(row) for row in self.rows[self._num_settled :]}
         for request_id, rows in self._undecided.items():
             self._undecided[request_id] = [row for row in rows if id(row) not in lost]

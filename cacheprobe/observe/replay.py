@@ -80,7 +80,8 @@ def replay(
         # states are kept by layer; readings of a tile depend on no other layer
         capture=CaptureConfig(
             sites=sites or None,
-            layers=tuple(capture["layers"]) if sites else None,
+            heads=trace.store.heads,
+            layers=tuple(capture["layers"]) if sites or trace.store.heads else None,
             dtype=capture["dtype"],
             top_k=capture["top_k"],
             prompt_hypotheses=capture["prompt_hypotheses"],
@@ -135,8 +136,8 @@ def _first_state_difference(trace: Trace, again: Trace, request: Request, number
     rows = rows[rows.state_index >= 0]
     theirs = again.rows(number, "committed").set_index("position").loc[rows.position.to_numpy()].reset_index()
     for layer in trace.store.layers:
-        for site in trace.store.sites:
-            a, b = trace.vectors(site, layer, rows), again.vectors(site, layer, theirs)
+        for site in (*trace.store.sites, *trace.store.heads):
+            a, b = (run.kept(site, layer, which) for run, which in ((trace, rows), (again, theirs)))
             for i, position in enumerate(rows.position):
                 if not bitwise(a[i], b[i]):
                     return (

@@ -2,7 +2,8 @@
 
     run/
       manifest.json                  the commit point: names the files that belong to the run, with their sizes
-      states-<id>-00000.safetensors  one tensor [n, m] for each (site, layer), shards of about 1 GB
+      states-<id>-00000.safetensors  one tensor [n, m] for each (site, layer), shards of about 1 GB; of attention heads
+                                     [n, h, d], and of patterns one flat tensor (StateStore.heads says how)
       rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet
       thoughts-<id>.parquet and .safetensors  of a Thinking States model
 
@@ -26,7 +27,9 @@ from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Request, SamplingParams
 from cacheprobe.tasks import example_from_record, example_record
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (2, 3)
+"""2 knew no attention heads."""
 SHARD_BYTES = 10**9
 MANIFEST = "manifest.json"
 _TABLES = {
@@ -75,6 +78,7 @@ def save_trace(trace: Trace, directory: Path) -> Path:
         "files": files,
         "shards": shards,
         "sites": list(trace.store.sites),
+        "heads": list(trace.store.heads),
         "layers": list(trace.store.layers),
         "requests": [_request_to_json(trace, request) for request in trace.requests],
         "meta": trace.meta,
@@ -112,7 +116,9 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
         requests=requests,
         tokens={item["request_id"]: item["committed_token_ids"] for item in manifest["requests"]},
         texts={item["request_id"]: item["text"] for item in manifest["requests"]},
-        store=ShardStore(directory, manifest["shards"], manifest["sites"], manifest["layers"]),
+        store=ShardStore(
+            directory, manifest["shards"], manifest["sites"], manifest["layers"], manifest.get("heads", ())
+        ),
         meta=manifest["meta"],
         model=model,
         thought_states=_thought_states(directory / _THOUGHT_STATES.format(run_id)),
@@ -140,9 +146,10 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise TraceError(f"{path} is not readable as JSON ({error}); run it again") from error
     if not isinstance(manifest, dict) or manifest.get("format") != "cacheprobe trace":
         raise TraceError(f"{path} is not a cacheprobe trace")
-    if manifest.get("format_version") != FORMAT_VERSION:
+    if manifest.get("format_version") not in READABLE_VERSIONS:
+        known = " and ".join(map(str, READABLE_VERSIONS))
         raise TraceError(
-            f"{directory} is of trace format {manifest.get('format_version')}, this cacheprobe reads {FORMAT_VERSION}; "
+            f"{directory} is of trace format {manifest.get('format_version')}, this cacheprobe reads {known}; "
             "run it again, or open it with the version that wrote it"
         )
     return manifest
@@ -163,7 +170,7 @@ def _write_states(trace: Trace, run_id: str, write: Callable[[str, Callable[[Pat
             shards.append(name)
             batch, held_bytes = {}, 0
 
-    for site in trace.store.sites:
+    for site in (*trace.store.sites, *trace.store.heads):
         for layer in trace.store.layers:
             tensor = trace.store.all_of(site, layer).contiguous()
             batch[tensor_key(site, layer)] = tensor

@@ -7,16 +7,20 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from cacheprobe.names import HEAD_SITES, SITES
+
 
 @runtime_checkable
 class StateStore(Protocol):
     """[n, m] vectors for each captured (site, layer), all in the order of the rows table's `state_index`."""
 
     sites: tuple[str, ...]
+    heads: tuple[str, ...]
+    """Sites of attention heads: [n, h, d] each; a pattern is flat, row by row the weights [h, p + 1] of position p."""
     layers: tuple[int, ...]
 
     def all_of(self, site: str, layer: int) -> Tensor:
-        """Every stored vector of this site and layer, [n, m]."""
+        """Every stored vector of this site and layer, [n, m]; of heads as said above."""
         ...
 
 
@@ -25,7 +29,9 @@ class MemoryStore:
 
     def __init__(self, states: Mapping[tuple[str, int], Tensor]) -> None:
         self._states = dict(states)
-        self.sites = tuple(site for site in "STC" if any(s == site for s, _ in states))
+        held = {site for site, _ in states}
+        self.sites = tuple(site for site in SITES if site in held)
+        self.heads = tuple(site for site in HEAD_SITES if site in held)
         self.layers = tuple(sorted({layer for _, layer in states}))
 
     def all_of(self, site: str, layer: int) -> Tensor:
@@ -35,8 +41,15 @@ class MemoryStore:
 class ShardStore:
     """A saved run's states. Each (site, layer) is one tensor in one of the shards, read when first asked for."""
 
-    def __init__(self, directory: Path, shards: Sequence[str], sites: Sequence[str], layers: Sequence[int]) -> None:
-        self.sites, self.layers = tuple(sites), tuple(layers)
+    def __init__(
+        self,
+        directory: Path,
+        shards: Sequence[str],
+        sites: Sequence[str],
+        layers: Sequence[int],
+        heads: Sequence[str] = (),
+    ) -> None:
+        self.sites, self.layers, self.heads = tuple(sites), tuple(layers), tuple(heads)
         self._directory, self._shards = directory, list(shards)
         self._where: dict[str, str] | None = None
         self._held: dict[str, Tensor] = {}
@@ -70,6 +83,7 @@ class Blocks:
         self.sites, self.layers, self.dtype = tuple(sites), tuple(layers), dtype
         self.layer_index = {layer: i for i, layer in enumerate(layers)}
         self.num_rows = 0
+        self._opened: list[int] = []
         self._blocks: dict[str, list[Tensor]] = {site: [] for site in sites}
 
     def open(self, num_rows: int, width: int) -> dict[str, Tensor]:
@@ -77,15 +91,17 @@ class Blocks:
         new = {s: torch.full((len(self.layers), num_rows, width), torch.nan, dtype=self.dtype) for s in self.sites}
         for site, block in new.items():
             self._blocks[site].append(block)
+        self._opened.append(num_rows)
         self.num_rows += num_rows
         return new
 
     def drop_last(self) -> None:
         """Forget the blocks of the newest pass, which failed."""
-        dropped = [blocks.pop() for blocks in self._blocks.values()]
-        self.num_rows -= dropped[0].shape[1] if dropped else 0
+        self.num_rows -= self._opened.pop()
+        for blocks in self._blocks.values():
+            blocks.pop()
 
-    def joined(self) -> MemoryStore:
+    def joined(self) -> dict[tuple[str, int], Tensor]:
         """All blocks as one [n, m] tensor for each (site, layer); the blocks are let go site by site."""
         states: dict[tuple[str, int], Tensor] = {}
         for site in self.sites:
@@ -93,4 +109,4 @@ class Blocks:
             for layer, i in self.layer_index.items():
                 parts = [block[i] for block in blocks]
                 states[site, layer] = torch.cat(parts) if parts else torch.empty(0, 0, dtype=self.dtype)
-        return MemoryStore(states)
+        return states

@@ -13,9 +13,11 @@ from torch import Tensor
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.names import HEAD_SITES, PATTERN
 from cacheprobe.observe import hypotheses as measures
 from cacheprobe.observe import measures as by_row
 from cacheprobe.observe import tables
+from cacheprobe.observe.head_blocks import ragged_starts
 from cacheprobe.observe.store import StateStore
 from cacheprobe.observe.thoughts import as_hypotheses
 from cacheprobe.records import STATUSES, Request
@@ -177,6 +179,14 @@ class Trace:
 
         return rejected_tokens(self, lens, model)
 
+    def attribution(
+        self, request_id: SupportsIndex, position: SupportsIndex | None = None, **which: Any
+    ) -> pd.DataFrame:
+        """One row's logit of a token by layer, site and head; as in `observe.attribution.attribution`."""
+        from cacheprobe.observe.attribution import attribution
+
+        return attribution(self, request_id, position, **which)
+
     def rows(self, request_id: SupportsIndex, status: str | None = None) -> pd.DataFrame:
         """Every row of a request, or those of one status: committed, candidate or rolled_back."""
         self._require(request_id)
@@ -201,7 +211,17 @@ class Trace:
     # -- tensors
 
     def vectors(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
-        """States [n, m] of the given rows (a table from `rows()`, or row numbers) at one site and layer."""
+        """States [n, m] of the given rows (a table from `rows()`, or row numbers) at one site and layer.
+
+        At q, k, v and z [n, h, d]. Patterns have a length of their own for every row: `pattern_rows`.
+        """
+        if site == PATTERN:
+            raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
+        places = self._places(site, layer, rows)
+        return self.store.all_of(site, int(layer))[places]
+
+    def _places(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
+        """[n] place of the given rows among the stored vectors. Raises: ValueError for a row that has none."""
         self._require_site(site, layer)
         numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
         about = self.row_table.set_index("row")
@@ -220,35 +240,85 @@ class Trace:
                 f"request {row.request_id} step {row.step}: the drafter stopped after layer {row.num_layers - 1}, so "
                 f"there is no state at layer {layer}"
             )
-        return self.store.all_of(site, layer)[torch.tensor(about.state_index.to_numpy())]
+        return torch.tensor(about.state_index.to_numpy())
 
     def states(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
         """The canonical states of a request, [position, m]: prompt + generated - 1 rows in order of position."""
         return self.vectors(site, layer, self._canonical(request_id))
 
+    def heads(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
+        """q, k, v or z of every head at a request's canonical rows, [position, h, d], in order of position.
+
+        q and k: as they leave the projection, before any norm of theirs and before the rotation; k and v have as many
+        heads as the cache. z is what enters the output projection, whose sum over heads, with its bias, is T where no
+        norm follows. Raises: ValueError for a site that is none of these, or that was not kept.
+        """
+        if site not in HEAD_SITES:
+            raise ValueError(f"unknown site {site!r} of heads; they are {', '.join(HEAD_SITES)}")
+        return self.vectors(site, layer, self._canonical(request_id))
+
+    def pattern_rows(self, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> list[Tensor]:
+        """Attention weights of the given rows, whatever their status: [h, p + 1] over positions 0 to p for each.
+
+        What a rolled-back row gave to a position that was rolled back too, it gave to the candidate that stood there.
+        """
+        places = self._places(PATTERN, layer, rows)
+        flat, stored = self.store.all_of(PATTERN, int(layer)), self.row_table[self.row_table.state_index >= 0]
+        # a shared prompt's rows share their states
+        positions = stored.drop_duplicates("state_index").sort_values("state_index").position
+        starts, heads = ragged_starts(torch.tensor(positions.to_numpy()), flat.numel())
+        return [flat[starts[i] : starts[i + 1]].view(heads, -1) for i in places.tolist()]
+
+    def pattern(self, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
+        """Attention weights of a request's canonical rows, [h, t, t]: query position by position attended to.
+
+        Zero above the diagonal, and where a sliding window or a mask hides. Raises: ValueError where a position was not
+        computed (cached rows that the request went on from) or not kept; see `pattern_rows`.
+        """
+        rows = self._canonical(request_id)
+        kept = self.pattern_rows(layer, rows)
+        if rows.position.tolist() != list(range(len(rows))):
+            raise ValueError(
+                f"request {request_id} has rows at positions {rows.position.min()} to {rows.position.max()} alone, so "
+                "its pattern is no square; use pattern_rows(layer, trace.rows(...))"
+            )
+        square = torch.zeros(kept[0].shape[0], len(rows), len(rows), dtype=kept[0].dtype)
+        for position, weights in enumerate(kept):
+            square[:, position, : position + 1] = weights
+        return square
+
+    def kept(self, site: str, layer: SupportsIndex, rows: pd.DataFrame) -> "Tensor | list[Tensor]":
+        """One tensor for each row, of whatever was captured."""
+        return self.pattern_rows(layer, rows) if site == PATTERN else self.vectors(site, layer, rows)
+
     def digest(self, request_id: SupportsIndex) -> str:
-        """SHA-256 over the committed tokens, their log-probabilities, thoughts, and canonical states where captured."""
+        """SHA-256 over the committed tokens, their log-probabilities, thoughts, and what was kept of canonical rows."""
         rows = self._canonical(request_id)
         spoken: tuple = (self.committed(request_id), self.logprobs(request_id))
         if self.thought_table is not None:
             spoken += (self.thoughts_said(request_id),)
         digest = hashlib.sha256(repr(spoken).encode())
-        for site in self.store.sites:
+        for site in (*self.store.sites, *self.store.heads):
             for layer in self.store.layers:
                 digest.update(f"{site}.{layer}".encode())
-                states = self.vectors(site, layer, rows).contiguous()
-                digest.update(memoryview(states.view(torch.uint8).numpy()).cast("B"))
+                kept = self.kept(site, layer, rows)
+                for states in [kept] if isinstance(kept, Tensor) else kept:
+                    digest.update(memoryview(states.contiguous().view(torch.uint8).numpy()).cast("B"))
         return digest.hexdigest()
 
     def to_activation_cache(self, request_id: SupportsIndex) -> Any:
-        """TransformerLens' ActivationCache of the request's canonical states, [1, position, m] by hook name."""
+        """TransformerLens' ActivationCache of the request's canonical states, [1, position, m] by hook name.
+
+        Of heads [1, position, h, d], and patterns [1, h, position, position].
+        """
         if self.model is None:
             raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
-        if not self.store.sites:
+        if not self.store.layers:
             raise ValueError("this run kept no states; run it with S, T or C in capture=")
         rows = self._canonical(request_id)
-        pairs = [(site, layer) for layer in self.store.layers for site in self.store.sites]
-        return self.model.to_activation_cache({pair: self.vectors(*pair, rows) for pair in pairs})
+        pairs = [(site, layer) for layer in self.store.layers for site in (*self.store.sites, *self.store.heads)]
+        held = {p: self.pattern(p[1], request_id) if p[0] == PATTERN else self.vectors(*p, rows) for p in pairs}
+        return self.model.to_activation_cache(held)
 
     # -- on disk
 
@@ -278,11 +348,13 @@ class Trace:
             raise KeyError(f"no request {request_id} in this trace; it has 0 to {len(self.requests) - 1}")
 
     def _require_site(self, site: str, layer: SupportsIndex) -> None:
-        if site not in SITE_NAMES:
-            raise ValueError(f"unknown site {site!r}; states are kept at S, T and C")
-        if site not in self.store.sites:
+        if site not in SITE_NAMES and site not in HEAD_SITES:
             raise ValueError(
-                f"site {site} was not captured; this run kept {', '.join(self.store.sites) or 'no states'}"
+                f"unknown site {site!r}; states are kept at S, T and C, and heads at {', '.join(HEAD_SITES)}"
             )
+        held = (*self.store.sites, *self.store.heads)
+        if site not in held:
+            remedy = f"; run it with CaptureConfig(heads=({site!r},))" if site in HEAD_SITES else ""
+            raise ValueError(f"site {site} was not captured; this run kept {', '.join(held) or 'no states'}{remedy}")
         if layer not in self.store.layers:
             raise ValueError(f"layer {layer} was not captured; this run kept layers {list(self.store.layers)}")

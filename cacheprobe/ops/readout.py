@@ -9,6 +9,9 @@ from torch import Tensor
 _ROWS_AT_ONCE = 60
 """Rows reduced together: few enough for the shared cache, enough that starting each parallel pass does not show."""
 
+_BLOCK = 128
+"""Ids whose largest value is taken at once, in looking for the largest of all."""
+
 
 class Readout(NamedTuple):
     """What a distribution over the vocabulary says, row by row."""
@@ -54,8 +57,8 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
     has_target = targets >= 0
     target_values = values.gather(1, targets.clamp(min=0)[:, None])
     ids = torch.arange(values.shape[1], device=values.device)
-    before = (values > target_values).sum(-1)
-    ties = (values == target_values).sum(-1) > 1
+    before = _count(values > target_values)
+    ties = _count(values == target_values) > 1
     if bool(ties.any()):
         equal_before = (values[ties] == target_values[ties]) & (ids < targets[ties, None])
         before[ties] = before[ties] + equal_before.sum(-1)
@@ -71,25 +74,25 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
 def lowest_topk(values: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor]:
     """The k largest values of each row and their ids; of equal values the lowest id first (`topk` promises no order).
 
+    Ids fall into blocks, and the k largest values lie in the k blocks whose largest values are the largest, the first
+    of those that are equal: each block before another holds a value that comes before all of the other's. So each row
+    is read once, and few of its values are sorted.
     Twin: tests.equivalence.lowest_topk_slowly, ==.
     """
-    k = min(k, values.shape[1])
-    best = values.topk(min(k + 1, values.shape[1]))
-    top_values, top_ids = best.values[:, :k].clone(), best.indices[:, :k].clone()
-    # one more than k: a tie across the last place leaves out ids just as well as one before it
-    tied = (best.values[:, 1:] == best.values[:, :-1]).any(-1)
-    if bool(tied.any()):
-        top_values[tied], top_ids[tied] = _lowest_topk_of_tied(values[tied], top_values[tied, -1:], k)
-    return top_values, top_ids
+    width = values.shape[1]
+    k = min(k, width)
+    whole = width // _BLOCK * _BLOCK
+    tops = [values[:, :whole].unflatten(1, (-1, _BLOCK)).amax(-1)] if whole else []
+    if whole < width:
+        tops.append(values[:, whole:].amax(-1, keepdim=True))
+    best = torch.cat(tops, dim=1).sort(dim=1, descending=True, stable=True).indices[:, :k]
+    blocks = best.sort(dim=1).values  # ids ascend again, for the second stable sort
+    ids = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=values.device)).flatten(1)
+    candidates = values.gather(1, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -torch.inf)
+    order = candidates.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return candidates.gather(1, order), ids.gather(1, order)
 
 
-def _lowest_topk_of_tied(values: Tensor, threshold: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Every value that reaches the k-th largest, sorted by value and then id; the first k of each row."""
-    rows, ids = (values >= threshold).nonzero(as_tuple=True)  # ids ascend within each row
-    candidates = values[rows, ids]
-    order = candidates.argsort(descending=True, stable=True)
-    order = order[rows[order].argsort(stable=True)]
-    counts = torch.bincount(rows, minlength=values.shape[0])
-    starts = counts.cumsum(0) - counts
-    picked = order[starts[:, None] + torch.arange(k, device=values.device)]
-    return candidates[picked], ids[picked]
+def _count(mask: Tensor) -> Tensor:
+    """[n] how many of each row of a mask [n, v] are set; a sum of bits would widen each to 64."""
+    return mask.view(torch.int8).sum(-1, dtype=torch.int32).long()

@@ -1,5 +1,6 @@
 """Pictures of a trace: pure functions from its tables to figures and HTML, and a report of all on one page."""
 
+from cacheprobe.views.attribution import attribution
 from cacheprobe.views.coin_rows import coin_rows_figure
 from cacheprobe.views.curves import agreement_figure, settling_figure
 from cacheprobe.views.diagram import window_diagram
@@ -16,6 +17,7 @@ __all__ = [
     "Window",
     "accepted_whole",
     "agreement_figure",
+    "attribution",
     "coin_rows_figure",
     "disagreement_figure",
     "final_choice_figure",
