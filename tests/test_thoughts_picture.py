@@ -314,8 +314,8 @@ def test_agreement_is_with_the_state_or_with_what_is_to_be_said_of_it() -> None:
     assert state != thought, "choose a task that says a part of its state"
     for said in (state, thought, f"{example.question.thoughts[0]} {thought}"):
         assert says_state(said, state, example) is True
-    assert says_state("heads", state, example) is False and _agrees(f"1{thought}", state, example) is False
-    assert says_state("", state, example) is None and _agrees(thought, None, example) is None
+    assert says_state("heads", state, example) is False and says_state(f"1{thought}", state, example) is False
+    assert says_state("", state, example) is None and says_state(thought, None, example) is None
 
 
 # -- in a browser

@@ -45,23 +45,23 @@ class ThinkingCache(KVCache):
         chunk: int,
     ) -> None:
         super().__init__(rows, capacity, layer_shapes, dtype, device)
-        self.hidden = torch.zeros(rows, capacity, d_model, dtype=dtype, device=device)
+        self.h_rows = torch.zeros(rows, capacity, d_model, dtype=dtype, device=device)
         self.states = torch.zeros(rows, capacity + chunk, d_model, dtype=dtype, device=device)
         """State to add at each position; the thought of the last chunk may write beyond the capacity."""
         self._thoughts: list[RowThought] = []
 
     @property
     def cache_bytes(self) -> int:
-        return super().cache_bytes + sum(t.numel() * t.element_size() for t in (self.hidden, self.states))
+        return super().cache_bytes + sum(t.numel() * t.element_size() for t in (self.h_rows, self.states))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         super().copy_row(source, target, length)
-        self.hidden[target] = self.hidden[source]
+        self.h_rows[target] = self.h_rows[source]
         self.states[target] = self.states[source]
 
     def scrub(self, row: int, start: int) -> None:
         super().scrub(row, start)
-        self.hidden[row, start:] = 0
+        self.h_rows[row, start:] = 0
         self.states[row, start:] = 0
 
     def note(self, thought: RowThought) -> None:

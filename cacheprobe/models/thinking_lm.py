@@ -150,12 +150,12 @@ class ThinkingLM:
             h = self.model.hook_h(h)
             if last < config.l_out:
                 return h
-            cache.hidden[row_index, positions] = h
+            cache.h_rows[row_index, positions] = h
             is_settled = True
             for ends in open_ends:
                 while ends:
                     end = ends.pop(0)
-                    made.append(self._think(end, cache.hidden[end.row, end.end - config.chunk + 1 : end.end + 1]))
+                    made.append(self._think(end, cache.h_rows[end.row, end.end - config.chunk + 1 : end.end + 1]))
                     if made[-1].token_ids != self._trivial:  # what was read after it was read under another state
                         self._set_state(cache, end, made[-1].state)
                         is_settled &= end.slot + 1 == positions.shape[1]
