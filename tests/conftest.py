@@ -1,7 +1,10 @@
 """Set-up of every test run. Nothing of cacheprobe is imported here: shape checks are switched on before its import."""
 
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # Read by torch, transformers and their friends when a test first imports them.
@@ -20,3 +23,13 @@ for name, value in {
 # Time limits of single examples fail on a busy machine; in CI the examples are the same each time.
 settings.register_profile("cacheprobe", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("cacheprobe")
+
+
+@pytest.fixture(autouse=True)
+def as_many_threads_as_before() -> Iterator[None]:
+    """Trainings and analyses take one thread for themselves, and the next test's bits depend on their number."""
+    yield
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        if torch.get_num_threads() != (wanted := int(os.environ["OMP_NUM_THREADS"])):
+            torch.set_num_threads(wanted)

@@ -1,16 +1,12 @@
 """Lenses: the contract that each one must keep, and the logit lens against TransformerLens' own."""
 
-import inspect
-
 import pytest
 import torch
 from transformer_lens.tools.analysis import logit_lens
 
 import cacheprobe as cp
-from cacheprobe.lenses.base import Lens
 from cacheprobe.observe.checks import CaptureError
 from cacheprobe.ops.equality import close
-from cacheprobe.registry import available
 from tests.tiny import FAMILIES, PROMPTS, SMALL, loaded
 
 
@@ -31,22 +27,6 @@ def test_readings_equal_transformer_lens(family: str) -> None:
         mine = torch.tensor(ours.committed_logprob_nats.to_numpy())
         assert close(mine, values[row, 0, at], 1e-5, because="products with other numbers of rows")
         assert ours["rank"].tolist() == ranks[row, 0, at].tolist()
-
-
-@pytest.mark.parametrize("name", [*available("lenses")])
-def test_contract(name: str) -> None:
-    """Every lens: logits for each vector, and at the last layer the model's own output."""
-    lens = available("lenses")[name]()
-    assert isinstance(lens, Lens) and lens.name == name and inspect.getdoc(type(lens))
-    model = loaded()
-    trace = cp.run(model, PROMPTS[:1], **SMALL, lens=lens)
-    states = torch.cat([trace.states("S", layer, 0) for layer in range(3)])
-    layers = torch.arange(3).repeat_interleave(len(states) // 3)
-    logits = lens.logits(model, states, layers)
-    assert logits.shape == (len(states), model.d_vocab) and logits.dtype == model.dtype
-    with torch.inference_mode():
-        own = model.bridge.forward(torch.tensor([PROMPTS[0] + trace.committed(0)[:-1]]), return_type="logits")[0]
-    assert close(logits[layers == 2], own, 1e-5, because="products with other numbers of rows")
 
 
 def test_every_run_checks_the_last_layer_and_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:

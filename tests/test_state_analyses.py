@@ -75,8 +75,9 @@ def test_settling_and_disagreement_agree_with_the_run() -> None:
 def test_readings_are_the_runs_own() -> None:
     """Settled for good is `Trace.settling`; the rejected tokens of the control are ranked as `Trace.rejected` does."""
     model, examples = cp.load_model(THINKING), cp.tasks.CoinFlip(people=1).examples(6)
+    wrong = cp.drafters.Scripted(lambda state: [5, 6, 7])
     sampling = cp.SamplingParams(max_new_tokens=8, stop_token_ids=())
-    trace = cp.run(model, examples, drafter=EarlyExit(0), window=4, capacity=64, sampling=sampling, progress=False)
+    trace = cp.run(model, examples, drafter=wrong, window=4, capacity=64, sampling=sampling, progress=False)
     final = settles._final_choices(trace, 0).set_index(["kind", "layer"]).settled
     depth = trace.settling().query("phase != 'decode'")
     starts = depth.request_id.map({r.request_id: r.num_prompt_tokens - 1 for r in trace.requests})

@@ -130,12 +130,12 @@ def test_gaps_are_of_chunks_without_a_change() -> None:
 
 
 def test_the_coin_is_carried_by_states_and_read_from_a_chunk_and_its_neighbour() -> None:
-    result = routes.run(routes.Config(texts=16, operations=3))
+    result = routes.run(routes.Config(texts=16, operations=6))
     near, alone = (f"attention to the own chunk{more}" for more in (" and the one before", ""))
     assert result.right["untouched"] == result.right[near] == result.thoughts_right[near] == 16
     assert result.right["no states"] < 16 and result.thoughts_right[f"{near}, no states"] == 0
     assert result.thoughts_right[alone] < 16
-    assert "untouched: 16 of 16 answers right at 3 operations" in result.table()
+    assert "untouched: 16 of 16 answers right at 6 operations" in result.table()
 
 
 def test_attention_reaches_no_farther_than_it_is_let() -> None:

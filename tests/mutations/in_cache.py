@@ -29,8 +29,8 @@ MUTATIONS = [
         "keys are added to what a slot held",
         ("04", "13"),
         f"{CACHE}.write",
-        "keys[row_index, :, positions] = k",
-        "keys[row_index, :, positions] += k",
+        "keys[row, :, start : start + width] = k",
+        "keys[row, :, start : start + width] += k",
     ),
     one(
         "one row of a shared prompt is forgotten",
@@ -171,7 +171,13 @@ MUTATIONS = [
         ),
     ),
     # -- switches
-    one("hooks stay on the model", ("26",), f"{TWIN}:TwinLM.capturing", "stack.callback(handle.remove)", "pass"),
+    one(
+        "hooks stay on the model",
+        ("26",),
+        f"{TWIN}:TwinLM.capturing",
+        "stack.callback(_listen(place, hear).remove)",
+        "_listen(place, hear)",
+    ),
     one("the environment is not put back", ("26",), f"{TWIN}:_environment", "del os.environ[name]", "pass"),
     one(
         "the environment is not put back after an error",

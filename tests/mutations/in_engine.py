@@ -196,8 +196,8 @@ MUTATIONS = [
         "an evicted request is not read back",
         ("23",),
         f"{PREFILL}.rebuild",
-        "prompt = state.request.prompt_token_ids",
-        "prompt = state.request.prompt_token_ids\n    return",
+        "prompt, first = state.request.prompt_token_ids, state.request.num_cached",
+        "return",
     ),
     one("an evicted request keeps its draft", ("23",), f"{BOOKS}.evict", "self._give_up_draft(state)", "pass"),
     one(
