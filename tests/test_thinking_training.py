@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from cacheprobe.training.presets import PRESETS, preset_of
 from cacheprobe.training.recurrent import own_thoughts
 from cacheprobe.training.thinking_run import train
 from cacheprobe.training.thinking_states import ARMS, IGNORED, collate, losses, skipping_positions, spoken
+from cacheprobe.training.thinking_train import train_thinking
+from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses import thinking_states_table as table
 from cacheprobe_analyses import thoughts_are_causal as causal
 from tests.test_thinking import TINY, tiny
@@ -181,6 +184,19 @@ def test_every_preset_makes_texts_that_its_model_can_read(task: str, name: str) 
         assert len({item.num_events for item in texts}) > 1
     size = ThinkingModel(preset.config("thinking", len(words))).num_parameters
     assert size <= {"mini": 66_000}.get(name, 350_000)
+
+
+def test_a_training_gives_its_threads_back() -> None:
+    """After an error too: the bits of a later run depend on their number."""
+    before = torch.get_num_threads()
+    assert before > 1, "the tests run with two threads"
+    with pytest.raises(ModelError, match="no preset"), one_thread():
+        assert torch.get_num_threads() == 1
+        preset_of("coin-flip", "enormous")
+    assert torch.get_num_threads() == before
+    with pytest.raises(ModelError, match="no preset"):
+        train_thinking("coin-flip", "enormous", "thinking", 0, Path("nowhere"), progress=False)
+    assert torch.get_num_threads() == before
 
 
 def test_an_arm_may_be_stepped_and_jump_otherwise() -> None:

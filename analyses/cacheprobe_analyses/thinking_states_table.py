@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cacheprobe.models.thinking_store import CONFIG, load_thinking, read_config
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.presets import preset_of
 from cacheprobe.training.thinking_run import TEST_SEED, Trained
 from cacheprobe.training.thinking_train import train_thinking
+from cacheprobe.training.threads import one_thread
 
 RESULTS = Path(__file__).parents[1] / "results" / "thinking-states.json"
 COIN_FLIPS = (0.0, 0.1, 0.5, 0.9)
@@ -102,9 +101,9 @@ def main_rows() -> tuple[Row, ...]:
     return tuple(rows)
 
 
+@one_thread()
 def run(config: Config) -> Result:
     """Fill in every cell that is not known yet. Resumable: cells are written as they come."""
-    torch.set_num_threads(1)
     for row, seed in _jobs(config):
         done = _read(config.results)["cells"].get(row.name, [])
         if any(cell["seed"] == seed and cell["texts"] >= config.texts for cell in done):

@@ -16,14 +16,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cacheprobe.models.thinking_store import CONFIG, load_thinking, read_config, save_thinking
 from cacheprobe.tasks import TwoCoins
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.presets import Preset, preset_of
 from cacheprobe.training.thinking_run import TEST_SEED, Trained, train
+from cacheprobe.training.threads import one_thread
 
 RESULTS = Path(__file__).parents[1] / "results" / "thinking-variations.json"
 STEPS = 300
@@ -170,9 +169,9 @@ def two_coins(says: str, loop: LoopSettings) -> Variation:
     return Variation(f"two coins, thoughts of {says}", preset, tests)
 
 
+@one_thread()
 def run(config: Config, report: Callable[[str], None] = lambda line: None) -> Result:
     """Fill in every cell that is not known yet. Resumable: cells are written as they come."""
-    torch.set_num_threads(1)
     held = json.loads(config.results.read_text(encoding="utf-8")) if config.results.exists() else {}
     cells, models = held.get("cells", {}), held.get("models", {})
     for variation in config.variations:

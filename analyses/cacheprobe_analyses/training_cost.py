@@ -25,6 +25,7 @@ from cacheprobe.models.thinking import ThinkingModel, pad_in_front
 from cacheprobe.models.thinking_blocks import attention_bias
 from cacheprobe.models.thinking_config import ThinkingConfig
 from cacheprobe.training.thinking_states import IGNORED, Batch, losses
+from cacheprobe.training.threads import one_thread
 
 WAYS = ("parallel", "through time")
 
@@ -158,9 +159,9 @@ def drawn(config: Config, batch: int, chunks: int) -> tuple[ThinkingModel, Batch
     return model, Batch(token_ids, labels, thoughts)
 
 
+@one_thread()
 def run(config: Config, report: Callable[[str], None] = lambda line: None) -> Result:
     """Time every number of chunks both ways, in rounds, so that what slows the machine down slows all alike."""
-    torch.set_num_threads(1)
     lines = []
     for batch in config.batches:
         subjects = {chunks: drawn(config, batch, chunks) for chunks in config.chunks}

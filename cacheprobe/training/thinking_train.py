@@ -10,14 +10,15 @@ from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.presets import preset_of
 from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking_run import Trained, train
+from cacheprobe.training.threads import one_thread
 
 TESTS = 50
 """Texts for each line of the summary; the whole table is an analysis of its own."""
 
 
+@one_thread()
 def train_thinking(task: str, preset: str, arm: str, seed: int, out: Path, *, progress: bool = True) -> dict[str, Any]:
     """Train, or go on with, one arm; test it by its own thoughts within and beyond its lengths; save it in `out`."""
-    torch.set_num_threads(1)  # what the seconds are measured in; small products gain nothing from more
     chosen = preset_of(task, preset)
     total = chosen.loop_of(arm, seed).steps
     with TrainingProgress(total, 0, progress) as show:
