@@ -83,7 +83,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
         "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
         "mini": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=64), loop=_LOOP),
     },
-    "s3": {"tiny": _S3, "full": replace(_S3, model=dict(chunk=5), reach=6_000)},
+    "s3": {"tiny": _S3, "full": replace(_S3, model=dict(chunk=5), reach=6_000, loop=_LOOP)},
     "s5": {
         "tiny": replace(_S3, task=lambda steps: Permutations(steps=steps, elements=5), loop=replace(_LOOP, steps=1200)),
     },
