@@ -4,11 +4,11 @@ Two ways to verify are timed. `kept_at_*`: windows of one row, so that a verify 
 which the other requests ride along; it costs padding where fewer are in flight. `dvr_kept_at_*`: drafting by the fast
 path and verifying windows of 16, as LLM-42 does; it costs the verifier's rows again. Throughput over that of the same
 traffic with nothing deterministic. Hugging Face decodes the same requests in static batches of 16, in their order,
-each to its longest request's length; only the tokens that were asked for count.
+each to its longest request's length; only the tokens that were asked for count. All of them advance side by side in one
+process, step by step, so that no ratio compares two minutes of the machine.
 """
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -18,7 +18,7 @@ import cacheprobe as cp
 from cacheprobe.config import EngineConfig
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, say
-from cacheprobe_benchmarks.workload import CAPACITY, IN_FLIGHT, Timing, marked, timed, traffic
+from cacheprobe_benchmarks.workload import CAPACITY, IN_FLIGHT, Run, Timing, marked, side_by_side, timed, traffic
 
 SHARES = (2, 5, 10, 20, 50, 100)
 DVR_SHARES = (100,)
@@ -39,12 +39,12 @@ def run(rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in ("hf", *settings)}
     last: dict[str, Timing] = {}
     for _ in range(rounds):
-        seconds["hf"].append(_hugging_face(hf, requests))
-        say("Hugging Face", seconds["hf"][-1])
-        for name, (share, config) in settings.items():
-            last[name] = timed(model, marked(requests, share / 100), config)
-            seconds[name].append(last[name].seconds)
-            say(name, last[name].seconds)
+        runs = {name: Run(model, marked(requests, share / 100), config) for name, (share, config) in settings.items()}
+        jobs = {"hf": _hugging_face(hf, requests), **{name: run.steps() for name, run in runs.items()}}
+        for name, taken in side_by_side(jobs).items():
+            seconds[name].append(taken)
+            say(name, taken)
+        last = {name: run.timing(seconds[name][-1]) for name, run in runs.items()}
     middle = {name: median(values) for name, values in seconds.items()}
     base = middle["base"]
     tokens = sum(map(len, last["base"].tokens))
@@ -79,10 +79,9 @@ def costs(result: Timing) -> dict[str, float | int]:
     }
 
 
-def _hugging_face(hf: HuggingFace, requests: Sequence[cp.Request]) -> float:
-    began = time.perf_counter()
+def _hugging_face(hf: HuggingFace, requests: Sequence[cp.Request]) -> Iterator[float]:
     for i in range(0, len(requests), IN_FLIGHT):
         batch = requests[i : i + IN_FLIGHT]
         longest = max(request.sampling.max_new_tokens for request in batch)
         hf.generate([list(request.prompt) for request in batch], longest)
-    return time.perf_counter() - began
+        yield min(1.0, (i + IN_FLIGHT) / len(requests))

@@ -1,7 +1,7 @@
 """The mixed traffic of the determinism benchmark, and the plain timing of a run that records nothing but its steps."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,10 +53,49 @@ def timed(
     model: CachedLM, requests: Sequence, config: EngineConfig, drafter: Drafter | None = None, path: str = "auto"
 ) -> Timing:
     """Wall-clock seconds of the loop alone; arguments are resolved before the clock starts."""
-    setup = Setup(model, requests, config, capture=None, path=path)
-    states, start, log = setup.states(drafter), setup.start(drafter), StepLog()
+    run = Run(model, requests, config, drafter, path)
     began = time.perf_counter()
-    for _ in start(states, log):
+    for _ in run.steps():
         pass
-    seconds = time.perf_counter() - began
-    return Timing(seconds, [list(log.finished[r.request_id].committed) for r in setup.requests], log)
+    return run.timing(time.perf_counter() - began)
+
+
+class Run:
+    """A run that can be stepped, and says how far it is."""
+
+    def __init__(
+        self, model: CachedLM, requests: Sequence, config: EngineConfig, drafter: Drafter | None = None,
+        path: str = "auto",
+    ) -> None:  # fmt: skip
+        setup = Setup(model, requests, config, capture=None, path=path)
+        self.requests, self.states, self.start = setup.requests, setup.states(drafter), setup.start(drafter)
+        self.total = sum(state.num_left for state in self.states)
+        self.log = StepLog()
+
+    def steps(self) -> Iterator[float]:
+        """Round by round; yields the share of the new tokens that are committed."""
+        for _ in self.start(self.states, self.log):
+            yield 1 - sum(state.num_left for state in self.states if not state.finish) / self.total
+
+    def timing(self, seconds: float) -> Timing:
+        """What it came to."""
+        return Timing(seconds, [list(self.log.finished[r.request_id].committed) for r in self.requests], self.log)
+
+
+def side_by_side(jobs: Mapping[str, Iterator[float]]) -> dict[str, float]:
+    """Seconds of each job, all of them run in turn in small steps, whichever is farthest behind: a machine that is
+    slower for a minute is then slower for all of them alike.
+
+    jobs: each yields the share of its work that is done, after every step.
+    """
+    seconds, done = dict.fromkeys(jobs, 0.0), dict.fromkeys(jobs, 0.0)
+    while done:
+        name = min(done, key=done.__getitem__)
+        began = time.perf_counter()
+        share = next(jobs[name], None)
+        seconds[name] += time.perf_counter() - began
+        if share is None:
+            del done[name]
+        else:
+            done[name] = share
+    return seconds
