@@ -147,7 +147,16 @@ def variations(steps: int = STEPS) -> tuple[Variation, ...]:
         of("no positions", dict(positions="nope")),
         of("window of 16", dict(attention_window=16)),
         of("ALiBi", dict(positions="alibi")),
+        *(loop_of(blocks) for blocks in (4, 1, 3, 2)),
     )
+
+
+def loop_of(blocks: int) -> Variation:
+    """A model of S5 whose states pass through so many of its four blocks before the next thought is read. It is trained
+    for half the steps that S5 asks for, so that there is room above and below."""
+    s5 = preset_of("s5", "tiny")
+    preset = replace(s5, model={**s5.model, "l_in": 0, "l_out": blocks}, loop=replace(s5.loop, steps=600))
+    return Variation(f"S5, loop of {blocks}", preset, tuple(Test(f"{n} operations", (n,)) for n in (4, 8, 16)))
 
 
 def two_coins(says: str, loop: LoopSettings) -> Variation:
