@@ -92,7 +92,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
             lambda updates: Variables(updates=updates),
             variants=_JITTERED,
             model=dict(chunk=6, max_thought=16),
-            loop=replace(_LOOP, steps=2000),
+            loop=replace(_LOOP, steps=2400),
+            arms={arm: dict(reach=0) for arm in ("no_feedback", "plain", "chain_of_thought")},
         ),
     },
 }
