@@ -2,11 +2,8 @@
 
 import re
 import textwrap
-from base64 import b64encode
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import plotly.graph_objects as go
 
 from cacheprobe.views import svg
 from cacheprobe.views.panels import Panel
@@ -28,16 +25,6 @@ class Drawing(NamedTuple):
     markup: str
     width: int
     height: int
-
-    def as_figure(self) -> go.Figure:
-        """A figure that shows nothing else, for what can only draw figures."""
-        source = "data:image/svg+xml;base64," + b64encode(self.markup.encode()).decode()
-        whole = dict(xref="paper", yref="paper", x=0, y=1, sizex=1, sizey=1, sizing="stretch", source=source)
-        axis = dict(visible=False)
-        return go.Figure(
-            layout=dict(images=[whole], width=self.width, height=self.height, margin=dict(t=0, b=0, l=0, r=0),
-                        xaxis=axis, yaxis=axis)
-        )  # fmt: skip
 
 
 def panels_alone(title: str, panels: Sequence[Panel], keys: Sequence[tuple[str, str]]) -> Drawing:

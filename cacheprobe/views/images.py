@@ -1,8 +1,12 @@
 """Figures as PNG, SVG or PDF, drawn by kaleido in a chromium that is started once and kept until the program ends."""
 
 import os
+import subprocess
 import textwrap
+from base64 import b64encode
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
@@ -13,6 +17,8 @@ SCALE = 2
 """Pixels of a PNG for each of a page."""
 SECONDS = 90
 """For one picture, the start of the browser included."""
+_QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+          "--disable-background-networking", "--disable-component-update", "--no-pdf-header-footer")  # fmt: skip
 _TITLE_COLUMN, _TITLE_LINE = 8.2, 22
 """Pixels of a title's letter, on average, and of its line."""
 
@@ -60,6 +66,36 @@ def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
         return kaleido.calc_fig_sync(shown.to_plotly_json(), opts=options)
 
     return _within(SECONDS + 10, draw)
+
+
+def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
+    """An SVG file as the content of a PNG or PDF, where it stays lines and letters. width, height: its own, px.
+
+    Raises: ImageError where it cannot be drawn.
+    """
+    if kind == "png":
+        return image(_holding(markup, width, height), kind)
+    require_browser()
+    page = f"<style>@page{{size:{width}px {height}px;margin:0}}body{{margin:0}}svg{{display:block}}</style>{markup}"
+    with TemporaryDirectory(prefix="cacheprobe-") as folder:
+        source, printed = Path(folder) / "page.html", Path(folder) / "page.pdf"
+        source.write_text(f'<!doctype html><meta charset="utf-8">{page}', encoding="utf-8")
+        options = [*_QUIET, f"--user-data-dir={folder}/profile", f"--print-to-pdf={printed}", source.as_uri()]
+        try:
+            subprocess.run([browser_path(), *options], capture_output=True, timeout=SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            pass
+        if not printed.exists():
+            raise ImageError(f"{browser_path()} printed nothing within {SECONDS} s; does it start, with --headless?")
+        return printed.read_bytes()
+
+
+def _holding(markup: str, width: int, height: int) -> go.Figure:
+    """A figure that shows an SVG file and nothing else."""
+    source = "data:image/svg+xml;base64," + b64encode(markup.encode()).decode()
+    whole = dict(xref="paper", yref="paper", x=0, y=1, sizex=1, sizey=1, sizing="stretch", source=source)
+    bare = dict(margin=dict(t=0, b=0, l=0, r=0), xaxis_visible=False, yaxis_visible=False)
+    return go.Figure(layout=go.Layout(images=[whole], width=width, height=height, **bare))
 
 
 def _for_paper(figure: go.Figure, width: int) -> go.Figure:

@@ -11,7 +11,7 @@ from cacheprobe.progress import Progress
 from cacheprobe.views.alone import Drawing, panels_alone
 from cacheprobe.views.curves import agreement_figure, settling_figure
 from cacheprobe.views.diagram import decoded_phases, keys, window_phases
-from cacheprobe.views.images import FORMATS, image, require_browser
+from cacheprobe.views.images import FORMATS, image, require_browser, svg_image
 from cacheprobe.views.lens_grid import grid_width, lens_grid
 from cacheprobe.views.panels import Panel
 from cacheprobe.views.text import token_texts
@@ -114,6 +114,6 @@ def _contents(figures: dict[str, go.Figure], drawings: dict[str, Drawing], kind:
         if kind == "svg":
             yield name, drawing.markup.encode()
         else:
-            yield name, image(drawing.as_figure(), kind)
+            yield name, svg_image(*drawing, kind)
     for name, figure in figures.items():
         yield name, image(figure, kind, width=max(grid_width(figure), 900) if name.startswith("lens") else None)
