@@ -8,7 +8,8 @@ SECONDS_BETWEEN_LINES = 20.0
 
 
 class Progress:
-    """Enter it, and tell it how far the job is; where it is not enabled it says nothing.
+    """Enter it, and tell it how far the job is; where it is not enabled it says nothing. May be entered again: one bar
+    at a time is all that a terminal takes.
 
     total: units of the job, `done` of which an earlier call did: they count for no rate.  doing, unit: as in
     "generating" and "tokens".  says_end: the end is worth a line where there is no terminal, however soon it came; else
@@ -20,12 +21,14 @@ class Progress:
     ) -> None:
         self.total, self.doing, self.unit, self.enabled, self.says_end = total, doing, unit, enabled, says_end
         self.done = self._first = done
-        self._began = self._spoken = time.monotonic()
+        self._spent = 0.0
+        self._began: float | None = None
+        self._spoken = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
 
     def __enter__(self) -> "Progress":
-        self._began = self._spoken = time.monotonic()
+        self._began = time.monotonic()
         if self.enabled and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -39,6 +42,7 @@ class Progress:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._spent, self._began = self._seconds(), None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -50,8 +54,10 @@ class Progress:
     def at(self, done: int, note: str = "") -> None:
         """So many units are done in all."""
         self.done = done
+        if self._began is None:
+            return
         now = time.monotonic()
-        rate = (done - self._first) / max(now - self._began, 1e-9)
+        rate = (done - self._first) / max(self._seconds(), 1e-9)
         said = ", ".join(filter(None, (f"{_number(rate)} {self.unit}/s", note)))
         if self._bar is not None:
             self._bar.update(self._task, completed=done, note=said)
@@ -59,6 +65,10 @@ class Progress:
             self._spoken = now
             left = f"{(self.total - done) / rate / 60:.1f} minutes left" if rate else "time left unknown"
             self.say(f"{self.doing}: {done} of {self.total} {self.unit}, {said}, {left}")
+
+    def _seconds(self) -> float:
+        """Between entering and leaving, all times together."""
+        return self._spent + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def say(self, line: str) -> None:
         """A line that stays."""

@@ -17,7 +17,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.config import EngineConfig
 from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.machine import machine, say
+from cacheprobe_benchmarks.machine import machine, measuring
 from cacheprobe_benchmarks.workload import CAPACITY, IN_FLIGHT, Timing, marked, timed, traffic
 
 SHARES = (2, 5, 10, 20, 50, 100)
@@ -34,17 +34,18 @@ def run(rounds: int) -> dict[str, Any]:
     settings: dict[str, tuple[int, EngineConfig]] = {"base": (0, FIXED_HEIGHT)}
     settings |= {f"kept_at_{share}": (share, FIXED_HEIGHT) for share in SHARES}
     settings |= {f"dvr_kept_at_{share}": (share, DVR) for share in DVR_SHARES}
-    for share, config in ((100, FIXED_HEIGHT), (100, DVR)):  # shapes are tried, memory is touched
-        timed(model, marked(requests[:4], share / 100), config)
+    for config in (FIXED_HEIGHT, DVR):  # shapes are tried, memory is touched
+        timed(model, marked(requests[:4], 1.0), config)
     seconds: dict[str, list[float]] = {name: [] for name in ("hf", *settings)}
     last: dict[str, Timing] = {}
-    for _ in range(rounds):
-        seconds["hf"].append(_hugging_face(hf, requests))
-        say("Hugging Face", seconds["hf"][-1])
-        for name, (share, config) in settings.items():
-            last[name] = timed(model, marked(requests, share / 100), config)
-            seconds[name].append(last[name].seconds)
-            say(name, last[name].seconds)
+    with measuring(rounds * len(seconds)) as bar:
+        for _ in range(rounds):
+            seconds["hf"].append(_hugging_face(hf, requests))
+            bar.advance(note=f"Hugging Face {seconds['hf'][-1]:.1f} s")
+            for name, (share, config) in settings.items():
+                last[name] = timed(model, marked(requests, share / 100), config)
+                seconds[name].append(last[name].seconds)
+                bar.advance(note=f"{name} {last[name].seconds:.1f} s")
     middle = {name: median(values) for name, values in seconds.items()}
     base = middle["base"]
     tokens = sum(map(len, last["base"].tokens))
