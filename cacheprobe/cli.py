@@ -215,12 +215,12 @@ def report(
     import cacheprobe as cp
     from cacheprobe.views import write_figures, write_report
 
+    if out is not None and figures is not None:
+        raise ValueError("--out names the HTML file and --figures a directory of pictures; give one of them")
     trace = cp.load_trace(run)
     if figures is None:
         print(write_report(trace, out or run / "report.html", request_id=request, progress=progress))
         return
-    if out is not None:
-        raise ValueError("--out names the HTML file and --figures a directory of pictures; give one of them")
     for path in write_figures(trace, figures, format, request_id=request, progress=progress):
         print(path)
 
