@@ -56,7 +56,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     )
     trace.save(out)
     _print_summary(trace, progress)
-    print(f"run: {out}\nreport: {write_report(trace, out / 'report.html')}")
+    print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
 
     thinker = cp.load_model("coinflip-thinking")
     asked = cp.tasks.CoinFlip(people=5).examples(n=4, seed=3)

@@ -23,12 +23,14 @@ class Progress:
         self.done = self._first = done
         self._spent = 0.0
         self._began: float | None = None
-        self._spoken = time.monotonic()
+        self._spoken = 0.0
         self._bar: Any = None
         self._task: Any = None
 
     def __enter__(self) -> "Progress":
         self._began = time.monotonic()
+        if not self._spent:
+            self._spoken = self._began
         if self.enabled and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
