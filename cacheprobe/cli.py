@@ -1,13 +1,14 @@
-"""The command line: demo, run, report, verify, prove, bench, train. Heavy imports wait until a command runs."""
+"""The command line: demo, run, report, verify, prove, bench; more in cli_look, cli_train. Heavy imports wait."""
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from cacheprobe import __version__
+from cacheprobe.cli_config import fill
 
 app = App(
     name="cacheprobe",
@@ -16,6 +17,12 @@ app = App(
     help_format="plaintext",  # a markdown parser would take longer to import than all else
 )
 app.command("cacheprobe.cli_train:train", name="train", help="Train a model for a task.")
+for name, said in {
+    "show": "Say what a stored run holds, or one of its requests.",
+    "hypotheses": "Write what every layer of a stored run would have said as CSV or Parquet.",
+    "doctor": "Say what of this machine cacheprobe uses, and what is missing.",
+}.items():
+    app.command(f"cacheprobe.cli_look:{name}", name=name, help=said)
 
 
 @app.command
@@ -49,7 +56,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     )
     trace.save(out)
     _print_summary(trace, progress)
-    print(f"run: {out}\nreport: {write_report(trace, out / 'report.html')}")
+    print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
 
     thinker = cp.load_model("coinflip-thinking")
     asked = cp.tasks.CoinFlip(people=5).examples(n=4, seed=3)
@@ -62,10 +69,11 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     print(f"run: {beside}\nreport: {write_report(trace, beside / 'report.html')}")
 
 
-@app.command
+@app.command(config=fill)
 def run(
     *,
     out: Path,
+    config: Path | None = None,
     model: str = "smollm2-135m",
     dtype: str = "bfloat16",
     adapter: str | None = None,
@@ -100,6 +108,8 @@ def run(
     ----------
     out
         Directory for the trace.
+    config
+        A YAML file of settings, named as these flags are; flags win.
     model
         "smollm2-135m", a hub name or a local directory.
     dtype
@@ -141,6 +151,7 @@ def run(
     progress
         Show progress bars.
     """
+    given = dict(locals())
     import cacheprobe as cp
 
     if bool(prompt) == (task is not None):
@@ -148,8 +159,8 @@ def run(
     prompts: Any = list(prompt)
     if task is not None:
         settings = {"people": people, "flip_probability": flip_probability, "shots": shots, "chat": chat}
-        given = {name: value for name, value in settings.items() if value is not None}
-        prompts = _plug_in("tasks", task, **given).examples(n, seed)
+        stated = {name: value for name, value in settings.items() if value is not None}
+        prompts = _plug_in("tasks", task, **stated).examples(n, seed)
     chosen = _plug_in("drafters", drafter) if drafter else None
     trace = cp.run(
         cp.load_model(model, dtype=dtype, adapter=adapter, progress=progress),
@@ -168,14 +179,23 @@ def run(
         kv_rows=kv_rows,
         progress=progress,
     )
+    trace.meta["command"] = _as_given("run", given)
     trace.save(out)
     _print_summary(trace, progress)
     print(f"run: {out}")
 
 
 @app.command
-def report(run: Path, *, request: int | None = None, out: Path | None = None) -> None:
-    """Draw a stored run as one self-contained HTML file.
+def report(
+    run: Path,
+    *,
+    request: int | None = None,
+    out: Path | None = None,
+    figures: Path | None = None,
+    format: Literal["png", "svg", "pdf"] = "png",
+    progress: bool = True,
+) -> None:
+    """Draw a stored run as one self-contained HTML file, or its figures as files of their own.
 
     Parameters
     ----------
@@ -185,12 +205,24 @@ def report(run: Path, *, request: int | None = None, out: Path | None = None) ->
         The request to draw; by default one with an accepted and a rolled-back window, if there is any.
     out
         The file; by default report.html in the run's directory.
+    figures
+        Write each figure into this directory instead, through kaleido and a chromium.
+    format
+        Of these figures.
+    progress
+        Show a progress bar.
     """
     import cacheprobe as cp
-    from cacheprobe.views import write_report
+    from cacheprobe.views import write_figures, write_report
 
+    if out is not None and figures is not None:
+        raise ValueError("--out names the HTML file and --figures a directory of pictures; give one of them")
     trace = cp.load_trace(run)
-    print(write_report(trace, out or run / "report.html", request_id=request))
+    if figures is None:
+        print(write_report(trace, out or run / "report.html", request_id=request, progress=progress))
+        return
+    for path in write_figures(trace, figures, format, request_id=request, progress=progress):
+        print(path)
 
 
 @app.command
@@ -289,6 +321,13 @@ def _print_summary(trace: Any, is_behaviour_printed: bool) -> None:
     if trace.meta["behaviour"] and not is_behaviour_printed:
         print(behaviour_line(trace.meta["behaviour"]))
     print(summary(trace))
+
+
+def _as_given(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """A command's settings, from flags, file and defaults, as they are stored with the run."""
+    file = given["config"]
+    settings = {k: v for k, v in given.items() if v not in (None, ()) and k not in ("out", "config", "progress")}
+    return {"name": name, "config": file.name if file else None, "settings": settings}
 
 
 def _plug_in(kind: str, text: str, **options: Any) -> Any:

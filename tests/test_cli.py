@@ -63,7 +63,8 @@ def _processor_seconds() -> float:
     before = os.times()
     done = cacheprobe("--help")
     after = os.times()
-    assert all(command in done.stdout for command in ("demo", "run", "report", "verify", "prove", "bench", "train"))
+    commands = ("demo", "run", "show", "hypotheses", "report", "verify", "prove", "bench", "train", "doctor")
+    assert all(f"│ {command} " in done.stdout for command in commands)
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
@@ -107,6 +108,10 @@ def test_report_is_drawn(stored: Path, tmp_path: Path) -> None:
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit"), "layer"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit:layer"), "not key=value"),
         (("run", "--out", "x", "--prompt", "a", "--model", "./nowhere"), "no directory ./nowhere"),
+        (("run", "--config", "nowhere.yaml", "--out", "x"), "there is no config file nowhere.yaml"),
+        (("show", "nowhere"), "not a directory"),
+        (("hypotheses", "nowhere", "--out", "x.txt"), "x.txt ends in .txt"),
+        (("report", "nowhere", "--out", "x", "--figures", "y"), "give one of them"),
         (("verify", "nowhere"), "not a directory"),
         (("report", "nowhere"), "not a directory"),
         (("bench", "nothing"), "unknown benchmark 'nothing'; there are"),

@@ -226,7 +226,7 @@ def test_the_commands_train_and_evaluate(base: Path, tmp_path: Path, capsys) -> 
     app([*common, "--out", str(out), *small], result_action="return_value")
     printed = capsys.readouterr()
     assert "2 steps, 4 questions" in printed.out and "of processor time" in printed.out
-    assert "step 2 of 2" in printed.err and "minutes left" in printed.err and "held-out names" in printed.err
+    assert "2 of 2 steps" in printed.err and "minutes left" in printed.err and "held-out names" in printed.err
     told = json.loads((out / TRAINING).read_text())
     assert told["command"] == (
         f"cacheprobe train lora --model {base} --task coin-flip --max-people 1 --steps 2 --batch 2 --rank 1 "

@@ -112,5 +112,5 @@ def test_void_without_divergence(
     monkeypatch.setattr(proving, "real_subject", lambda: LLAMAS[0])
     monkeypatch.setattr(proving, "tiny_subjects", lambda: LLAMAS[:1])
     monkeypatch.setattr(proving, "twin_subjects", list)
-    monkeypatch.setattr(proving, "negative_control", lambda subject: numbers)
+    monkeypatch.setattr(proving, "negative_control", lambda subject, progress: numbers)
     assert prove(50, tmp_path, progress=False)["is_proven"] is is_proven

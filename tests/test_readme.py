@@ -61,7 +61,14 @@ def test_the_commands_exist() -> None:
     from cacheprobe.cli import app
 
     shown = set(re.findall(r"^    cacheprobe (\w+)", README, re.MULTILINE))
-    assert shown == {"demo", "run", "report", "verify", "prove", "bench", "train"} and all(app[name] for name in shown)
+    assert shown == {name for name in app if not name.startswith("-")} and "doctor" in shown
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert set(re.findall(r"^    cacheprobe (\w+)", page, re.MULTILINE)) <= shown
+    for words in re.findall(r"^    cacheprobe (.*?)(?:  .*)?$", page, re.MULTILINE):
+        flags = [word.lstrip("[") for word in words.split() if word.lstrip("[").startswith("--")]
+        command = app[words.split()[0]]
+        known = {name for one in command.assemble_argument_collection() for name in one.names}
+        assert set(flags) <= known, f"{words}: {set(flags) - known} are no flags"
 
 
 def test_numbers_are_those_of_a_stored_measurement() -> None:

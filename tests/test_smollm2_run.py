@@ -1,6 +1,8 @@
 """The real model in bfloat16, where shapes change bits: rollbacks happen, and the output is the oracle's."""
 
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,3 +96,11 @@ def test_verify_replays_and_finds_a_forged_token(drafted: cp.Trace) -> None:
         drafted.tokens = honest
     position = drafted.requests[1].num_prompt_tokens + 5
     assert not forged.is_equal and f"request 1 position {position}" in forged.first_difference
+
+
+def test_the_report_of_the_real_model_is_small_and_whole(drafted: cp.Trace, tmp_path: Path) -> None:
+    """As in the demo: all layers of a dozen tokens. Nothing is fetched, by tag or by style."""
+    path = cp.views.write_report(drafted, tmp_path / "report.html")
+    assert path.stat().st_size < 8_000_000
+    own = path.read_text().split("</head>")[1]
+    assert "lens-grid-all" in own and re.findall(r"(?:src|href|action)=.?https?:|url\(.?https?:|@import", own) == []

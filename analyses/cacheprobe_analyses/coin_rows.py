@@ -24,6 +24,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.cache.surgery import CacheRows
 from cacheprobe.models.base import CachedLM
+from cacheprobe.progress import Progress
 from cacheprobe.tasks.base import Accuracy, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
 from cacheprobe.tasks.people import HELD_OUT_NAMES
@@ -84,12 +85,12 @@ class Read:
         return STATES[int(self.logits[1] > self.logits[0])] == self.question.states[-1]
 
 
-def run(config: Config) -> Result:
+def run(config: Config, progress: bool = False) -> Result:
     """Read all pairs, and change the rows of those that are answered rightly."""
-    return measure(cp.load_model(config.model, adapter=config.adapter), config)
+    return measure(cp.load_model(config.model, adapter=config.adapter), config, progress)
 
 
-def measure(lm: CachedLM, config: Config) -> Result:
+def measure(lm: CachedLM, config: Config, progress: bool = False) -> Result:
     """The same of a model that is loaded. Raises: ValueError for one that does not beat chance."""
     asked = {k: [read_pair(lm, k, i, config.seed) for i in range(config.texts)] for k in config.people}
     right = {k: [question.is_right for pair in pairs for question in pair[:2]] for k, pairs in asked.items()}
@@ -100,14 +101,18 @@ def measure(lm: CachedLM, config: Config) -> Result:
             f"{config.model} answers {sum(known)} of {len(known)} questions rightly, no more than chance: which "
             "rows carry the coin cannot be asked; give adapter='coin-flip', or another model that tracks it"
         )
-    found = [
-        {"people": k, **effect}
+    chosen = [
+        (k, own, other, alike, config.seed + i)
         for k, pairs in asked.items()
         for i, (heads, tails, other_heads, other_tails) in enumerate(pairs)
         if heads.is_right and tails.is_right
         for own, other, alike in ((heads, tails, other_heads), (tails, heads, other_tails))
-        for effect in effects_of(lm, own, other, alike, seed=config.seed + i)
     ]
+    found = []
+    with Progress(len(chosen), "changing rows", "questions", enabled=progress) as bar:
+        for k, own, other, alike, seed in chosen:
+            found += [{"people": k, **effect} for effect in effects_of(lm, own, other, alike, seed=seed)]
+            bar.advance(note=f"{k} people")
     by = pd.DataFrame(found).groupby(["people", "unit", "where", "treatment"], sort=False)
     summed = by.agg(n=("nld", "size"), total=("nld", "sum"), nld=("nld", "mean"), flips=("flip", "sum")).reset_index()
     questions = {str(k): len(v) for k, v in right.items()}
@@ -207,7 +212,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=Config.texts, help="pairs for each number of people")
     parser.add_argument("--json", type=Path, help="also write the effects to this file")
     given = parser.parse_args()
-    result = run(Config(texts=given.texts))
+    result = run(Config(texts=given.texts), progress=True)
     print(result.table())
     if given.json:
         given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 import cacheprobe as cp
+from cacheprobe.progress import Progress
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.views import probe_figure
 from cacheprobe_analyses.records import records_of
@@ -118,15 +119,19 @@ def _above_since(lines: pd.DataFrame) -> str:
     return str(first) if first <= lines.layer.max() else "none"
 
 
-def run(config: Config) -> Result:
+def run(config: Config, progress: bool = False) -> Result:
     """Probe the model, and the same architecture untrained, on the same prompts."""
     model = cp.load_model(config.model, adapter=config.adapter, dtype=config.dtype)
     examples = CoinFlip(people=config.people).examples(config.prompts, config.seed)
-    settings = dict(capture="STC", capacity=128, max_new_tokens=4, progress=False)
+    settings = dict(capture="STC", capacity=128, max_new_tokens=4, progress=progress)
     trace = cp.run(model, examples, **settings)
     behaviour = cp.probes.require_above_chance(trace)
     bare = cp.run(cp.probes.untrained(model), examples, **{**settings, "max_new_tokens": 1})
-    parts = [cp.probes.fit(trace, at=at, untrained=bare, least=config.least).table for at in ("event", [END])]
+    parts, places = [], ("event", [END])
+    with Progress(len(places), "probing", "kinds of place", enabled=progress) as bar:
+        for at in places:
+            parts.append(cp.probes.fit(trace, at=at, untrained=bare, least=config.least).table)
+            bar.advance()
     table = pd.concat(parts, ignore_index=True)
     return Result(config, behaviour, records_of(table))
 
@@ -138,7 +143,7 @@ def main() -> None:
     given = parser.parse_args()
     results = {}
     for name in [given.only] if given.only else SUBJECTS:
-        results[name] = run(SUBJECTS[name])
+        results[name] = run(SUBJECTS[name], progress=True)
         print(f"## {name}\n\n{results[name].table()}\n", flush=True)
     if given.json:
         held = {name: asdict(result) for name, result in results.items()}

@@ -19,6 +19,7 @@ import pandas as pd
 import cacheprobe as cp
 from cacheprobe.drafters import EarlyExit, FastPath, NGram
 from cacheprobe.drafters.base import Drafter
+from cacheprobe.progress import Progress
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.views import foresight_figure
 from cacheprobe_analyses.records import records_of
@@ -79,20 +80,22 @@ class Result:
         return foresight_figure(self.frame, unit)
 
 
-def run(config: Config, say: Callable[[str], None] = print) -> Result:
+def run(config: Config, say: Callable[[str], None] = print, progress: bool = False) -> Result:
     """Run every drafter until it has enough rollbacks, or no prompts are left."""
     model = cp.load_model(config.model, dtype=config.dtype)
     examples = CoinFlip(people=config.people).examples(max(config.most_prompts), config.seed)
     found = []
     for drafter, most in zip(config.drafters, config.most_prompts, strict=True):
         traces: list[cp.Trace] = []
-        for start in range(0, most, config.batch):
-            some = examples[start : min(start + config.batch, most)]
-            traces.append(_drafted(config, model, some, drafter))
-            rollbacks = sum(int(trace.events().num_rolled_back.gt(0).sum()) for trace in traces)
-            say(f"{drafter.name}: {start + len(some)} prompts, {rollbacks} rollbacks")
-            if rollbacks >= config.least:
-                break
+        with Progress(most, drafter.name, "prompts", enabled=progress) as bar:
+            for start in range(0, most, config.batch):
+                some = examples[start : min(start + config.batch, most)]
+                traces.append(_drafted(config, model, some, drafter))
+                rollbacks = sum(int(trace.events().num_rolled_back.gt(0).sum()) for trace in traces)
+                say(f"{drafter.name}: {start + len(some)} prompts, {rollbacks} rollbacks")
+                bar.advance(len(some), f"{rollbacks} of {config.least} rollbacks")
+                if rollbacks >= config.least:
+                    break
         for unit in UNITS:
             one = cp.probes.foresight(traces, unit=unit, least=config.least, seed=config.seed)
             known = {key: value for key, value in vars(one).items() if key != "table"}
@@ -125,7 +128,7 @@ def main() -> None:
     parser.add_argument("--dtype", default=Config.dtype)
     parser.add_argument("--json", type=Path, help="also write what was found to this file")
     given = parser.parse_args()
-    result = run(Config(dtype=given.dtype))
+    result = run(Config(dtype=given.dtype), progress=True)
     print(result.table())
     if given.json:
         given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.models.thinking import ThinkingModel
+from cacheprobe.progress import Progress
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.recurrent import Thoughts, own_thoughts, write
@@ -67,19 +68,21 @@ class Result:
         return "\n".join(lines)
 
 
-def run(config: Config) -> Result:
+def run(config: Config, progress: bool = False) -> Result:
     """Answer the same texts in every way."""
     lm = cp.load_model(config.model)
     examples = CoinFlip(people=config.operations, distinct=False).examples(config.texts, config.seed)
     items = annotate_all(examples, lm.tokenizer, lm.config.chunk, lm.record["form"])
     answers = {item.answer_ids for item in items}
     right, thoughts_right, unparsed = {}, {}, {}
-    for way, (has_states, before) in WAYS.items():
-        with nullcontext() if before is None else _reaching(lm.model, before):
-            answered = _answered(lm.model, items, has_states)
-        right[way] = sum(said == item.answer_ids for item, said, _ in answered)
-        thoughts_right[way] = sum(thoughts == item.thoughts for item, _, thoughts in answered)
-        unparsed[way] = sum(said not in answers for _, said, _ in answered)
+    with Progress(len(WAYS), "answering", "ways", enabled=progress) as bar:
+        for way, (has_states, before) in WAYS.items():
+            with nullcontext() if before is None else _reaching(lm.model, before):
+                answered = _answered(lm.model, items, has_states)
+            right[way] = sum(said == item.answer_ids for item, said, _ in answered)
+            thoughts_right[way] = sum(thoughts == item.thoughts for item, _, thoughts in answered)
+            unparsed[way] = sum(said not in answers for _, said, _ in answered)
+            bar.advance(note=way)
     return Result(config.operations, config.texts, right, thoughts_right, unparsed)
 
 
@@ -130,7 +133,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=Config.texts)
     parser.add_argument("--json", type=Path, help="also write the counts to this file")
     given = parser.parse_args()
-    result = run(Config(given.model, given.operations, given.texts))
+    result = run(Config(given.model, given.operations, given.texts), progress=True)
     print(result.table())
     if given.json:
         given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")

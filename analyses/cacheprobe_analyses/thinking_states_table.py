@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheprobe.models.thinking_store import CONFIG, load_thinking, read_config
+from cacheprobe.progress import Progress
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.presets import preset_of
 from cacheprobe.training.thinking_run import TEST_SEED, Trained
@@ -104,14 +105,19 @@ def main_rows() -> tuple[Row, ...]:
 
 
 @one_thread()
-def run(config: Config) -> Result:
+def run(config: Config, progress: bool = False) -> Result:
     """Fill in every cell that is not known yet. Resumable: cells are written as they come."""
-    for row, seed in _jobs(config):
+    jobs = list(_jobs(config))
+    bar = Progress(len(jobs), "testing", "cells", enabled=progress)
+    for number, (row, seed) in enumerate(jobs, 1):
         done = _read(config.results)["cells"].get(row.name, [])
         if any(cell["seed"] == seed and cell["texts"] >= config.texts for cell in done):
             continue
         trained, record = trained_arm(config.folder, row.task, row.preset, row.arm, seed)
-        verdicts = trained.test(row.operations, config.texts, TEST_SEED + 1, **row.settings)
+        with bar:  # not around the training, which has a bar of its own
+            bar.at(number - 1, f"{row.name}, seed {seed}")
+            verdicts = trained.test(row.operations, config.texts, TEST_SEED + 1, **row.settings)
+            bar.at(number)
         cell = {
             "seed": seed,
             "texts": config.texts,
@@ -169,7 +175,7 @@ def main() -> None:
     rows = tuple(row for row in main_rows() if given.only in row.name)
     if not rows:
         parser.error(f"no line holds {given.only!r}")
-    print(run(Config(given.folder, given.texts, rows)).table())
+    print(run(Config(given.folder, given.texts, rows), progress=True).table())
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from cacheprobe.models.thinking_store import CONFIG, load_thinking, read_config, save_thinking
+from cacheprobe.progress import Progress
 from cacheprobe.tasks import TwoCoins
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.presets import Preset, preset_of
+from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking_run import TEST_SEED, Trained, train
 from cacheprobe.training.threads import one_thread
 
@@ -179,29 +181,37 @@ def two_coins(says: str, loop: LoopSettings) -> Variation:
 
 
 @one_thread()
-def run(config: Config, report: Callable[[str], None] = lambda line: None) -> Result:
+def run(config: Config, report: Callable[[str], None] = lambda line: None, progress: bool = False) -> Result:
     """Fill in every cell that is not known yet. Resumable: cells are written as they come."""
     held = json.loads(config.results.read_text(encoding="utf-8")) if config.results.exists() else {}
     cells, models = held.get("cells", {}), held.get("models", {})
+    asked = [(variation.name, test.name) for variation in config.variations for test in variation.tests]
+    missing = sum(cells.get(name, {}).get(test, {}).get("texts", 0) < config.texts for name, test in asked)
+    bar = Progress(missing, "testing", "cells", enabled=progress)
     for variation in config.variations:
         done = cells.get(variation.name, {})
         if all(done.get(test.name, {}).get("texts", 0) >= config.texts for test in variation.tests):
             continue
-        trained, models[variation.name] = trained_variation(config.folder, variation, config.seed)
+        trained, models[variation.name] = trained_variation(config.folder, variation, config.seed, progress)
         for test in variation.tests:
             if done.get(test.name, {}).get("texts", 0) < config.texts:
-                cells.setdefault(variation.name, done)[test.name] = cell = _test(trained, test, config.texts)
+                with bar:  # not around the training, which has a bar of its own
+                    cells.setdefault(variation.name, done)[test.name] = cell = _test(trained, test, config.texts)
+                    bar.advance(note=variation.name)
                 write_whole(config.results, {"cells": cells, "models": models})
                 report(f"{variation.name}, {test.name}: {_told(cell['texts'], cell['right'])}")
     wanted = [variation.name for variation in config.variations]
     return Result({name: cells[name] for name in wanted}, {name: models[name] for name in wanted})
 
 
-def trained_variation(folder: Path, variation: Variation, seed: int) -> tuple[Trained, dict[str, Any]]:
+def trained_variation(
+    folder: Path, variation: Variation, seed: int, progress: bool = False
+) -> tuple[Trained, dict[str, Any]]:
     """A trained variation and its record, from the folder or trained now."""
     preset, place = variation.preset, folder / f"{''.join(c if c.isalnum() else '-' for c in variation.name)}-{seed}"
     if not (place / CONFIG).exists():
-        made = train(preset, "thinking", seed, place / "checkpoint")
+        with TrainingProgress(preset.loop.steps, 0, progress) as show:
+            made = train(preset, "thinking", seed, place / "checkpoint", lambda at, _: show(at.step, variation.name))
         record = {
             "form": preset.form,
             "seed": seed,
@@ -264,7 +274,8 @@ def main() -> None:
     chosen = tuple(variation for variation in variations() if given.only in variation.name)
     if not chosen:
         parser.error(f"no variation holds {given.only!r}; there are {', '.join(v.name for v in variations())}")
-    result = run(Config(chosen, given.folder, given.texts, results=given.json), lambda line: print(line, flush=True))
+    config = Config(chosen, given.folder, given.texts, results=given.json)
+    result = run(config, lambda line: print(line, flush=True), progress=True)
     print("\n".join([result.table(), result.gaps(), *result.others()]))
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
+from cacheprobe.progress import Progress
 from cacheprobe.tasks import CoinFlip, annotate_all, mixed
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.recurrent import own_thoughts, write
@@ -56,7 +57,7 @@ class Result:
         return "\n".join(lines)
 
 
-def run(config: Config) -> Result:
+def run(config: Config, progress: bool = False) -> Result:
     """Replace one state of each text, in the middle of it, in four ways."""
     lm = cp.load_model(config.model)
     model, chunk = lm.model, lm.config.chunk
@@ -88,20 +89,22 @@ def run(config: Config) -> Result:
         "no state": lambda state, i: torch.zeros_like(state),
     }
     flipped, unparsed = {}, {}
-    for name, replacement in ways.items():
+    with Progress(len(ways), "replacing states", "ways", enabled=progress) as bar:
+        for name, replacement in ways.items():
 
-        def edit(at: int, states: Tensor, texts: Sequence[int], replacement=replacement) -> Tensor:
-            states = states.clone()
-            for row, i in enumerate(texts):
-                if at == middle[i] + 1:
-                    states[row] = replacement(states[row], i)
-            return states
+            def edit(at: int, states: Tensor, texts: Sequence[int], replacement=replacement) -> Tensor:
+                states = states.clone()
+                for row, i in enumerate(texts):
+                    if at == middle[i] + 1:
+                        states[row] = replacement(states[row], i)
+                return states
 
-        answers = write(model, prompts, own_thoughts(model, prompts, edit), 3, edit)
-        wanted = [(other[item.answer_ids[0]], lm.config.eos_id) for item in items]
-        flipped[name] = sum(a == w for a, w in zip(answers, wanted, strict=True))
-        valid = {(heads, lm.config.eos_id), (tails, lm.config.eos_id)}
-        unparsed[name] = sum(a not in valid for a in answers)
+            answers = write(model, prompts, own_thoughts(model, prompts, edit), 3, edit)
+            wanted = [(other[item.answer_ids[0]], lm.config.eos_id) for item in items]
+            flipped[name] = sum(a == w for a, w in zip(answers, wanted, strict=True))
+            valid = {(heads, lm.config.eos_id), (tails, lm.config.eos_id)}
+            unparsed[name] = sum(a not in valid for a in answers)
+            bar.advance(note=name)
     return Result(len(items), sum(right) / len(items), flipped, unparsed)
 
 
@@ -111,7 +114,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=Config.texts)
     parser.add_argument("--json", type=Path, help="also write the counts to this file")
     given = parser.parse_args()
-    result = run(Config(given.model, texts=given.texts))
+    result = run(Config(given.model, texts=given.texts), progress=True)
     print(result.table())
     if given.json:
         given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")

@@ -24,6 +24,7 @@ from torch import Tensor
 from cacheprobe.models.thinking import ThinkingModel, pad_in_front
 from cacheprobe.models.thinking_blocks import attention_bias
 from cacheprobe.models.thinking_config import ThinkingConfig
+from cacheprobe.progress import Progress
 from cacheprobe.training.thinking_states import IGNORED, Batch, losses
 from cacheprobe.training.threads import one_thread
 
@@ -160,17 +161,19 @@ def drawn(config: Config, batch: int, chunks: int) -> tuple[ThinkingModel, Batch
 
 
 @one_thread()
-def run(config: Config, report: Callable[[str], None] = lambda line: None) -> Result:
+def run(config: Config, report: Callable[[str], None] = lambda line: None, progress: bool = False) -> Result:
     """Time every number of chunks both ways, in rounds, so that what slows the machine down slows all alike."""
     lines = []
     for batch in config.batches:
         subjects = {chunks: drawn(config, batch, chunks) for chunks in config.chunks}
         seconds: dict[tuple[int, str], list[float]] = {(n, way): [] for n in config.chunks for way in WAYS}
-        for repeat in range(config.repeats + 1):
-            for n, way in seconds:
-                taken = _seconds(*subjects[n], losses if way == "parallel" else losses_through_time)
-                if repeat:  # the first round warms up
-                    seconds[n, way].append(taken)
+        with Progress((config.repeats + 1) * len(seconds), f"batch {batch}", "steps", enabled=progress) as bar:
+            for repeat in range(config.repeats + 1):
+                for n, way in seconds:
+                    taken = _seconds(*subjects[n], losses if way == "parallel" else losses_through_time)
+                    if repeat:  # the first round warms up
+                        seconds[n, way].append(taken)
+                    bar.advance(note=f"{n} chunks, {way}")
         base = seconds[config.chunks[0], "parallel"]
         for n in config.chunks:
             model, _ = subjects[n]
@@ -207,7 +210,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=Config.repeats, help="rounds; medians are taken over them")
     parser.add_argument("--json", type=Path, help="also write the lines to this file")
     given = parser.parse_args()
-    result = run(Config(repeats=given.repeats), lambda line: print(line, flush=True))
+    result = run(Config(repeats=given.repeats), lambda line: print(line, flush=True), progress=True)
     print(result.table())
     if given.json:
         given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")

@@ -85,7 +85,7 @@ class Result:
         return final_choice_figure(pd.DataFrame(self.final)), disagreement_figure(pd.DataFrame(self.disagreement))
 
 
-def run(config: Config) -> Result:
+def run(config: Config, progress: bool = False) -> Result:
     """Draft, verify, and read every row that predicts a generated token at every layer."""
     model = cp.load_model(config.model, dtype=config.dtype)
     examples = CoinFlip(people=config.people, shots=config.shots).examples(config.prompts, config.seed)
@@ -94,7 +94,7 @@ def run(config: Config) -> Result:
         trace = cp.run(
             model, examples, drafter=drafter, window=config.draft_length + 1, draft_length=config.draft_length, group=8,
             capacity=config.capacity, prefill_chunk=64, capture="S",
-            sampling=cp.SamplingParams(max_new_tokens=config.new_tokens, stop_token_ids=()), progress=False,
+            sampling=cp.SamplingParams(max_new_tokens=config.new_tokens, stop_token_ids=()), progress=progress,
         )  # fmt: skip
         if final.empty:  # the committed text is the same whoever drafts
             behaviour, final = trace.meta["behaviour"], _final_choices(trace, config.seed)
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=Config.prompts)
     parser.add_argument("--json", type=Path, help="also write what was found to this file")
     given = parser.parse_args()
-    result = run(Config(prompts=given.prompts))
+    result = run(Config(prompts=given.prompts), progress=True)
     print(result.table())
     if given.json:
         given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")

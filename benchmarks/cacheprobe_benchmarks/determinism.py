@@ -16,8 +16,9 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.config import EngineConfig
+from cacheprobe.progress import Progress
 from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.machine import machine, say
+from cacheprobe_benchmarks.machine import machine
 from cacheprobe_benchmarks.workload import CAPACITY, IN_FLIGHT, Run, Timing, marked, side_by_side, timed, traffic
 
 SHARES = (2, 5, 10, 20, 50, 100)
@@ -34,17 +35,20 @@ def run(rounds: int) -> dict[str, Any]:
     settings: dict[str, tuple[int, EngineConfig]] = {"base": (0, FIXED_HEIGHT)}
     settings |= {f"kept_at_{share}": (share, FIXED_HEIGHT) for share in SHARES}
     settings |= {f"dvr_kept_at_{share}": (share, DVR) for share in DVR_SHARES}
-    for share, config in ((100, FIXED_HEIGHT), (100, DVR)):  # shapes are tried, memory is touched
-        timed(model, marked(requests[:4], share / 100), config)
+    for config in (FIXED_HEIGHT, DVR):  # shapes are tried, memory is touched
+        timed(model, marked(requests[:4], 1.0), config)
     seconds: dict[str, list[float]] = {name: [] for name in ("hf", *settings)}
     last: dict[str, Timing] = {}
-    for _ in range(rounds):
-        runs = {name: Run(model, marked(requests, share / 100), config) for name, (share, config) in settings.items()}
-        jobs = {"hf": _hugging_face(hf, requests), **{name: run.steps() for name, run in runs.items()}}
-        for name, taken in side_by_side(jobs).items():
-            seconds[name].append(taken)
-            say(name, taken)
-        last = {name: run.timing(seconds[name][-1]) for name, run in runs.items()}
+    with Progress(100 * rounds, "measuring", "per cent") as bar:
+        for number in range(rounds):
+            runs = {
+                name: Run(model, marked(requests, share / 100), config) for name, (share, config) in settings.items()
+            }
+            jobs = {"hf": _hugging_face(hf, requests), **{name: run.steps() for name, run in runs.items()}}
+            for name, taken in side_by_side(jobs, lambda share, n=number: bar.at(int(100 * (n + share)))).items():
+                seconds[name].append(taken)
+                bar.say(f"{name}: {taken:.1f} s")
+            last = {name: run.timing(seconds[name][-1]) for name, run in runs.items()}
     middle = {name: median(values) for name, values in seconds.items()}
     base = middle["base"]
     tokens = sum(map(len, last["base"].tokens))

@@ -17,7 +17,7 @@ import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.ops.readout import read_logits
-from cacheprobe_benchmarks.machine import machine
+from cacheprobe_benchmarks.machine import machine, measuring
 
 TOKENS, TOP_K, REPEATS = 16, 5, 3
 
@@ -37,14 +37,14 @@ def run(rounds: int) -> dict[str, Any]:
     tile_targets = targets.repeat_interleave(model.n_layers)[:LENS_TILE]
     jobs["statistics of a tile"] = lambda: read_logits(logits, tile_targets, TOP_K)
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    with torch.inference_mode():
-        for job in jobs.values():  # once untimed: first calls allocate
-            job()
-        for _ in range(rounds * REPEATS):
+    with torch.inference_mode(), measuring((rounds * REPEATS + 1) * len(jobs)) as bar:
+        for number in range(rounds * REPEATS + 1):
             for name, job in jobs.items():
                 began = time.perf_counter()
                 job()
-                seconds[name].append(time.perf_counter() - began)
+                if number:  # the first round is not timed: first calls allocate
+                    seconds[name].append(time.perf_counter() - began)
+                bar.advance(note=name)
     medians = {name: median(values) for name, values in seconds.items()}
     return {
         "benchmark": "lens",

@@ -7,10 +7,17 @@ from pathlib import Path
 
 import torch
 
+from cacheprobe.progress import Progress
+
 
 def say(what: str, seconds: float) -> None:
     """One line for each run, on stderr: benchmarks take minutes."""
     print(f"{what}: {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def measuring(num_runs: int) -> Progress:
+    """The bar of a benchmark: runs that are timed or warm up, one after another."""
+    return Progress(num_runs, "measuring", "runs")
 
 
 def machine() -> dict[str, str | int]:

@@ -14,7 +14,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.smollm2 import smollm2_directory
-from cacheprobe_benchmarks.machine import machine
+from cacheprobe_benchmarks.machine import machine, measuring
 
 NEW_TOKENS = 32
 PROMPTS = Path(__file__).parents[2] / "data" / "coin_flip_bench.jsonl"
@@ -38,17 +38,18 @@ def run(rounds: int) -> dict[str, Any]:
 
     jobs = {"hf": _hugging_face(prompts), "stc": ours("STC"), "stcz": ours("STCZ")}
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for job in jobs.values():  # once untimed: first calls allocate
-        job()
-    for _ in range(rounds):
-        for name, job in jobs.items():
-            began = time.perf_counter()
-            tokens = job()
-            seconds[name].append(time.perf_counter() - began)
-            if any(len(ids) != NEW_TOKENS for ids in tokens):
-                raise RuntimeError(
-                    f"{name} generated {[len(ids) for ids in tokens]} tokens instead of {NEW_TOKENS} each"
-                )
+    with measuring((rounds + 1) * len(jobs)) as bar:
+        for number in range(rounds + 1):
+            for name, job in jobs.items():
+                began = time.perf_counter()
+                tokens = job()
+                if number:  # the first round is not timed: first calls allocate
+                    seconds[name].append(time.perf_counter() - began)
+                if any(len(ids) != NEW_TOKENS for ids in tokens):
+                    raise RuntimeError(
+                        f"{name} generated {[len(ids) for ids in tokens]} tokens instead of {NEW_TOKENS} each"
+                    )
+                bar.advance(note=name)
     medians = {name: median(values) for name, values in seconds.items()}
     return {
         "benchmark": "main-job",

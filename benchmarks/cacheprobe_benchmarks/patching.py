@@ -18,7 +18,7 @@ from transformer_lens.patching import get_act_patch_resid_pre
 import cacheprobe as cp
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.tasks.coin_flip import ANSWERS, coin_question
-from cacheprobe_benchmarks.machine import machine, say
+from cacheprobe_benchmarks.machine import machine, measuring
 
 PEOPLE = (("Tim", True), ("Arthur", True))
 TOKENS = 24
@@ -75,12 +75,13 @@ def compare(
         model.bridge(torch.tensor([clean]))
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     found: dict[str, Tensor] = {}
-    for _ in range(rounds):
-        for name, job in jobs.items():
-            began = time.perf_counter()
-            found[name] = job().double()
-            seconds[name].append(time.perf_counter() - began)
-            say(name, seconds[name][-1])
+    with measuring(rounds * len(jobs)) as bar:
+        for _ in range(rounds):
+            for name, job in jobs.items():
+                began = time.perf_counter()
+                found[name] = job().double()
+                seconds[name].append(time.perf_counter() - began)
+                bar.advance(note=f"{name} {seconds[name][-1]:.1f} s")
     medians = {name: median(values) for name, values in seconds.items()}
     far = float((found["ours"] - found["transformerlens"]).abs().max())
     return {

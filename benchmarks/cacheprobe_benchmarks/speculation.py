@@ -16,7 +16,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.config import EngineConfig
 from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.machine import machine, say
+from cacheprobe_benchmarks.machine import machine, measuring
 from cacheprobe_benchmarks.workload import timed
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
@@ -64,15 +64,15 @@ def run(rounds: int) -> dict[str, Any]:
     jobs["batch8_drafted"] = ours("batch8", ids["repeat"], TOGETHER, cp.drafters.NGram(length=TOGETHER.window - 1))
 
     speeds = {name: [] for name in jobs}
-    for job in jobs.values():  # once untimed: first calls allocate, and the fixed shapes are tried
-        job()
-    for _ in range(rounds):
-        for name, job in jobs.items():
-            began = time.perf_counter()
-            count = job()
-            seconds = time.perf_counter() - began
-            speeds[name].append(count / seconds)
-            say(name, seconds)
+    with measuring((rounds + 1) * len(jobs)) as bar:
+        for number in range(rounds + 1):
+            for name, job in jobs.items():
+                began = time.perf_counter()
+                count = job()
+                seconds = time.perf_counter() - began
+                if number:  # the first round is not timed: first calls allocate, and the fixed shapes are tried
+                    speeds[name].append(count / seconds)
+                bar.advance(note=f"{name} {seconds:.1f} s")
     speed = {name: median(values) for name, values in speeds.items()}
     return {
         "benchmark": "speculation",

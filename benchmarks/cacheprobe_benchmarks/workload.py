@@ -1,7 +1,7 @@
 """The mixed traffic of the determinism benchmark, and the plain timing of a run that records nothing but its steps."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,14 +82,17 @@ class Run:
         return Timing(seconds, [list(self.log.finished[r.request_id].committed) for r in self.requests], self.log)
 
 
-def side_by_side(jobs: Mapping[str, Iterator[float]]) -> dict[str, float]:
+def side_by_side(
+    jobs: Mapping[str, Iterator[float]], report: Callable[[float], None] = lambda share: None
+) -> dict[str, float]:
     """Seconds of each job, all of them run in turn in small steps, whichever is farthest behind: a machine that is
     slower for a minute is then slower for all of them alike.
 
-    jobs: each yields the share of its work that is done, after every step.
+    jobs: each yields the share of its work that is done, after every step.  report: called with the share of all work.
     """
     seconds, done = dict.fromkeys(jobs, 0.0), dict.fromkeys(jobs, 0.0)
     while done:
+        report((sum(done.values()) + len(jobs) - len(done)) / len(jobs))
         name = min(done, key=done.__getitem__)
         began = time.perf_counter()
         share = next(jobs[name], None)

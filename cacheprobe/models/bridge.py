@@ -4,7 +4,6 @@ Knows nothing about requests, phases or what is kept of the captured states.
 """
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import transformer_lens
-import transformers
 from torch import Tensor
 from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
@@ -21,7 +19,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.facts import one_dtype, sha256_of, stop_token_ids
+from cacheprobe.models.facts import one_dtype, platform_facts, sha256_of, stop_token_ids
 from cacheprobe.models.hf_cache import ShapeProbe, staged
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.names import ROTATED, hook_name, resid_pre_name
@@ -211,13 +209,8 @@ class BridgeLM:
             "compatibility_mode": bool(getattr(self.bridge, "compatibility_mode", False)),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
             "transformer_lens": getattr(transformer_lens, "__version__", "unknown"),
-            "threads": torch.get_num_threads(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
-            "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
+            **platform_facts(),
         }
 
     @property

@@ -1,9 +1,11 @@
-"""Facts of a wrapped model: its one dtype, the tokens that end its texts, and the hash of its weights."""
+"""Facts of a wrapped model: its dtype, the tokens that end its texts, its weights' hash; and of the platform."""
 
 import hashlib
+import os
 from typing import Any
 
 import torch
+import transformers
 
 from cacheprobe.models.base import ModelError
 
@@ -27,6 +29,18 @@ def stop_token_ids(bridge: Any) -> tuple[int, ...]:
         if eos is not None:
             return tuple(sorted(eos)) if isinstance(eos, list | tuple) else (int(eos),)
     return ()
+
+
+def platform_facts() -> dict[str, str | int | float]:
+    """What of this machine and its libraries may change bits, whatever the model."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
+    }
 
 
 def sha256_of(named: list[tuple[str, torch.nn.Parameter]]) -> str:

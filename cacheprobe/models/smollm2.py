@@ -36,9 +36,8 @@ def smollm2_directory(progress: bool = True) -> Path:
     Any number of processes may call this at once: one converts, the others wait for it.
     """
     gguf = smollm2_gguf()
-    with gguf.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    target = cache_directory() / f"smollm2-135m-instruct-{sha256[:12]}-v{CONVERTER_VERSION}"
+    sha256 = _sha256_of(gguf)
+    target = _target(sha256)
     if is_complete(target):
         return target
 
@@ -48,6 +47,20 @@ def smollm2_directory(progress: bool = True) -> Path:
 
     origin = {"source": gguf.name, "sha256": sha256, "converter_version": CONVERTER_VERSION, "weights": WEIGHTS_NOTE}
     return commit_directory(build, target, origin)
+
+
+def converted_directory() -> Path:
+    """Where the conversion of the installed weights is, or will be. Raises: FileNotFoundError where they are not."""
+    return _target(_sha256_of(smollm2_gguf()))
+
+
+def _target(sha256: str) -> Path:
+    return cache_directory() / f"smollm2-135m-instruct-{sha256[:12]}-v{CONVERTER_VERSION}"
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def smollm2_gguf() -> Path:

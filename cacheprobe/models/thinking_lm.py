@@ -7,7 +7,6 @@ again under its state. Computing a chunk again under the same states gives the s
 chunk after another. All rounds have the pass's own shape: determinism needs nothing more.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.facts import sha256_of
+from cacheprobe.models.facts import platform_facts, sha256_of
 from cacheprobe.models.hooked import ActivationCache
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.thinking import ThinkingModel
@@ -314,12 +312,7 @@ class ThinkingLM:
             "attention": "sdpa",
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "threads": torch.get_num_threads(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
-            "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
+            **platform_facts(),
         }
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:

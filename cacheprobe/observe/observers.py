@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cacheprobe.progress import Progress
 from cacheprobe.records import Finished, Observer, StepRecord
 
 
@@ -72,32 +73,17 @@ class StepLog(Silent):
 
 
 class ProgressBar(Silent):
-    """Committed tokens, rate and time left; silent where the output is no terminal, or where not enabled."""
+    """Committed tokens, rate and time left; `total_tokens` are the most that there can be."""
 
     def __init__(self, total_tokens: int, enabled: bool = True) -> None:
-        self.total, self.enabled = total_tokens, enabled
-        self._expected: dict[int, int] = {}
-        self._bar: Any = None
+        self._shown = Progress(total_tokens, "generating", "tokens", enabled=enabled)
 
     def __enter__(self) -> "ProgressBar":
-        if self.enabled:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            console = Console(stderr=True)
-            if console.is_terminal:
-                columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-                rate = TextColumn("{task.fields[rate]} tokens/s")
-                self._bar = Progress(*columns, rate, TimeRemainingColumn(), console=console, transient=True)
-                self._bar.start()
-                self._task = self._bar.add_task("generating", total=self.total, rate="-")
+        self._shown.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._shown.__exit__(*exc)
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
-        if self._bar is not None:
-            speed = self._bar.tasks[0].speed
-            self._bar.update(self._task, advance=len(token_ids), rate=f"{speed:.1f}" if speed else "-")
+        self._shown.advance(len(token_ids))

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.cells import Cell, is_idle, run_cells
 from cacheprobe.patching.parts import Parts
 from cacheprobe.patching.runs import Run, Said, read
+from cacheprobe.progress import Progress
 
 Index = tuple[int, ...]
 """What a cell is called in the table, such as (layer, position)."""
@@ -30,7 +30,7 @@ def sweep(
 ) -> dict[Index, Said]:
     """What every cell says, by index. Cells in which nothing would change are the unpatched run, and not computed."""
     out: dict[Index, Said] = {}
-    with CellBar(sum(group.count for group in groups), progress) as bar:
+    with Progress(sum(group.count for group in groups), "patching", "cells", enabled=progress) as bar:
         for group in groups:
             said = parts.get(group.name)
             if said is None:
@@ -50,32 +50,3 @@ def _run_group(model: CachedLM, group: Group, answer: tuple[int, int]) -> list[S
         logits = run_cells(model, base, [cells[index] for index in active])
         said |= dict(zip(active, read(logits, answer), strict=True))
     return [said[index] for index in group.indices]
-
-
-class CellBar:
-    """Cells, and the time left; silent where the output is no terminal, or where not enabled."""
-
-    def __init__(self, total: int, enabled: bool) -> None:
-        self.total, self.enabled = total, enabled
-        self._bar: Any = None
-
-    def __enter__(self) -> "CellBar":
-        if self.enabled:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            console = Console(stderr=True)
-            if console.is_terminal:
-                columns = (TextColumn("patching"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-                self._bar = Progress(*columns, console=console, transient=True)
-                self._bar.start()
-                self._task = self._bar.add_task("patching", total=self.total)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self, cells: int) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task, cells)

@@ -1,7 +1,6 @@
 """A model without and with an adapter, side by side."""
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from cacheprobe.models.loaders import load_model
+from cacheprobe.progress import Progress
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.lora_checkpoint import replace_file
 from cacheprobe.training.lora_evaluate import PEOPLE, Cell, evaluate
@@ -29,15 +29,16 @@ def evaluate_adapter(
     began = time.monotonic(), time.process_time()
     cells: dict[str, list[Cell]] = {"base": [], "adapter": []}
     notes, weights = {}, {}
+    bar = Progress(len(cells) * len(flip_probabilities) * len(people), "asking", "cells", enabled=progress)
     for kind, held in cells.items():
         loaded = load_model(model, adapter=adapter if kind == "adapter" else None, progress=progress)
         notes[kind], weights[kind] = loaded.weights_note, loaded.fingerprint()["weights_sha256"]
         for probability in flip_probabilities:
             for count in people:
-                held += evaluate(loaded, [count], [probability], questions=questions)
-                if progress:
-                    line = f"{kind}: {count} people, p(flip) {probability}: {_texts(held[-1])}"
-                    print(line, file=sys.stderr, flush=True)
+                with bar:
+                    held += evaluate(loaded, [count], [probability], questions=questions)
+                    bar.say(f"{kind}: {count} people, p(flip) {probability}: {_texts(held[-1])}")
+                    bar.advance()
     print(table(cells))
     figures = {
         "model": model,

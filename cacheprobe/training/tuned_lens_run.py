@@ -30,11 +30,13 @@ def train_tuned_lens(
     trainer = TunedLensTrainer(model, settings)
     reader, _ = choose_path(model, "auto")
     trainer.model = reader
-    texts = write_texts(reader, settings.steps * settings.texts, settings.length, settings.seed, "train")
+    texts = write_texts(
+        reader, settings.steps * settings.texts, settings.length, settings.seed, "train", progress=progress
+    )
     with TrainingProgress(settings.steps, 0, progress) as shown:
         for step in trainer.run(texts):
             shown(step.step + 1, f"KL {float(step.kl_nats.mean()):.3f} nats, mean over layers")
-    held_out = write_texts(reader, settings.held_out, settings.length, settings.seed, "held-out")
+    held_out = write_texts(reader, settings.held_out, settings.length, settings.seed, "held-out", progress=progress)
     lens = trainer.lens()
     about: dict[str, Any] = {
         "settings": settings.as_dict(),

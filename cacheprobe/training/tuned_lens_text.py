@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from cacheprobe.models.base import CachedLM
+from cacheprobe.progress import Progress
 from cacheprobe.tasks import Boxes, CoinFlip, Permutations, Variables
 
 AT_ONCE = 64
 """Texts that are written together."""
 
 
-def write_texts(model: CachedLM, num_texts: int, length: int, seed: int, part: str) -> Tensor:
+def write_texts(
+    model: CachedLM, num_texts: int, length: int, seed: int, part: str, *, progress: bool = False
+) -> Tensor:
     """Token ids [num_texts, length]: a prompt each, continued by the model at temperature 1.
 
     part: "train" or "held-out"; no prompt's draw is shared between the two, nor between seeds. A prompt takes at most
@@ -24,9 +27,11 @@ def write_texts(model: CachedLM, num_texts: int, length: int, seed: int, part: s
         raise ValueError(f"texts of {length} tokens exceed the context of {model.name}, {model.n_ctx}; lower length")
     prompts = [prompt[: max(length // 2, 1)] for prompt in _prompts(model, num_texts, seed, part)]
     generator = torch.Generator().manual_seed(Random(f"tuned-lens/{part}/{seed}").getrandbits(62))
-    parts = [
-        _continued(model, prompts[start : start + AT_ONCE], length, generator) for start in range(0, num_texts, AT_ONCE)
-    ]
+    parts = []
+    with Progress(num_texts, f"writing {part} text", "texts", enabled=progress) as bar:
+        for start in range(0, num_texts, AT_ONCE):
+            parts.append(_continued(model, prompts[start : start + AT_ONCE], length, generator))
+            bar.advance(len(parts[-1]))
     return torch.cat(parts)
 
 

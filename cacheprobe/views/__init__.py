@@ -9,6 +9,7 @@ from cacheprobe.views.lens_grid import lens_grid
 from cacheprobe.views.patching import patching_grid
 from cacheprobe.views.probes import foresight_figure, probe_figure
 from cacheprobe.views.report import write_report
+from cacheprobe.views.report_figures import write_figures
 from cacheprobe.views.text import token_texts
 from cacheprobe.views.thoughts_picture import thoughts_picture
 from cacheprobe.views.windows import Window, accepted_whole, find_windows, rolled_back
@@ -31,5 +32,6 @@ __all__ = [
     "thoughts_picture",
     "token_texts",
     "window_diagram",
+    "write_figures",
     "write_report",
 ]

@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.views.style import layout_template
+from cacheprobe.views.style import Figure, layout_template
 from cacheprobe.views.text import markup, visible
 
 _COLOURS = {"T": "#2b6cb0", "C": "#a87900", "other": "#7b858f"}
@@ -24,7 +24,7 @@ def attribution(table: pd.DataFrame) -> go.Figure:
     by_head = parts[parts["head"].notna()]
     figure = make_subplots(
         rows=2 if len(by_head) else 1, shared_xaxes=True, vertical_spacing=0.08,
-        row_heights=[0.5, 0.5] if len(by_head) else None,
+        row_heights=[0.5, 0.5] if len(by_head) else None, figure=Figure(),
     )  # fmt: skip
     in_layers = parts[parts.layer.notna()].assign(site=lambda t: t.site.replace("T bias", "T"))
     sums = in_layers.groupby(["site", "layer"]).logit.sum()

@@ -3,7 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.views.style import STATUS_STYLES, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
 from cacheprobe.views.text import markup
 
 _GREY = "#7b858f"
@@ -33,7 +33,7 @@ def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int |
         )
     summed = chosen.groupby(["where", "treatment"], sort=False)[["n", "total", "flips"]].sum().reset_index()
     summed["nld"] = summed.total / summed.n
-    figure = go.Figure()
+    figure = Figure()
     for name, (colour, texture) in _TREATMENTS.items():
         rows = summed[summed.treatment == name]
         figure.add_bar(

@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.views.style import STATUS_STYLES, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
 from cacheprobe.views.text import markup, shorten
 
 _WORDS = {"committed": "committed", "candidate": "candidate", "rolled_back": "rolled back"}
@@ -22,7 +22,7 @@ def agreement_figure(agreement: pd.DataFrame) -> go.Figure:
     """
     if agreement.empty:
         raise ValueError("the agreement table is empty; a run that reads Z fills it")
-    figure = go.Figure()
+    figure = Figure()
     for status in [s for s in _WORDS if s in agreement.columns]:
         style, share = STATUS_STYLES[status], agreement[status].dropna()
         figure.add_scatter(
@@ -65,7 +65,7 @@ def settling_figure(settling: pd.DataFrame) -> go.Figure:
     group = group.where(~drafted, "rolled back, draft pass").where(
         settling.status != "candidate", "candidate, draft pass"
     )
-    figure = go.Figure()
+    figure = Figure()
     points = "all" if len(settling) <= _MOST_POINTS else "outliers"
     order = ["rolled back, draft pass", "candidate, draft pass", "rolled back, verify pass", "committed"]
     for name in [name for name in order if (group == name).any()]:  # the last is drawn on top

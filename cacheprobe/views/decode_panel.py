@@ -6,7 +6,7 @@ import pandas as pd
 
 from cacheprobe.views import svg
 from cacheprobe.views.cache_picture import CACHE_HEIGHT, cache_picture
-from cacheprobe.views.panels import WIDTH, abridged, panel, step_note
+from cacheprobe.views.panels import WIDTH, Panel, abridged, step_note
 
 SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5
 """A choice is drawn solid from the first margin on, dotted below the second."""
@@ -16,7 +16,7 @@ _MOST_REQUESTS = 8
 def decode_panel(
     events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: str, columns: Sequence[tuple[str, str, int]],
     *, is_verified: bool = True,
-) -> str:  # fmt: skip
+) -> Panel:  # fmt: skip
     """What was proposed after T0, above the grid of requests by tokens.
 
     newest: text of T0.  columns: (name, text, step) of each token.  is_verified: False where the tokens of this request
@@ -49,7 +49,7 @@ def decode_panel(
         sentence = "This request is never verified: each token is committed as it is decoded, and its rows stay."
     note = step_note([step for _, _, step in columns])
     label = f"Decode: T0 and {count} tokens {kind}"
-    return panel("Decode", note, svg.picture(WIDTH, height, label, parts + grid), sentence)
+    return Panel("Decode", note, svg.picture(WIDTH, height, label, parts + grid), sentence)
 
 
 def _grid(

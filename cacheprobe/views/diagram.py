@@ -7,7 +7,7 @@ import pandas as pd
 from cacheprobe.views import svg
 from cacheprobe.views.cache_picture import swatch
 from cacheprobe.views.decode_panel import decode_panel
-from cacheprobe.views.panels import outcome_panel, prefill_panel, token_name, verify_panel
+from cacheprobe.views.panels import Panel, outcome_panel, prefill_panel, token_name, verify_panel
 from cacheprobe.views.style import DIAGRAM_CSS
 from cacheprobe.views.text import text_of
 from cacheprobe.views.windows import Window
@@ -44,7 +44,8 @@ def window_diagram(
     ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: as from `token_texts`.
     Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.
     """
-    return Markup(framed(window_panels(window, events, ledgers, token_texts, is_deterministic=is_deterministic)))
+    panels = window_phases(window, events, ledgers, token_texts, is_deterministic=is_deterministic)
+    return Markup(framed(side_by_side(panels)))
 
 
 def framed(panels: str) -> str:
@@ -52,15 +53,15 @@ def framed(panels: str) -> str:
     return f'<div class="cp"><style>{DIAGRAM_CSS}</style>{svg.TEXTURES}{panels}{legend()}</div>'
 
 
-def window_panels(
+def window_phases(
     window: Window,
     events: pd.DataFrame,
     ledgers: Sequence[pd.DataFrame],
     token_texts: Mapping[int, str],
     *,
     is_deterministic: bool = False,
-) -> str:
-    """The panels of `window_diagram` without styles and legend, for a page that has them."""
+) -> list[Panel]:
+    """The panels of `window_diagram`, in order."""
     after_prefill, after_decode, after_verify = ledgers
     drafted = [
         (token_name(i + 1, candidate=True), text_of(token_texts, token_id), step)
@@ -68,17 +69,17 @@ def window_panels(
     ]
     newest = text_of(token_texts, window.newest_token_id)
     name = "deterministic request" if is_deterministic else f"request {window.request_id}"
-    return _row(
+    return [
         prefill_panel(events, window.request_id, after_prefill, name),
         decode_panel(events, window.request_id, after_decode, newest, drafted),
         verify_panel(window, token_texts),
         outcome_panel(window, after_verify, token_texts),
-    )
+    ]
 
 
-def decoded_panels(
+def decoded_phases(
     request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
-) -> str:
+) -> list[Panel]:
     """Prefill and decode of a request that is never verified.
 
     ledgers: after its last prefill step, and at its end.
@@ -92,24 +93,32 @@ def decoded_panels(
         for token_id in event.committed_token_ids
     ]
     columns = [(token_name(i + 1), text_of(token_texts, token_id), step) for i, (token_id, step) in enumerate(decoded)]
-    return _row(
+    return [
         prefill_panel(events, request_id, after_prefill, f"request {request_id}"),
         decode_panel(events, request_id, after_decode, text_of(token_texts, first), columns, is_verified=False),
-    )
+    ]
+
+
+def side_by_side(panels: Sequence[Panel]) -> str:
+    """Panels as HTML without styles and legend, for a page that has them."""
+    return f'<div class="panels">{"".join(panel.html for panel in panels)}</div>'
 
 
 def legend() -> str:
-    """What each colour, texture and sign means."""
-    items = []
-    for colour, texture, sign, meaning in _LEGEND:
-        parts = [swatch(1, 2, colour, texture)]
-        if sign:
-            parts.append(svg.mark(10, 8.5, sign, 0.7))
-        items.append(f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{"".join(parts)}</svg>{meaning}</li>')
-    items.append('<li><svg viewBox="0 0 26 18" aria-hidden="true">' + svg.mark(9, 9, "turn") + "</svg>recovered</li>")
-    items.append('<li><svg viewBox="0 0 26 18" aria-hidden="true">' + svg.mark(9, 9, "plus") + "</svg>bonus</li>")
+    """What each colour, texture and sign means, as HTML."""
+    return key_list(keys())
+
+
+def key_list(listed: Sequence[tuple[str, str]]) -> str:
+    """Keys and their meanings as an HTML list."""
+    items = [f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{said}</li>' for drawn, said in listed]
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _row(*panels: str) -> str:
-    return f'<div class="panels">{"".join(panels)}</div>'
+def keys() -> list[tuple[str, str]]:
+    """The strokes of each colour, texture and sign, within 26 x 18 px, and what they mean."""
+    items = []
+    for colour, texture, sign, meaning in _LEGEND:
+        drawn = swatch(1, 2, colour, texture) + (svg.mark(10, 8.5, sign, 0.7) if sign else "")
+        items.append((drawn, meaning))
+    return [*items, (svg.mark(9, 9, "turn"), "recovered"), (svg.mark(9, 9, "plus"), "bonus")]

@@ -4,7 +4,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.views.style import layout_template
+from cacheprobe.views.intervals import error_bars, told
+from cacheprobe.views.style import Figure, layout_template
 
 _GREY = "#7b858f"
 _COLORS = ("#7c5fbd", "#2b8cbe", "#c2702b", "#2f9e4f")
@@ -18,19 +19,19 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
     """
     if table.empty:
         raise ValueError("the table of final choices is empty; read some rows")
-    figure = go.Figure()
+    figure = Figure()
     said = []
     for kind, color in zip(dict.fromkeys(table.kind), _COLORS, strict=False):
         t = table[table.kind == kind].sort_values("layer")
         figure.add_scatter(
             x=t.layer.tolist(), y=t.share.tolist(), name=kind, mode="lines+markers", line=dict(color=color, width=2),
-            error_y=dict(type="data", symmetric=False, array=(t.high - t.share).tolist(),
-                         arrayminus=(t.share - t.low).tolist(), thickness=1, width=0),
-            hovertemplate=f"{kind}, layer %{{x}}: %{{y:.1%}}<extra></extra>",
+            error_y=error_bars(t, "share"), customdata=told(t, "share", ".1%", rows="rows"),
+            hovertemplate=f"{kind}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
             x=t.layer.tolist(), y=t.chance.tolist(), name=f"{kind}: another row's choice", mode="lines",
-            line=dict(color=color, width=1, dash="dot"), hovertemplate="another row's: %{y:.1%}<extra></extra>",
+            line=dict(color=color, width=1, dash="dot"),
+            hovertemplate=f"{kind}, another row's choice, layer %{{x}}: %{{y:.1%}}<extra></extra>",
         )  # fmt: skip
         half = t[t.share >= 0.5]
         if len(half):
@@ -50,21 +51,20 @@ def disagreement_figure(table: pd.DataFrame) -> go.Figure:
     if table.empty:
         raise ValueError("no draft was rejected, so there is nothing to draw")
     drafters = list(dict.fromkeys(table.drafter))
-    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters)
+    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
     for column, drafter in enumerate(drafters, start=1):
         t = table[table.drafter == drafter].sort_values("layer")
         figure.add_scatter(
             x=t.layer.tolist(), y=t.share.tolist(), name="the rejected token", showlegend=column == 1,
             mode="lines+markers", line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=6),
             row=1, col=column,
-            error_y=dict(type="data", symmetric=False, array=(t.high - t.share).tolist(),
-                         arrayminus=(t.share - t.low).tolist(), thickness=1, width=0),
-            hovertemplate="layer %{x}: %{y:.1%}<extra></extra>",
+            error_y=error_bars(t, "share"), customdata=told(t, "share", ".1%", rejected="rejected drafts"),
+            hovertemplate=f"{drafter}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
             x=t.layer.tolist(), y=t.control.tolist(), name="another row's rejected token", showlegend=column == 1,
             mode="lines", line=dict(color=_GREY, dash="dot", width=1.5), row=1, col=column,
-            hovertemplate="another row's: %{y:.1%}<extra></extra>",
+            hovertemplate=f"{drafter}, another row's rejected token, layer %{{x}}: %{{y:.1%}}<extra></extra>",
         )  # fmt: skip
     ends = table.sort_values("layer").groupby("drafter", sort=False)
     said = [f"{name} until layer {int(t[t.share > 0.5].layer.max())}" for name, t in ends if (t.share > 0.5).any()]

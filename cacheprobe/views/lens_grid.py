@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.views.style import STATUS_STYLES, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
 from cacheprobe.views.text import markup, token_label, visible
 
 Measure = Literal["logprob", "entropy", "rank"]
@@ -46,7 +46,7 @@ def lens_grid(
     layers = np.sort(rows.layer.unique())
     rows = rows.assign(column=rows.row.map(pd.Series(columns.index, index=columns.row)))
     heat, bar = _heatmap(rows, columns, layers, colour)
-    figure = go.Figure([heat, _outlines(rows, layers), *_status_marks(columns, len(layers))])
+    figure = Figure([heat, _outlines(rows, layers), *_status_marks(columns, len(layers))])
     ticks = range(0, len(layers), 1 if len(layers) <= 16 else 2)
     figure.update_layout(
         template=layout_template(),

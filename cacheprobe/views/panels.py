@@ -19,12 +19,22 @@ _VERDICTS = {  # colour, texture, sign of the verifier's token
 }
 
 
-def panel(heading: str, note: str, picture: str, sentence: str, *, classes: str = "panel") -> str:
-    """Heading and note are ours; the sentence is markup, its tokens escaped by whoever wrote it."""
-    return f'<section class="{classes}"><h4>{heading} <small>{note}</small></h4>{picture}<p>{sentence}</p></section>'
+class Panel(NamedTuple):
+    """A phase: heading and note are ours; the sentence is markup, its tokens escaped by whoever wrote it."""
+
+    heading: str
+    note: str
+    picture: str
+    sentence: str
+    classes: str = "panel"
+
+    @property
+    def html(self) -> str:
+        head = f"<h4>{self.heading} <small>{self.note}</small></h4>"
+        return f'<section class="{self.classes}">{head}{self.picture}<p>{self.sentence}</p></section>'
 
 
-def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, name: str) -> str:
+def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, name: str) -> Panel:
     """The prompt's pass: this request in blue, the others in grey, the cache all blue."""
     passes = events[(events.phase == "prefill") & events.step.isin(_steps(events, request_id, "prefill"))]
     beside = passes.request_id.nunique() - 1
@@ -50,10 +60,10 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
     sentence = f"The prompt was read in {count} pass{'es' * (count != 1)} of {shape} tokens, {company}."
     height = y + (134 if others else 52)
     label = f"Prefill: {len(ledger)} prompt tokens of request {request_id}, {_other_requests(others)}"
-    return panel("Prefill", step_note(passes.step), svg.picture(WIDTH, height, label, parts), sentence)
+    return Panel("Prefill", step_note(passes.step), svg.picture(WIDTH, height, label, parts), sentence)
 
 
-def verify_panel(window: Window, texts: Mapping[int, str]) -> str:
+def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
     """What the verifier was fed, what it answered, and the verdict on each."""
     inputs = (window.newest_token_id, *window.draft_token_ids)
     y = 34.0
@@ -88,7 +98,7 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> str:
     label = "Verify: " + ", ".join(f"T{i + 1} {verdict}" for i, verdict in enumerate(window.verdicts))
     rows, slots = window.batch_shape
     sentence = _verdict_sentence(window, texts) + f" The pass has the fixed shape {rows} × {slots}."
-    return panel("Verify", f"step {window.step}", svg.picture(WIDTH, y, label, parts), sentence, classes="panel middle")
+    return Panel("Verify", f"step {window.step}", svg.picture(WIDTH, y, label, parts), sentence, classes="panel middle")
 
 
 def _compared(window: Window, index: int) -> str:
@@ -116,7 +126,7 @@ def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
     return f"{said} Its own next token {name}, {token}, comes with them."
 
 
-def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]) -> str:
+def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]) -> Panel:
     """No rollback, or rollback: the sequence and the cache that are left."""
     back = window.is_rollback
     title = (
@@ -150,7 +160,7 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     if window.finish:
         sentence += f" The request ends here ({markup(window.finish)})."
     label = f"{title_word}: {last} tokens committed, {len(dropped)} rolled back"
-    return panel(title_word, f"after step {window.step}", svg.picture(WIDTH, y, label, parts), sentence)
+    return Panel(title_word, f"after step {window.step}", svg.picture(WIDTH, y, label, parts), sentence)
 
 
 class _Chip(NamedTuple):

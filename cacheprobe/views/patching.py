@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.views.style import STATUS_STYLES, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
 from cacheprobe.views.text import markup, token_label, visible
 
 _SAID = {
@@ -21,12 +21,16 @@ _MOST_TICKS = 16
 def patching_grid(grid: Any, *, value: str | None = None, head: int | None = None) -> go.Figure:
     """Heat map of one number of a grid, layers up, positions across.
 
-    grid: as `cp.patching` returns it; its table and meta alone are read.  value: a column, by default nld or effect.
+    grid: as `cp.patching` returns it, of which the table and meta alone are read; or such a table, which may come from
+    a file.  value: a column, by default nld or effect.
     head: one head of a grid by heads; without it, the mean over heads, as over the samples of a tracing. Marks stand
     where more than half of what a cell is the mean of turned the answer over.
     Raises: ValueError for a column or head that the table has not, and for an empty table.
     """
-    table, value = grid.table, grid.meta["value"] if value is None else value
+    table = grid if isinstance(grid, pd.DataFrame) else grid.table
+    if value is None:
+        own = "" if isinstance(grid, pd.DataFrame) else grid.meta["value"]
+        value = own or next((name for name in _SAID if name in table.columns), "nld")
     if value not in table.columns or not pd.api.types.is_numeric_dtype(table[value]):
         raise ValueError(f"unknown column {value!r}; a picture shows numbers, the table has {', '.join(table.columns)}")
     if head is not None:
@@ -39,7 +43,7 @@ def patching_grid(grid: Any, *, value: str | None = None, head: int | None = Non
     layers, positions = (sorted(cells[axis].unique()) for axis in ("layer", "position"))
     shown = cells.pivot(index="layer", columns="position", values="value")
     low, high = min(0.0, float(shown.min(axis=None))), max(0.0, float(shown.max(axis=None)))
-    figure = go.Figure(
+    figure = Figure(
         go.Heatmap(
             x=list(range(len(positions))),
             y=list(range(len(layers))),

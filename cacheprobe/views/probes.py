@@ -4,7 +4,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.views.style import layout_template
+from cacheprobe.views.intervals import error_bars, told
+from cacheprobe.views.style import Figure, layout_template
 
 _SITES = {"S": ("#7c5fbd", "circle", "S, residual stream"), "T": ("#2b8cbe", "diamond", "T, attention output"),
           "C": ("#c2702b", "square", "C, MLP output")}  # fmt: skip
@@ -22,7 +23,8 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
     if table.empty:
         raise ValueError("the table of probes is empty; fit some")
     places = list(dict.fromkeys(zip(table["at"], table.place, strict=True)))
-    figure = make_subplots(rows=1, cols=len(places), shared_yaxes=True, subplot_titles=[_place(*p) for p in places])
+    titles = [_place(*place) for place in places]
+    figure = make_subplots(rows=1, cols=len(places), shared_yaxes=True, subplot_titles=titles, figure=Figure())
     for column, (at, place) in enumerate(places, start=1):
         here = table[(table["at"] == at) & (table.place == place)]
         for site in [site for site in _SITES if (here.site == site).any()]:
@@ -31,9 +33,9 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
             figure.add_scatter(
                 x=t.layer.tolist(), y=t.accuracy.tolist(), name=name, legendgroup=site, showlegend=column == 1,
                 mode="lines+markers", line=dict(color=color, width=2), marker=dict(symbol=symbol, size=6),
-                error_y=dict(type="data", symmetric=False, array=(t.high - t.accuracy).tolist(),
-                             arrayminus=(t.accuracy - t.low).tolist(), thickness=1, width=0),
-                hovertemplate=f"{site}, layer %{{x}}, {_place(at, place)}: %{{y:.3f}}<extra></extra>",
+                error_y=error_bars(t, "accuracy"),
+                customdata=told(t, "accuracy", ".3f", examples="examples", groups="groups"),
+                hovertemplate=f"{site}, layer %{{x}}, {_place(at, place)}: %{{customdata}}<extra></extra>",
                 row=1, col=column,
             )  # fmt: skip
         first = here[here.site == here.site.iloc[0]].sort_values("layer")
@@ -42,7 +44,7 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
                 figure.add_scatter(
                     x=first.layer.tolist(), y=first[name].tolist(), name=name, legendgroup=name, mode="lines",
                     showlegend=column == 1, line=dict(color=color, dash=dash, width=1.5), row=1, col=column,
-                    hovertemplate=f"{name}: %{{y:.3f}}<extra></extra>",
+                    hovertemplate=f"{name}, layer %{{x}}, {_place(at, place)}: %{{y:.3f}}<extra></extra>",
                 )  # fmt: skip
     above = table[table.is_above].groupby(["at", "place"]).ngroups
     title = f"At {above} of {len(places)} places some layer tells the state better than any baseline"
@@ -68,27 +70,26 @@ def foresight_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
     if rows.empty:
         raise ValueError(f"there is no line of unit {unit!r} to draw: too few rollbacks, or another unit was asked for")
     drafters = list(dict.fromkeys(rows.drafter))
-    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters)
+    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
     for column, drafter in enumerate(drafters, start=1):
         t = rows[rows.drafter == drafter].sort_values("layer")
         figure.add_scatter(
             x=t.layer.tolist(), y=t.auroc.tolist(), name="states", showlegend=column == 1, mode="lines+markers",
             line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=7), row=1, col=column,
-            error_y=dict(type="data", symmetric=False, array=(t.high - t.auroc).tolist(),
-                         arrayminus=(t.auroc - t.low).tolist(), thickness=1, width=0),
-            hovertemplate="layer %{x}: %{y:.3f}<extra></extra>",
+            error_y=error_bars(t, "auroc"), customdata=told(t, "auroc", ".3f"),
+            hovertemplate=f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         for name in _CONTROLS:
             figure.add_scatter(
                 x=t.layer.tolist(), y=t[name].tolist(), name=_CONTROLS[name][0],
                 showlegend=column == 1, mode="lines", line=dict(color="#7b858f", dash=_CONTROLS[name][1], width=1.5),
                 row=1, col=column,
-                hovertemplate=f"{name}: %{{y:.3f}}<extra></extra>",
+                hovertemplate=f"{_CONTROLS[name][0]}, {drafter}, layer %{{x}}: %{{y:.3f}}<extra></extra>",
             )  # fmt: skip
     last = rows.sort_values("layer").groupby("drafter", sort=False).tail(1)
     better = [line.drafter for line in last.itertuples() if line.gain_low > 0]
-    told = "for " + ", ".join(better) if better else "for no drafter here"
-    title = f"States foretell a rollback better than position or margin {told}"
+    whom = ", ".join(better) or "no drafter here"
+    title = f"States foretell a rollback better than position or margin for {whom}"
     figure.update_layout(template=layout_template(), title=title, height=400, margin=dict(l=48, r=12, t=110, b=48))
     figure.update_xaxes(title="layer")
     figure.update_yaxes(range=[0.35, 1.02])

@@ -1,67 +1,64 @@
 """The report: one page about one request of a run, from the trace's own tables."""
 
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheprobe.views.curves import agreement_figure, settling_figure
-from cacheprobe.views.diagram import decoded_panels, legend, window_panels
-from cacheprobe.views.lens_grid import grid_width, lens_grid
+from cacheprobe.files import write_whole
+from cacheprobe.progress import Progress
+from cacheprobe.views.diagram import legend, side_by_side
+from cacheprobe.views.lens_grid import grid_width
 from cacheprobe.views.page import figure_block, page, table
 from cacheprobe.views.prose import behaviour_sentences, run_sentence
+from cacheprobe.views.report_figures import report_figures, report_panels, shown_positions
 from cacheprobe.views.text import markup, text_of, token_texts
 from cacheprobe.views.thoughts_columns import story_of
 from cacheprobe.views.thoughts_picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
-from cacheprobe.views.windows import Window, accepted_whole, find_windows, pick_request, rolled_back
+from cacheprobe.views.windows import accepted_whole, find_windows, pick_request, rolled_back
 
 if TYPE_CHECKING:
     from cacheprobe.observe.trace import Trace
 
-_MOST_POSITIONS = 48
-"""Columns of the lens grid; each more costs the browser a cell for every layer."""
 
-
-def write_report(trace: "Trace", path: "str | Path", request_id: int | None = None) -> Path:
+def write_report(trace: "Trace", path: "str | Path", request_id: int | None = None, *, progress: bool = False) -> Path:
     """Write the report of one request to `path`, whole or not at all.
 
     request_id: by default one that shows both a window accepted whole and one rolled back, if any does.
+    progress: show a bar on a terminal.
     Raises: KeyError for a request that the trace does not have.
     """
     path = Path(path)
     if request_id is None:
         request_id = pick_request(trace.events())
-    html = report_html(trace, request_id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.write(html)
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's file is its owner's alone; a report is to be shown
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return path
+    html = report_html(trace, request_id, progress=progress)
+    return write_whole(path, lambda beside: beside.write_text(html, encoding="utf-8", errors="replace"))
 
 
-def report_html(trace: "Trace", request_id: int) -> str:
+def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> str:
     """The report as one HTML document that needs no network."""
     if request_id not in trace.tokens:
         raise KeyError(f"no request {request_id} in this trace; it has {sorted(trace.tokens)}")
-    hypotheses = trace.hypothesis_table
-    texts = token_texts(trace.row_table, hypotheses)
-    title = f"cacheprobe: request {request_id} of {len(trace.requests)}"
-    parts = [
-        f"<h1>What the model believed before it committed</h1><p class='lead'>{run_sentence(trace, request_id)}</p>",
-        *(f"<p class='lead'>{sentence}</p>" for sentence in behaviour_sentences(trace.meta["behaviour"])),
-        _prompt(trace, request_id, texts),
-        _windows(trace, request_id, texts),
-        *([_thoughts(trace, request_id, texts)] if trace.thought_table is not None else []),
-        _lens(trace, request_id) if hypotheses is not None else _NO_LENS,
-        _controls(trace),
+    has_lens, has_thoughts = trace.hypothesis_table is not None, trace.thought_table is not None
+    texts = token_texts(trace.row_table, trace.hypothesis_table)
+    sections = [
+        lambda: _head(trace, request_id),
+        lambda: _prompt(trace, request_id, texts),
+        lambda: _windows(trace, request_id, texts),
+        *([lambda: _thoughts(trace, request_id, texts)] if has_thoughts else []),
+        lambda: _lens(trace, request_id) if has_lens else _NO_LENS,
+        lambda: _controls(trace),
     ]
-    return page(title, "\n".join(parts))
+    parts = []
+    with Progress(len(sections), "drawing", "sections", enabled=progress) as bar:
+        for section in sections:
+            parts.append(section())
+            bar.advance()
+    return page(f"cacheprobe: request {request_id} of {len(trace.requests)}", "\n".join(parts))
+
+
+def _head(trace: "Trace", request_id: int) -> str:
+    lead = [run_sentence(trace, request_id), *behaviour_sentences(trace.meta["behaviour"])]
+    said = "".join(f"<p class='lead'>{sentence}</p>" for sentence in lead)
+    return f"<h1>What the model believed before it committed</h1>{said}"
 
 
 _NO_LENS = (
@@ -87,11 +84,11 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     events = trace.events()
     windows = find_windows(events, request_id)
     head = "<h2>From draft to commit</h2>"
-    if not windows:
-        own = events[(events.request_id == request_id) & (events.phase == "prefill")]
-        ledgers = [trace.ledger(request_id, int(own.step.max())), trace.ledger(request_id)]
+    drawn = {name: (said, side_by_side(panels)) for name, said, panels in report_panels(trace, request_id, texts)}
+    if "decoded" in drawn:
         said = f"Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}"
-        return f"{head}<p class='note'>{said}</p>" + legend() + decoded_panels(request_id, events, ledgers, texts)
+        return f"{head}<p class='note'>{said}</p>" + legend() + drawn["decoded"][1]
+    windows = find_windows(trace.events(), request_id)
     drafted = sum(len(window.draft_token_ids) for window in windows)
     accepted = sum(window.num_accepted for window in windows)
     note = (
@@ -99,24 +96,12 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
         "candidates were accepted. Below, the window with the longest draft that was accepted whole, and one that was "
         "rolled back. T′ is a candidate, T the verifier's own token at that place.</p>"
     )
-    is_deterministic = trace.requests[request_id].is_deterministic
-
-    def drawn(window: Window | None, kind: str) -> str:
-        if window is None:
-            return (
-                f"<h3>{kind.capitalize()}: none</h3><p class='note'>No window of request {request_id} was {kind}. "
-                f"{_elsewhere(trace, request_id)}</p>"
-            )
-        ledgers = [trace.ledger(request_id, step) for step in window.ledger_steps]
-        last = window.start + len(window.target_token_ids) - 2
-        heading = f"<h3>{kind.capitalize()}: positions {window.start - 1} to {last}</h3>"
-        return heading + window_panels(window, events, ledgers, texts, is_deterministic=is_deterministic)
-
-    return (
-        head + note + legend()
-        + drawn(accepted_whole(windows), "accepted whole")
-        + drawn(rolled_back(windows), "rolled back")
-    )  # fmt: skip
+    parts = [head, note, legend()]
+    for kind in ("accepted whole", "rolled back"):
+        said, panels = drawn.get(kind.replace(" ", "-"), (f"{kind}: none", ""))
+        none = f"<p class='note'>No window of request {request_id} was {kind}. {_elsewhere(trace, request_id)}</p>"
+        parts.append(f"<h3>{said.capitalize()}</h3>{panels or none}")
+    return "".join(parts)
 
 
 def _elsewhere(trace: "Trace", request_id: int) -> str:
@@ -148,37 +133,31 @@ def _thoughts(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 
 def _lens(trace: "Trace", request_id: int) -> str:
-    hypotheses = trace.readings()
-    first = len(trace.requests[request_id].prompt_token_ids) - 1
-    end = first + len(trace.committed(request_id))
-    shown = range(first, min(end, first + _MOST_POSITIONS))
-    parts = ["<h2>Every layer beside what was committed</h2>"]
-    cut = f" The first {len(shown)} of {end - first} positions are shown." if len(shown) < end - first else ""
-    note = (
-        "Every block's residual stream, read through the "
+    shown, count = shown_positions(trace, request_id)
+    figures = report_figures(trace, request_id)
+    cut = f" The first {len(shown)} of {count} positions are shown." if len(shown) < count else ""
+    notes = {
+        "lens-grid": "Every block's residual stream, read through the "
         f"{markup(trace.meta['lens'])} lens: the cell names its first choice, the colour is the log-probability "
-        f"that it gave to the token committed next. A narrow screen scrolls the grid sideways.{cut}"
-    )
-    own = hypotheses[(hypotheses.request_id == request_id) & hypotheses.position.isin(shown)]
-    if own.empty:
-        parts.append(f"<p class='note'>No lens reading of request {request_id} was kept.</p>")
+        f"that it gave to the token committed next. A narrow screen scrolls the grid sideways.{cut}",
+        "lens-grid-all": "Candidates and rolled-back rows as columns of their own; what a rolled-back row was fed is "
+        "wrong.",
+        "agreement": "Whole run. A line ends where a drafter stopped: its rows have no layers above.",
+        "settling": "Whole run. Settled: the first choice no longer changes in the layers that ran.",
+    }
+
+    def block(name: str) -> str:
+        wide = grid_width(figures[name]) if name.startswith("lens") else 0
+        return figure_block(figures[name], name, notes[name], min_width=wide)
+
+    parts = ["<h2>Every layer beside what was committed</h2>"]
+    if "lens-grid" in figures:
+        parts.append(block("lens-grid"))
     else:
-        grid = lens_grid(hypotheses, request_id, positions=shown, include="committed")
-        parts.append(figure_block(grid, "lens-grid", note, min_width=grid_width(grid)))
-        if (own.status == "rolled_back").any():
-            every = lens_grid(hypotheses, request_id, positions=shown, include="all")
-            about = "Candidates and rolled-back rows as columns of their own; what a rolled-back row was fed is wrong."
-            inner = figure_block(every, "lens-grid-all", about, min_width=grid_width(every))
-            parts.append(f"<details><summary>The same with the rows that lost</summary>{inner}</details>")
-    agreement = figure_block(
-        agreement_figure(trace.agreement()), "agreement",
-        "Whole run. A line ends where a drafter stopped: its rows have no layers above.",
-    )  # fmt: skip
-    settling = figure_block(
-        settling_figure(trace.settling()), "settling",
-        "Whole run. Settled: the first choice no longer changes in the layers that ran.",
-    )  # fmt: skip
-    return "".join(parts) + f'<div class="two">{agreement}{settling}</div>'
+        parts.append(f"<p class='note'>No lens reading of request {request_id} was kept.</p>")
+    if "lens-grid-all" in figures:
+        parts.append(f"<details><summary>The same with the rows that lost</summary>{block('lens-grid-all')}</details>")
+    return "".join(parts) + f'<div class="two">{block("agreement")}{block("settling")}</div>'
 
 
 def _controls(trace: "Trace") -> str:
@@ -194,9 +173,3 @@ def _controls(trace: "Trace") -> str:
         f"{shown}<details><summary>Schedule fingerprint: what the bits of this run depend on</summary>"
         f"{fingerprint}</details>"
     )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -4,10 +4,12 @@ Blue prefill, yellow candidate or provisional row, green accepted or verified, r
 requests. Each has a texture or a sign beside its colour, so that no picture needs colour vision.
 """
 
+from typing import Any
+
 import plotly.graph_objects as go
 
 FIGURE_CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
-"""Of every figure that is written to a page; the upload button stays off."""
+"""Of every figure, on a page or in a notebook; the upload button stays off."""
 
 SANS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", "Liberation Sans", sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace'
@@ -36,6 +38,32 @@ _SCALES = {
     False: ["#f3f0f9", "#d5cbeb", "#aa97d6", "#7c5fbd", "#4a2c8f"],
     True: ["#1d1b28", "#38305a", "#5d4b96", "#8d76cc", "#c9b8ff"],
 }
+
+
+class Figure(go.Figure):
+    """A figure that is shown with FIGURE_CONFIG wherever it is shown: plotly's own has a button that sends the data
+    away."""
+
+    def show(self, *args: Any, **settings: Any) -> Any:
+        return super().show(*args, **_configured(settings))
+
+    def to_html(self, *args: Any, **settings: Any) -> str:
+        return super().to_html(*args, **_configured(settings))
+
+    def write_html(self, *args: Any, **settings: Any) -> Any:
+        return super().write_html(*args, **_configured(settings))
+
+    def _repr_mimebundle_(
+        self, include: Any = None, exclude: Any = None, validate: bool = True, **settings: Any
+    ) -> Any:
+        return super()._repr_mimebundle_(include, exclude, validate, **_configured(settings))
+
+    def _ipython_display_(self) -> None:
+        self.show()
+
+
+def _configured(settings: dict[str, Any]) -> dict[str, Any]:
+    return {**settings, "config": {**FIGURE_CONFIG, **(settings.get("config") or {})}}
 
 
 def layout_template(*, dark: bool = False) -> go.layout.Template:

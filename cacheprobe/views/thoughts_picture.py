@@ -6,8 +6,9 @@ from typing import Any
 import pandas as pd
 
 from cacheprobe.views import svg
+from cacheprobe.views.alone import Drawing, picture_alone
 from cacheprobe.views.cache_picture import swatch
-from cacheprobe.views.diagram import Markup
+from cacheprobe.views.diagram import Markup, key_list
 from cacheprobe.views.style import DIAGRAM_CSS
 from cacheprobe.views.text import markup, visible
 from cacheprobe.views.thoughts_columns import Story, changes_of_mind, chosen, story_of
@@ -63,7 +64,7 @@ def thoughts_picture(
 
 def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: Mapping[str, Any] | None = None) -> str:
     """Title, picture and legend with the styles of its own, for a page that has those of the diagrams."""
-    settings = {"l_in": None, "l_out": None, "feeds_back": True, "learned_first_state": False, **(thinking or {})}
+    settings = _settings(thinking)
     title = finding(story)
     shown = chosen(story, MOST_PLACES)
     notes = _notes(story, shown, settings)
@@ -74,6 +75,17 @@ def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: Mapping[str, An
         f"{_picture(story, shown, ledger, settings, title)}</div>{_legend(story)}"
         f"<figcaption>{notes}</figcaption></figure>"
     )
+
+
+def thoughts_alone(story: Story, ledger: pd.DataFrame, thinking: Mapping[str, Any] | None = None) -> Drawing:
+    """The picture as an SVG file of its own."""
+    settings, title, shown = _settings(thinking), finding(story), chosen(story, MOST_PLACES)
+    picture, note = _picture(story, shown, ledger, settings, title), _notes(story, shown, settings)
+    return picture_alone(markup(title), picture, _keys(story), note, styles=STYLES, textures=WAITING)
+
+
+def _settings(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"l_in": None, "l_out": None, "feeds_back": True, "learned_first_state": False, **(thinking or {})}
 
 
 def thought_lines(story: Story) -> list[list[object]]:
@@ -168,6 +180,10 @@ def _notes(story: Story, shown: list[int | range], settings: Mapping[str, Any]) 
 
 
 def _legend(story: Story) -> str:
+    return key_list(_keys(story))
+
+
+def _keys(story: Story) -> list[tuple[str, str]]:
     items = [
         (svg.box(1, 2, 18, 13, "sand", radius=3), "S, the state added to a chunk"),
         (svg.box(1, 2, 18, 13, "green", radius=3), "T writes the thought, C makes the next state of it"),
@@ -181,7 +197,4 @@ def _legend(story: Story) -> str:
         items.append((svg.mark(10, 8.5, "cross", 0.9), "disagrees"))
     if any(column.is_rolled_back for column in story.columns):
         items.append((swatch(1, 2, "red", "undone"), "rolled back"))
-    listed = "".join(
-        f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{meaning}</li>' for drawn, meaning in items
-    )
-    return f'<ul class="legend">{listed}</ul>'
+    return items

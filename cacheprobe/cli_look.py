@@ -1,0 +1,71 @@
+"""The commands that look: show, hypotheses, doctor. Heavy imports wait until a command runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def show(run: Path, *, request: int | None = None) -> None:
+    """Say what a stored run holds: how it was made, its requests, verdicts, and agreement by layer.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run.
+    request
+        Show this request in detail instead.
+    """
+    import cacheprobe as cp
+    from cacheprobe import terminal
+    from cacheprobe.views.listings import request_listings, run_listings
+
+    trace = cp.load_trace(run)
+    terminal.show(run_listings(trace) if request is None else request_listings(trace, request))
+
+
+def hypotheses(
+    run: Path,
+    *,
+    out: Path,
+    request: Annotated[tuple[int, ...], Parameter(negative="")] = (),
+    layer: Annotated[tuple[int, ...], Parameter(negative="")] = (),
+    site: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    status: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    lens: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+) -> None:
+    """Write what every layer of a stored run would have said, a line for each reading, as CSV or Parquet.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run.
+    out
+        The file, ending in .csv or .parquet.
+    request, layer
+        These alone; repeat for several.
+    site
+        Likewise: S, T, C, or thought.
+    status
+        Likewise: committed, candidate or rolled_back.
+    lens
+        Likewise, by its name.
+    """
+    import cacheprobe as cp
+    from cacheprobe.observe.export import require_ending, select_hypotheses, write_table
+
+    require_ending(out)
+    table = cp.load_trace(run).hypotheses()
+    chosen = select_hypotheses(table, request=request, layer=layer, site=site, status=status, lens=lens)
+    print(f"{len(chosen)} of {len(table)} readings: {write_table(chosen, out)}")
+
+
+def doctor() -> int:
+    """Say what of this machine cacheprobe uses, and what is missing; exit 1 where `cacheprobe demo` cannot run."""
+    from cacheprobe import terminal
+    from cacheprobe.doctor.checkup import checkup
+
+    found = checkup()
+    terminal.show(found.listings)
+    print(found.verdict)
+    return 0 if found.can_demo else 1

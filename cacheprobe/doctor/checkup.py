@@ -1,0 +1,61 @@
+"""The whole check-up: what is here, what is missing, and whether the demo can run."""
+
+from dataclasses import dataclass
+
+from cacheprobe.doctor.findings import Finding
+from cacheprobe.doctor.machine import dtypes, machine
+from cacheprobe.doctor.models import models
+from cacheprobe.doctor.pictures import pictures
+from cacheprobe.doctor.software import software, versions
+from cacheprobe.models.facts import platform_facts
+from cacheprobe.terminal import Listing
+
+_NAMED = ("cacheprobe", "torch", "transformers", "transformer-lens", "plotly", "pandas")
+
+
+@dataclass(frozen=True)
+class Checkup:
+    """Findings by section."""
+
+    sections: dict[str, list[Finding]]
+
+    @property
+    def missing(self) -> list[Finding]:
+        return [finding for findings in self.sections.values() for finding in findings if not finding.is_there]
+
+    @property
+    def can_demo(self) -> bool:
+        return not any(finding.demo_needs_it for finding in self.missing)
+
+    @property
+    def listings(self) -> list[Listing]:
+        """A listing for each section, and one of what is missing, with how to get it."""
+        told = [Listing(name, (), [(f.name, f.said) for f in found]) for name, found in self.sections.items()]
+        rows = [(f.name, f.remedy, "yes" if f.demo_needs_it else "no") for f in self.missing]
+        return [
+            *told,
+            Listing("missing", ("what", "how to get it", "the demo needs it"), rows, "" if rows else "nothing"),
+        ]
+
+    @property
+    def verdict(self) -> str:
+        if self.can_demo:
+            return "cacheprobe demo can run"
+        lacking = ", ".join(finding.name for finding in self.missing if finding.demo_needs_it)
+        return f'cacheprobe demo cannot run: {lacking}; see under "missing"'
+
+
+def checkup() -> Checkup:
+    """Look at everything; a second or two, most of it imports."""
+    fingerprint = [Finding(name, str(value) or "not set") for name, value in platform_facts().items()]
+    return Checkup(
+        {
+            "machine": machine(),
+            "dtypes": dtypes(),
+            "versions": versions(_NAMED),
+            "fingerprint fields of this machine": fingerprint,
+            "packages": software(),
+            "models": models(),
+            "pictures": pictures(),
+        }
+    )

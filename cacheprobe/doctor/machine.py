@@ -1,0 +1,76 @@
+"""The processor, its instruction set, threads, and which dtypes it computes in hardware."""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from cacheprobe.config import DTYPES
+from cacheprobe.doctor.findings import Finding
+from cacheprobe.models.facts import platform_facts
+
+CPU_INFO = Path("/proc/cpuinfo")
+IN_HARDWARE = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
+"""Flags of the processor, any of which computes products of that dtype."""
+SAVES = 0.8
+"""A product in 16 bits that takes less than this share of float32's time is computed in hardware."""
+_SHAPE = (128, 512)
+_REPEATS = 5
+
+
+def machine() -> list[Finding]:
+    """Processor, memory, instruction set, threads."""
+    info = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""
+    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
+    facts = platform_facts()
+    limits = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")}
+    told = ", ".join(f"{name}={value}" for name, value in limits.items() if value)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return [
+        Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Finding("processor", names[0] if names else platform.processor() or "unknown"),
+        Finding("memory", f"{_memory_gib():.1f} GiB"),
+        Finding("instruction set", f"{facts['cpu_capability']}, as torch uses it"),
+        Finding("threads", f"{facts['threads']} of {cores} cores" + (f"; {told}" if told else "")),
+        Finding("GPU", "there is one, which is not used" if torch.cuda.is_available() else "none; none is needed"),
+    ]
+
+
+def dtypes(seconds_of: "Callable[[str], float] | None" = None) -> list[Finding]:
+    """How long a product takes in each dtype beside float32, measured now, and what the processor's flags say.
+
+    seconds_of: seconds of one product in a dtype.
+    """
+    seconds_of = seconds_of or product_seconds
+    flags = set(CPU_INFO.read_text(encoding="utf-8").split()) if CPU_INFO.exists() else set()
+    base = seconds_of("float32")
+    found = [Finding("float32", f"a product takes {1000 * base:.1f} ms")]
+    for name in [name for name in DTYPES if name != "float32"]:
+        ratio = seconds_of(name) / base
+        where = "in hardware" if ratio < SAVES else "not in hardware"
+        named = [flag for flag in IN_HARDWARE[name] if flag in flags]
+        says = f"the processor names {', '.join(named)}" if named else f"no {' or '.join(IN_HARDWARE[name])} is named"
+        found.append(Finding(name, f"{where}: {ratio:.2f} of float32's time; {says}"))
+    return found
+
+
+def product_seconds(dtype: str) -> float:
+    """Seconds of a product of 128 x 512 x 512 numbers, the median of a few."""
+    rows, width = _SHAPE
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, width, generator=generator).to(getattr(torch, dtype)) for n in (rows, width))
+    taken = []
+    with torch.inference_mode():
+        for _ in range(_REPEATS + 1):
+            began = time.perf_counter()
+            a @ b
+            taken.append(time.perf_counter() - began)
+    return median(taken[1:])  # the first one warms up
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

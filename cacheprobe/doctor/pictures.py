@@ -1,0 +1,19 @@
+"""What draws pictures into files, and what drives pages in tests."""
+
+from importlib.util import find_spec
+
+from cacheprobe.doctor.findings import Finding
+from cacheprobe.views.images import browser_path
+
+_HTML = "reports in HTML need neither"
+
+
+def pictures() -> list[Finding]:
+    """kaleido and a chromium: for `cacheprobe report --figures`."""
+    has_kaleido, browser = find_spec("kaleido") is not None, browser_path()
+    return [
+        Finding("kaleido", "installed" if has_kaleido else f"not installed; {_HTML}", has_kaleido,
+                "" if has_kaleido else "pip install -e '.[dash]' in a checkout"),
+        Finding("chromium", browser or f"none that kaleido would find; {_HTML}", browser is not None,
+                "" if browser else "as root apt-get install chromium, or name one in BROWSER_PATH"),
+    ]  # fmt: skip

@@ -1,0 +1,137 @@
+"""Figures as PNG, SVG or PDF, drawn by kaleido in a chromium that is started once and kept until the program ends."""
+
+import os
+import subprocess
+import textwrap
+from base64 import b64encode
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import Any
+
+import plotly.graph_objects as go
+
+FORMATS = ("png", "svg", "pdf")
+SCALE = 2
+"""Pixels of a PNG for each of a page."""
+SECONDS = 90
+"""For one picture, the start of the browser included."""
+_QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+          "--disable-background-networking", "--disable-component-update", "--no-pdf-header-footer")  # fmt: skip
+_TITLE_COLUMN, _TITLE_LINE = 8.2, 22
+"""Pixels of a title's letter, on average, and of its line."""
+
+
+class ImageError(RuntimeError):
+    """Pictures cannot be drawn here; the message says what is missing and how to get it."""
+
+
+def browser_path() -> str | None:
+    """The chromium, or another of its family, that kaleido would start; None where there is none, or no kaleido."""
+    if find_spec("choreographer") is None:
+        return None
+    from choreographer.browsers.chromium import Chromium
+
+    found = Chromium.find_browser(skip_local=False)
+    return found if found and os.access(found, os.X_OK) else None
+
+
+def require_browser() -> None:
+    """Raises: ImageError unless kaleido and a chromium are here."""
+    if find_spec("kaleido") is None:
+        raise ImageError("pictures are drawn by kaleido, which is not here; pip install -e '.[dash]' in a checkout")
+    if browser_path() is None:
+        raise ImageError(
+            "pictures are drawn by a chromium, and there is none; as root apt-get install chromium, or name one in the "
+            "environment variable BROWSER_PATH"
+        )
+
+
+def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
+    """The figure as the content of a file: kind is png, svg or pdf. width: px, else the figure's own or 900.
+
+    Raises: ImageError where it cannot be drawn; ValueError for another kind.
+    """
+    if kind not in FORMATS:
+        raise ValueError(f"unknown format {kind!r} of a picture; choose one of {', '.join(FORMATS)}")
+    require_browser()
+    import kaleido
+
+    shown = _for_paper(figure, width or figure.layout.width or 900)
+    options = {"format": kind, "scale": SCALE if kind == "png" else 1}
+
+    def draw() -> bytes:
+        kaleido.start_sync_server(silence_warnings=True, mathjax=False, timeout=SECONDS)
+        return kaleido.calc_fig_sync(shown.to_plotly_json(), opts=options)
+
+    return _within(SECONDS + 10, draw)
+
+
+def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
+    """An SVG file as the content of a PNG or PDF, where it stays lines and letters. width, height: its own, px.
+
+    Raises: ImageError where it cannot be drawn.
+    """
+    if kind == "png":
+        return image(_holding(markup, width, height), kind)
+    require_browser()
+    page = f"<style>@page{{size:{width}px {height}px;margin:0}}body{{margin:0}}svg{{display:block}}</style>{markup}"
+    with TemporaryDirectory(prefix="cacheprobe-") as folder:
+        source, printed = Path(folder) / "page.html", Path(folder) / "page.pdf"
+        source.write_text(f'<!doctype html><meta charset="utf-8">{page}', encoding="utf-8")
+        options = [*_QUIET, f"--user-data-dir={folder}/profile", f"--print-to-pdf={printed}", source.as_uri()]
+        try:
+            subprocess.run([browser_path(), *options], capture_output=True, timeout=SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            pass
+        if not printed.exists():
+            raise ImageError(f"{browser_path()} printed nothing within {SECONDS} s; does it start, with --headless?")
+        return printed.read_bytes()
+
+
+def _holding(markup: str, width: int, height: int) -> go.Figure:
+    """A figure that shows an SVG file and nothing else."""
+    source = "data:image/svg+xml;base64," + b64encode(markup.encode()).decode()
+    whole = dict(xref="paper", yref="paper", x=0, y=1, sizex=1, sizey=1, sizing="stretch", source=source)
+    bare = dict(margin=dict(t=0, b=0, l=0, r=0), xaxis_visible=False, yaxis_visible=False)
+    return go.Figure(layout=go.Layout(images=[whole], width=width, height=height, **bare))
+
+
+def _for_paper(figure: go.Figure, width: int) -> go.Figure:
+    """The same on white, its title in as many lines as it needs."""
+    shown = go.Figure(figure)
+    shown.update_layout(width=width, paper_bgcolor="white", plot_bgcolor="white")
+    title = shown.layout.title.text
+    if title:
+        columns = max(int(width / _TITLE_COLUMN), 20)
+        lines = [
+            line
+            for part in title.split("<br>")
+            for line in textwrap.wrap(part, columns, break_long_words=False, break_on_hyphens=False)
+        ]
+        more = _TITLE_LINE * (len(lines) - 1 - title.count("<br>"))
+        top = shown.layout.margin.t if shown.layout.margin.t is not None else 100
+        height = shown.layout.height or 450
+        shown.update_layout(title_text="<br>".join(lines), margin_t=top + more, height=height + more)
+    return shown
+
+
+def _within(seconds: float, draw: Any) -> bytes:
+    """What `draw` returns. A browser that dies leaves kaleido waiting for ever, so it waits in a thread of its own."""
+    held: list[Any] = []
+
+    def job() -> None:
+        try:
+            held.append(draw())
+        except BaseException as error:
+            held.append(error)
+
+    thread = Thread(target=job, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not held:
+        raise ImageError(f"{browser_path()} drew nothing within {seconds:.0f} s; does it start, with --headless?")
+    if isinstance(held[0], BaseException):
+        raise ImageError(f"{browser_path()} could not draw the picture: {held[0]}") from held[0]
+    return held[0]

@@ -1,0 +1,179 @@
+"""What every public figure keeps: a table in, a figure out that says its finding and whence its numbers are."""
+
+import inspect
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+import cacheprobe as cp
+from cacheprobe import views
+from cacheprobe.views.style import FIGURE_CONFIG
+from tests.test_probe_figures import foreseen, probes
+from tests.tiny import PROMPTS, SMALL, loaded
+
+ROOT = Path(__file__).parents[1]
+
+
+def figures_of(module: Any) -> dict[str, Callable[..., go.Figure]]:
+    """Every public function that is said to return a figure."""
+    public = {name: getattr(module, name) for name in module.__all__}
+    return {n: f for n, f in public.items() if inspect.isfunction(f) and f.__annotations__.get("return") is go.Figure}
+
+
+FIGURES = figures_of(views)
+
+
+@cache
+def trace() -> cp.Trace:
+    return cp.run(loaded(), PROMPTS[:3], **SMALL, drafter=cp.drafters.EarlyExit(layer=1))
+
+
+def by_layer(**columns: Any) -> pd.DataFrame:
+    """Two layers, the second one surer."""
+    lines = [dict(layer=layer, share=share, low=share - 0.1, high=share + 0.1, **columns)
+             for layer, share in ((0, 0.3), (1, 0.8))]  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def coin_rows() -> pd.DataFrame:
+    stored = json.loads((ROOT / "analyses/results/coin-rows.json").read_text(encoding="utf-8"))
+    return pd.DataFrame(stored["effects"])
+
+
+def cells() -> pd.DataFrame:
+    """Of a patching grid, as it may come from a file."""
+    return pd.DataFrame(
+        [
+            dict(layer=layer, position=p, token=" a", nld=layer / 4 + p / 8, flip=p == 1)
+            for layer in (0, 1)
+            for p in (0, 1)
+        ]
+    )
+
+
+def swapped(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """The same with the numbers of a column in reverse, so that another line is the largest."""
+    return table.assign(**{column: table[column].to_numpy()[::-1]})
+
+
+SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]]] = {
+    # a table, another with another finding, and what is given beside it
+    "agreement_figure": lambda: (trace().agreement(), trace().agreement().iloc[::-1].set_axis([0, 1, 2]), {}),
+    "attribution": lambda: ((t := trace().attribution(0, 7)), swapped(t, "logit"), {}),
+    "coin_rows_figure": lambda: ((t := coin_rows()), t.assign(total=-t.total), {}),
+    "disagreement_figure": lambda: (
+        (t := by_layer(drafter="ngram", control=0.2, rejected=7, nats=0.1)), t.assign(share=0.1), {},
+    ),
+    "final_choice_figure": lambda: ((t := by_layer(kind="answer", chance=0.1, rows=9)), t.assign(share=0.1), {}),
+    "foresight_figure": lambda: (foreseen(0.1), foreseen(-0.1), {}),
+    "lens_grid": lambda: ((t := trace().hypotheses()), t.assign(agrees=False), dict(request_id=0)),
+    "patching_grid": lambda: ((t := cells()), swapped(t, "nld"), {}),
+    "probe_figure": lambda: (probes().assign(examples=40, groups=20), probes(False), {}),
+    "settling_figure": lambda: ((t := trace().settling()), t.assign(settling_layer=0), {}),
+}  # fmt: skip
+
+
+def made(name: str) -> tuple[go.Figure, pd.DataFrame]:
+    table, _, beside = SAMPLES[name]()
+    return FIGURES[name](table, **beside), table
+
+
+def test_every_public_figure_has_a_sample() -> None:
+    assert set(SAMPLES) == set(FIGURES), "a figure that is public needs a table in SAMPLES, and the other way round"
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_its_title_is_a_finding(name: str) -> None:
+    """Another table, another title: a title that does not change says nothing of the table."""
+    table, other, beside = SAMPLES[name]()
+    titles = [FIGURES[name](t, **beside).layout.title.text for t in (table, other)]
+    assert all(len(title.split()) >= 4 for title in titles) and titles[0] != titles[1], titles
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_pointer_is_told_where_a_number_is_from(name: str) -> None:
+    """Every line, bar and cell names its layer or place, in words and not by a number alone."""
+    figure, _ = made(name)
+    told = [drawn for drawn in figure.data if drawn.hoverinfo != "skip"]
+    assert told
+    for drawn in told:
+        said = [drawn.hovertemplate] if drawn.hovertemplate else []
+        for texts in (drawn.hovertext, drawn.text):
+            said += [] if texts is None else [str(t) for row in texts for t in ([row] if isinstance(row, str) else row)]
+        words = " ".join(said)
+        assert any(place in words for place in ("layer", "position", "%{x}", "%{text}")), (drawn.name, words)
+        assert drawn.hovertemplate is None or drawn.hovertemplate.endswith("<extra></extra>")
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_an_interval_and_a_count_are_told_where_the_table_has_them(name: str) -> None:
+    figure, table = made(name)
+    if "low" not in table.columns:
+        return
+    bars = [drawn for drawn in figure.data if drawn.error_y and drawn.error_y.array is not None]
+    assert bars
+    for drawn in bars:
+        assert "%{customdata}" in drawn.hovertemplate and all("95 %" in said for said in drawn.customdata)
+        for column, what in (("rows", "9 rows"), ("rejected", "7 rejected"), ("examples", "40 examples")):
+            assert column not in table.columns or all(what in said for said in drawn.customdata)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_an_empty_table_is_refused(name: str) -> None:
+    table, _, beside = SAMPLES[name]()
+    with pytest.raises(ValueError, match=r"empty|there is no |nothing to draw|^no "):
+        FIGURES[name](table.iloc[:0], **beside)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_it_only_reads(name: str) -> None:
+    table, _, beside = SAMPLES[name]()
+    before = table.copy(deep=True)
+    first, second = (FIGURES[name](table, **beside).to_json() for _ in range(2))
+    pd.testing.assert_frame_equal(table, before)
+    assert first == second
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_nothing_offers_to_send_the_data_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plotly shows a button that uploads the figure, unless every way of showing it says otherwise."""
+    import plotly.io as pio
+
+    figure, _ = made(name)
+    assert FIGURE_CONFIG["showSendToCloud"] is False
+    off = '"showSendToCloud": false'
+    assert off in figure.to_html(include_plotlyjs=False)
+    assert off in figure.to_html(include_plotlyjs=False, config={"scrollZoom": True})
+    monkeypatch.setattr(pio.renderers, "default", "notebook_connected+plotly_mimetype")
+    bundle = figure._repr_mimebundle_()
+    assert off in bundle["text/html"]
+    assert bundle["application/vnd.plotly.v1+json"]["config"]["showSendToCloud"] is False
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr(pio, "show", lambda fig, *args, **settings: shown.append(settings))
+    figure.show()
+    figure._ipython_display_()
+    assert [settings["config"]["showSendToCloud"] for settings in shown] == [False, False]
+
+
+def test_figures_are_had_without_torch_or_a_model() -> None:
+    """As in a notebook that has a table from a file, and nothing else of ours."""
+    import subprocess
+    import sys
+
+    program = """
+import sys
+import pandas as pd
+from cacheprobe import views
+table = pd.DataFrame({"committed": [0.2, 0.9]}, index=[0, 1])
+title = views.agreement_figure(table).layout.title.text
+assert not {"torch", "transformers"} & set(sys.modules)
+print(title)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.startswith("From layer 1 on"), done.stderr

@@ -1,0 +1,173 @@
+"""The commands that look: what they say is what the run holds, and nothing in a run can act on the terminal."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import cacheprobe as cp
+from cacheprobe import cli_look, terminal
+from cacheprobe.terminal import Listing
+from cacheprobe.views.listings import request_listings, run_listings
+from tests.tiny import PROMPTS, SMALL, loaded
+
+
+@pytest.fixture(scope="module")
+def trace() -> cp.Trace:
+    return cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
+
+
+@pytest.fixture(scope="module")
+def stored(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trace.save(tmp_path_factory.mktemp("run"))
+
+
+def named(listings: list[Listing]) -> dict[str, Listing]:
+    return {listing.title: listing for listing in listings}
+
+
+def test_show_says_what_the_run_holds(trace: cp.Trace, stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli_look.show(stored)
+    said = capsys.readouterr().out
+    assert "EarlyExit(layer=1, lens=LogitLens())" in said and trace.fingerprint["weights_sha256"] in said
+    held = named(run_listings(trace))
+    assert all(title in said for title in held)
+    requests = [dict(zip(held["requests"].columns, row, strict=True)) for row in held["requests"].rows]
+    assert [r["kind"] for r in requests] == ["verified", "deterministic", "verified", "verified", "verified"]
+    verdicts = {name: int(count) for name, count in held["verdicts"].rows}
+    assert verdicts["tokens drafted"] == trace.num_drafted and verdicts["tokens rolled back"] == trace.num_rolled_back
+    assert verdicts["tokens drafted"] == verdicts["tokens accepted"] + verdicts["tokens rolled back"] > 0
+    assert verdicts["verify passes of a request"] == (trace.events().phase == "verify").sum()
+    for column, total in (("drafted", "tokens drafted"), ("rolled back", "tokens rolled back")):
+        assert sum(int(r[column]) for r in requests) == verdicts[total]
+    layers = held["first choice = committed token, by layer"]
+    assert [row[0] for row in layers.rows] == ["0", "1", "2"]
+    committed = layers.columns.index("committed")
+    assert [float(row[committed]) for row in layers.rows] == trace.agreement()["committed"].round(2).tolist()
+
+
+def test_show_a_request_in_detail(trace: cp.Trace, stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli_look.show(stored, request=3)
+    assert "request 3" in capsys.readouterr().out
+    held = named(request_listings(trace, 3))
+    own = trace.events().query("request_id == 3 and phase == 'verify'")
+    assert [row[0] for row in held["windows"].rows] == [str(step) for step in own.step]
+    assert [row[4].split(" of ")[0] for row in held["windows"].rows] == [str(n) for n in own.num_accepted]
+    rows = {(phase, status): int(n) for phase, status, n in held["rows"].rows}
+    assert sum(rows.values()) == len(trace.rows(3)) and rows["verify", "rolled_back"] > 0
+    cache = {name: int(n) for name, n in held["cache at its end"].rows}
+    assert sum(cache.values()) == len(trace.ledger(3))
+    with pytest.raises(KeyError, match="no request 9"):
+        cli_look.show(stored, request=9)
+
+
+def test_show_says_what_the_run_has_none_of() -> None:
+    bare = cp.run(loaded(), PROMPTS[:1], **SMALL, capture="S")
+    assert "read no lens" in named(run_listings(bare))["first choice = committed token, by layer"].note
+    assert named(run_listings(bare))["verdicts"].note == "nothing was drafted"
+    detail = named(request_listings(bare, 0))
+    assert detail["windows"].note == "it was never verified" and not detail["windows"].rows
+
+
+def test_thoughts_are_shown() -> None:
+    thinker = cp.load_model("coinflip-thinking")
+    asked = cp.tasks.CoinFlip(people=2).examples(n=1, seed=3)
+    run = cp.run(thinker, asked, window=4, deterministic=True, capacity=128, max_new_tokens=2, progress=False)
+    rows = named(request_listings(run, 0))["thoughts"].rows
+    committed = run.thoughts().query("status == 'committed'")
+    assert len(rows) == len(run.thoughts()) and sum(row[-1] == "committed" for row in rows) == len(committed)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_run_cannot_act_on_the_terminal(trace: cp.Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control characters would clear the screen or hide lines, and rich reads [red] as a colour."""
+    attack = "\x1b[2Jhidden[bold red]\r\nnext"
+    bad = replace(
+        trace,
+        texts=dict.fromkeys(trace.texts, attack),
+        requests=tuple(replace(r, prompt=attack) for r in trace.requests),
+        meta={**trace.meta, "weights_note": attack, "drafter": attack, "errors": {"0": attack}},
+        row_table=trace.row_table.assign(token=attack),
+    )
+    listings = [*run_listings(bad), *request_listings(bad, 0)]
+    cells = [cell for listing in listings for row in listing.rows for cell in row]
+    assert sum("<U+001B>[2J" in cell for cell in cells) > 5
+    assert not any(sign in cell for cell in cells for sign in "\x1b\r\n")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "300")
+    terminal.show([Listing("[red]title", ("[red]name",), [("[red]cell",)], "[red]note")])
+    assert [screen.getvalue().count(f"[red]{word}") for word in ("title", "name", "cell", "note")] == [1, 1, 1, 1]
+
+
+def test_tables_on_a_terminal_and_lines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listing = Listing("requests", ("request", "text"), [("0", "heads"), ("12", "t")], "two")
+    terminal.show([listing, Listing("none", ("a",), [], "there is none")])
+    plain = capsys.readouterr().out
+    assert plain == "requests\n  request  text\n  0        heads\n  12       t\n  two\n\nnone\n  there is none\n\n"
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    terminal.show([listing])
+    assert "┃" in screen.getvalue() and "heads" in screen.getvalue()
+
+
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_hypotheses_are_written_as_they_are(trace: cp.Trace, stored: Path, tmp_path: Path, ending: str) -> None:
+    out = tmp_path / "new" / f"readings{ending}"
+    cli_look.hypotheses(stored, out=out, request=(1, 3), layer=(0, 2), status=("rolled_back",))
+    ours = trace.hypotheses().query("request_id in (1, 3) and layer in (0, 2) and status == 'rolled_back'")
+    theirs = pd.read_csv(out) if ending == ".csv" else pd.read_parquet(out)
+    assert len(theirs) == len(ours) > 0 and list(theirs.columns) == list(ours.columns)
+    for column in ("row", "layer", "token_id", "logprob_nats"):
+        assert theirs[column].tolist() == pytest.approx(ours[column].tolist(), rel=1e-6)
+    first = json.loads(theirs.top_token_ids[0]) if ending == ".csv" else list(theirs.top_token_ids[0])
+    assert first == list(ours.top_token_ids.iloc[0])
+    cli_look.hypotheses(stored, out=out)
+    whole = pd.read_csv(out) if ending == ".csv" else pd.read_parquet(out)
+    assert len(whole) == len(trace.hypotheses()) and [p.name for p in out.parent.iterdir()] == [out.name]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (dict(out="x.txt"), r"x.txt ends in .txt; a table is written as .csv or .parquet"),
+        (dict(out="x"), "ends in nothing"),
+        (dict(request=(9,)), "no reading of request 9; this run has 0, 1, 2, 3, 4"),
+        (dict(layer=(0, 7)), "no reading of layer 7; this run has 0, 1, 2"),
+        (dict(site=("T",)), "no reading of site 'T'; this run has S"),
+        (dict(status=("lost",)), "no reading of status 'lost'"),
+        (dict(lens=("tuned",)), "no reading of lens 'tuned'; this run has logit"),
+        (dict(status=("candidate",), layer=(2,)), "no reading fits layer 2, status candidate all at once"),
+    ],
+)
+def test_hypotheses_that_cannot_be_written_are_refused(
+    stored: Path, tmp_path: Path, wanted: dict, message: str
+) -> None:
+    out = tmp_path / wanted.pop("out", "x.csv")
+    with pytest.raises(ValueError, match=message):
+        cli_look.hypotheses(stored, out=out, **wanted)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_leaves_the_old_table(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "readings.csv"
+    out.write_text("old")
+
+    def full(self: pd.DataFrame, path: Path, **_: object) -> None:
+        Path(path).write_text("half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(pd.DataFrame, "to_csv", full)
+    with pytest.raises(OSError, match="no space"):
+        cli_look.hypotheses(stored, out=out)
+    assert out.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["readings.csv"]
