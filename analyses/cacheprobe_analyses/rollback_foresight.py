@@ -60,7 +60,7 @@ class Result:
         lines = []
         for one in self.found:
             lines.append(
-                f"{one['drafter']}, by {one['unit']}: {one['rollbacks']} rollbacks among {one['drafts']} in "
+                f"- {one['drafter']}, by {one['unit']}: {one['rollbacks']} rollbacks among {one['drafts']} in "
                 f"{one['requests']} prompts: {one['answer']}; {one['reason']}"
             )
         lines += [
