@@ -9,7 +9,6 @@ Source: the question is left open by Thinking States (arXiv 2602.08332).
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import cacheprobe as cp
 from cacheprobe.tasks import CoinFlip, annotate_all, mixed
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.recurrent import own_thoughts, write
+from cacheprobe_analyses.records import write_json
 
 LEAST_ACCURACY = 0.95
 
@@ -114,7 +114,7 @@ def main() -> None:
     result = run(Config(given.model, texts=given.texts))
     print(result.table())
     if given.json:
-        given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, asdict(result))
 
 
 if __name__ == "__main__":
