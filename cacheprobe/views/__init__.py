@@ -9,6 +9,7 @@ from cacheprobe.views.lens_grid import lens_grid
 from cacheprobe.views.patching import patching_grid
 from cacheprobe.views.probes import foresight_figure, probe_figure
 from cacheprobe.views.report import write_report
+from cacheprobe.views.state_algorithm import state_algorithm_figure
 from cacheprobe.views.text import token_texts
 from cacheprobe.views.thoughts_picture import thoughts_picture
 from cacheprobe.views.windows import Window, accepted_whole, find_windows, rolled_back
@@ -28,6 +29,7 @@ __all__ = [
     "probe_figure",
     "rolled_back",
     "settling_figure",
+    "state_algorithm_figure",
     "thoughts_picture",
     "token_texts",
     "window_diagram",
