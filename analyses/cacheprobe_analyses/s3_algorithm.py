@@ -165,8 +165,8 @@ class Result:
         pairs = {line["kind"]: line["pairs"] for line in self.patches if line["model"] == name}
         lines += [
             "",
-            f"Prefixes of {pairs.get('same', 0)} pairs of the same parity and {pairs.get('other', 0)} of the other. Own "
-            f"states put in again change a pair's logit difference by {made['own_again']:.1e} of it at most.",
+            f"Prefixes of {pairs.get('same', 0)} pairs of the same parity and {pairs.get('other', 0)} of the other. "
+            f"Own states put in again change a pair's logit difference by {made['own_again']:.1e} of it at most.",
         ]
         return "\n".join(lines)
 
