@@ -110,13 +110,6 @@ MUTATIONS: list[Mutation] = [
         "clean.at(site, layer)[position + 1 :]",
     ),
     one(
-        "shared values stand elsewhere",
-        ("a cell is the naive run", "a prefix is the naive run"),
-        "cacheprobe.cache.prefix:SharedPrefix.write",
-        "self._joined(self.values[layer], v)",
-        "self._joined(self.values[layer].roll(1, 2), v)",
-    ),
-    one(
         "a flip is told of the clean run",
         ("flips",),
         f"{PATCHING}.grid:pair_table",
