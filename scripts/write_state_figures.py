@@ -10,6 +10,7 @@ from typing import Any
 
 from cacheprobe_analyses.coin_state_probe import Result as Coin
 from cacheprobe_analyses.rollback_foresight import Result as Foresight
+from cacheprobe_analyses.s3_algorithm import Result as Algorithm
 from cacheprobe_analyses.when_settles import Result as Settles
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +38,7 @@ ANALYSES: dict[str, Callable[[dict[str, Any]], str]] = {
     "coin_state_probe": _coin,
     "when_settles": lambda held: Settles(**held).table(),
     "rollback_foresight": lambda held: Foresight(**held).table(),
+    "s3_algorithm": lambda held: Algorithm(**held).table(),
 }
 
 

@@ -3,7 +3,13 @@
 import pandas as pd
 import pytest
 
-from cacheprobe.views import disagreement_figure, final_choice_figure, foresight_figure, probe_figure
+from cacheprobe.views import (
+    disagreement_figure,
+    final_choice_figure,
+    foresight_figure,
+    probe_figure,
+    state_algorithm_figure,
+)
 
 
 def probes(is_above: bool = True) -> pd.DataFrame:
@@ -61,3 +67,33 @@ def test_final_choices_and_disagreement() -> None:
     for empty in (final_choice_figure, disagreement_figure):
         with pytest.raises(ValueError):
             empty(pd.DataFrame())
+
+
+def test_probes_and_prefixes_of_one_model() -> None:
+    """The largest number of operations is drawn, and each kind of pair has its own panel."""
+    lines = [
+        dict(label=label, layer=layer, place=place, accuracy=share, low=share - 0.1, high=1.0, majority=0.5)
+        for place in (4, 8) for label, shares in (("parity", (0.6, 0.97)), ("state", (0.3, 0.8)))
+        for layer, share in enumerate(shares)
+    ]  # fmt: skip
+    probes = pd.DataFrame(lines)
+    probes.loc[probes.place == 4, "accuracy"] = 0.0
+    patches = pd.DataFrame(
+        [
+            dict(kind=k, layer=n, position=p, nld=n + p / 10)
+            for k in ("same", "other")
+            for n in (0, 1)
+            for p in (0, 1, 2)
+        ]
+    )
+    figure = state_algorithm_figure(probes, patches)
+    drawn = {trace.name: trace for trace in figure.data if trace.name}
+    assert list(drawn["parity"].y) == [0.6, 0.97] and list(drawn["state"].error_y.arrayminus) == pytest.approx(
+        [0.1] * 2
+    )
+    maps = [trace for trace in figure.data if trace.type == "heatmap"]
+    assert len(maps) == 2 and maps[0].z.tolist() == [[0, 0.1, 0.2], [1, 1.1, 1.2]] and list(maps[0].x) == [0, 1, 2]
+    assert figure.layout.title.text == "Read with 95 % accuracy: parity at layer 1, state never (at most 0.80)"
+    assert len(state_algorithm_figure(probes, patches.iloc[:0]).data) == 4
+    with pytest.raises(ValueError, match="is empty"):
+        state_algorithm_figure(probes.iloc[:0], patches)

@@ -147,8 +147,9 @@ def test_a_model_that_tracks_the_coin_against_its_baselines(model) -> None:
     assert table.majority.unique().tolist() == [0.5] and (table["at"] == "position").all()
     assert "3 sites x 4 layers x 1 places" in repr(result)
     assert trace.fingerprint["weights_sha256"] != bare.fingerprint["weights_sha256"]
-    with pytest.raises(cp.probes.ProbeError, match="of other prompts"):
-        cp.probes.fit(cp.run(model, few[:-1], **RUN), at=[-1], untrained=bare)
+    for others in (few[:-1], CoinFlip(people=1).examples(n=22, seed=1)):
+        with pytest.raises(cp.probes.ProbeError, match="of other prompts"):
+            cp.probes.fit(cp.run(model, others, **RUN), at=[-1], untrained=bare)
     with pytest.raises(cp.probes.ProbeError, match="chance is 50%.*use a model that does it"):
         cp.probes.require_above_chance(bare)
 

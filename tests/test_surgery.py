@@ -7,7 +7,10 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.cache.surgery import CacheRows, diff_rows, put_rows, take_rows
+from cacheprobe.models.thinking_lm import ThinkingLM
+from cacheprobe.names import hook_name
 from cacheprobe.ops.equality import bitwise, close
+from tests.test_thinking import tiny
 from tests.tiny import SMALL, hf_model, loaded
 
 SUMS = "without our cache the sums have other shapes"
@@ -69,6 +72,30 @@ def test_a_masked_position_is_seen_by_no_later_token(path: str) -> None:
     assert close(trace.states("S", 2, 0), last[0][5:], 1e-5, because=SUMS)
     assert trace.committed(0) == logits[0, 5:].argmax(-1).tolist()
     assert trace.committed(0) != cp.run(loaded(), [PROMPT], **LIGHT).committed(0)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(positions="alibi", attention_window=7)], ids=["rope", "alibi, window"])
+def test_masked_rows_of_a_backbone_without_thoughts(changes: dict) -> None:
+    """Its masks are its own, and hide what the cache hides: against patterns that are cut in a whole forward."""
+    lm = ThinkingLM(tiny(thinks=False, **changes))
+    rows = cp.cache_rows(lm, PROMPT, **ROWS).masked([1, 2])
+    free = dict(sampling=cp.SamplingParams(stop_token_ids=()))
+    trace = cp.run(lm, [cp.Request(PROMPT, cached=rows, own_fingerprint=True)], **free, **LIGHT)
+    text, last = [*PROMPT, *trace.committed(0)[:-1]], []
+
+    def cut(pattern: Tensor, hook: object) -> Tensor:
+        kept = pattern.clone()
+        kept[..., 5:, [1, 2]] = 0
+        return kept / kept.sum(-1, keepdim=True)
+
+    hooks = [(hook_name("pattern", layer), cut) for layer in range(3)]
+    hooks.append((hook_name("S", 2), lambda value, hook: last.append(value[0].clone())))
+    with torch.inference_mode(), lm.model.hooks(fwd_hooks=hooks):
+        logits, _ = lm.model(torch.tensor([text]))
+    assert close(trace.states("S", 2, 0), last[0][5:], 1e-5, because=SUMS)
+    assert trace.committed(0) == logits[0, 5:].argmax(-1).tolist()
+    assert not close(trace.states("S", 2, 0)[:1], cp.run(lm, [PROMPT], **free, **LIGHT).states("S", 2, 0)[5:6], 1e-2,
+                     because="the control: the mask shows")  # fmt: skip
 
 
 def test_edited_rows_equal_the_oracle_under_traffic_and_evictions() -> None:

@@ -11,7 +11,6 @@ Source: swaps are interchange interventions (Geiger et al. 2021, arXiv 2106.0299
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from cacheprobe.tasks.base import Accuracy, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
 from cacheprobe.tasks.people import HELD_OUT_NAMES
 from cacheprobe_analyses.coin_rows_words import parts_of
+from cacheprobe_analyses.records import write_json
 
 TREATMENTS = ("swapped", "masked", "own again", "other names", "noise")
 _BATCH = dict(max_new_tokens=1, capacity=96, progress=False)
@@ -215,7 +215,7 @@ def main() -> None:
     result = run(Config(texts=given.texts), progress=True)
     print(result.table())
     if given.json:
-        given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, asdict(result))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Source: probes with control tasks, Hewitt and Liang 2019 (arXiv 1909.03368).
 """
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import cacheprobe as cp
 from cacheprobe.progress import Progress
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.views import probe_figure
-from cacheprobe_analyses.records import records_of
+from cacheprobe_analyses.records import records_of, write_json
 
 END = -1
 """The place of the answer: the last token of the prompt."""
@@ -147,7 +146,7 @@ def main() -> None:
         print(f"## {name}\n\n{results[name].table()}\n", flush=True)
     if given.json:
         held = {name: asdict(result) for name, result in results.items()}
-        given.json.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, held)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ position alone and margin alone. A drafter with too few rollbacks is not told ab
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from cacheprobe.drafters.base import Drafter
 from cacheprobe.progress import Progress
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.views import foresight_figure
-from cacheprobe_analyses.records import records_of
+from cacheprobe_analyses.records import records_of, write_json
 
 UNITS = ("draft", "candidate")
 
@@ -131,7 +130,7 @@ def main() -> None:
     result = run(Config(dtype=given.dtype), progress=True)
     print(result.table())
     if given.json:
-        given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, asdict(result))
 
 
 if __name__ == "__main__":

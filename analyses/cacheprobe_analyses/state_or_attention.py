@@ -9,7 +9,6 @@ Source: the question is left open by Thinking States (arXiv 2602.08332).
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from cacheprobe.progress import Progress
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.recurrent import Thoughts, own_thoughts, write
+from cacheprobe_analyses.records import write_json
 
 WAYS: dict[str, tuple[bool, int | None]] = {
     "untouched": (True, None),
@@ -136,7 +136,7 @@ def main() -> None:
     result = run(Config(given.model, given.operations, given.texts), progress=True)
     print(result.table())
     if given.json:
-        given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, asdict(result))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cacheprobe.models.thinking_store import CONFIG, load_thinking, read_config
+from cacheprobe.models.thinking_store import CONFIG
 from cacheprobe.progress import Progress
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.presets import preset_of
-from cacheprobe.training.thinking_run import TEST_SEED, Trained
+from cacheprobe.training.thinking_run import TEST_SEED, Trained, load_trained
 from cacheprobe.training.thinking_train import train_thinking
 from cacheprobe.training.threads import one_thread
+from cacheprobe_analyses.records import write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "thinking-states.json"
 COIN_FLIPS = (0.0, 0.1, 0.5, 0.9)
@@ -118,13 +119,7 @@ def run(config: Config, progress: bool = False) -> Result:
             bar.at(number - 1, f"{row.name}, seed {seed}")
             verdicts = trained.test(row.operations, config.texts, TEST_SEED + 1, **row.settings)
             bar.at(number)
-        cell = {
-            "seed": seed,
-            "texts": config.texts,
-            "right": sum(verdicts.is_right),
-            "thoughts_right": sum(verdicts.is_thought_right),
-            "unparsed": verdicts.is_parsable.count(False),
-        }
+        cell = {"seed": seed, **verdicts.counts()}
         _keep(config.results, row.name, cell, f"{row.task} {row.preset} {row.arm} seed {seed}", record)
         print(f"{row.name}, seed {seed}: {cell['right']} of {config.texts}", flush=True)
     held = _read(config.results)
@@ -136,10 +131,7 @@ def trained_arm(folder: Path, task: str, preset: str, arm: str, seed: int) -> tu
     place = folder / f"{task}-{preset}-{arm}-{seed}"
     if not (place / CONFIG).exists():
         train_thinking(task, preset, arm, seed, place)
-    record = read_config(place)["record"]
-    lm = load_thinking(place)
-    seconds = record["cpu_seconds"], record["cpu_seconds_to_99"]
-    return Trained(lm.model, lm.tokenizer, preset_of(task, preset), arm, seed, *seconds), record
+    return load_trained(place, preset_of(task, preset), arm, seed)
 
 
 def _jobs(config: Config) -> Iterator[tuple[Row, int]]:
@@ -161,9 +153,7 @@ def _keep(path: Path, name: str, cell: dict[str, Any], model: str, record: dict[
         held["cells"][name] = [c for c in held["cells"].get(name, []) if c["seed"] != cell["seed"]] + [cell]
         made = ("command", "parameters", "steps", "cpu_seconds", "cpu_seconds_to_99")
         held["models"][model] = {key: record[key] for key in made}
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_json(path, held)
 
 
 def main() -> None:

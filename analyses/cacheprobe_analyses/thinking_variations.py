@@ -16,15 +16,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from cacheprobe.models.thinking_store import CONFIG, load_thinking, read_config, save_thinking
+from cacheprobe.models.thinking_store import CONFIG, save_thinking
 from cacheprobe.progress import Progress
 from cacheprobe.tasks import TwoCoins
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.presets import Preset, preset_of
 from cacheprobe.training.progress import TrainingProgress
-from cacheprobe.training.thinking_run import TEST_SEED, Trained, train
+from cacheprobe.training.thinking_run import TEST_SEED, Trained, load_trained, train
 from cacheprobe.training.threads import one_thread
+from cacheprobe_analyses.records import write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "thinking-variations.json"
 STEPS = 300
@@ -198,7 +199,7 @@ def run(config: Config, report: Callable[[str], None] = lambda line: None, progr
                 with bar:  # not around the training, which has a bar of its own
                     cells.setdefault(variation.name, done)[test.name] = cell = _test(trained, test, config.texts)
                     bar.advance(note=variation.name)
-                write_whole(config.results, {"cells": cells, "models": models})
+                write_json(config.results, {"cells": cells, "models": models})
                 report(f"{variation.name}, {test.name}: {_told(cell['texts'], cell['right'])}")
     wanted = [variation.name for variation in config.variations]
     return Result({name: cells[name] for name in wanted}, {name: models[name] for name in wanted})
@@ -221,9 +222,7 @@ def trained_variation(
             "cpu_seconds_to_99": made.cpu_seconds_to_99 and round(made.cpu_seconds_to_99, 1),
         }
         save_thinking(place, made.model, made.tokenizer, record)
-    record, lm = read_config(place)["record"], load_thinking(place)
-    seconds = record["cpu_seconds"], record["cpu_seconds_to_99"]
-    return Trained(lm.model, lm.tokenizer, preset, "thinking", seed, *seconds), record
+    return load_trained(place, preset, "thinking", seed)
 
 
 def _test(trained: Trained, test: Test, texts: int) -> dict[str, Any]:
@@ -234,10 +233,7 @@ def _test(trained: Trained, test: Test, texts: int) -> dict[str, Any]:
     right = Counter(gap for gap, is_right in zip(gaps, verdicts.is_right, strict=True) if is_right)
     count = Counter(gaps)
     return {
-        "texts": texts,
-        "right": sum(verdicts.is_right),
-        "thoughts_right": sum(verdicts.is_thought_right),
-        "unparsed": verdicts.is_parsable.count(False),
+        **verdicts.counts(),
         "by_gap": {_name(gap): [count[gap], right[gap]] for gap in GAPS if count[gap]},
     }
 
@@ -254,14 +250,6 @@ def _name(gap: tuple[int, int]) -> str:
 def _told(texts: int, right: int) -> str:
     low, high = Accuracy(texts, right, 0, 0.5).interval
     return f"{100 * right / texts:.1f} % of {texts} texts (95 % {100 * low:.1f} to {100 * high:.1f})"
-
-
-def write_whole(path: Path, held: dict[str, Any]) -> None:
-    """Write JSON so that the file is the old one or the new one, whatever happens."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def main() -> None:

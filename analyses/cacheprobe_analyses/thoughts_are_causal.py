@@ -9,7 +9,6 @@ Source: the question is left open by Thinking States (arXiv 2602.08332).
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from cacheprobe.progress import Progress
 from cacheprobe.tasks import CoinFlip, annotate_all, mixed
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.recurrent import own_thoughts, write
+from cacheprobe_analyses.records import write_json
 
 LEAST_ACCURACY = 0.95
 
@@ -117,7 +117,7 @@ def main() -> None:
     result = run(Config(given.model, texts=given.texts), progress=True)
     print(result.table())
     if given.json:
-        given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, asdict(result))
 
 
 if __name__ == "__main__":

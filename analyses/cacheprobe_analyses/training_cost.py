@@ -9,7 +9,6 @@ Source: Thinking States (arXiv 2602.08332), section 3.3 and its figure of traini
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from cacheprobe.models.thinking_config import ThinkingConfig
 from cacheprobe.progress import Progress
 from cacheprobe.training.thinking_states import IGNORED, Batch, losses
 from cacheprobe.training.threads import one_thread
+from cacheprobe_analyses.records import write_json
 
 WAYS = ("parallel", "through time")
 
@@ -213,7 +213,7 @@ def main() -> None:
     result = run(Config(repeats=given.repeats), lambda line: print(line, flush=True), progress=True)
     print(result.table())
     if given.json:
-        given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, asdict(result))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers fo
 """
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from cacheprobe.drafters import EarlyExit, NGram
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.views import disagreement_figure, final_choice_figure
-from cacheprobe_analyses.records import records_of
+from cacheprobe_analyses.records import records_of, write_json
 
 KINDS = ("answer", "later tokens", "after a rejected token")
 _RESAMPLES = 1000
@@ -174,7 +173,7 @@ def main() -> None:
     result = run(Config(prompts=given.prompts), progress=True)
     print(result.table())
     if given.json:
-        given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, asdict(result))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,22 @@ def require_readable(lens: Any, model: CachedLM, site: str, layers: Iterable[int
     lens.check(model)
 
 
+def require_made_for(model: CachedLM, kind: str, layers: int, width: int, unembedding: str, remedy: str) -> None:
+    """Raises: LensError for a model of other shape, or with another unembedding, than a lens was made for.
+
+    kind, remedy: what the lens is called, and what to do.
+    """
+    if (layers, width) != (model.n_layers, model.d_model):
+        raise LensError(
+            f"this {kind} lens is for {layers} layers of width {width}, {model.name} has {model.n_layers} of "
+            f"{model.d_model}; {remedy}"
+        )
+    if (here := unembedding_sha256(model)) != unembedding:
+        raise LensError(
+            f"this {kind} lens was made for the unembedding {unembedding[:12]}, {model.name} has {here[:12]}; {remedy}"
+        )
+
+
 def unembedding_sha256(model: CachedLM) -> str:
     """Hash of the unembedding's shape and numbers in float32: equal for one model loaded in float32 or wider storage.
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cacheprobe.lenses.base import Lens, LensError, unembedding_sha256
+from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembedding_sha256
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.by_layer import product_by_layer
 from cacheprobe.registry import register
@@ -64,16 +64,7 @@ class JacobianLens:
     def check(self, model: CachedLM) -> None:
         """See Lens.check: the shapes, and the unembedding's hash."""
         layers, width = self.matrices.shape[:2]
-        if (layers + 1, width) != (model.n_layers, model.d_model):
-            raise LensError(
-                f"this Jacobian lens is for {layers + 1} layers of width {width}, {model.name} has {model.n_layers} of "
-                f"{model.d_model}; fit one for it"
-            )
-        if (here := unembedding_sha256(model)) != self.unembedding:
-            raise LensError(
-                f"this Jacobian lens was made for the unembedding {self.unembedding[:12]}, {model.name} has "
-                f"{here[:12]}; fit one for it"
-            )
+        require_made_for(model, "Jacobian", layers + 1, width, self.unembedding, "fit one for it")
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
         """Logits [n, v] of states [n, m] that stood after blocks `layers` [n]."""

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cacheprobe.lenses.base import Lens, LensError, unembedding_sha256
+from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembedding_sha256
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.by_layer import product_by_layer
 from cacheprobe.registry import register
@@ -73,16 +73,8 @@ class TunedLens:
     def check(self, model: CachedLM) -> None:
         """See Lens.check: the shapes, and the unembedding's hash."""
         layers, width = self.biases.shape
-        if (layers + 1, width) != (model.n_layers, model.d_model):
-            raise LensError(
-                f"this tuned lens is for {layers + 1} layers of width {width}, {model.name} has {model.n_layers} of "
-                f"{model.d_model}; train one with cacheprobe train tuned-lens"
-            )
-        if (here := unembedding_sha256(model)) != self.unembedding:
-            raise LensError(
-                f"this tuned lens was made for the unembedding {self.unembedding[:12]}, {model.name} has {here[:12]}; "
-                "train one with cacheprobe train tuned-lens"
-            )
+        remedy = "train one with cacheprobe train tuned-lens"
+        require_made_for(model, "tuned", layers + 1, width, self.unembedding, remedy)
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
         """Logits [n, v] of states [n, m] that stood after blocks `layers` [n]."""

@@ -81,8 +81,11 @@ class ThinkingLM:
     # -- running
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """See CachedLM.new_cache. A backbone without thoughts remembers keys and values alone."""
         c = self.config
         shapes = self.model.layer_shapes
+        if not c.thinks:
+            return KVCache(rows, capacity, shapes, self.dtype, self.device)
         return ThinkingCache(rows, capacity, shapes, self.dtype, self.device, c.d_model, c.chunk)
 
     def check_settings(self, window: int) -> None:
@@ -105,7 +108,6 @@ class ThinkingLM:
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
         """See CachedLM.forward."""
-        assert isinstance(cache, ThinkingCache)
         self._forget_old_states()
         cache.take_thoughts()  # of a pass that failed
         for heard, _ in self._listeners:
@@ -117,7 +119,10 @@ class ThinkingLM:
             run = partial(model._blocks, positions=positions, memory=memory)
             x = model.hook_embed(model.embed(token_ids.to(self.device)))
             x = run(x, 0, min(config.l_in, ran))
-            if ran > config.l_in:
+            if ran > config.l_in and not config.thinks:
+                x = model.hook_h(run(x, config.l_in, min(config.l_out, ran)))
+            elif ran > config.l_in:
+                assert isinstance(cache, ThinkingCache)
                 x = self._in_rounds(x, cache, rows, positions, memory, min(config.l_out, ran))
             x = run(x, config.l_out, ran) if ran > config.l_out else x
         finally:
@@ -134,7 +139,7 @@ class ThinkingLM:
     ) -> Tensor:
         """The blocks between l_in and `last`: once, and once more for every thought that is not empty."""
         config = self.config
-        open_ends = self._ends(cache, rows, positions) if config.thinks else []
+        open_ends = self._ends(cache, rows, positions)
         row_index = torch.tensor(list(rows))[:, None]
         made: list[RowThought] = []
         for end in (end for ends in open_ends for end in ends):
@@ -177,7 +182,7 @@ class ThinkingLM:
     def _states_at(self, cache: ThinkingCache, row_index: Tensor, positions: Tensor) -> Tensor:
         """[b, t, m]: what was thought of the chunk before, S_1 in the first, zero where nobody thought."""
         config = self.config
-        if not (config.thinks and config.feeds_back):
+        if not config.feeds_back:
             return torch.zeros(*positions.shape, self.d_model, dtype=self.dtype, device=self.device)
         states = cache.states[row_index, positions]
         start = positions // config.chunk * config.chunk
@@ -196,6 +201,8 @@ class ThinkingLM:
     def _memory(self, cache: KVCache, positions: Tensor) -> Memory:
         slots = torch.arange(cache.capacity)[None]
         bias = attention_bias(self.config, positions, slots, self.config.attention_window)
+        if not self.config.thinks:  # rows of keys and values alone may be masked by cache surgery
+            bias = bias + cache.mask(positions, bias.dtype, self.device)
         bias = bias.clamp_(min=torch.finfo(self.dtype).min).to(self.dtype)  # finite in 16 bits too
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,10 +11,10 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.names import HEADS
 from cacheprobe.patching.asked import PATCHED_SITES, as_layers, as_pair, as_positions, check_site, usable
 from cacheprobe.patching.cells import Cell, Edit, cell
-from cacheprobe.patching.grid import Grid, pair_meta, pair_table
-from cacheprobe.patching.pair import answers, parts_of, run_pair
-from cacheprobe.patching.runs import Run, read
-from cacheprobe.patching.sweep import Group, Index, sweep
+from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.pair import answers, grid_of_pair, run_pair
+from cacheprobe.patching.runs import Run
+from cacheprobe.patching.sweep import Group, Index
 
 
 @torch.inference_mode()
@@ -43,8 +43,8 @@ def activation(
     Returns a Grid; its table has layer, position, head if asked, token, logit_difference, nld, flip, logprob_nats.
     Raises: ValueError for prompts of different length or the same, a site, layer or position that there is not, and
     answers that both prompts are alike in; ModelError for a model whose memory is more than keys and values.
-    Source: interchange of activations as in Vig et al. 2020 (arXiv 2004.12265), section 3; positions and layers as in
-    Meng et al. 2022 (arXiv 2202.05262), section 2.
+    Source: a component set to its value under another prompt, Vig et al. 2020 (arXiv 2004.12265), whose components are
+    neurons and heads; a grid of positions and layers as in Meng et al. 2022 (arXiv 2202.05262), section 2.1.
     Twin: tests.patching_slowly.naive_grid: one plain forward for each cell, close(1e-5) in float32.
     """
     check_site(site, PATCHED_SITES)
@@ -56,7 +56,6 @@ def activation(
     place = HEADS if heads else site
     runs = run_pair(model, *ids, (place,))
     pair = answers(model, answer, *runs)
-    asked = dict(kind="activation", site=place, layers=in_layers, answer=pair, clean=ids[0], corrupt=ids[1])
     count = model.head_shape[0] if heads else 1
 
     def indices(position: int) -> list[Index]:
@@ -66,12 +65,8 @@ def activation(
         Group(str(p), len(indices(p)), lambda: runs[1], partial(_cells, runs[0], place, indices(p)), indices(p))
         for p in at_positions
     ]
-    said = sweep(model, groups, pair, parts_of(store, model, asked), progress)
     axes = ["layer", "position", *(["head"] if heads else [])]
-    table = pair_table(
-        dict(sorted(said.items())), axes, model.token_texts(ids[1]), *(read(run.logits[None], pair)[0] for run in runs)
-    )
-    return Grid(table, pair_meta(model, "activation", place, runs, pair))
+    return grid_of_pair(model, "activation", place, axes, runs, pair, in_layers, groups, store, progress)
 
 
 def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, Cell]:

@@ -1,13 +1,14 @@
 """Both unpatched runs of a pair, and the two answers that they are told apart by."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.asked import as_answer
-from cacheprobe.patching.grid import difference
+from cacheprobe.patching.grid import Grid, difference, pair_meta, pair_table
 from cacheprobe.patching.parts import Parts
 from cacheprobe.patching.runs import Run, read, run_once
+from cacheprobe.patching.sweep import Group, sweep
 
 _LEAST_DIFFERENCE = 1e-4
 """Of the two runs' logit differences: float32 rounds logits by less, and NLD divides by it."""
@@ -45,6 +46,27 @@ def answers(model: CachedLM, answer: Any, clean: Run, corrupt: Run) -> tuple[int
             "answer=(a, b) that the prompts differ in"
         )
     return first, second
+
+
+def grid_of_pair(
+    model: CachedLM,
+    kind: str,
+    site: str,
+    axes: Sequence[str],
+    runs: tuple[Run, Run],
+    answer: tuple[int, int],
+    layers: Sequence[int],
+    groups: Sequence[Group],
+    store: Any,
+    progress: bool,
+) -> Grid:
+    """Run the groups of cells of a clean and a corrupted run, or read them from `store`; axes: what numbers a cell."""
+    clean, corrupt = (run.token_ids for run in runs)
+    asked = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
+    said = dict(sorted(sweep(model, groups, answer, parts_of(store, model, asked), progress).items()))
+    ends = (read(run.logits[None], answer)[0] for run in runs)
+    table = pair_table(said, axes, model.token_texts(corrupt), *ends)
+    return Grid(table, pair_meta(model, kind, site, runs, answer))
 
 
 def parts_of(store: Any, model: CachedLM, asked: Mapping[str, Any]) -> Parts:

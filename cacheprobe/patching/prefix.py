@@ -10,10 +10,10 @@ import torch
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.asked import RESIDUAL_SITES, as_layers, as_pair, as_positions, check_site, usable
 from cacheprobe.patching.cells import Cell, Edit
-from cacheprobe.patching.grid import Grid, pair_meta, pair_table
-from cacheprobe.patching.pair import answers, parts_of, run_pair
-from cacheprobe.patching.runs import Run, read
-from cacheprobe.patching.sweep import Group, Index, sweep
+from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.pair import answers, grid_of_pair, run_pair
+from cacheprobe.patching.runs import Run
+from cacheprobe.patching.sweep import Group, Index
 
 
 @torch.inference_mode()
@@ -44,7 +44,6 @@ def prefix(
     in_layers, at_positions = as_layers(layers, model), as_positions(positions, len(ids[0]))
     runs = run_pair(model, *ids, ())
     pair = answers(model, answer, *runs)
-    asked = dict(kind="prefix", site=site, layers=in_layers, answer=pair, clean=ids[0], corrupt=ids[1])
 
     def indices(position: int) -> list[Index]:
         return [(layer, position) for layer in in_layers]
@@ -53,14 +52,8 @@ def prefix(
         Group(str(p), len(in_layers), lambda: runs[0], partial(_cells, runs, site, indices(p)), indices(p))
         for p in at_positions
     ]
-    said = sweep(model, groups, pair, parts_of(store, model, asked), progress)
-    table = pair_table(
-        dict(sorted(said.items())),
-        ["layer", "position"],
-        model.token_texts(ids[1]),
-        *(read(run.logits[None], pair)[0] for run in runs),
-    )
-    return Grid(table, pair_meta(model, "prefix", site, runs, pair))
+    axes = ["layer", "position"]
+    return grid_of_pair(model, "prefix", site, axes, runs, pair, in_layers, groups, store, progress)
 
 
 def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, Cell]:

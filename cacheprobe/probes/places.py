@@ -55,8 +55,7 @@ def _places(
     """(place, token of the text, true state, words of the newest operation)."""
     example = request.example
     text, spans = example.prompt_text(tokenizer), example.rendering(tokenizer).operations
-    ends = [end for _, end in tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]]
-    completed = [next(i for i, reached in enumerate(ends) if reached >= end) for _, end in spans]
+    completed = example.completing_tokens(tokenizer)[1]
     words = [text[start:end] for start, end in spans]
     if isinstance(at, str):
         yield from zip(range(1, len(spans) + 1), completed, example.states[1:], words, strict=True)

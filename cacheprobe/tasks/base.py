@@ -149,15 +149,22 @@ class Example:
         holds more than them. Special tokens that the tokenizer adds leave the state as it is.
         """
         rendering = self.rendering(tokenizer)
-        try:
-            encoded = tokenizer(rendering.text, return_offsets_mapping=True, add_special_tokens=add_special_tokens)
-        except NotImplementedError as error:
-            raise ValueError(f"{_name(tokenizer)} gives no character offsets; load a fast tokenizer") from error
         states, num_chars = [], 0
-        for _, end in encoded["offset_mapping"]:
+        for end in _with_ends(tokenizer, rendering.text, add_special_tokens)[1]:
             num_chars = max(num_chars, end)  # an added special token has the offsets (0, 0), wherever it stands
             states.append(rendering.state_at(num_chars))
         return states
+
+    def completing_tokens(
+        self, tokenizer: Tokenizer, *, add_special_tokens: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of `prompt_text`, and for each operation the place among them of the one that completes its words.
+
+        Raises: ValueError for a tokenizer without character offsets.
+        """
+        rendering = self.rendering(tokenizer)
+        ids, ends = _with_ends(tokenizer, rendering.text, add_special_tokens)
+        return ids, [next(i for i, reached in enumerate(ends) if reached >= end) for _, end in rendering.operations]
 
     def answer_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """The first token of each of `answers`, as it is encoded right after the prompt; they must differ."""
@@ -194,6 +201,15 @@ class Example:
     def __repr__(self) -> str:
         asides = f", shots={len(self.shots)}" * bool(self.shots) + ", chat=True" * self.chat
         return f"Example({self.question.text!r} -> {self.answer!r}{asides})"
+
+
+def _with_ends(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+    """Token ids of a text, and the character that each ends before."""
+    try:
+        encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens)
+    except NotImplementedError as error:
+        raise ValueError(f"{_name(tokenizer)} gives no character offsets; load a fast tokenizer") from error
+    return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
 
 
 def _find(text: str, part: str, start: int) -> int:

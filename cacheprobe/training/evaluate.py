@@ -34,6 +34,15 @@ class Verdicts:
     def accuracy(self) -> float:
         return sum(self.is_right) / len(self.is_right)
 
+    def counts(self) -> dict[str, int]:
+        """Texts, those that are right, those whose thoughts all are, and those without an answer."""
+        return {
+            "texts": len(self.is_right),
+            "right": sum(self.is_right),
+            "thoughts_right": sum(self.is_thought_right),
+            "unparsed": self.is_parsable.count(False),
+        }
+
 
 @torch.inference_mode()
 def evaluate(

@@ -58,17 +58,9 @@ def encode(example: Example, tokenizer: Any) -> tuple[list[int], int, list[tuple
 
     Raises: ValueError for a tokenizer without character offsets.
     """
-    rendering = example.rendering(tokenizer)
-    try:
-        encoding = tokenizer(rendering.text, return_offsets_mapping=True, add_special_tokens=True)
-    except NotImplementedError as error:
-        raise ValueError("training needs character offsets; load a fast tokenizer") from error
-    ends = [end for _, end in encoding["offset_mapping"]]
-    running = []
-    for (_, end), state in zip(rendering.operations, example.states[1:], strict=True):
-        slot = next(slot for slot, reached in enumerate(ends) if reached >= end)
-        running.append((slot, STATES.index(state)))
-    return list(encoding["input_ids"]), STATES.index(example.answer.strip()), running
+    ids, slots = example.completing_tokens(tokenizer, add_special_tokens=True)
+    running = [(slot, STATES.index(state)) for slot, state in zip(slots, example.states[1:], strict=True)]
+    return ids, STATES.index(example.answer.strip()), running
 
 
 def to_batch(encoded: list[tuple[list[int], int, list[tuple[int, int]]]]) -> Batch:

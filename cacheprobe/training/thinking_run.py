@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cacheprobe.models.thinking import ThinkingModel
+from cacheprobe.models.thinking_store import load_thinking, read_config
 from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
 from cacheprobe.training.evaluate import Verdicts, evaluate, follows_gold
 from cacheprobe.training.loop import Loop, Progress
@@ -46,6 +47,13 @@ class Trained:
     def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> Verdicts:
         """How it does on them by its own thoughts and words."""
         return evaluate(self.model, self.items(operations, n, seed, **task), self.arm)
+
+
+def load_trained(folder: Path, preset: Preset, arm: str, seed: int) -> tuple[Trained, dict[str, Any]]:
+    """A trained arm that `save_thinking` wrote, and its record."""
+    record, lm = read_config(folder)["record"], load_thinking(folder)
+    seconds = record["cpu_seconds"], record["cpu_seconds_to_99"]
+    return Trained(lm.model, lm.tokenizer, preset, arm, seed, *seconds), record
 
 
 def train(

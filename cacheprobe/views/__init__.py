@@ -10,6 +10,7 @@ from cacheprobe.views.patching import patching_grid
 from cacheprobe.views.probes import foresight_figure, probe_figure
 from cacheprobe.views.report import write_report
 from cacheprobe.views.report_figures import write_figures
+from cacheprobe.views.state_algorithm import state_algorithm_figure
 from cacheprobe.views.text import token_texts
 from cacheprobe.views.thoughts_picture import thoughts_picture
 from cacheprobe.views.windows import Window, accepted_whole, find_windows, rolled_back
@@ -29,6 +30,7 @@ __all__ = [
     "probe_figure",
     "rolled_back",
     "settling_figure",
+    "state_algorithm_figure",
     "thoughts_picture",
     "token_texts",
     "window_diagram",
