@@ -54,7 +54,7 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
         ("arrived", f"at step {request.arrival_step}"),
     ]
     if request.example is not None:
-        about.append(("right answer", str(request.example.answer)))
+        about.append(("right answer", _plain(request.example.answer.strip())))
     sampling = request.sampling
     if sampling is not None:
         fields = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
