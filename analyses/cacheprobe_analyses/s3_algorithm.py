@@ -172,12 +172,12 @@ class Result:
 
 
 @one_thread()
-def run(config: Config, report: Callable[[str], None] = lambda line: None) -> Result:
+def run(config: Config, report: Callable[[str], None] = lambda line: None, progress: bool = False) -> Result:
     """Train what is not trained yet, and ask every model for its signatures."""
     models: dict[str, dict[str, Any]] = {}
     probes, patches, lengths = [], [], []
     for subject in config.subjects:
-        lm = trained(subject, config.folder, report)
+        lm = trained(subject, config.folder, report, progress=progress)
         found = measure(lm, subject.operations, config)
         models[subject.name] = {**{k: lm.record[k] for k in ("steps", "seed", "parameters", "cpu_seconds")}, **found[0]}
         for held, lines in zip((probes, patches, lengths), found[1:], strict=True):
@@ -246,7 +246,8 @@ def main() -> None:
     known = given.json is not None and given.json.exists()
     result = Result(**json.loads(given.json.read_text(encoding="utf-8"))) if known else Result({}, [], [], [])
     for subject in chosen:
-        result = result.joined(run(Config((subject,), given.folder), lambda line: print(line, flush=True)))
+        found = run(Config((subject,), given.folder), lambda line: print(line, flush=True), progress=True)
+        result = result.joined(found)
         if given.json:
             write_json(given.json, asdict(result))
     print(result.table())

@@ -22,6 +22,7 @@ from cacheprobe.tasks import Permutations, word_tokenizer
 from cacheprobe.tasks.base import Example
 from cacheprobe.training.loop import Loop, LoopSettings, Progress
 from cacheprobe.training.presets import Preset
+from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking_run import TEST_SEED, train
 from cacheprobe.training.thinking_states import IGNORED
 
@@ -56,12 +57,20 @@ def group_task(operations: int) -> Permutations:
     return Permutations(steps=operations, elements=3, wording="group")
 
 
-def trained(subject: Subject, folder: Path, report: Callable[[str], None] = lambda line: None) -> ThinkingLM:
+def trained(
+    subject: Subject, folder: Path, report: Callable[[str], None] = lambda line: None, progress: bool = False
+) -> ThinkingLM:
     """The subject's model, from the folder or trained now; `record` says how."""
     place = folder / subject.name.replace(" ", "-")
     if not (place / CONFIG).exists():
         made = _thinking if subject.thinks else _plain
-        model, tokenizer, seconds = made(subject, place / "checkpoint", report)
+        with TrainingProgress(subject.loop.steps, 0, progress) as show:
+
+            def told(at: Progress) -> None:
+                show(at.step, subject.name)
+                _tell(subject, at, report)
+
+            model, tokenizer, seconds = made(subject, place / "checkpoint", told)
         record = {
             "task": "s3",
             "form": "restate",
@@ -77,7 +86,7 @@ def trained(subject: Subject, folder: Path, report: Callable[[str], None] = lamb
     return load_thinking(place, subject.name)
 
 
-def _plain(subject: Subject, folder: Path, report: Callable[[str], None]) -> tuple[ThinkingModel, Any, float]:
+def _plain(subject: Subject, folder: Path, told: Callable[[Progress], None]) -> tuple[ThinkingModel, Any, float]:
     tokenizer = word_tokenizer(subject.task.vocabulary())
     config = ThinkingConfig(len(tokenizer), thinks=False, chunk=1, **subject.model)
     loop = Loop(ThinkingModel(config, subject.seed), subject.loop, folder)
@@ -87,15 +96,15 @@ def _plain(subject: Subject, folder: Path, report: Callable[[str], None]) -> tup
         return {"state": running_loss(loop.model, *supervised(texts, tokenizer))}
 
     for progress in loop.run(losses_of):
-        _tell(subject, progress, report)
+        told(progress)
     return loop.model.eval(), tokenizer, loop.cpu_seconds
 
 
-def _thinking(subject: Subject, folder: Path, report: Callable[[str], None]) -> tuple[ThinkingModel, Any, float]:
+def _thinking(subject: Subject, folder: Path, told: Callable[[Progress], None]) -> tuple[ThinkingModel, Any, float]:
     preset = Preset(
         group_task, operations=tuple(range(1, subject.operations + 1)), reach=0, model=subject.model, loop=subject.loop
     )
-    made = train(preset, "thinking", subject.seed, folder, lambda progress, accuracy: _tell(subject, progress, report))
+    made = train(preset, "thinking", subject.seed, folder, lambda progress, accuracy: told(progress))
     return made.model, made.tokenizer, made.cpu_seconds
 
 
