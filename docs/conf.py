@@ -21,7 +21,7 @@ nb_merge_streams = True
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "undoc-members": False}
+autodoc_default_options = {"members": True, "undoc-members": False, "no-value": True}
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 add_module_names = False

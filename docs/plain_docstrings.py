@@ -13,6 +13,7 @@ from sphinx.application import Sphinx
 _NAMES = r"\*{0,2}[A-Za-z_][\w.]*(?:, \*{0,2}[A-Za-z_][\w.]*)*"
 _PIECE = re.compile(rf"({_NAMES}): (?=\S)")
 _LIST = re.compile(r"\s*[-*] ")
+_LONG = re.compile(r"\((?:'[^']*', ){8,}[^()]*\)")
 _WORDS = ("Raises", "Source", "Twin", "Returns", "Columns")
 
 
@@ -79,7 +80,15 @@ def _on_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lin
     lines[:] = converted(lines)
 
 
+def _on_signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Long defaults, such as a hundred names, are left out."""
+    return _LONG.sub("(...)", signature) if signature else signature, returns
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _on_docstring)
+    app.connect("autodoc-process-signature", _on_signature)
     return {"version": "1", "parallel_read_safe": True}

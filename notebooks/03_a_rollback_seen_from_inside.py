@@ -21,6 +21,7 @@
 # %%
 import os
 import sys
+import warnings
 
 if "google.colab" in sys.modules:  # a fresh machine, with the repository uploaded or cloned there
     get_ipython().run_line_magic("pip", "install -q '/content/cacheprobe[notebooks]'")
@@ -30,6 +31,7 @@ import plotly.io as pio
 
 import cacheprobe as cp
 
+warnings.filterwarnings("ignore", message="IProgress not found")  # bars of text will do
 PRESET = os.environ.get("CACHEPROBE_PRESET", "full")  # "tiny" asks the same of less, in seconds
 pio.renderers.default = "colab" if "google.colab" in sys.modules else "plotly_mimetype+png"
 

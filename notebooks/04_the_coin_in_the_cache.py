@@ -23,6 +23,7 @@
 # %%
 import os
 import sys
+import warnings
 
 if "google.colab" in sys.modules:  # a fresh machine, with the repository uploaded or cloned there
     get_ipython().run_line_magic("pip", "install -q '/content/cacheprobe[notebooks]'")
@@ -32,6 +33,7 @@ import plotly.io as pio
 
 import cacheprobe as cp
 
+warnings.filterwarnings("ignore", message="IProgress not found")  # bars of text will do
 PRESET = os.environ.get("CACHEPROBE_PRESET", "full")  # "tiny" asks the same of less, in seconds
 pio.renderers.default = "colab" if "google.colab" in sys.modules else "plotly_mimetype+png"
 
@@ -99,7 +101,7 @@ print(answers.ledger(1).provenance.value_counts().to_dict())
 
 # %%
 few = PRESET != "full"
-config = coin_rows.Config(people=(2,) if few else (1, 2, 3, 4), texts=2 if few else 1)
+config = coin_rows.Config(people=(1,) if few else (1, 2, 3, 4), texts=2 if few else 1)
 result = coin_rows.measure(model, config)
 print({people: f"{result.right[people]} of {result.questions[people]} answered rightly" for people in result.right})
 

@@ -20,6 +20,7 @@
 # %%
 import os
 import sys
+import warnings
 
 if "google.colab" in sys.modules:  # a fresh machine, with the repository uploaded or cloned there
     get_ipython().run_line_magic("pip", "install -q '/content/cacheprobe[notebooks]'")
@@ -29,6 +30,7 @@ import plotly.io as pio
 
 import cacheprobe as cp
 
+warnings.filterwarnings("ignore", message="IProgress not found")  # bars of text will do
 PRESET = os.environ.get("CACHEPROBE_PRESET", "full")  # "tiny" asks the same of less, in seconds
 pio.renderers.default = "colab" if "google.colab" in sys.modules else "plotly_mimetype+png"
 
@@ -158,11 +160,15 @@ class Direction:
 
 
 # %%
-read = trace.read(find("lenses", "direction")())
-cp.views.lens_grid(read, request_id=0)
+lens = find("lenses", "direction")()
+cp.views.lens_grid(trace.read(lens, rows=trace.rows(0)), request_id=0).update_layout(height=340, width=1000)
+
+# %% [markdown]
+# The last three columns are what the model was trained on. Further left it was asked for nothing, and what is read
+# there is not what comes next.
 
 # %%
-own = trace.hypotheses()
+read, own = trace.read(lens), trace.hypotheses()
 last = model.n_layers - 1
 same_at_the_end = (read[read.layer == last].token.to_numpy() == own[own.layer == last].token.to_numpy()).all()
 print("at the last layer both lenses say the same:", same_at_the_end)
