@@ -34,6 +34,7 @@ import cacheprobe as cp
 warnings.filterwarnings("ignore", message="IProgress not found")  # bars of text will do
 PRESET = os.environ.get("CACHEPROBE_PRESET", "full")  # "tiny" asks the same of less, in seconds
 pio.renderers.default = "colab" if "google.colab" in sys.modules else "plotly_mimetype+png"
+pio.renderers["png"].width = 960  # pixels of the stored pictures
 
 # %% [markdown]
 # ## A model and some prompts
