@@ -47,7 +47,7 @@ from cacheprobe_analyses import thoughts_are_causal
 
 # %%
 model = cp.load_model("coinflip-thinking")
-example = cp.tasks.CoinFlip(people=6, distinct=False).example(1, seed=1)
+example = cp.tasks.CoinFlip(people=6, distinct=False).example(4, seed=2)
 print(model)
 print(example.prompt)
 print("true state, person by person:", " ".join(example.question.states), "| answer:", example.answer.strip())
@@ -127,7 +127,8 @@ told = after[after.said.isin(words)]
 assert thoughts[thoughts.said != ""].agrees.all()
 assert parse_answer(trace.text(0)) == example.answer.strip()
 assert (beside[beside.chunk <= middle.chunk].said == beside[beside.chunk <= middle.chunk].changed).all()
-assert len(told) and all({before, now} == set(words) for before, now in zip(told.said, told.changed, strict=True))
+assert told.said.nunique() == 2  # there are flips left to follow
+assert all({before, now} == set(words) for before, now in zip(told.said, told.changed, strict=True))
 assert {parse_answer(trace.text(0)), parse_answer(changed.text(0))} == set(words)
 assert result.flipped["other state"] == texts and result.flipped["own state again"] == 0
 assert all(0.15 * texts < result.flipped[control] < 0.85 * texts for control in ("noise of its norm", "no state"))
