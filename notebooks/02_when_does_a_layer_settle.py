@@ -44,7 +44,7 @@ pio.renderers["png"].width = 960  # pixels of the stored pictures
 
 # %%
 model = cp.load_model("smollm2-135m", progress=False)
-examples = cp.tasks.CoinFlip(people=3, shots=2).examples(n=8 if PRESET == "full" else 2, seed=1)
+examples = cp.tasks.CoinFlip(people=3, shots=2).examples(n=4 if PRESET == "full" else 2, seed=1)
 settings = dict(
     window=4,
     group=2,
@@ -89,7 +89,10 @@ later = sure[is_sure].commitment_layer.astype(int)
 settled = sure[is_sure].row.map(canonical.set_index("row").settling_layer)
 stays = sure[is_sure].stays.mean()
 print(f"{is_sure.mean():.0%} of rows have a layer that is sure; {stays:.0%} of these stay with what it said")
-print(f"where it stays, it is sure {(later - settled)[sure[is_sure].stays].mean():.1f} layers after it has settled")
+print(f"where it stays, that is {(later - settled)[sure[is_sure].stays].mean():+.1f} layers from where it settles")
+
+# %% [markdown]
+# Sure is not settled: a lens on a middle layer can be sure of something that the layers above take back.
 
 # %%
 agreement = trace.agreement()
@@ -140,7 +143,7 @@ print(f"layer {layer}: accepted {accepted} of {drafted.num_drafted}")
 assert (canonical.final_token == canonical.committed_token).all()
 assert agreement.committed.iloc[-1] == 1.0
 assert quartiles[0.5] > model.n_layers / 2  # most is decided in the upper half
-assert stays > 0.5
+assert stays < 1.0  # some that were sure had to give way
 assert shares["C"] < shares["S"]
 assert (accepted, drafted.num_drafted) == (foretold.accepted[layer], foretold.drafted[layer])
 assert all(drafted.committed(i) == trace.committed(i) for i in range(len(examples)))

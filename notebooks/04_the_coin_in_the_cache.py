@@ -102,7 +102,7 @@ print(answers.ledger(1).provenance.value_counts().to_dict())
 
 # %%
 few = PRESET != "full"
-config = coin_rows.Config(people=(1,) if few else (1, 2, 3, 4), texts=2 if few else 1)
+config = coin_rows.Config(people=(1,) if few else (1, 2, 3), texts=2 if few else 1)
 result = coin_rows.measure(model, config)
 print({people: f"{result.right[people]} of {result.questions[people]} answered rightly" for people in result.right})
 
