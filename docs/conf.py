@@ -18,6 +18,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
 nb_merge_streams = True
+suppress_warnings = ["mystnb.unknown_mime_type"]  # plotly's own data; the picture beside it is shown
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
