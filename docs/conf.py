@@ -22,7 +22,7 @@ suppress_warnings = ["mystnb.unknown_mime_type"]  # plotly's own data; the pictu
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "undoc-members": False, "no-value": True}
+autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 add_module_names = False
