@@ -54,8 +54,10 @@ def test_index_0_is_the_newest_position() -> None:
     ones = torch.ones(loaded().d_model)
     first = cp.interventions.add(ones, request_id=0, site="S", layer=0, positions=[0])
     trace = cp.run(loaded(), [TEXT], interventions=first, **LIGHT)
-    ours = loaded().read_out(trace.states("S", 2, 0))[len(TEXT) - 1]
-    assert close(ours, logits_in_steps(where, cached=False), 1e-5, because=SUMS)
+    text = [*TEXT, *trace.committed(0)[:-1]]
+    with torch.inference_mode(), loaded().bridge.hooks(fwd_hooks=[where]):
+        whole = loaded().bridge.forward(torch.tensor([text]), return_type="logits")[0]
+    assert close(loaded().read_out(trace.states("S", 2, 0)), whole, 1e-5, because=SUMS)
 
 
 def test_a_fixed_index_is_out_of_range_later() -> None:
