@@ -1,6 +1,7 @@
 # make demo      set up once, then show the loop on a real model
 # make test      set up once, then run the tests      make test-all   the slow ones too
-# make lint      ruff: rules and format                make clean      remove the environment and caches
+# make docs      the documentation, as HTML              make lint       ruff: rules and format
+# make clean     remove the environment and caches
 # Another interpreter: make PYTHON=python3.12 demo
 
 SHELL := bash
@@ -17,10 +18,10 @@ KEY := $(shell { pwd -P; cat $(INPUTS); } | sha256sum | cut -c1-16)
 STAMP := .venv/.ready-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint browser clean
+.PHONY: help setup demo test test-all docs lint browser clean
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -37,11 +38,15 @@ test: $(STAMP) browser
 	@$(TEST_ENV) $(BIN)/python -m pytest -q $(WORKERS)
 
 test-all: $(STAMP) browser
-	@$(TEST_ENV) $(BIN)/python -m pytest -q $(WORKERS) -m ""
+	@$(TEST_ENV) CACHEPROBE_PRESET=full $(BIN)/python -m pytest -q $(WORKERS) -m ""
+
+docs: $(STAMP)
+	@$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
+	@echo docs/_build/html/index.html
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv .setup.* build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .setup.* build dist docs/_build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

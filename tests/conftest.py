@@ -17,6 +17,7 @@ for name, value in {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "WANDB_MODE": "disabled",
+    "CACHEPROBE_PRESET": "tiny",  # of the notebooks; `make test-all` runs them in full
 }.items():
     os.environ.setdefault(name, value)
 
