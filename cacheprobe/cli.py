@@ -16,6 +16,7 @@ app = App(
     help_format="plaintext",  # a markdown parser would take longer to import than all else
 )
 app.command("cacheprobe.cli_train:train", name="train", help="Train a model for a task.")
+app.command("cacheprobe.cli_dash:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
 
 
 @app.command

@@ -24,8 +24,8 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart, exc
     ("observe", "training"),
     ("arguments", "probes"),
     ("api", "views"),
-    ("proof",),
-    ("cli", "cli_train", "__main__"),
+    ("proof", "dash_app"),
+    ("cli", "cli_train", "cli_dash", "__main__"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
@@ -37,7 +37,7 @@ HOOK_NAME = re.compile(r"(^|[^\w ])blocks\\?\.|\bblocks\.\d|hook_(resid|attn|mlp
 ONLY_IN = {  # a module, and the files that may import it
     "transformer_lens": re.compile(r"cacheprobe/models/(bridge\w*|hooked)\.py"),
     "plotly": re.compile(r"cacheprobe/views/.+\.py"),
-    "dash": re.compile(r"cacheprobe/views/.+\.py"),
+    "dash": re.compile(r"cacheprobe/dash_app/.+\.py"),
 }
 NEVER_IN_VIEWS = {"torch", "transformers", "transformer_lens"}
 PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}

@@ -9,8 +9,9 @@ from cacheprobe.views.curves import agreement_figure, settling_figure
 from cacheprobe.views.diagram import decoded_panels, legend, window_panels
 from cacheprobe.views.lens_grid import grid_width, lens_grid
 from cacheprobe.views.page import figure_block, page, table
+from cacheprobe.views.prompt_block import prompt_block
 from cacheprobe.views.prose import behaviour_sentences, run_sentence
-from cacheprobe.views.text import markup, text_of, token_texts
+from cacheprobe.views.text import markup, token_texts
 from cacheprobe.views.thoughts_columns import story_of
 from cacheprobe.views.thoughts_picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
 from cacheprobe.views.windows import Window, accepted_whole, find_windows, pick_request, rolled_back
@@ -72,14 +73,12 @@ _NO_LENS = (
 
 def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     request = trace.requests[request_id]
-    prompt = request.prompt
-    if not isinstance(prompt, str):
-        prompt = " ".join(text_of(texts, int(token_id)) for token_id in request.prompt_token_ids)
+    about = {"prompt": request.prompt, "prompt_token_ids": request.prompt_token_ids, "text": trace.text(request_id)}
     count = len(trace.committed(request_id))
     return (
         f"<h2>Prompt and answer of request {request_id}</h2>"
         f"<p class='note'>{len(request.prompt_token_ids)} prompt tokens; the {count} generated ones are marked.</p>"
-        f"<div class='prompt'>{markup(prompt)}<mark>{markup(trace.text(request_id))}</mark></div>"
+        f"{prompt_block(about, texts)}"
     )
 
 
