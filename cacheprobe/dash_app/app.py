@@ -49,10 +49,15 @@ def _keep_state(app: Dash) -> None:
         Input("facts", "data"),
         Input("story", "data"),
         Input("intent", "data"),
-        Input("grid", "clickData"),
         *(Input(name, "value") for name in CONTROLS),
         State("at", "data"),
         State("grid-about", "data"),
+    )
+    app.clientside_callback(  # apart from the state, which would otherwise wait for plotly to be loaded
+        ClientsideFunction("cacheprobe", "click"),
+        Output("grid-heard", "data"),
+        Input("grid", "clickData"),
+        prevent_initial_call=True,
     )
     asks = [*MARKUP_VIEWS, *FIGURE_VIEWS, "facts", "story"]
     app.clientside_callback(
@@ -95,9 +100,8 @@ def _keep_state(app: Dash) -> None:
         Input("at", "data"),
         Input("story", "data"),
         Input("timeline-html", "data"),
-        Input("grid", "figure"),
+        Input("grid-about", "data"),
         State("facts", "data"),
-        State("grid-about", "data"),
     )
 
 

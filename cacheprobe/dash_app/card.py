@@ -6,6 +6,7 @@ from cacheprobe.dash_app.asking import Ask, NotAsked, number, one_of, whole
 from cacheprobe.dash_app.lens import chosen_row, readings_of
 from cacheprobe.dash_app.reader import Reader
 from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.dash_app.tokenizers import texts_of
 from cacheprobe.observe.hypotheses import settling
 from cacheprobe.views.token_card import Fate, token_card
 
@@ -22,7 +23,8 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     table = table[table.site != "thought"]
     ids = {int(i) for top in table.top_token_ids for i in top}
     named = book.run.token_texts
-    texts = {**reader.token_texts(book, ids - set(named)), **named}
+    missing = ids - set(named)
+    texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **named}
     place = position + 1 - book.prompt_length(request)
     history = book.history
     there = history[(history.request_id == request) & (history.place == place)].sort_values("born", kind="stable")
@@ -32,4 +34,4 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
         for t in there.itertuples()
     ]  # fmt: skip
     layer = ask.get("layer")
-    return token_card(table, layer, settling(table).iloc[0], fates, texts, row.token)
+    return token_card(table, layer, settling(table).iloc[0].to_dict(), fates, texts, row.token)

@@ -13,6 +13,8 @@ from cacheprobe.views.lens_grid import lens_grid
 from cacheprobe.views.style import layout_template
 
 MOST_COLUMNS = 40
+NARROW = 7
+"""Columns: on a narrower page the colours are explained below the grid."""
 SITE_WORDS = {"S": "the residual stream", "T": "the attention output", "C": "the MLP output"}
 
 
@@ -32,7 +34,14 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> tuple[Any, dict[str, Any]]:
     title = figure.layout.title.text
     figure.update_layout(title=None, margin=dict(t=44, b=64, l=44, r=8), template=_template(ask))
     figure.update_layout(height=figure.layout.height - 40)
-    figure.data[0].colorbar.update(thickness=10, len=0.9)
+    if columns < NARROW:
+        figure.data[0].colorbar.update(
+            orientation="h", thickness=10, x=0.5, y=-0.16, yanchor="top", title_side="top", title_font_size=12
+        )
+        figure.update_layout(height=figure.layout.height + 40, margin=dict(b=120, r=4), showlegend=False)
+        figure.update_xaxes(title="position, and the token committed next")
+    else:
+        figure.data[0].colorbar.update(thickness=10, len=0.9)
     positions = figure.layout.meta["positions"]
     lens = book.run.meta["lens"] if ask["lens"] == RECORDED else str(table.lens.iloc[0])
     last = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])

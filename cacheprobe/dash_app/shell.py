@@ -47,7 +47,7 @@ def _stores() -> list[Any]:
     names = ("timeline", "decode", "cache", "window", "card", "thoughts", "compare", "prompt")
     figures = ("grid", "gave", "result")
     ids = ["at", "facts", "story", "intent", "facts-ask", "story-ask"]
-    ids += [f"{name}-{kind}" for name in ("facts", "story") for kind in ("told", "heard")]
+    ids += [f"{name}-{kind}" for name in ("facts", "story", "grid") for kind in ("told", "heard")]
     ids += [f"{name}-{kind}" for name in names for kind in ("ask", "html")]
     ids += [f"{name}-{kind}" for name in figures for kind in ("ask", "about")]
     return [dcc.Store(id=name) for name in ids]

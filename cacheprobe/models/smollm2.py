@@ -36,9 +36,7 @@ def smollm2_directory(progress: bool = True) -> Path:
     Any number of processes may call this at once: one converts, the others wait for it.
     """
     gguf = smollm2_gguf()
-    with gguf.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    target = cache_directory() / f"smollm2-135m-instruct-{sha256[:12]}-v{CONVERTER_VERSION}"
+    target, sha256 = _target(gguf)
     if is_complete(target):
         return target
 
@@ -48,6 +46,21 @@ def smollm2_directory(progress: bool = True) -> Path:
 
     origin = {"source": gguf.name, "sha256": sha256, "converter_version": CONVERTER_VERSION, "weights": WEIGHTS_NOTE}
     return commit_directory(build, target, origin)
+
+
+def smollm2_if_converted() -> Path | None:
+    """The same directory where it is there already; None where it would have to be made, or the package is absent."""
+    try:
+        target, _ = _target(smollm2_gguf())
+    except FileNotFoundError:
+        return None
+    return target if is_complete(target) else None
+
+
+def _target(gguf: Path) -> tuple[Path, str]:
+    with gguf.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    return cache_directory() / f"smollm2-135m-instruct-{sha256[:12]}-v{CONVERTER_VERSION}", sha256
 
 
 def smollm2_gguf() -> Path:

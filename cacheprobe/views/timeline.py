@@ -64,8 +64,9 @@ def timeline_picture(
         x, y = LABEL_WIDTH + pitch * (event.step - steps.start), places[event.request_id]
         about = f'data-request="{event.request_id}" data-step="{event.step}"'
         parts.append(f'<g class="pick" {about}>{_cell(event, x, y, cell)}</g>')
+    x = LABEL_WIDTH + pitch * (0 if at is None else at - steps.start)
     frame = (
-        f'<rect class="cursor" x="{LABEL_WIDTH + pitch * (0 if at is None else at - steps.start) - 2:g}" y="{_TOP - 7}" '
+        f'<rect class="cursor" x="{x - 2:g}" y="{_TOP - 7}" '
         f'width="{cell + 4:g}" height="{_ROW * len(requests) + 4}" rx="5"/>'
     )
     label = f"Timeline of {len(requests)} requests, steps {steps.start} to {steps.stop - 1}"

@@ -40,6 +40,11 @@
     return String(++count);
   }
 
+  function click(data) {
+    if (data && data.points && data.points.length) send({intent: "cell", x: data.points[0].x, y: data.points[0].y});
+    return keep();
+  }
+
   function fit(box) {
     box.querySelectorAll(".js-plotly-plot").forEach((figure) => window.Plotly && window.Plotly.Plots.resize(figure));
   }
@@ -49,7 +54,7 @@
     if (card) card.classList.add("asking");
   }
 
-  function point(at, story, timeline, figure, facts, about) {
+  function point(at, story, timeline, about, facts) {
     if (!at) return keep();
     const {link, mine, known} = window.cacheprobe;
     document.documentElement.dataset.theme = at.theme;
@@ -77,6 +82,7 @@
     moveFrame(at);
     chosen = {at, about};
     mark();
+    for (const wait of [60, 250, 800, 2000]) setTimeout(mark, wait);  // the figure is drawn when plotly gets to it
     if (!at.gave) { place("gave-place").hidden = true; place("gave-head").innerHTML = ""; }
     return JSON.stringify(at);
   }
@@ -108,7 +114,7 @@
   // The chosen cell is framed, and columns that were computed in the chosen step are underlined.
   function mark() {
     const figure = document.querySelector("#grid .js-plotly-plot");
-    if (!figure || !figure._fullLayout || !chosen || !chosen.about || !chosen.about.rows || !figure.layout.meta) return;
+    if (!window.Plotly || !figure || !figure._fullLayout || !chosen || !chosen.about || !chosen.about.rows || !figure.layout.meta) return;
     const {at, about} = chosen;
     if (JSON.stringify(figure.layout.meta.rows) !== JSON.stringify(about.rows)) return;
     if (!figure.dataset.heard) {
@@ -184,5 +190,5 @@
 
   window.cacheprobe = Object.assign(window.cacheprobe || {}, {width, waiting, first});
   window.dash_clientside = window.dash_clientside || {};
-  window.dash_clientside.cacheprobe = Object.assign(window.dash_clientside.cacheprobe || {}, {draw, caption, point});
+  window.dash_clientside.cacheprobe = Object.assign(window.dash_clientside.cacheprobe || {}, {draw, caption, point, click});
 })();

@@ -67,7 +67,14 @@
     result: (at, what) => { at.result = Number(what.result); },
     gave: (at) => { at.gave = at.gave ? null : true; },
     resize: (at) => { at.width = innerWidth; },
-    pick: (at, what, facts, story) => {
+    cell: (at, what, facts, about) => {
+      if (!about || !about.rows || about.rows[what.x] === undefined || about.layers[what.y] === undefined) return;
+      at.layer = about.layers[what.y];
+      at.row = about.rows[what.x];
+      at.position = about.positions[what.x];
+      at.gave = null;
+    },
+    pick: (at, what) => {
       if (what.request !== undefined) set(at, "request", Number(what.request));
       if (what.step !== undefined) set(at, "step", Number(what.step));
       if (what.layer !== undefined) at.layer = Number(what.layer);
@@ -112,7 +119,7 @@
 
   const known = (at, story) => story && !story.error && story.run === at.run && story.request === at.request;
 
-  function reduce(search, facts, story, intent, click, ...rest) {
+  function reduce(search, facts, story, intent, ...rest) {
     const values = rest.slice(0, CONTROLS.length), before = rest[CONTROLS.length], about = rest[CONTROLS.length + 1];
     const fired = new Set((window.dash_clientside.callback_context.triggered || []).map((one) => one.prop_id));
     const at = before ? {...before, said: []} : parse(search);
@@ -121,16 +128,7 @@
       CONTROLS.forEach((name, i) => {
         if (fired.has(name + ".value") && values[i] !== null && values[i] !== undefined) set(at, name, values[i]);
       });
-      if (fired.has("intent.data") && intent) INTENTS[intent.intent](at, intent, facts, story);
-      if (fired.has("grid.clickData") && click && about && about.rows) {
-        const point = click.points[0];
-        if (about.layers[point.y] !== undefined && about.rows[point.x] !== undefined) {
-          at.layer = about.layers[point.y];
-          at.row = about.rows[point.x];
-          at.position = about.positions[point.x];
-          at.gave = null;
-        }
-      }
+      if (fired.has("intent.data") && intent) INTENTS[intent.intent](at, intent, facts, about);
       if (!fired.has("facts.data") && !fired.has("story.data")) at.said = [];
       else at.said = before.said;
     }
