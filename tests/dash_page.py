@@ -1,6 +1,7 @@
 """A dashboard in this process and a page of it in a real browser, for tests."""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,14 +68,23 @@ def answered(page: Page, name: str, **asked: Any) -> str:
     """Wait until a view has answered a question with these parts; its text."""
     place = "head" if name in ("grid", "gave", "result") else "view"
     parts = json.dumps(asked)
-    page.wait_for_function(
+    until(
+        page,
         f"""(() => {{
             const said = document.getElementById('{name}-{place}').dataset.answer;
             const wanted = {parts}, question = said ? JSON.parse(said) : null;
             return question && Object.keys(wanted).every(key => question[key] === wanted[key]);
-        }})()"""
+        }})()""",
     )
     return page.inner_text(f"#{name}-{place}")
+
+
+def until(page: Page, expression: str) -> None:
+    """Ask again and again until it holds. Playwright's own way evaluates inside the page, whose policy forbids that."""
+    end = time.monotonic() + PATIENCE / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, f"never came true: {expression}"
+        page.wait_for_timeout(20)
 
 
 def choose(page: Page, menu: str, label: str) -> None:

@@ -12,10 +12,11 @@ from playwright.sync_api import Browser
 
 import cacheprobe as cp
 from cacheprobe.dash_app.shelf import Shelf
-from tests.dash_page import PICTURES, answered, at, choose, chromium, opened, served
+from tests.dash_page import PICTURES, answered, at, choose, chromium, opened, served, until
 from tests.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
+STEP = "JSON.parse(document.getElementById('page').dataset.at).step"
 EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
 
 
@@ -63,7 +64,7 @@ def test_opens_and_fits(browser: Browser, address: str, width: int, theme: str) 
         paper = page.evaluate("getComputedStyle(document.getElementById('page')).backgroundColor")
         assert (paper == "rgb(255, 255, 255)") == (theme == "light")
         page.click("#theme")
-        page.wait_for_function(f"document.documentElement.dataset.theme !== '{theme}'")
+        until(page, f"document.documentElement.dataset.theme !== '{theme}'")
         assert page.evaluate("getComputedStyle(document.getElementById('page')).backgroundColor") != paper
 
 
@@ -73,15 +74,17 @@ def test_replays_by_key_button_and_play(browser: Browser, address: str) -> None:
         frame = page.locator("#timeline-view .cursor")
         before = float(frame.get_attribute("x") or 0)
         page.keyboard.press("ArrowRight")
+        until(page, f"{STEP} === 9")
+        assert at(page)["step"] == 9 and "step=9" in page.url
         assert "step 9" in answered(page, "decode", step=9)
-        assert at(page)["step"] == 9 and "step=9" in page.url and float(frame.get_attribute("x") or 0) > before
+        assert float(frame.get_attribute("x") or 0) > before
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("ArrowLeft")
         answered(page, "cache", step=7)
         page.get_by_title("one step on (right arrow)").click()
         answered(page, "cache", step=8)
         page.click("#play")
-        page.wait_for_function("JSON.parse(document.getElementById('page').dataset.at).step >= 11")
+        until(page, f"{STEP} >= 11")
         page.click("#play")
         assert page.inner_text("#play") == "▶"
         assert f"step {at(page)['step']}" in page.inner_text("#now")
@@ -94,11 +97,13 @@ def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
         position = len(PROMPTS[1])
         assert f"at position {position}" in answered(page, "card", request=1, position=position)
         answered(page, "grid", request=1)
-        box = page.locator("#grid .nsewdrag").bounding_box()
+        area = page.locator("#grid .nsewdrag")
+        area.scroll_into_view_if_needed()
+        box = area.bounding_box()
         assert box is not None
-        page.mouse.click(box["x"] + box["width"] * 0.02, box["y"] + box["height"] * 0.98)
+        area.click(position={"x": box["width"] * 0.02, "y": box["height"] * 0.95})
         first = len(PROMPTS[1]) - 1
-        page.wait_for_function(f"JSON.parse(document.getElementById('page').dataset.at).position === {first}")
+        until(page, f"JSON.parse(document.getElementById('page').dataset.at).position === {first}")
         assert at(page)["layer"] == 0
         answered(page, "card", position=first, layer=0)
         page.locator("#card-view tr[data-layer='1']").click()
@@ -133,7 +138,7 @@ def test_thoughts_of_the_chosen_chunk(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?run=2&request=0&tab=thoughts&position=3") as page:
         assert "Chunk 1 in numbers" in answered(page, "thoughts", position=3)
         page.locator("#thoughts-view button.verdict").nth(1).click()
-        page.wait_for_function("document.getElementById('thoughts-view').innerText.includes('Chunk 2 in numbers')")
+        until(page, "document.getElementById('thoughts-view').innerText.includes('Chunk 2 in numbers')")
         page.screenshot(path=PICTURES / "thoughts-1280.png", full_page=True)
 
 
@@ -168,7 +173,7 @@ def test_a_wrong_link_is_said(browser: Browser, address: str) -> None:
         said = page.inner_text("#notice")
         assert "no request 99" in said and "site is none of S, T, C" in said and "layer is not a number" in said
     with opened(browser, f"{address}?run=4") as page:
-        page.wait_for_function("document.getElementById('notice').innerText.includes('cannot be opened')")
+        until(page, "document.getElementById('notice').innerText.includes('cannot be opened')")
 
 
 def test_nothing_of_a_run_is_run(browser: Browser, address: str) -> None:

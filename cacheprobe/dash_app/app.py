@@ -99,8 +99,6 @@ def _keep_state(app: Dash) -> None:
         Output("page", "data-at"),
         Input("at", "data"),
         Input("story", "data"),
-        Input("timeline-html", "data"),
-        Input("grid-about", "data"),
         State("facts", "data"),
     )
 
@@ -158,7 +156,9 @@ def _drawn(view: Any) -> Any:
             return BLANK_FIGURE, {"for": ask, "title": "", "html": refusal(error), "is_empty": True}
         if figure is None:
             return BLANK_FIGURE, {"for": ask, "is_empty": True, **about}
-        return figure, {"for": ask, "html": "", "is_empty": False, **about}
+        height = figure.layout.height or 450
+        figure.update_layout(height=None, autosize=True)  # it fills its place, which has this height
+        return figure, {"for": ask, "html": "", "is_empty": False, "height": height, **about}
 
     return answer
 

@@ -35,5 +35,5 @@ def view(shelf: Shelf, ask: Ask) -> str:
     return (
         f"<h2>After step {step}, request {chosen} has {', '.join(said)}</h2>"
         "<p class='note'>Generated tokens by request; texture tells how close the two best tokens were when it was "
-        f"chosen. Underlined: new in this step.</p><div class='scroll'>{picture}</div>{key(_STATES)}{key(GRID_LEGEND)}"
+        f"chosen. A bold edge: new in this step.</p><div class='scroll'>{picture}</div>{key(_STATES)}{key(GRID_LEGEND)}"
     )

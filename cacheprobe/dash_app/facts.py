@@ -12,7 +12,7 @@ LONGEST_PROMPT = 44
 """Characters of a prompt's end in the menu of requests."""
 
 
-def run_facts(shelf: Shelf, reader: Reader, number: int) -> dict[str, Any]:
+def run_facts(shelf: Shelf, reader: Reader, number: object) -> dict[str, Any]:
     """Requests, steps, layers and menus of a run; or its `error` alone."""
     try:
         book = shelf.book(number)

@@ -32,7 +32,7 @@ class Reader:
             return "this run kept no states; run it with S, T or C in capture="
         name = self._shelf.model or book.run.fingerprint["model"]
         if not _is_here(name):
-            return f"the model {name} is not on this machine; name a directory or a live checkpoint with --model"
+            return f"the model {name} is not on this machine; give the directory of its weights with --model"
         return ""
 
     def menu(self, book: Book) -> list[dict[str, Any]]:

@@ -201,4 +201,10 @@ def _menu(name: str, label: str, options: list[Any]) -> Any:
 
 
 def _graph(name: str) -> Any:
-    return dcc.Graph(id=name, figure=BLANK_FIGURE, config={**FIGURE_CONFIG, "displayModeBar": False}, responsive=True)
+    return dcc.Graph(
+        id=name,
+        figure=BLANK_FIGURE,
+        config={**FIGURE_CONFIG, "displayModeBar": False},
+        responsive=True,
+        style={"height": "100%"},
+    )

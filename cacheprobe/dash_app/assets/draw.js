@@ -3,7 +3,8 @@
   "use strict";
   const place = (name) => document.getElementById(name);
   const keep = () => window.dash_clientside.no_update;
-  let count = 0, playing = null, chosen = null;
+  let count = 0, playing = null;
+  const chosen = {at: null, about: null};
 
   const send = (what) => window.dash_clientside.set_props("intent", {data: {...what, n: ++count}});
 
@@ -21,6 +22,7 @@
     view.innerHTML = answer.html;
     view.dataset.answer = JSON.stringify(answer.for);
     view.closest(".card").classList.remove("asking");
+    if (id === "timeline-view" && chosen.at) moveFrame(chosen.at);
     const again = view.querySelector(".scroll,.ladder,.wide");
     if (again) again.scrollLeft = left;
     const line = view.querySelector("tr.chosen"), ladder = view.querySelector(".ladder");
@@ -35,8 +37,13 @@
       (about.html || "");
     head.dataset.answer = JSON.stringify(about.for);
     figure.hidden = about.is_empty;
+    if (about.height) figure.style.height = about.height + "px";
     if (!about.is_empty) setTimeout(() => fit(figure), 30);
     head.closest(".card").classList.remove("asking");
+    if (name === "grid") {
+      chosen.about = about;
+      for (const wait of [30, 100, 300, 1000, 3000]) setTimeout(mark, wait);  // plotly draws when it gets to it
+    }
     return String(++count);
   }
 
@@ -54,7 +61,7 @@
     if (card) card.classList.add("asking");
   }
 
-  function point(at, story, timeline, about, facts) {
+  function point(at, story, facts) {
     if (!at) return keep();
     const {link, mine, known} = window.cacheprobe;
     document.documentElement.dataset.theme = at.theme;
@@ -80,9 +87,8 @@
     }
     if (mine(at, facts) && known(at, story)) now(at, facts, story);
     moveFrame(at);
-    chosen = {at, about};
+    chosen.at = at;
     mark();
-    for (const wait of [60, 250, 800, 2000]) setTimeout(mark, wait);  // the figure is drawn when plotly gets to it
     if (!at.gave) { place("gave-place").hidden = true; place("gave-head").innerHTML = ""; }
     return JSON.stringify(at);
   }
@@ -114,7 +120,7 @@
   // The chosen cell is framed, and columns that were computed in the chosen step are underlined.
   function mark() {
     const figure = document.querySelector("#grid .js-plotly-plot");
-    if (!window.Plotly || !figure || !figure._fullLayout || !chosen || !chosen.about || !chosen.about.rows || !figure.layout.meta) return;
+    if (!window.Plotly || !figure || !figure._fullLayout || !chosen.at || !chosen.about || !chosen.about.rows || !figure.layout.meta) return;
     const {at, about} = chosen;
     if (JSON.stringify(figure.layout.meta.rows) !== JSON.stringify(about.rows)) return;
     if (!figure.dataset.heard) {
