@@ -11,11 +11,12 @@ from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.views.attribution import attribution
 from cacheprobe.views.lens_grid import lens_grid
 from cacheprobe.views.style import layout_template
+from cacheprobe.views.text import markup
 
 MOST_COLUMNS = 40
 NARROW = 7
 """Columns: on a narrower page the colours are explained below the grid."""
-SITE_WORDS = {"S": "the residual stream", "T": "the attention output", "C": "the MLP output"}
+SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
 
 
 def grid(shelf: Shelf, reader: Reader, ask: Ask) -> tuple[Any, dict[str, Any]]:
@@ -47,8 +48,9 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> tuple[Any, dict[str, Any]]:
     last = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])
     about = {
         "title": title,
-        "note": f"{SITE_WORDS[site].capitalize()} of every layer through the {lens} lens, positions {positions[0]} to "
-        f"{positions[-1]} of {last}. A cell names the layer's first choice for the next token; click one.",
+        "note": f"{SITE_WORDS[site]} of every layer through the {markup(lens)} lens, positions "
+        f"{positions[0]} to {positions[-1]} of {last}. A cell names the layer's first choice for the next token; "
+        "click one.",
         "first": page.start,
         "last": page.stop - 1,
         "rows": figure.layout.meta["rows"],

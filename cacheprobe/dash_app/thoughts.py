@@ -2,6 +2,7 @@
 
 from cacheprobe.dash_app.asking import Ask, number, whole
 from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.views.text import markup
 from cacheprobe.views.thought_card import thought_card
 from cacheprobe.views.thoughts_columns import story_of
 from cacheprobe.views.thoughts_picture import thoughts_block
@@ -12,10 +13,8 @@ def view(shelf: Shelf, ask: Ask) -> str:
     request = whole(ask["request"], "request", len(book.run.requests))
     thoughts = book.run.thoughts
     if thoughts is None:
-        return (
-            f"<h2>{book.name} wrote no thoughts</h2><p class='note'>Only a Thinking States model thinks while it "
-            "reads; <code>cacheprobe demo</code> leaves a run of one.</p>"
-        )
+        remedy = "Only a Thinking States model thinks while it reads; <code>cacheprobe demo</code> leaves a run of one."
+        return f"<h2>{markup(book.name)} wrote no thoughts</h2><p class='note'>{remedy}</p>"
     if request not in set(thoughts.request_id):
         return f"<h2>Request {request} wrote no thoughts</h2><p class='note'>It has no whole chunk.</p>"
     story = story_of(thoughts, book.rows_of(request), book.events_of(request), request, book.run.token_texts)

@@ -47,7 +47,7 @@ def token_card(
     status = one.status.replace("_", " ")
     facts = [
         ("read", f"<code>{markup(visible(input_token))}</code> at position {one.position}"),
-        ("row", f"{status}, {one.phase} in step {one.step}"),
+        ("row", f"{markup(status)}, {markup(one.phase)} in step {one.step}"),
         *(("stood next", _fate(fate, token_texts)) for fate in fates),
         ("settles", f"from layer {settling['settling_layer']} on, after {_times(int(settling['num_flips']))}"),
         ("path", f"<code>{markup(settling['path'])}</code>"),
@@ -95,7 +95,7 @@ def _ladder(table: pd.DataFrame, layer: int | None, token_texts: Mapping[int, st
             label = markup(token_label(text, _COLUMNS))
             cells.append(f'<td{right} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
         chosen = ' class="chosen"' if line.layer == layer else ""
-        lines.append(f'<tr{chosen} data-layer="{line.layer}"><th>{line.layer}</th>{"".join(cells)}</tr>')
+        lines.append(f'<tr{chosen} data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
     note = (
         "First choices by layer, the last layer on top; the darker, the likelier. Framed in green: what was committed."
     )
