@@ -3,6 +3,7 @@
   "use strict";
   const place = (name) => document.getElementById(name);
   const keep = () => window.dash_clientside.no_update;
+  const TAKES_ARROWS = "input:not(.dash-dropdown-focus-target),textarea,[role=slider],[role=listbox],[role=option]";
   let count = 0, playing = null;
   const chosen = {at: null, about: null};
 
@@ -33,8 +34,8 @@
   function caption(about, id) {
     const name = id.replace("-head", ""), head = place(id), figure = place(name + "-place");
     if (!about || !head) return keep();
-    head.innerHTML = (about.title ? `<h2>${about.title}</h2>` : "") + (about.note ? `<p class="note">${about.note}</p>` : "") +
-      (about.html || "");
+    const title = about.title ? `<h2>${about.title}</h2>` : "", note = about.note ? `<p class="note">${about.note}</p>` : "";
+    head.innerHTML = title + note + (about.html || "");
     head.dataset.answer = JSON.stringify(about.for);
     figure.hidden = about.is_empty;
     if (about.height) figure.style.height = about.height + "px";
@@ -105,7 +106,8 @@
   function now(at, facts, story) {
     const step = story.steps.find((one) => one[0] === at.step);
     const words = step ? step[1] : "another request's pass";
-    place("now").innerHTML = `<b>step ${at.step}</b> of ${facts.last} <span>request ${at.request}: ${escaped(words)}</span>`;
+    const said = `request ${at.request}: ${escaped(words)}`;
+    place("now").innerHTML = `<b>step ${at.step}</b> of ${facts.last} <span>${said}</span>`;
   }
 
   function moveFrame(at) {
@@ -120,7 +122,8 @@
   // The chosen cell is framed, and columns that were computed in the chosen step are underlined.
   function mark() {
     const figure = document.querySelector("#grid .js-plotly-plot");
-    if (!window.Plotly || !figure || !figure._fullLayout || !chosen.at || !chosen.about || !chosen.about.rows || !figure.layout.meta) return;
+    const is_drawn = window.Plotly && figure && figure._fullLayout && figure.layout.meta;
+    if (!is_drawn || !chosen.at || !chosen.about || !chosen.about.rows) return;
     const {at, about} = chosen;
     if (JSON.stringify(figure.layout.meta.rows) !== JSON.stringify(about.rows)) return;
     if (!figure.dataset.heard) {
@@ -128,7 +131,8 @@
       figure.on("plotly_afterplot", () => setTimeout(mark, 0));
     }
     const ink = getComputedStyle(place("page")).getPropertyValue("--ink").trim(), shapes = [];
-    const column = at.row !== null && at.row !== undefined ? about.rows.indexOf(at.row) : about.positions.indexOf(at.position);
+    const has_row = at.row !== null && at.row !== undefined;
+    const column = has_row ? about.rows.indexOf(at.row) : about.positions.indexOf(at.position);
     const layer = about.layers.indexOf(at.layer);
     if (column >= 0 && layer >= 0) {
       shapes.push({type: "rect", x0: column - 0.5, x1: column + 0.5, y0: layer - 0.5, y1: layer + 0.5,
@@ -176,8 +180,7 @@
   document.addEventListener("keydown", (event) => {
     const by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
     if (!by || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
-    const inside = event.target.closest("input,textarea,[role=slider],[role=listbox],[role=option],[contenteditable]");
-    if (inside) return;
+    if (event.target.closest(TAKES_ARROWS)) return;
     event.preventDefault();
     send({intent: "step", by});
   });

@@ -160,8 +160,9 @@
     };
   }
 
-  function holds(about, question) {
-    if (!about || about.is_empty || !about.for) return false;
+  // Whether the grid that is drawn, and no other is on its way, has the position that is asked for.
+  function holds(about, question, asked) {
+    if (!about || about.is_empty || !about.for || !same(about.for, asked)) return false;
     const inside = about.first <= question.position && question.position <= about.last;
     return inside && same({...about.for, position: 0}, {...question, position: 0});
   }
@@ -180,7 +181,7 @@
           wanted.prompt = {run, request};
           wanted.card = {run, request, position, row: row ?? null, layer, site, lens};
           const grid = {run, request, site, lens, colour: at.colour, rows: at.rows, theme, columns: page.columns, position};
-          if (!holds(about, grid)) wanted.grid = grid;
+          if (!holds(about, grid, asked[VIEWS.indexOf("grid")])) wanted.grid = grid;
           if (at.gave) wanted.gave = {run, request, position, row: row ?? null, theme};
         }
         if (at.tab === "thoughts") wanted.thoughts = {run, request, position};
