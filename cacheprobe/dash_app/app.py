@@ -99,7 +99,7 @@ def _keep_state(app: Dash) -> None:
         Output("page", "data-at"),
         Input("at", "data"),
         Input("story", "data"),
-        State("facts", "data"),
+        Input("facts", "data"),
     )
 
 

@@ -50,7 +50,7 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> tuple[Any, dict[str, Any]]:
         "title": title,
         "note": f"{SITE_WORDS[site]} of every layer through the {markup(lens)} lens, positions "
         f"{positions[0]} to {positions[-1]} of {last}. A cell names the layer's first choice for the next token; "
-        "click one.",
+        "click one. Underlined columns were computed in the chosen step.",
         "first": page.start,
         "last": page.stop - 1,
         "rows": figure.layout.meta["rows"],

@@ -140,7 +140,7 @@
     }
     about.steps.forEach((step, i) => {
       if (step === at.step) {
-        shapes.push({type: "line", x0: i - 0.45, x1: i + 0.45, y0: -0.62, y1: -0.62, line: {color: ink, width: 3}});
+        shapes.push({type: "line", x0: i - 0.42, x1: i + 0.42, yref: "paper", y0: 0, y1: 0, line: {color: ink, width: 5}});
       }
     });
     const wanted = JSON.stringify(shapes);
