@@ -1,7 +1,6 @@
 """A dashboard in this process and a page of it in a real browser, for tests."""
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +70,7 @@ def answered(page: Page, name: str, **asked: Any) -> str:
     until(
         page,
         f"""(() => {{
-            const said = document.getElementById('{name}-{place}').dataset.answer;
+            const view = document.getElementById('{name}-{place}'), said = view && view.dataset.answer;
             const wanted = {parts}, question = said ? JSON.parse(said) : null;
             return question && Object.keys(wanted).every(key => question[key] === wanted[key]);
         }})()""",
@@ -80,11 +79,18 @@ def answered(page: Page, name: str, **asked: Any) -> str:
 
 
 def until(page: Page, expression: str) -> None:
-    """Ask again and again until it holds. Playwright's own way evaluates inside the page, whose policy forbids that."""
-    end = time.monotonic() + PATIENCE / 1000
-    while not page.evaluate(expression):
-        assert time.monotonic() < end, f"never came true: {expression}"
-        page.wait_for_timeout(20)
+    """Wait until it holds. Playwright's own way makes code of a text inside the page, whose policy forbids that."""
+    page.evaluate(
+        f"""new Promise((yes, no) => {{
+            const end = performance.now() + {PATIENCE};
+            const look = () => {{
+                if ({expression}) yes(true);
+                else if (performance.now() > end) no(new Error("never came true"));
+                else setTimeout(look, 15);
+            }};
+            look();
+        }})"""
+    )
 
 
 def choose(page: Page, menu: str, label: str) -> None:

@@ -3,6 +3,7 @@
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from cacheprobe.observe.ledgers import ledger_at, rows_in_use
@@ -51,8 +52,11 @@ class Book:
         return dict(iter(self.run.ledger.groupby("request_id")))
 
     @cached_property
-    def _in_use(self) -> dict[int, pd.DataFrame]:
-        return dict(iter(rows_in_use(self.run.ledger).groupby("request_id")))
+    def _in_use(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """By request: its last step; and steps at which its number of rows changed, with the number from then on."""
+        tables = rows_in_use(self.run.ledger).groupby("request_id")
+        last = self.run.events.groupby("request_id").step.max()
+        return [(int(last[r]), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
 
     def events_of(self, request_id: int) -> pd.DataFrame:
         return self._by_request.get(request_id, self.run.events.iloc[:0])
@@ -67,11 +71,15 @@ class Book:
     def held(self, step: int) -> tuple[int, int]:
         """(cache rows, requests) of all requests that are running at a step."""
         rows = requests = 0
-        for request_id, table in self._in_use.items():
-            before = table[table.step <= step]
-            if len(before) and self.events_of(request_id).step.max() >= step and before.rows.iloc[-1]:
-                rows, requests = rows + int(before.rows.iloc[-1]), requests + 1
+        for last, steps, counts in self._in_use:
+            place = int(np.searchsorted(steps, step, side="right")) - 1
+            if place >= 0 and last >= step and counts[place]:
+                rows, requests = rows + int(counts[place]), requests + 1
         return rows, requests
+
+    def warm(self) -> None:
+        """Derive now what the first page will ask for."""
+        _ = self.history, self._in_use, self.run.token_texts, self.verified, self.opening
 
     def prompt_length(self, request_id: int) -> int:
         return len(self.run.request(request_id)["prompt_token_ids"])

@@ -1,6 +1,6 @@
 """Requests by step, a page of each."""
 
-from cacheprobe.dash_app.asking import Ask, number, span, whole
+from cacheprobe.dash_app.asking import Ask, number, span
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.views.text import markup
 from cacheprobe.views.timeline import TIMELINE_LEGEND, key, timeline_picture
@@ -14,10 +14,9 @@ def view(shelf: Shelf, ask: Ask) -> str:
     count = len(book.run.requests)
     requests = span(ask["requests"], "requests", MOST_REQUESTS)
     steps = span(ask["steps"], "steps", MOST_STEPS)
-    chosen = whole(ask["request"], "request", count)
     shown = [r for r in requests if r < count]
     steps = range(steps.start, min(steps.stop, book.steps.stop))
-    picture = timeline_picture(book.run.events, shown, steps, chosen=chosen, width=number(ask["width"], "width"))
+    picture = timeline_picture(book.run.events, shown, steps, width=number(ask["width"], "width"))
     note = f"Requests {shown[0]} to {shown[-1]} of {count}, " if len(shown) < count else f"All {count} requests, "
     whole_run = len(steps) == len(book.steps)
     note += "all steps." if whole_run else f"steps {steps.start} to {steps.stop - 1} of {book.steps.stop - 1}."

@@ -114,6 +114,8 @@
     const picture = document.querySelector("#timeline-view svg[data-first]");
     if (!picture) return;
     const {first, last, pitch, left} = picture.dataset, frame = picture.querySelector(".cursor");
+    picture.querySelectorAll(".pick:not([data-step])").forEach((name) =>
+      name.classList.toggle("named", Number(name.dataset.request) === at.request));
     const inside = at.step >= Number(first) && at.step <= Number(last);
     frame.style.display = inside ? "" : "none";
     if (inside) frame.setAttribute("x", Number(left) + (at.step - Number(first)) * Number(pitch) - 2);

@@ -175,7 +175,7 @@
       if (known(at, story)) {
         const page = pages(at, facts, story);
         if (at.tab === "replay") {
-          wanted.timeline = {run, request, requests: page.requests, steps: page.steps, width: page.width};
+          wanted.timeline = {run, requests: page.requests, steps: page.steps, width: page.width};
           wanted.decode = {run, request, requests: page.requests, places: page.places, place: page.place, step};
           wanted.cache = wanted.window = {run, request, step};
           wanted.prompt = {run, request};
