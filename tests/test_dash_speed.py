@@ -7,6 +7,7 @@ held to them always.
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def in_browser(browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> tu
             answered(page, "cache", request=request, step=step)
             answered(page, "card", request=request)
 
-        answers = [by_clock(lambda request=request, step=step: click(request, step)) for request, step in clicks]
+        answers = [by_clock(partial(click, request, step)) for request, step in clicks]
         page.close()
     return opened, answers
 
@@ -74,12 +75,16 @@ def on_the_server(run: Path, clicks: list[tuple[int, int]]) -> tuple[float, dict
         pages = dict(requests=[0, 8], steps=[0, 60], places=[0, 12], place=2, width=1190, columns=13)
         shown = dict(colour="logprob", rows="all", theme="light", layer=1, row=None)
         ask = {**about, **pages, **shown}
-        views = {
-            "facts": lambda: facts.run_facts(shelf, reader, 0), "story": lambda ask=ask: facts.request_story(shelf, ask),
-            "timeline": lambda ask=ask: timeline.view(shelf, ask), "decode": lambda ask=ask: decode.view(shelf, ask),
-            "cache": lambda ask=ask: cache.view(shelf, ask), "window": lambda ask=ask: cache.window_view(shelf, ask),
-            "card": lambda ask=ask: card.view(shelf, reader, ask), "grid": lambda ask=ask: lens.grid(shelf, reader, ask),
-        }  # fmt: skip
+        views: dict[str, Callable[[], object]] = {
+            "facts": partial(facts.run_facts, shelf, reader, 0),
+            "story": partial(facts.request_story, shelf, ask),
+            "timeline": partial(timeline.view, shelf, ask),
+            "decode": partial(decode.view, shelf, ask),
+            "cache": partial(cache.view, shelf, ask),
+            "window": partial(cache.window_view, shelf, ask),
+            "card": partial(card.view, shelf, reader, ask),
+            "grid": partial(lens.grid, shelf, reader, ask),
+        }
         for name, view in views.items():
             before = time.process_time()
             view()
