@@ -39,7 +39,7 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> tuple[Any, dict[str, Any]]:
         figure.data[0].colorbar.update(
             orientation="h", thickness=10, x=0.5, y=-0.16, yanchor="top", title_side="top", title_font_size=12
         )
-        figure.update_layout(height=figure.layout.height + 40, margin=dict(b=120, r=4), showlegend=False)
+        figure.update_layout(height=figure.layout.height + 76, margin=dict(b=64 + 76, r=4), showlegend=False)
         figure.update_xaxes(title="position, and the token committed next")
     else:
         figure.data[0].colorbar.update(thickness=10, len=0.9)
