@@ -36,8 +36,10 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> tuple[Any, dict[str, Any]]:
     figure.update_layout(title=None, margin=dict(t=44, b=64, l=44, r=8), template=_template(ask))
     figure.update_layout(height=figure.layout.height - 40)
     if columns < NARROW:
+        tall = figure.layout.height - figure.layout.margin.t - figure.layout.margin.b
+        below = -66 / max(tall, 1)
         figure.data[0].colorbar.update(
-            orientation="h", thickness=10, x=0.5, y=-0.16, yanchor="top", title_side="top", title_font_size=12
+            orientation="h", thickness=10, x=0.5, y=below, yanchor="top", title_side="top", title_font_size=12
         )
         figure.update_layout(height=figure.layout.height + 76, margin=dict(b=64 + 76, r=4), showlegend=False)
         figure.update_xaxes(title="position, and the token committed next")
