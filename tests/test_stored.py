@@ -93,6 +93,9 @@ def test_the_grid_after_a_step_is_what_was_known_then(trace: cp.Trace) -> None:
         kept = shown[shown.state.isin(["committed", "pending"])]
         assert kept.token_id.tolist() == committed
         assert shown[shown.state == "candidate"].token_id.tolist() == waiting
+        now = own[(own.step == step) & (own.phase == "verify")]
+        lost = [t for e in now.itertuples() for t in e.draft_token_ids[len(e.committed_token_ids) :]]
+        assert shown[shown.state == "rolled_back"].token_id.tolist() == lost
 
 
 def test_compared_runs(trace: cp.Trace) -> None:
