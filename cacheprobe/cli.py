@@ -1,4 +1,4 @@
-"""The command line: demo, run, report, verify, prove, bench; more in cli_look, cli_train. Heavy imports wait."""
+"""The command line: demo, run, report, verify, prove, bench; the rest in cli_look, cli_dash, cli_train. Imports wait."""
 
 import os
 import sys
@@ -23,6 +23,7 @@ for name, said in {
     "doctor": "Say what of this machine cacheprobe uses, and what is missing.",
 }.items():
     app.command(f"cacheprobe.cli_look:{name}", name=name, help=said)
+app.command("cacheprobe.cli_dash:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
 
 
 @app.command

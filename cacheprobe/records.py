@@ -275,6 +275,15 @@ class Finished:
     committed: tuple[int, ...] = field(repr=False, default=())
 
 
+def fingerprint_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Fields in which two schedule fingerprints differ, with both values; None where one has no such field.
+
+    A model is its weights, wherever it was loaded from, so its name is no difference.
+    """
+    keys = sorted({*a, *b} - {"model", "adapter"})
+    return [(key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]
+
+
 @runtime_checkable
 class Observer(Protocol):
     """Looks, and does not touch. The engine calls these in order; nothing that they return is used."""

@@ -5,10 +5,13 @@ make demo && make browser && .venv/bin/python scripts/draw_pictures.py [--runs r
 
 import argparse
 from pathlib import Path
+from threading import Thread
 
 from playwright.sync_api import Browser, sync_playwright
 
 import cacheprobe as cp
+from cacheprobe.dash_app.serve import listen
+from cacheprobe.dash_app.shelf import Shelf
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = "/usr/bin/chromium"
@@ -47,6 +50,24 @@ def thoughts_picture(browser: Browser, run: Path, folder: Path) -> None:
     page.close()
 
 
+def dash_picture(browser: Browser, runs: list[Path], folder: Path) -> None:
+    """The dashboard as it opens, from its header to the end of the lens grid and the token's card."""
+    server = listen(Shelf.of(runs), port=0)
+    Thread(target=server.serve_forever, daemon=True).start()
+    page = browser.new_page(viewport={"width": WIDTH, "height": 900})
+    page.set_default_timeout(PATIENCE)
+    page.goto(f"http://127.0.0.1:{server.server_port}/")
+    for place in ("#card-view[data-answer]", "#grid-head[data-answer]", "#window-view[data-answer]", "#grid .main-svg"):
+        page.wait_for_selector(place, state="attached")
+    page.wait_for_timeout(3000)  # the chosen cell is framed once plotly has drawn the grid
+    last = page.locator("#lens-card").bounding_box()
+    assert last is not None
+    clip = {"x": 0, "y": 0, "width": WIDTH, "height": last["y"] + last["height"] + MARGIN}
+    page.screenshot(path=folder / "dash-1280.png", full_page=True, clip=clip)
+    page.close()
+    server.shutdown()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Take the pictures of README and docs.")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where `make demo` left its runs")
@@ -56,6 +77,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         report_picture(browser, (asked.runs / "demo" / "report.html").resolve(), asked.to)
         thoughts_picture(browser, asked.runs / "demo-thinking", asked.to)
+        dash_picture(browser, [asked.runs / "demo", asked.runs / "demo-thinking"], asked.to)
         browser.close()
 
 

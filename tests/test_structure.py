@@ -24,9 +24,9 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart, exc
     ("observe", "training"),
     ("arguments", "probes"),
     ("api", "views"),
-    ("proof", "doctor"),
+    ("proof", "doctor", "dash_app"),
     ("cli_config",),
-    ("cli", "cli_train", "cli_look", "__main__"),
+    ("cli", "cli_train", "cli_look", "cli_dash", "__main__"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
@@ -38,7 +38,7 @@ HOOK_NAME = re.compile(r"(^|[^\w ])blocks\\?\.|\bblocks\.\d|hook_(resid|attn|mlp
 ONLY_IN = {  # a module, and the files that may import it
     "transformer_lens": re.compile(r"cacheprobe/models/(bridge\w*|hooked)\.py"),
     "plotly": re.compile(r"cacheprobe/views/.+\.py"),
-    "dash": re.compile(r"cacheprobe/views/.+\.py"),
+    "dash": re.compile(r"cacheprobe/dash_app/.+\.py"),
 }
 NEVER_IN_VIEWS = {"torch", "transformers", "transformer_lens"}
 PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}

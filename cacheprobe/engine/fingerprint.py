@@ -6,7 +6,7 @@ from cacheprobe.config import EngineConfig
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.editor import changes_fingerprint
 from cacheprobe.models.base import CachedLM
-from cacheprobe.records import Request
+from cacheprobe.records import Request, fingerprint_differences
 
 Fingerprint = dict[str, str | int | float]
 
@@ -39,7 +39,6 @@ def schedule_fingerprint(
 
 def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:
     """Raises: FingerprintMismatch with the fields that differ. A model is its weights, wherever it was loaded from."""
-    keys = sorted({*a, *b} - {"model", "adapter"})
-    differing = [f"{key}: {a.get(key)!r} against {b.get(key)!r}" for key in keys if a.get(key) != b.get(key)]
+    differing = [f"{key}: {x!r} against {y!r}" for key, x, y in fingerprint_differences(a, b)]
     if differing:
         raise FingerprintMismatch(f"{what} ran under different schedules; {'; '.join(differing)}")

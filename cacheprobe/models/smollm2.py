@@ -54,6 +54,15 @@ def converted_directory() -> Path:
     return _target(_sha256_of(smollm2_gguf()))
 
 
+def smollm2_if_converted() -> Path | None:
+    """The same directory where it is there already; None where it would have to be made, or the package is absent."""
+    try:
+        target = converted_directory()
+    except FileNotFoundError:
+        return None
+    return target if is_complete(target) else None
+
+
 def _target(sha256: str) -> Path:
     return cache_directory() / f"smollm2-135m-instruct-{sha256[:12]}-v{CONVERTER_VERSION}"
 

@@ -49,6 +49,7 @@ def assemble(
             "capture": {**asdict(capture), "layers": list(recorder.layers)},
             "lens": recorder.lens.name,
             "weights_note": model.weights_note,
+            "cache_row_bytes": model.new_cache(1, 1).cache_bytes,
             "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
             "thinking": _thinking(model) if thoughts else None,
             "checks": checks,

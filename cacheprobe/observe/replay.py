@@ -9,6 +9,7 @@ from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS, choose_path
+from cacheprobe.observe.comparison import first_reading_difference
 from cacheprobe.observe.lens_reader import LENS_TILE
 from cacheprobe.observe.trace import Trace
 from cacheprobe.ops.equality import bitwise
@@ -160,21 +161,13 @@ def _first_thought_difference(trace: Trace, again: Trace, request: Request, numb
     )
 
 
-_READING = ["token_id", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats"]
-
-
 def _first_reading_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
     """Z by position and layer: first choices, log-probabilities, entropies, ranks."""
     assert trace.hypothesis_table is not None and again.hypothesis_table is not None
-    keys = ["position", "layer"]
-    ours, theirs = (
-        table[(table.request_id == r) & (table.status == "committed")].set_index(keys)[_READING].sort_index()
-        for table, r in ((trace.hypothesis_table, request.request_id), (again.hypothesis_table, number))
-    )
-    theirs = theirs.reindex(ours.index)
-    # null equals null: the last reading has no committed token to rank
-    same = (ours == theirs).fillna(False).to_numpy(dtype=bool) | (ours.isna() & theirs.isna()).to_numpy(dtype=bool)
-    if same.all():
-        return None, len(ours)
-    position, layer = ours.index[int((~same.all(axis=1)).argmax())]
+    ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
+    theirs = again.hypothesis_table[again.hypothesis_table.request_id == number]
+    where = first_reading_difference(ours, theirs)
+    if where is None:
+        return None, int((ours.status == "committed").sum())
+    position, layer = where
     return f"request {request.request_id} position {position}: the reading of layer {layer} differs", 0

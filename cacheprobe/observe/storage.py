@@ -22,16 +22,15 @@ from typing import Any
 import pandas as pd
 
 from cacheprobe.models.base import CachedLM
+from cacheprobe.observe.manifest import FORMAT_VERSION, MANIFEST, TraceError, read_manifest, require_whole
 from cacheprobe.observe.store import ShardStore, tensor_key
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Request, SamplingParams
 from cacheprobe.tasks import example_from_record, example_record
 
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (2, 3)
-"""2 knew no attention heads."""
 SHARD_BYTES = 10**9
-MANIFEST = "manifest.json"
+ROW_GROUP = 2**14
+"""Lines of a Parquet row group: who asks for one request of a long run reads little more than its lines."""
 _TABLES = {
     "rows": "row_table",
     "hypotheses": "hypothesis_table",
@@ -40,10 +39,6 @@ _TABLES = {
     "thoughts": "thought_table",
 }
 _THOUGHT_STATES = "thoughts-{}.safetensors"
-
-
-class TraceError(ValueError):
-    """A directory that holds no readable trace; the message says why and what to do."""
 
 
 def save_trace(trace: Trace, directory: Path) -> Path:
@@ -65,7 +60,10 @@ def save_trace(trace: Trace, directory: Path) -> Path:
     for name, attribute in _TABLES.items():
         table = getattr(trace, attribute)
         if table is not None:
-            write(f"{name}-{run_id}.parquet", lambda path, table=table: table.to_parquet(path, index=False))
+            write(
+                f"{name}-{run_id}.parquet",
+                lambda path, table=table: table.to_parquet(path, index=False, row_group_size=ROW_GROUP),
+            )
     if trace.thought_states is not None:
         from safetensors.torch import save_file
 
@@ -95,15 +93,8 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     Raises: TraceError for a directory without a manifest, of another version, or with a file missing or cut short.
     """
     directory = Path(directory)
-    manifest = _read_manifest(directory)
-    for name, size in manifest["files"].items():
-        path = directory / name
-        if not path.exists():
-            raise TraceError(f"{directory} is incomplete: {name} is missing; run it again or restore the file")
-        if path.stat().st_size != size:
-            raise TraceError(
-                f"{path} has {path.stat().st_size} bytes instead of {size}; run it again or restore the file"
-            )
+    manifest = read_manifest(directory)
+    require_whole(directory, manifest)
     run_id = manifest["run_id"]
     held = {
         attribute: pd.read_parquet(directory / f"{name}-{run_id}.parquet")
@@ -132,27 +123,6 @@ def _thought_states(path: Path) -> Any:
     from safetensors.torch import load_file
 
     return load_file(path)["states"]
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    path = directory / MANIFEST
-    if not directory.is_dir():
-        raise TraceError(f"{directory} is not a directory; give the directory that a run was saved in")
-    if not path.exists():
-        raise TraceError(f"{directory} has no {MANIFEST}: the run was not saved to its end; run it again")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path} is not readable as JSON ({error}); run it again") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != "cacheprobe trace":
-        raise TraceError(f"{path} is not a cacheprobe trace")
-    if manifest.get("format_version") not in READABLE_VERSIONS:
-        known = " and ".join(map(str, READABLE_VERSIONS))
-        raise TraceError(
-            f"{directory} is of trace format {manifest.get('format_version')}, this cacheprobe reads {known}; "
-            "run it again, or open it with the version that wrote it"
-        )
-    return manifest
 
 
 def _write_states(trace: Trace, run_id: str, write: Callable[[str, Callable[[Path], None]], None]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -110,22 +110,6 @@ def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
     """One row for every change: request_id, step, start, end, provenance of cache rows start..end-1."""
     columns = [field.name for field in fields(LedgerChange)]
     return pd.DataFrame([asdict(change) for change in changes], columns=columns)
-
-
-def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame:
-    """One request's cache rows after `step` (None: at the end): position, provenance, step of the last write."""
-    held: dict[int, tuple[str, int]] = {}
-    for change in changes.itertuples():
-        if step is not None and change.step > step:
-            break
-        for position in range(change.start, change.end):
-            if change.provenance == "free":
-                held.pop(position, None)
-            else:
-                held[position] = (change.provenance, change.step)
-    return pd.DataFrame(
-        [(position, *held[position]) for position in sorted(held)], columns=["position", "provenance", "step"]
-    )
 
 
 def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:

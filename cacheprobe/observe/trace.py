@@ -16,8 +16,8 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.names import HEAD_SITES, PATTERN
 from cacheprobe.observe import hypotheses as measures
 from cacheprobe.observe import measures as by_row
-from cacheprobe.observe import tables
 from cacheprobe.observe.head_blocks import ragged_starts
+from cacheprobe.observe.ledgers import ledger_at
 from cacheprobe.observe.store import StateStore
 from cacheprobe.observe.thoughts import as_hypotheses
 from cacheprobe.records import STATUSES, Request
@@ -103,7 +103,7 @@ class Trace:
     def ledger(self, request_id: SupportsIndex, step: SupportsIndex | None = None) -> pd.DataFrame:
         """Cache rows of a request after `step` (default: its last): position, provenance, step of the last write."""
         self._require(request_id)
-        return tables.ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
+        return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
 
     def hypotheses(self) -> pd.DataFrame:
         """Every lens reading, one row for each layer x position x step; as in `observe.tables.hypotheses_table`.

@@ -78,7 +78,7 @@ def _grid(
             is_known = bool(pd.notna(margin))
             said = f"{margin:.2f} nats between its two best tokens" if is_known else "no model pass"
             tip = f"request {row}, step {step}: {said}"
-            parts.append(svg.box(x, y, width, 18, tint, _margin_texture(margin, tint), radius=3, tip=tip))
+            parts.append(svg.box(x, y, width, 18, tint, margin_texture(margin, tint), radius=3, tip=tip))
         y += 22
     if more := len(others[_MOST_REQUESTS - 1 :]):
         parts.append(svg.text(8, y + 12, f"and {more} more", "small muted"))
@@ -92,12 +92,13 @@ def _grid(
     ]
     for i, (margin, label) in enumerate(keys):
         x = 8 + i * 88
-        parts.append(svg.box(x, y + 8, 26, 13, "grey", _margin_texture(margin, "grey"), radius=3))
+        parts.append(svg.box(x, y + 8, 26, 13, "grey", margin_texture(margin, "grey"), radius=3))
         parts.append(svg.text(x + 32, y + 19, label, "small muted"))
     return parts, y + 26
 
 
-def _margin_texture(margin: float, colour: str) -> str | None:
+def margin_texture(margin: float, colour: str) -> str | None:
+    """Of a cell of yellow, green or grey: none where the choice was settled, crossed, or dotted where it was not."""
     if pd.isna(margin) or margin >= SETTLED_NATS:
         return None
     return f"crossed-{colour}" if margin >= CONTESTED_NATS else f"dotted-{colour}"

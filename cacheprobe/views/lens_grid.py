@@ -34,7 +34,8 @@ def lens_grid(
     nats), or the committed token's rank (0 is first).  include: the canonical rows, or the candidates' and those rolled
     back too, as columns of their own.  positions: of input tokens; all by default.
     Cells name the layer's first choice; it is outlined in green where it is the committed token. The reading at
-    position p speaks of the token at p + 1, which stands below the column.
+    position p speaks of the token at p + 1, which stands below the column. layout.meta says which rows, positions and
+    layers the cells are.
     Raises: ValueError where nothing is selected.  Source: logit lens (nostalgebraist 2020).
     """
     if colour not in ("logprob", "entropy", "rank"):
@@ -55,6 +56,7 @@ def lens_grid(
         margin=dict(t=78, b=70, l=56, r=20),
         legend=dict(y=1.01),
         dragmode=False,
+        meta=dict(rows=columns.row.tolist(), positions=columns.position.tolist(), layers=layers.tolist()),
     )
     figure.update_xaxes(
         title="position p (tokens) · committed token at p + 1",

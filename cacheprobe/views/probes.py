@@ -49,6 +49,7 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
     above = table[table.is_above].groupby(["at", "place"]).ngroups
     title = f"At {above} of {len(places)} places some layer tells the state better than any baseline"
     figure.update_layout(template=layout_template(), title=title, height=420, margin=dict(l=48, r=12, t=110, b=48))
+    figure.update_layout(legend_y=1.09)  # above the names of the panels
     figure.update_xaxes(title="layer")
     figure.update_yaxes(range=[0.2, 1.03])
     figure.update_yaxes(title="held-out accuracy", col=1)

@@ -8,9 +8,10 @@ from cacheprobe.progress import Progress
 from cacheprobe.views.diagram import legend, side_by_side
 from cacheprobe.views.lens_grid import grid_width
 from cacheprobe.views.page import figure_block, page, table
+from cacheprobe.views.prompt_block import prompt_block
 from cacheprobe.views.prose import behaviour_sentences, run_sentence
 from cacheprobe.views.report_figures import report_figures, report_panels, shown_positions
-from cacheprobe.views.text import markup, text_of, token_texts
+from cacheprobe.views.text import markup, token_texts
 from cacheprobe.views.thoughts_columns import story_of
 from cacheprobe.views.thoughts_picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
 from cacheprobe.views.windows import accepted_whole, find_windows, pick_request, rolled_back
@@ -69,14 +70,12 @@ _NO_LENS = (
 
 def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     request = trace.requests[request_id]
-    prompt = request.prompt
-    if not isinstance(prompt, str):
-        prompt = " ".join(text_of(texts, int(token_id)) for token_id in request.prompt_token_ids)
+    about = {"prompt": request.prompt, "prompt_token_ids": request.prompt_token_ids, "text": trace.text(request_id)}
     count = len(trace.committed(request_id))
     return (
         f"<h2>Prompt and answer of request {request_id}</h2>"
         f"<p class='note'>{len(request.prompt_token_ids)} prompt tokens; the {count} generated ones are marked.</p>"
-        f"<div class='prompt'>{markup(prompt)}<mark>{markup(trace.text(request_id))}</mark></div>"
+        f"{prompt_block(about, texts)}"
     )
 
 

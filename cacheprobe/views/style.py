@@ -93,6 +93,10 @@ def layout_template(*, dark: bool = False) -> go.layout.Template:
     )
 
 
+BLANK_FIGURE = go.Figure(layout=dict(template=layout_template(), height=10, xaxis_visible=False, yaxis_visible=False))
+"""Where there is nothing to draw."""
+
+
 def _variables(colours: dict[str, str]) -> str:
     return "".join(f"--{name}:{value};" for name, value in colours.items())
 
@@ -142,3 +146,12 @@ DIAGRAM_CSS = f"""
 @media (max-width:640px){{.cp .panels{{grid-template-columns:minmax(0,1fr)}}
   .cp .panel:not(:last-child)::after{{right:50%;top:auto;bottom:-15px;transform:translateX(50%) rotate(135deg)}}}}
 """
+
+
+THEME_CSS = (
+    f":root[data-theme=light] .cp{{{_variables(_LIGHT)}color-scheme:light}}"
+    f":root[data-theme=dark] .cp{{{_variables(_DARK)}color-scheme:dark}}"
+    f":root[data-theme=light] .cp{{--violet:{_SCALES[False][2]}}}"
+    f":root[data-theme=dark] .cp{{--violet:{_SCALES[True][2]}}}"
+)
+"""For a page with a switch of its own: data-theme of the document stands before what the browser prefers."""

@@ -16,6 +16,9 @@ _TEXTURES = {
     "crossed-yellow": ("yellow", 6, 6, '<path d="M0 0 6 6M6 0 0 6" stroke-width="1" opacity=".85"/>'),
     "crossed-grey": ("grey", 6, 6, '<path d="M0 0 6 6M6 0 0 6" stroke-width="1" opacity=".85"/>'),
     "dotted-yellow": ("yellow", 6, 6, '<path d="M3 3h.01" stroke-width="2.2" stroke-linecap="round"/>'),
+    "crossed-green": ("green", 6, 6, '<path d="M0 0 6 6M6 0 0 6" stroke-width="1" opacity=".7"/>'),
+    "dotted-green": ("green", 6, 6, '<path d="M3 3h.01" stroke-width="2.2" stroke-linecap="round"/>'),
+    "rolled-back": ("red", 7, 7, '<path d="M1 1 6 6M6 1 1 6" stroke-width="1.1" opacity=".55"/>'),
     "dotted-grey": ("grey", 6, 6, '<path d="M3 3h.01" stroke-width="2.2" stroke-linecap="round"/>'),
 }
 

@@ -21,6 +21,8 @@ _MOST_TOKENS, _MOST_WORDS, _MOST_BOXES = 8, 4, 6
 STYLES = (
     ".cp{--sand:#efe0cf;--sand-edge:#8a5a2b}"
     "@media (prefers-color-scheme:dark){.cp{--sand:#46331f;--sand-edge:#d3a473}}"
+    ":root[data-theme=light] .cp{--sand:#efe0cf;--sand-edge:#8a5a2b}"
+    ":root[data-theme=dark] .cp{--sand:#46331f;--sand-edge:#d3a473}"
     ".cp .sand{fill:var(--sand);stroke:var(--sand-edge)}.cp .plain{fill:var(--paper);stroke:var(--line)}"
     ".cp .group{fill:var(--card);stroke:var(--line)}.cp .zero{stroke-dasharray:3 3}"
     ".cp svg .on-plain{stroke:var(--paper)}.cp svg .on-sand{stroke:var(--sand)}"

@@ -1,0 +1,48 @@
+"""`cacheprobe dash`. Heavy imports wait until the command runs."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+dash = App(name="dash", help="Look at stored runs in a browser, with linked views.", help_format="plaintext")
+
+
+@dash.default
+def open_runs(
+    *runs: Path,
+    port: int = 8050,
+    host: str = "127.0.0.1",
+    model: str | None = None,
+    lens: Annotated[tuple[Path, ...], Parameter(negative="")] = (),
+) -> None:
+    """Look at stored runs in a browser, with linked views. Ends with Ctrl-C.
+
+    Parameters
+    ----------
+    runs
+        Directories of saved runs, directories that hold some, or result files (.json) and folders of them.
+    port
+        To listen at; 0 for any that is free.
+    host
+        Address to bind to: this machine alone unless told otherwise. Whoever reaches it sees the prompts.
+    model
+        Name or directory of the model that reads kept states, where it is not the one that a run names.
+    lens
+        Directory of a tuned lens to read them with; repeat for several.
+    """
+    if not runs:
+        raise ValueError("name at least one saved run, as in cacheprobe dash runs/demo")
+    if find_spec("dash") is None:
+        raise ValueError("the dashboard needs Dash: pip install cacheprobe[dash]")
+    from cacheprobe.dash_app.serve import listen
+    from cacheprobe.dash_app.shelf import Shelf
+
+    shelf = Shelf.of(runs, model, lens)
+    server = listen(shelf, host, port)
+    for entry in shelf.entries:
+        print(f"{entry.name}: {'cannot be opened, ' + entry.reason if entry.book is None else repr(entry.book.run)}")
+    shown = f"[{host}]" if ":" in host else host
+    print(f"listening at http://{shown}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+    server.serve_forever()

@@ -1,0 +1,68 @@
+"""What a page may ask, checked; and refusals that are shown instead of an answer."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from pyarrow import ArrowException
+
+from cacheprobe.dash_app.shelf import NotAsked, whole
+from cacheprobe.views.text import markup
+
+Ask = dict[str, Any]
+Answer = dict[str, Any]
+"""for: the question; html: markup, every text of a run escaped."""
+
+_EXPECTED = (ValueError, KeyError, OSError, ArrowException)
+
+
+def answered(view: Callable[[Ask], str]) -> Callable[[Ask | None], Answer]:
+    """A callback that answers with the view's markup, or with why there is none."""
+
+    @wraps(view)
+    def answer(ask: Ask | None) -> Answer:
+        if ask is None:
+            return {"for": None, "html": ""}
+        try:
+            return {"for": ask, "html": view(ask)}
+        except _EXPECTED as error:
+            return {"for": ask, "html": refusal(error)}
+
+    return answer
+
+
+def reason(error: Exception) -> str:
+    """Its message, without the quotes that a KeyError puts around it."""
+    return str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+
+
+def refusal(error: Exception) -> str:
+    return f'<p class="refused">{markup(reason(error))}</p>'
+
+
+def span(value: object, what: str, most: int) -> range:
+    """[first, end] as a range of 1 to `most` numbers. Raises: NotAsked for anything else."""
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        or not 0 < value[1] - value[0] <= most
+    ):
+        raise NotAsked(f"{what} is [first, end], at most {most} apart, got {value!r:.60}")
+    return range(*value)
+
+
+def number(value: object, what: str) -> int:
+    """Raises: NotAsked for anything but a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise NotAsked(f"{what} is a whole number, got {value!r:.40}")
+    return value
+
+
+def one_of(value: object, what: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise NotAsked(f"{what} is {' or '.join(known)}, got {value!r:.40}")
+    return str(value)
+
+
+__all__ = ["Answer", "Ask", "NotAsked", "answered", "number", "one_of", "reason", "refusal", "span", "whole"]

@@ -1,0 +1,73 @@
+"""The cache of the chosen request after the chosen step, and the verify window that the step belongs to."""
+
+from cacheprobe.dash_app.asking import Ask, number, whole
+from cacheprobe.dash_app.book import Book
+from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.views import svg
+from cacheprobe.views.cache_picture import CACHE_HEIGHT, cache_counts, cache_picture
+from cacheprobe.views.cache_strip import cache_strip, memory_sentence
+from cacheprobe.views.diagram import decoded_phases, side_by_side, window_phases
+from cacheprobe.views.windows import Window
+
+
+def view(shelf: Shelf, ask: Ask) -> str:
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    step = number(ask["step"], "step")
+    ledger = book.ledger(request, step)
+    if ledger.empty:
+        return (
+            f"<h2>Request {request} holds no cache rows yet</h2><p class='note'>After step {step} it has not been "
+            "read; move on to a step of its own.</p>"
+        )
+    window = _window(book, request, step)
+    cut = window.num_truncated if window is not None and window.step == step else 0
+    drawn = cache_picture(["KV cache", f"after step {step}"], ledger, step=step, truncated=cut)
+    label = f"KV cache of request {request} after step {step}"
+    cylinder = svg.picture(290, CACHE_HEIGHT + 8, label, drawn, style="max-width:290px")
+    pending = int(ledger.position.max()) + 1 if _has_pending(book, request, step) else None
+    strip = cache_strip(ledger, step=step, pending=pending)
+    config = book.run.meta["config"]
+    rows, holders = book.held(step)
+    memory = memory_sentence(len(ledger), rows, holders, config["capacity"], book.run.meta.get("cache_row_bytes"))
+    counts = ", ".join(f"{count} {name}" for name, count in cache_counts(ledger).items())
+    return (
+        f"<h2>{len(ledger)} cache rows: {counts}</h2><div class='cylinder'>{cylinder}</div>"
+        f"<h3>Row by row</h3>{strip}<p class='note'>Underlined: written in this step. {memory}</p>"
+    )
+
+
+def window_view(shelf: Shelf, ask: Ask) -> str:
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    window = _window(book, request, number(ask["step"], "step"))
+    events, texts = book.run.events, book.run.token_texts
+    if window is not None:
+        ledgers = [book.ledger(request, step) for step in window.ledger_steps]
+        is_deterministic = bool(book.run.request(request)["is_deterministic"])
+        panels = side_by_side(window_phases(window, events, ledgers, texts, is_deterministic=is_deterministic))
+        drafted, kept = len(window.draft_token_ids), window.num_accepted
+        word = f"{drafted - kept} of {drafted} candidates were rolled back" if window.is_rollback else (
+            f"all {drafted} candidates were accepted" if drafted else "nothing was drafted"
+        )  # fmt: skip
+        return f"<h2>The window that ends in step {window.step}: {word}</h2>{panels}"
+    own = book.events_of(request)
+    prefills = own[own.phase == "prefill"]
+    if book.verified[request] or prefills.empty or not len(prefills.committed_token_ids.iloc[-1]):
+        return f"<h2>No verify window of request {request} at or after this step</h2>"
+    ledgers = [book.ledger(request, int(prefills.step.max())), book.ledger(request, int(own.step.max()))]
+    panels = side_by_side(decoded_phases(request, events, ledgers, texts))
+    return f"<h2>Request {request} is never verified</h2>{panels}"
+
+
+def _window(book: Book, request: int, step: int) -> Window | None:
+    """The window that this step belongs to: the first one that ends at it or later; the last one after that."""
+    windows = book.windows(request)
+    return next((w for w in windows if w.step >= step), windows[-1] if windows else None)
+
+
+def _has_pending(book: Book, request: int, step: int) -> bool:
+    """Whether a token is committed whose row is not written: always, once the prompt was read, until the end."""
+    own = book.events_of(request)
+    before = own[own.step <= step]
+    return bool(len(before)) and any(len(ids) for ids in before.committed_token_ids)

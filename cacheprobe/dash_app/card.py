@@ -1,0 +1,37 @@
+"""The card of one row: its choices by layer, and what became of the draft that followed it."""
+
+import pandas as pd
+
+from cacheprobe.dash_app.asking import Ask, NotAsked, number, one_of, whole
+from cacheprobe.dash_app.lens import chosen_row, readings_of
+from cacheprobe.dash_app.reader import Reader
+from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.dash_app.tokenizers import texts_of
+from cacheprobe.observe.hypotheses import settling
+from cacheprobe.views.token_card import Fate, token_card
+
+
+def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    site = one_of(ask["site"], "site", ("S", "T", "C"))
+    row = chosen_row(book, request, number(ask["position"], "position"), ask.get("row"))
+    position = int(row.position)
+    table = readings_of(book, reader, ask["lens"], site, request, range(position, position + 1), int(row.row))
+    if table.empty:
+        raise NotAsked(f"no reading of request {request} at position {position} was kept; widen the capture filters")
+    table = table[table.site != "thought"]
+    ids = {int(i) for top in table.top_token_ids for i in top}
+    named = book.run.token_texts
+    missing = ids - set(named)
+    texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **named}
+    place = position + 1 - book.prompt_length(request)
+    history = book.history
+    there = history[(history.request_id == request) & (history.place == place)].sort_values("born", kind="stable")
+    fates = [
+        Fate(int(t.token_id), int(t.born), None if pd.isna(t.settled) else int(t.settled),
+             None if pd.isna(t.outcome) else str(t.outcome))
+        for t in there.itertuples()
+    ]  # fmt: skip
+    layer = ask.get("layer")
+    return token_card(table, layer, settling(table).iloc[0].to_dict(), fates, texts, row.token)

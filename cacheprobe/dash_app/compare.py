@@ -1,0 +1,61 @@
+"""Two runs beside each other."""
+
+from cacheprobe.dash_app.asking import Ask, whole
+from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.observe.comparison import compare_requests, first_reading_difference
+from cacheprobe.records import fingerprint_differences
+from cacheprobe.views.run_comparison import (
+    comparison_title,
+    fingerprint_block,
+    request_list,
+    token_columns,
+)
+from cacheprobe.views.text import markup
+
+
+def view(shelf: Shelf, ask: Ask) -> str:
+    if len(shelf.entries) < 2:
+        return (
+            "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "
+            "<code>cacheprobe dash RUN OTHER</code>.</p>"
+        )
+    ours, theirs = shelf.book(ask["run"]), shelf.book(ask["against"])
+    names = (ours.name, theirs.name)
+    found = compare_requests(ours.run.requests, theirs.run.requests, ours.run.events, theirs.run.events)
+    schedules = fingerprint_block(fingerprint_differences(ours.run.fingerprint, theirs.run.fingerprint), names)
+    request = whole(ask["request"], "request", len(ours.run.requests))
+    one = found[request]
+    parts = [
+        f"<h2>{markup(comparison_title(found))}</h2>{request_list(found, request)}",
+        f"<h3>{_about(one)}</h3>",
+    ]
+    if one.what not in ("prompt", "missing"):
+        pair = [book.run.request(request)["committed_token_ids"] for book in (ours, theirs)]
+        place = one.place if one.what == "tokens" else None
+        parts.append(token_columns(pair, place, names, [b.run.token_texts for b in (ours, theirs)]))
+        parts.append(_readings(ours, theirs, request))
+    return f"{''.join(parts)}<h3>Schedule fingerprints</h3>{schedules}"
+
+
+def _about(one) -> str:
+    if one.what == "equal":
+        return f"Request {one.request_id} is the same in both, log-probabilities included"
+    if one.what == "prompt":
+        return f"Request {one.request_id} was asked another prompt in each run"
+    if one.what == "missing":
+        return f"Request {one.request_id} is in one run alone"
+    return f"Request {one.request_id}: {one.what} differ from generated token {one.place + 1} on"
+
+
+def _readings(ours, theirs, request: int) -> str:
+    if not (ours.run.has_readings and theirs.run.has_readings):
+        return "<p class='note'>Lens readings are not compared: one of the runs recorded none.</p>"
+    if ours.run.meta["lens"] != theirs.run.meta["lens"]:
+        return "<p class='note'>Lens readings are not compared: the runs were read through different lenses.</p>"
+    where = first_reading_difference(ours.readings(request), theirs.readings(request))
+    said = (
+        "Every recorded lens reading of it is the same, bit for bit."
+        if where is None
+        else f"The first lens reading that differs is that of layer {where[1]} at position {where[0]}."
+    )
+    return f"<p class='note'>{said} States are compared by <code>cacheprobe verify</code>.</p>"

@@ -1,0 +1,39 @@
+"""The grid of requests by generated tokens at the chosen step."""
+
+from cacheprobe.dash_app.asking import Ask, number, span, whole
+from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.dash_app.timeline import MOST_REQUESTS
+from cacheprobe.views.decode_grid import GRID_LEGEND, decode_grid
+from cacheprobe.views.timeline import key
+
+MOST_TOKENS = 40
+_STATES = (
+    ("yellow", None, "candidate"),
+    ("green", None, "committed"),
+    ("green", "pending", "newest, pending"),
+    ("red", "rolled-back", "rolled back now"),
+)
+
+
+def view(shelf: Shelf, ask: Ask) -> str:
+    book = shelf.book(ask["run"])
+    count = len(book.run.requests)
+    requests = span(ask["requests"], "requests", MOST_REQUESTS)
+    requests = range(requests.start, min(requests.stop, count))
+    places = span(ask["places"], "places", MOST_TOKENS)
+    step, chosen = number(ask["step"], "step"), whole(ask["request"], "request", count)
+    standing = book.standing(requests, step)
+    picture = decode_grid(
+        standing, requests, places, book.run.token_texts, verified=book.verified,
+        chosen=(chosen, number(ask["place"], "place")), step=step,
+    )  # fmt: skip
+    own = standing[standing.request_id == chosen].state.value_counts()
+    done = int(own.get("committed", 0) + own.get("pending", 0))
+    said = [f"{done} token{'s' * (done != 1)} committed"]
+    said += [f"{own[s]} {word}" for s, word in (("candidate", "still candidates"), ("rolled_back", "rolled back now"))
+             if own.get(s, 0)]  # fmt: skip
+    return (
+        f"<h2>After step {step}, request {chosen} has {', '.join(said)}</h2>"
+        "<p class='note'>Generated tokens by request; texture tells how close the two best tokens were when it was "
+        f"chosen. A bold edge: new in this step.</p><div class='scroll'>{picture}</div>{key(_STATES)}{key(GRID_LEGEND)}"
+    )

@@ -1,0 +1,38 @@
+"""The server: one process, its address printed once it listens."""
+
+from contextlib import suppress
+from threading import Thread
+
+from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
+
+from cacheprobe.dash_app.app import guard, make_app
+from cacheprobe.dash_app.book import Book
+from cacheprobe.dash_app.shelf import Shelf
+
+
+def listen(shelf: Shelf, host: str = "127.0.0.1", port: int = 8050) -> BaseWSGIServer:
+    """A server that is bound and answers from `serve_forever()` on. port: 0 for any that is free.
+
+    Raises: OSError where the port is taken.
+    """
+    app = make_app(shelf)
+    guard(app, host)
+    if shelf.entries and (book := shelf.entries[shelf.first].book) is not None:
+        Thread(target=_warm, args=(book,), daemon=True).start()
+    return make_server(host, port, app.server, threaded=True, request_handler=_Quiet)
+
+
+def _warm(book: Book) -> None:
+    """While the browser is opened. What is wrong with the run is said when a view asks for it."""
+    with suppress(Exception):
+        book.warm()
+
+
+class _Quiet(WSGIRequestHandler):
+    """Says nothing of requests that went well, and keeps a connection for more than one."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        if str(code).startswith("5"):
+            super().log_request(code, size)

@@ -1,0 +1,24 @@
+"""What a Thinking States model thought of every chunk, and the chosen chunk in numbers."""
+
+from cacheprobe.dash_app.asking import Ask, number, whole
+from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.views.text import markup
+from cacheprobe.views.thought_card import thought_card
+from cacheprobe.views.thoughts_columns import story_of
+from cacheprobe.views.thoughts_picture import thoughts_block
+
+
+def view(shelf: Shelf, ask: Ask) -> str:
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    thoughts = book.run.thoughts
+    if thoughts is None:
+        remedy = "Only a Thinking States model thinks while it reads; <code>cacheprobe demo</code> leaves a run of one."
+        return f"<h2>{markup(book.name)} wrote no thoughts</h2><p class='note'>{remedy}</p>"
+    if request not in set(thoughts.request_id):
+        return f"<h2>Request {request} wrote no thoughts</h2><p class='note'>It has no whole chunk.</p>"
+    story = story_of(thoughts, book.rows_of(request), book.events_of(request), request, book.run.token_texts)
+    last = int(book.events_of(request).step.max())
+    picture = thoughts_block(story, book.ledger(request, last), book.run.meta["thinking"])
+    own = thoughts[thoughts.request_id == request]
+    return picture + thought_card(story, own, number(ask["position"], "position"), book.run.meta["thinking"] or {})

@@ -1,0 +1,48 @@
+"""Texts of tokens that no table of a run names, from its model's tokenizer where that lies on this machine."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cacheprobe.models.shipped import shipped_folder
+
+
+def texts_of(model: str, token_ids: set[int]) -> dict[int, str]:
+    """By id; none where the model's tokenizer is not here. Loads no weights, and no torch."""
+    tokenizer = _tokenizer(model) if token_ids else None
+    if tokenizer is None:
+        return {}
+    size = tokenizer.get_vocab_size()
+    return {i: tokenizer.decode([i], skip_special_tokens=False) for i in sorted(token_ids) if 0 <= i < size}
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(model: str) -> Any:
+    path = _file(model)
+    if path is None:
+        return None
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+def _file(model: str) -> Path | None:
+    """The tokenizer.json of a model by its name or directory."""
+    if model == "smollm2-135m":
+        from cacheprobe.models.smollm2 import smollm2_if_converted
+
+        folder = smollm2_if_converted()
+    else:
+        folder = shipped_folder("checkpoints", model) or Path(model)
+    path = folder / "tokenizer.json" if folder is not None else None
+    if path is not None and path.is_file():
+        return path
+    if "/" not in model:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model, "tokenizer.json")
+    except ValueError:
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,77 @@
+"""Two runs beside each other, from their tables alone: where they first differ, and under which schedules. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+_READING = ["token_id", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDifference:
+    """How the same request fared in two runs."""
+
+    request_id: int
+    what: str
+    """"equal", "tokens", "log-probabilities", "prompt" (another was asked), or "missing" (in one run alone)."""
+    place: int | None = None
+    """Of the first token that differs, or whose log-probability does; 0 is the first generated one."""
+
+
+def compare_requests(
+    ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], our_events: pd.DataFrame,
+    their_events: pd.DataFrame,
+) -> list[RequestDifference]:  # fmt: skip
+    """Request by request, by number: prompts, committed tokens, and their log-probabilities bit for bit.
+
+    ours, theirs: as `StoredRun.requests`.  events: as `Trace.events`.
+    """
+    found = []
+    logprobs = [_logprobs(events) for events in (our_events, their_events)]
+    for request_id in range(max(len(ours), len(theirs))):
+        if request_id >= min(len(ours), len(theirs)):
+            found.append(RequestDifference(request_id, "missing"))
+            continue
+        a, b = ours[request_id], theirs[request_id]
+        if a["prompt_token_ids"] != b["prompt_token_ids"]:
+            found.append(RequestDifference(request_id, "prompt"))
+        elif (place := first_difference(a["committed_token_ids"], b["committed_token_ids"])) is not None:
+            found.append(RequestDifference(request_id, "tokens", place))
+        else:
+            pair = [held.get(request_id, []) for held in logprobs]
+            place = first_difference(*pair)
+            found.append(RequestDifference(request_id, "equal" if place is None else "log-probabilities", place))
+    return found
+
+
+def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
+    """Place of the first item that differs, or that one of the two has alone; None where they are equal."""
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return place
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
+    """(position, layer) of the first canonical reading of ours that differs in any number; None where all are equal.
+
+    ours, theirs: hypotheses of one request each; null equals null: the last reading has no committed token to rank.
+    """
+    keys = ["position", "layer"]
+    a, b = (table[table.status == "committed"].set_index(keys)[_READING].sort_index() for table in (ours, theirs))
+    b = b.reindex(a.index)
+    same = (a == b).fillna(False).to_numpy(dtype=bool) | (a.isna() & b.isna()).to_numpy(dtype=bool)
+    if same.all():
+        return None
+    position, layer = a.index[int((~same.all(axis=1)).argmax())]
+    return int(position), int(layer)
+
+
+def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
+    """By request: of its committed tokens, in order."""
+    held: dict[int, list[float]] = {}
+    for request_id, nats in zip(events.request_id, events.committed_logprobs_nats, strict=True):
+        held.setdefault(int(request_id), []).extend(float(x) for x in nats)
+    return held

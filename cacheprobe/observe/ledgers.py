@@ -1,0 +1,39 @@
+"""The ledger's changes, played up to a step: which cache rows a request held, and how many there were. No torch."""
+
+from typing import SupportsIndex
+
+import numpy as np
+import pandas as pd
+
+
+def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame:
+    """One request's cache rows after `step` (None: at the end): position, provenance, step of the last write."""
+    held: dict[int, tuple[str, int]] = {}
+    for change in changes.itertuples():
+        if step is not None and change.step > step:
+            break
+        for position in range(change.start, change.end):
+            if change.provenance == "free":
+                held.pop(position, None)
+            else:
+                held[position] = (change.provenance, change.step)
+    return pd.DataFrame(
+        [(position, *held[position]) for position in sorted(held)], columns=["position", "provenance", "step"]
+    )
+
+
+def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
+    """Cache rows held after every step in which some request's number of rows changed: request_id, step, rows.
+
+    changes: the ledger table of a run. A request that gave its rows back holds none from then on.
+    Twin: `ledger_at` of each request and step, ==.
+    """
+    records = []
+    for request_id, own in changes.groupby("request_id", sort=True):
+        held = np.zeros(int(own.end.max()), dtype=bool)
+        counts: dict[int, int] = {}
+        for step, start, end, provenance in zip(own.step, own.start, own.end, own.provenance, strict=True):
+            held[start:end] = provenance != "free"
+            counts[int(step)] = int(held.sum())
+        records += [(int(request_id), step, rows) for step, rows in counts.items()]
+    return pd.DataFrame(records, columns=["request_id", "step", "rows"])

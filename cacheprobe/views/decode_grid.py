@@ -1,0 +1,78 @@
+"""The grid of requests by generated tokens, as it stood after one step; each cell by its top-two margin."""
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from cacheprobe.views import svg
+from cacheprobe.views.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
+from cacheprobe.views.text import text_of, token_label
+from cacheprobe.views.timeline import LABEL_WIDTH
+
+TOKEN_PITCH = 56
+"""Pixels from one token to the next."""
+_CELL, _ROW, _TOP = 52, 30, 30
+_COLOURS = {"candidate": "yellow", "committed": "green", "pending": "green", "rolled_back": "red"}
+
+GRID_LEGEND = (
+    ("grey", None, f"top-two margin ≥ {SETTLED_NATS:g} nats, or not known"),
+    ("grey", "crossed-grey", "between"),
+    ("grey", "dotted-grey", f"< {CONTESTED_NATS:g} nats"),
+)
+
+
+def decode_grid(
+    standing: pd.DataFrame,
+    requests: Sequence[int],
+    places: range,
+    token_texts: Mapping[int, str],
+    *,
+    verified: Mapping[int, bool],
+    chosen: tuple[int, int] | None = None,
+    step: int | None = None,
+) -> str:
+    """SVG of some requests and token places. Cells carry data-request and data-place.
+
+    standing: as from `token_history.standing_at`.  verified: by request, whether a verifier ever speaks of it; the
+    others are grey.  chosen: (request, place) to frame.  step: tokens that it brought have a bold edge.
+    """
+    shown = standing[standing.request_id.isin(list(requests)) & standing.place.isin(places)]
+    width, height = LABEL_WIDTH + TOKEN_PITCH * len(places) + 4, _TOP + _ROW * len(requests) + 2
+    parts = []
+    for i, place in enumerate(places):
+        parts.append(svg.text(_x(i) + _CELL / 2, 14, f"+{place + 1}", "small muted", "middle"))
+    rows = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
+    for request, y in rows.items():
+        classes = "strong" if chosen and request == chosen[0] else "muted"
+        name = svg.text(2, y + 17, f"request {request}", classes)
+        parts.append(f'<g class="pick" data-request="{request}">{name}</g>')
+    for line in shown.itertuples():
+        x, y = _x(places.index(line.place)), rows[line.request_id]
+        parts.append(_cell(line, x, y, text_of(token_texts, line.token_id), verified[line.request_id], step))
+    if chosen and chosen[0] in rows and chosen[1] in places:
+        x, y = _x(places.index(chosen[1])), rows[chosen[0]]
+        parts.append(f'<rect class="cursor" x="{x - 2}" y="{y - 2}" width="{_CELL + 4}" height="28" rx="6"/>')
+    label = f"Tokens {places.start + 1} to {places.stop} of {len(requests)} requests"
+    return svg.picture(width, height, label, parts, style=f"width:{width}px;max-width:none")
+
+
+def _cell(line, x: float, y: float, token: str, is_verified: bool, step: int | None) -> str:
+    colour = _COLOURS[line.state] if is_verified else "grey"
+    known = pd.notna(line.margin_nats)
+    margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if known else "margin not known"
+    words = "pending: committed, its cache row not written yet" if line.state == "pending" else line.state
+    tip = f"request {line.request_id}, token {line.place + 1}: {token!r}; {words.replace('_', ' ')}; {margin}"
+    texture = margin_texture(line.margin_nats, colour)
+    if line.state == "rolled_back":
+        texture = "rolled-back"
+    elif line.state == "pending" and is_verified and texture is None:
+        texture = "pending"
+    is_new = step is not None and line.born == step
+    drawn = svg.box(x, y, _CELL, 24, colour, texture, radius=4, tip=tip)
+    drawn += svg.text(x + _CELL / 2, y + 16, token_label(token, 6), f"token halo on-{colour}", "middle")
+    new = " new" if is_new else ""
+    return f'<g class="pick{new}" data-request="{line.request_id}" data-place="{line.place}">{drawn}</g>'
+
+
+def _x(column: int) -> int:
+    return LABEL_WIDTH + TOKEN_PITCH * column

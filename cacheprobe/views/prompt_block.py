@@ -1,0 +1,14 @@
+"""A request's prompt with its answer marked."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cacheprobe.views.text import markup, text_of
+
+
+def prompt_block(request: Mapping[str, Any], token_texts: Mapping[int, str]) -> str:
+    """Markup. request: as in `StoredRun.requests`; a prompt of token ids is shown as their texts."""
+    prompt = request["prompt"]
+    if not isinstance(prompt, str):
+        prompt = " ".join(text_of(token_texts, int(token_id)) for token_id in request["prompt_token_ids"])
+    return f'<div class="prompt">{markup(prompt)}<mark>{markup(request["text"])}</mark></div>'

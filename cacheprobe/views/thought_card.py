@@ -1,0 +1,66 @@
+"""One chunk of a Thinking States model in numbers: its S, what T wrote of it, and what C made of that."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.views.text import markup, visible
+from cacheprobe.views.thoughts_columns import Column, Story
+
+
+def thought_card(story: Story, thoughts: pd.DataFrame, position: int, thinking: Mapping[str, Any]) -> str:
+    """Markup: a button for each chunk (data-position, of its last token), and the chosen chunk's S, T, Z and C.
+
+    story: as from `thoughts_columns.story_of`.  thoughts: of the request.  position: any of the chunk's tokens; the
+    last chunk that was thought about stands for one without a thought.  thinking: `meta["thinking"]`.
+    """
+    columns = [column for column in story.columns if column.thought is not None]
+    chosen = next((c for c in columns if position <= c.tokens[-1].position), columns[-1])
+    buttons = "".join(_button(column, column is chosen) for column in columns)
+    return (
+        f'<h3>Chunk {chosen.chunk + 1} in numbers</h3><div class="verdicts">{buttons}</div>'
+        f'<div class="sites">{_sites(chosen, thinking)}</div>'
+    )
+
+
+def _button(column: Column, is_chosen: bool) -> str:
+    thought = column.thought
+    agrees = None if pd.isna(thought.agrees) else bool(thought.agrees)
+    tint, sign = {None: ("", "·"), True: ("kept", "✓"), False: ("lost", "✗")}[agrees]
+    if column.is_rolled_back:
+        tint, sign = "lost", "✗"
+    said = markup(visible(thought.said)) if thought.said else "nothing"
+    mine = " chosen" if is_chosen else ""
+    return (
+        f'<button class="pick verdict {tint}{mine}" data-position="{column.tokens[-1].position}"><b>{sign}</b> '
+        f"{column.chunk + 1} <small>{said}</small></button>"
+    )
+
+
+def _sites(column: Column, thinking: Mapping[str, Any]) -> str:
+    thought, source = column.thought, column.source
+    read = " ".join(markup(visible(token.text)) for token in column.tokens)
+    if source is not None and thinking.get("feeds_back", True):
+        added = f"what C made of the thought “{markup(visible(source.said)) or '∅'}”; norm {source.state_norm:.2f}"
+    else:
+        added = "learned" if thinking.get("learned_first_state") else "zero: there was no thought before it"
+    words = " ".join(
+        f'<code title="log p {nats:.2f} nats">{markup(visible(token))} <small>{np.exp(nats):.0%}</small></code>'
+        for token, nats in zip(thought.tokens, thought.logprobs_nats, strict=True)
+    )
+    truth = "" if pd.isna(thought.true_state) else (
+        f" True state: <b>{markup(thought.true_state)}</b>"
+        + ("" if pd.isna(thought.agrees) else ", which it says." if thought.agrees else ", which it does not say.")
+    )  # fmt: skip
+    l_in, l_out = thinking.get("l_in"), thinking.get("l_out")
+    items = [
+        ("S", f"added at layer {l_in}" if l_in is not None else "added", f"{added}. Chunk: <code>{read}</code>"),
+        ("T", f"reads layer {l_out}" if l_out is not None else "reads",
+         f"its first word has an entropy of {thought.entropy_nats:.3f} nats; "
+         f"{'it ended by itself' if thought.has_ended else 'it was cut at the limit'}"),
+        ("Z", "the thought", f"{words}{truth}"),
+        ("C", "compresses it", f"into the state for the next chunk, of norm {thought.state_norm:.2f}"),
+    ]  # fmt: skip
+    return "".join(f"<section><h4>{s} <small>{what}</small></h4><p>{said}</p></section>" for s, what, said in items)

@@ -1,0 +1,120 @@
+"""A run step by step: requests down, steps across, each cell by its phase and by what the verifier decided."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from cacheprobe.views import svg
+from cacheprobe.views.cache_picture import swatch
+
+LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
+"""Pixels: of the requests' names, and from one step to the next, at least and at most."""
+_ROW, _TOP = 30, 30
+_OWN = 8
+"""Height of the band of the verifier's own token."""
+
+TIMELINE_LEGEND = (
+    ("blue", None, "prefill"),
+    ("yellow", "provisional", "candidate drafted"),
+    ("green", None, "accepted"),
+    ("red", "rolled-back", "rolled back"),
+    ("green", "pending", "verifier's own token, its row pending"),
+    ("grey", None, "decoded, never verified"),
+)
+
+
+def timeline_picture(
+    events: pd.DataFrame,
+    requests: Sequence[int],
+    steps: range,
+    *,
+    chosen: int | None = None,
+    at: int | None = None,
+    width: float = 0,
+) -> str:
+    """SVG of the given requests and steps. Cells carry data-request and data-step; the frame at a step has class
+    `cursor`, and the picture says where steps stand (data-first, data-pitch, data-left), so that it can be moved.
+
+    events: as in `Trace.events`.  chosen: the request to name in bold.  at: the step to frame.
+    width: pixels to fill, where the steps can be stretched to them.
+    A verify pass is one cell: below what was accepted of the draft (green) and what was rolled back (red, crossed), by
+    their shares; above, hatched, the token of the verifier's own, whose cache row is written by the next pass.
+    """
+    shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
+    places = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
+    pitch = min(max((width - LABEL_WIDTH - 4) // len(steps), PITCH), WIDEST)
+    cell = pitch - 2
+    width = LABEL_WIDTH + pitch * len(steps) + 4
+    height = _TOP + _ROW * len(requests) + 2
+    parts = []
+    for request, y in places.items():
+        classes = "strong" if request == chosen else "muted"
+        parts.append(
+            f'<g class="pick" data-request="{request}">'
+            + svg.text(2, y + 17, f"request {request}", classes)
+            + f'<path d="M{LABEL_WIDTH} {y + _ROW - 3}H{width - 4}" class="rule"/></g>'
+        )
+    for step in steps:
+        has_room = step != steps.start or step % 5 == 0 or (-step) % 5 > 2
+        if (step % 5 == 0 or step == steps.start) and has_room:
+            x = LABEL_WIDTH + pitch * (step - steps.start) + cell / 2
+            parts.append(svg.text(x, 14, str(step), "small muted", "middle"))
+    for event in shown.itertuples():
+        x, y = LABEL_WIDTH + pitch * (event.step - steps.start), places[event.request_id]
+        about = f'data-request="{event.request_id}" data-step="{event.step}"'
+        parts.append(f'<g class="pick" {about}>{_cell(event, x, y, cell)}</g>')
+    x = LABEL_WIDTH + pitch * (0 if at is None else at - steps.start)
+    frame = (
+        f'<rect class="cursor" x="{x - 2:g}" y="{_TOP - 7}" '
+        f'width="{cell + 4:g}" height="{_ROW * len(requests) + 4}" rx="5"/>'
+    )
+    label = f"Timeline of {len(requests)} requests, steps {steps.start} to {steps.stop - 1}"
+    drawn = svg.picture(width, height, label, [*parts, frame], style=f"width:{width}px;max-width:none")
+    facts = f'data-first="{steps.start}" data-last="{steps.stop - 1}" data-pitch="{pitch:g}" data-left="{LABEL_WIDTH}"'
+    return drawn.replace("<svg ", f"<svg {facts} ", 1)
+
+
+def key(items: Sequence[tuple[str, str | None, str]]) -> str:
+    """A list of swatches: (colour, texture, meaning)."""
+    listed = "".join(
+        f'<li><svg viewBox="0 0 22 17" aria-hidden="true">{swatch(1, 2, colour, texture)}</svg>{meaning}</li>'
+        for colour, texture, meaning in items
+    )
+    return f'<ul class="legend">{listed}</ul>'
+
+
+def step_words(event: Any) -> str:
+    """One event in a few words: its phase, and what came of it."""
+    if event.phase == "prefill":
+        return "prefill" + (": first token committed" if len(event.committed_token_ids) else "")
+    if event.phase == "decode":
+        return "decode: a candidate drafted" if len(event.proposed_token_ids) else "decode: a token committed"
+    drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
+    if not drafted:
+        return "verify: no draft, its own token committed"
+    lost = drafted - accepted
+    return f"verify: {accepted} of {drafted} accepted" + (f", {lost} rolled back" if lost else "")
+
+
+def _cell(event: Any, x: float, y: float, width: float) -> str:
+    tip = f"request {event.request_id}, step {event.step}; {step_words(event)}"
+    whole = dict(radius=3, tip=tip)
+    if event.phase == "prefill":
+        return svg.box(x, y, width, 24, "blue", **whole)
+    if event.phase == "decode":
+        drafted = len(event.proposed_token_ids) > 0
+        return svg.box(x, y, width, 24, *(("yellow", "provisional") if drafted else ("grey", None)), **whole)
+    drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
+    has_own = len(event.committed_token_ids) > accepted
+    if not drafted:
+        return svg.box(x, y, width, 24, "green", "pending", **whole)
+    own = _OWN if has_own else 0
+    room = 24 - own
+    kept = room * accepted / drafted
+    parts = [svg.box(x, y, width, own, "green", "pending", **whole)] if own else []
+    if kept < room:
+        parts.append(svg.box(x, y + own, width, room - kept, "red", "rolled-back", **whole))
+    if kept:
+        parts.append(svg.box(x, y + 24 - kept, width, kept, "green", None, **whole))
+    return "".join(parts)

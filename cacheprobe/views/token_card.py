@@ -1,0 +1,109 @@
+"""What every layer would have said at one row: its first choices, when they settled, and what became of the draft."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.views.text import markup, text_of, token_label, visible
+
+_COLUMNS = 7
+"""Of a token in the ladder."""
+_VERDICTS = {
+    "accepted": "accepted", "rolled_back": "rolled back", "recovered": "recovered", "bonus": "bonus",
+    "committed": "committed as computed",
+}  # fmt: skip
+
+
+class Fate(NamedTuple):
+    """A token that once stood where the reading looks, and what became of it."""
+
+    token_id: int
+    born: int
+    settled: int | None
+    outcome: str | None
+
+
+def token_card(
+    readings: pd.DataFrame,
+    layer: int | None,
+    settling: Mapping[str, Any],
+    fates: Sequence[Fate],
+    token_texts: Mapping[int, str],
+    input_token: str,
+) -> str:
+    """Markup of one row's card. Lines of the ladder carry data-layer.
+
+    readings: the row's lines of the hypotheses table.  layer: the one to frame.  settling: its line of
+    `observe.hypotheses.settling`.  fates: what was drafted and committed at the next position, in order.
+    token_texts: of all choices; those that are not in it stand as their ids.  input_token: the row's own.
+    Raises: ValueError for readings of more than one row, or of none.
+    """
+    if readings.row.nunique() != 1:
+        raise ValueError(f"a card is of one row; the table has {readings.row.nunique()}")
+    table = readings.sort_values("layer", ascending=False)
+    one = table.iloc[0]
+    status = one.status.replace("_", " ")
+    facts = [
+        ("read", f"<code>{markup(visible(input_token))}</code> at position {one.position}"),
+        ("row", f"{markup(status)}, {markup(one.phase)} in step {one.step}"),
+        *(("stood next", _fate(fate, token_texts)) for fate in fates),
+        ("settles", f"from layer {settling['settling_layer']} on, after {_times(int(settling['num_flips']))}"),
+        ("path", f"<code>{markup(settling['path'])}</code>"),
+    ]
+    listed = "".join(f"<div><dt>{name}</dt><dd>{said}</dd></div>" for name, said in facts)
+    return f'<h3>{_title(one, settling)}</h3><dl class="facts">{listed}</dl>{_ladder(table, layer, token_texts)}'
+
+
+def _title(one: Any, settling: Mapping[str, Any]) -> str:
+    said = markup(visible(one.token))
+    since = settling["settling_layer"]
+    if pd.isna(one.committed_token_id):
+        return f"“{said}” is the last word of a row after which nothing was committed"
+    committed = markup(visible(one.committed_token))
+    if bool(one.agrees):
+        return f"“{committed}” was committed, and settled at layer {since}"
+    return f"“{committed}” was committed; this row said “{said}” from layer {since} on"
+
+
+def _fate(fate: Fate, token_texts: Mapping[int, str]) -> str:
+    token = f"<code>{markup(visible(text_of(token_texts, fate.token_id)))}</code>"
+    if fate.settled is None:
+        return f"{token} drafted in step {fate.born}, not decided"
+    word = _VERDICTS[str(fate.outcome)]
+    tint = "lost" if fate.outcome == "rolled_back" else "kept"
+    sign = "✗" if fate.outcome == "rolled_back" else "✓"
+    verdict = f'<span class="{tint}">{sign} {word}</span>'
+    if fate.born == fate.settled:
+        return f"{token} {verdict} in step {fate.settled}"
+    return f"{token} drafted in step {fate.born}, {verdict} in step {fate.settled}"
+
+
+def _ladder(table: pd.DataFrame, layer: int | None, token_texts: Mapping[int, str]) -> str:
+    count = max(len(ids) for ids in table.top_token_ids)
+    head = "".join(f"<th>{i + 1}</th>" for i in range(count))
+    lines = []
+    for line in table.itertuples():
+        cells = []
+        for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
+            share = float(np.exp(nats))
+            text = text_of(token_texts, int(token_id))
+            is_committed = not pd.isna(line.committed_token_id) and int(token_id) == line.committed_token_id
+            tip = f"{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
+            right = ' class="right"' if is_committed else ""
+            label = markup(token_label(text, _COLUMNS))
+            cells.append(f'<td{right} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
+        chosen = ' class="chosen"' if line.layer == layer else ""
+        lines.append(f'<tr{chosen} data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
+    note = (
+        "First choices by layer, the last layer on top; the darker, the likelier. Framed in green: what was committed."
+    )
+    return (
+        f'<div class="ladder" tabindex="0"><table><thead><tr><th>layer</th>{head}</tr></thead>'
+        f'<tbody>{"".join(lines)}</tbody></table></div><p class="note">{note}</p>'
+    )
+
+
+def _times(flips: int) -> str:
+    return "no change of mind" if not flips else f"{flips} change{'s' * (flips != 1)} of mind"

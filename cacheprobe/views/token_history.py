@@ -1,0 +1,66 @@
+"""Every token that a run proposed or committed, with the steps between which it stood: what a replay is drawn from."""
+
+import pandas as pd
+
+COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "settled", "outcome"]
+
+
+def token_history(events: pd.DataFrame) -> pd.DataFrame:
+    """One line for each token of each request, candidates included, in the order in which they came.
+
+    place: 0 is the first generated token.  born: the step that proposed or committed it.  settled: the step that
+    decided about it; null while nobody has.  outcome: committed (as it was computed), accepted, recovered, bonus,
+    rolled_back; null while nobody has decided.  margin_nats: between the two best tokens of its pass, the smallest of
+    a verify pass; null where no model chose.
+    events: as in `Trace.events`.
+    """
+    lines: list[tuple] = []
+    names = ["request_id", "step", "phase", "proposed_token_ids", "draft_token_ids", "num_accepted",
+             "committed_token_ids", "margin_nats"]  # fmt: skip
+    for request_id, own in events[names].sort_values("step", kind="stable").groupby("request_id", sort=True):
+        place, waiting = 0, []
+        for _, step, phase, proposed, drafted, accepted, committed, margin in own.itertuples(index=False):
+            if len(proposed):
+                for token in proposed:
+                    waiting.append((request_id, place + len(waiting), int(token), margin, step))
+                continue
+            if phase == "prefill":
+                waiting = []  # an evicted request is read again; what it had drafted is drafted anew
+            if phase != "verify":
+                for i, token in enumerate(committed):
+                    lines.append((request_id, place + i, int(token), margin, step, step, "committed"))
+            else:
+                count = int(accepted)
+                for i, line in enumerate(waiting[: len(drafted)]):
+                    lines.append((*line, step, "accepted" if i < count else "rolled_back"))
+                word = "recovered" if count < len(drafted) else "bonus"
+                for i, token in enumerate(committed[count:], count):
+                    lines.append((request_id, place + i, int(token), margin, step, step, word))
+                waiting = []
+            place += len(committed)
+        lines += [(*line, None, None) for line in waiting]
+    table = pd.DataFrame(lines, columns=COLUMNS)
+    return table.astype({"settled": "Int64", "outcome": "string", "margin_nats": "Float64"})
+
+
+def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
+    """What stands at each place after `step`, one line for each request and place, with a column `state`.
+
+    state: candidate, rolled_back (by this very step; those of earlier steps are gone), pending (committed, and its
+    cache row not written yet: the newest of its request), or committed.
+    """
+    there = history[history.born <= step]
+    decided = (there.settled <= step).fillna(False)
+    lost = decided & (there.outcome == "rolled_back").fillna(False)
+    there = there[~lost | (there.settled == step).fillna(False)]
+    decided, lost = decided[there.index], lost[there.index]
+    state = pd.Series("candidate", index=there.index).mask(decided, "committed").mask(lost, "rolled_back")
+    there = there.assign(state=state)
+    # what was committed stands before what was rolled back there, and the newer before the older
+    order = there.assign(rank=there.state.map({"rolled_back": 0, "candidate": 1, "committed": 1}))
+    last = order.sort_values(["request_id", "place", "rank", "born"], kind="stable").drop_duplicates(
+        ["request_id", "place"], keep="last"
+    )
+    newest = last[last.state == "committed"].groupby("request_id").place.transform("max")
+    is_newest = last.place == newest.reindex(last.index)
+    return last.assign(state=last.state.mask(is_newest, "pending")).drop(columns="rank").reset_index(drop=True)

@@ -1,0 +1,99 @@
+"""A dashboard in this process and a page of it in a real browser, for tests."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from cacheprobe.dash_app.serve import listen
+from cacheprobe.dash_app.shelf import Shelf
+from tests.test_report_browser import QUIET
+
+PATIENCE = 60_000
+"""Milliseconds, for a busy machine."""
+PICTURES = Path(__file__).parents[1] / "build" / "dash"
+"""Screenshots to look at; git ignores the folder."""
+
+
+@contextmanager
+def served(shelf: Shelf) -> Iterator[str]:
+    """Address of a dashboard over the shelf."""
+    server = listen(shelf, port=0)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=QUIET)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Browser, address: str, **settings: Any) -> Iterator[Page]:
+    """A page with all first answers there. Fails at its end on any complaint, and on anything asked elsewhere."""
+    page = browser.new_page(viewport={"width": settings.pop("width", 1280), "height": 900}, **settings)
+    page.set_default_timeout(PATIENCE)
+    complaints: list[str] = []
+    host = address.split("?")[0]
+    page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda r: None if r.url.startswith((host, "data:", "blob:")) else complaints.append(r.url))
+    page.goto(address)
+    page.wait_for_selector("#page[data-at]", state="attached")
+    yield page
+    assert complaints == []
+    page.close()
+
+
+def at(page: Page) -> dict[str, Any]:
+    """The page's state."""
+    return json.loads(page.get_attribute("#page", "data-at") or "{}")
+
+
+def answered(page: Page, name: str, **asked: Any) -> str:
+    """Wait until a view has answered a question with these parts; its text."""
+    place = "head" if name in ("grid", "gave", "result") else "view"
+    parts = json.dumps(asked)
+    until(
+        page,
+        f"""(() => {{
+            const view = document.getElementById('{name}-{place}'), said = view && view.dataset.answer;
+            const wanted = {parts}, question = said ? JSON.parse(said) : null;
+            return question && Object.keys(wanted).every(key => question[key] === wanted[key]);
+        }})()""",
+    )
+    return page.inner_text(f"#{name}-{place}")
+
+
+def until(page: Page, expression: str) -> None:
+    """Wait until it holds. Playwright's own way makes code of a text inside the page, whose policy forbids that."""
+    page.evaluate(
+        f"""new Promise((yes, no) => {{
+            const end = performance.now() + {PATIENCE};
+            const look = () => {{
+                if ({expression}) yes(true);
+                else if (performance.now() > end) no(new Error("never came true"));
+                else setTimeout(look, 15);
+            }};
+            look();
+        }})"""
+    )
+
+
+def choose(page: Page, menu: str, label: str) -> None:
+    """Pick an option of one of the page's menus."""
+    page.click(f"#{menu}")
+    page.get_by_role("option", name=label).first.click()

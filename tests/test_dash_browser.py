@@ -1,0 +1,210 @@
+"""The dashboard in a real browser, over runs of tiny models: replay, clicks, menus, links, keys, both themes."""
+
+import json
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+import cacheprobe as cp
+from cacheprobe.dash_app.shelf import Shelf
+from tests.dash_page import PICTURES, answered, at, choose, chromium, opened, served, until
+from tests.test_views import hostile
+from tests.tiny import PROMPTS, SMALL, loaded, perturbed
+
+STEP = "JSON.parse(document.getElementById('page').dataset.at).step"
+EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """one: of a random model; other: of its neighbour; thinking: of the shipped tiny model; broken: half written."""
+    folder = tmp_path_factory.mktemp("runs")
+    one = cp.run(loaded(), PROMPTS, **SMALL, **EARLY)
+    one.save(folder / "a-one")
+    cp.run(perturbed(loaded(), 0.02), PROMPTS, **SMALL, **EARLY).save(folder / "b-other")
+    examples = cp.tasks.CoinFlip(people=3).examples(2, seed=3)
+    thinker = cp.load_model("coinflip-thinking")
+    quick = dict(window=4, capacity=128, max_new_tokens=4, progress=False)
+    cp.run(thinker, examples, deterministic=True, **quick).save(folder / "c-thinking")
+    hostile(one).save(folder / "d-hostile")
+    shutil.copytree(folder / "a-one", folder / "e-broken")
+    (folder / "e-broken" / "manifest.json").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path) -> Iterator[str]:
+    with served(Shelf.of([runs])) as url:
+        yield url
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_opens_and_fits(browser: Browser, address: str, width: int, theme: str) -> None:
+    with opened(browser, address, width=width, color_scheme=theme) as page:
+        for name in ("timeline", "decode", "cache", "window", "card", "prompt", "grid"):
+            answered(page, name, run=0)
+        page.wait_for_selector("#grid .main-svg")
+        assert "e-broken" in page.inner_text(".broken") and "not saved to its end" in page.inner_text(".broken")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.wait_for_timeout(500)
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=PICTURES / f"replay-{width}-{theme}.png", full_page=True)
+        paper = page.evaluate("getComputedStyle(document.getElementById('page')).backgroundColor")
+        assert (paper == "rgb(255, 255, 255)") == (theme == "light")
+        page.click("#theme")
+        until(page, f"document.documentElement.dataset.theme !== '{theme}'")
+        assert page.evaluate("getComputedStyle(document.getElementById('page')).backgroundColor") != paper
+
+
+def test_replays_by_key_button_and_play(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&request=1&step=8") as page:
+        answered(page, "cache", step=8)
+        frame = page.locator("#timeline-view .cursor")
+        before = float(frame.get_attribute("x") or 0)
+        page.keyboard.press("ArrowRight")
+        until(page, f"{STEP} === 9")
+        assert at(page)["step"] == 9 and "step=9" in page.url
+        assert "step 9" in answered(page, "decode", step=9)
+        assert float(frame.get_attribute("x") or 0) > before
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowLeft")
+        answered(page, "cache", step=7)
+        page.get_by_title("one step on (right arrow)").click()
+        answered(page, "cache", step=8)
+        page.click("#play")
+        until(page, f"{STEP} >= 11")
+        page.click("#play")
+        assert page.inner_text("#play") == "▶"
+        assert f"step {at(page)['step']}" in page.inner_text("#now")
+
+
+def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&request=0&rows=committed") as page:
+        answered(page, "decode", request=0)
+        page.locator("#decode-view g.pick[data-request='1'][data-place='1']").click()
+        position = len(PROMPTS[1])
+        assert f"at position {position}" in answered(page, "card", request=1, position=position)
+        answered(page, "grid", request=1)
+        area = page.locator("#grid .nsewdrag")
+        area.scroll_into_view_if_needed()
+        box = area.bounding_box()
+        assert box is not None
+        area.click(position={"x": box["width"] * 0.02, "y": box["height"] * 0.95})
+        first = len(PROMPTS[1]) - 1
+        until(page, f"JSON.parse(document.getElementById('page').dataset.at).position === {first}")
+        assert at(page)["layer"] == 0
+        answered(page, "card", position=first, layer=0)
+        page.locator("#card-view tr[data-layer='1']").click()
+        answered(page, "card", position=first, layer=1)
+        assert page.locator("#card-view tr.chosen").get_attribute("data-layer") == "1"
+
+
+def test_lens_and_site_are_read_now_where_the_model_is_here(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=2&request=0") as page:
+        answered(page, "grid", run=2, site="S", lens="recorded")
+        choose(page, "site", "C · MLP")
+        assert "MLP output" in answered(page, "grid", run=2, site="C", lens="logit")
+        choose(page, "colour", "entropy")
+        answered(page, "grid", colour="entropy")
+        choose(page, "rows", "committed path")
+        answered(page, "grid", rows="committed")
+        page.get_by_text("What gave this logit?").click()
+        assert "logit of" in answered(page, "gave", request=0)
+        page.wait_for_selector("#gave .main-svg")
+
+
+def test_says_why_a_lens_cannot_be_read(browser: Browser, address: str) -> None:
+    """The tiny random model was given live: nothing on the disk is its name."""
+    with opened(browser, f"{address}?run=0") as page:
+        answered(page, "card", run=0)
+        assert "is not on this machine" in page.inner_text("#lens-why")
+        page.get_by_text("What gave this logit?").click()
+        assert "is not on this machine" in answered(page, "gave", run=0)
+
+
+def test_thoughts_of_the_chosen_chunk(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=2&request=0&tab=thoughts&position=3") as page:
+        assert "Chunk 1 in numbers" in answered(page, "thoughts", position=3)
+        page.locator("#thoughts-view button.verdict").nth(1).click()
+        until(page, "document.getElementById('thoughts-view').innerText.includes('Chunk 2 in numbers')")
+        page.screenshot(path=PICTURES / "thoughts-1280.png", full_page=True)
+
+
+def test_compares_two_runs(browser: Browser, address: str, runs: Path) -> None:
+    ours, theirs = (cp.load_trace(runs / name) for name in ("a-one", "b-other"))
+    with opened(browser, f"{address}?run=0&against=1&tab=compare&request=0") as page:
+        said = answered(page, "compare", run=0, against=1)
+        apart = sum(ours.committed(i) != theirs.committed(i) for i in range(len(PROMPTS)))
+        assert f"{apart} committed other tokens" in said and "weights_sha256" in said
+        request = next(i for i in range(len(PROMPTS)) if ours.committed(i) != theirs.committed(i))
+        page.locator(f"#compare-view button[data-request='{request}']").click()
+        answered(page, "compare", request=request)
+        pairs = zip(ours.committed(request), theirs.committed(request), strict=True)
+        place = next(i for i, (a, b) in enumerate(pairs) if a != b)
+        marked = page.locator("#compare-view .tok.first")
+        assert marked.count() == 2 and marked.first.get_attribute("data-place") == str(place)
+        page.screenshot(path=PICTURES / "compare-1280.png", full_page=True)
+
+
+def test_a_link_leads_back(browser: Browser, address: str) -> None:
+    query = "?run=0&request=3&step=12&position=4&layer=1&tab=replay&site=S&lens=recorded&colour=rank&rows=all"
+    with opened(browser, f"{address}{query}&against=1&theme=dark") as page:
+        answered(page, "card", request=3, position=4, layer=1)
+        assert page.url == f"{address}{query}&against=1&theme=dark"
+        wanted = dict(run=0, request=3, step=12, position=4, layer=1, colour="rank", theme="dark")
+        assert {name: at(page)[name] for name in wanted} == wanted
+
+
+def test_a_wrong_link_is_said(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&request=99&site=../../etc&layer=x") as page:
+        answered(page, "card", run=0)
+        said = page.inner_text("#notice")
+        assert "no request 99" in said and "site is none of S, T, C" in said and "layer is not a number" in said
+    with opened(browser, f"{address}?run=4") as page:
+        until(page, "document.getElementById('notice').innerText.includes('cannot be opened')")
+
+
+def test_nothing_of_a_run_is_run(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=3") as page:
+        for name in ("timeline", "decode", "cache", "window", "card", "prompt", "grid"):
+            answered(page, name, run=3)
+        assert "<script>window.hacked" in page.inner_text("#prompt-view")
+        page.click("#tab-compare")
+        answered(page, "compare", run=3)
+        assert page.evaluate("window.hacked") is None
+
+
+def test_answers_to_this_machine_alone(address: str) -> None:
+    with urllib.request.urlopen(address) as answer:
+        assert "script-src 'self'" in answer.headers["Content-Security-Policy"]
+        assert b"https://" not in answer.read()
+    stranger = urllib.request.Request(address, headers={"Host": "elsewhere.example:80"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(stranger)
+
+
+@pytest.mark.parametrize("asked", [{"run": 99}, {"run": "/etc"}, {"run": True}, {"run": 4}, {"run": -1}])
+def test_a_run_is_a_number_of_the_list(address: str, asked: dict) -> None:
+    body = {
+        "output": "facts-told.data",
+        "outputs": {"id": "facts-told", "property": "data"},
+        "inputs": [{"id": "facts-ask", "property": "data", "value": asked}],
+        "changedPropIds": ["facts-ask.data"],
+    }
+    sent = urllib.request.Request(
+        f"{address}_dash-update-component", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    told = json.load(urllib.request.urlopen(sent))["response"]["facts-told"]["data"]
+    assert "error" in told and "requests" not in told

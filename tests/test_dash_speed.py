@@ -1,0 +1,123 @@
+"""How long a page of a long run takes to open, and a click to be answered. Prints what it measured.
+
+What a clock shows is held to the limits where the machine has nothing else to do; the server's own processor time is
+held to them always.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from cacheprobe.dash_app import cache, card, decode, facts, lens, timeline
+from cacheprobe.dash_app.reader import Reader
+from cacheprobe.dash_app.shelf import Shelf
+from tests.dash_page import answered, chromium, served
+from tests.large_run import save_large_run
+
+OPEN_SECONDS, CLICK_SECONDS = 3.0, 0.3
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        yield one
+
+
+def by_clock(act: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def in_browser(browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> tuple[list[float], list[float]]:
+    """Seconds of opening three pages, until the replay is there with its lens grid; and of each click on (request,
+    step), until the cache and the card are the clicked one's."""
+    opened: list[float] = []
+    with served(Shelf.of([run])) as address:
+        for number in range(3):
+            page = browser.new_page(viewport={"width": 1280, "height": 900})
+            page.set_default_timeout(60_000)
+
+            def open_it(page: Page = page) -> None:
+                page.goto(address, wait_until="commit")
+                page.wait_for_selector("#grid .nsewdrag", state="attached")
+                for name in ("timeline", "decode", "cache", "card", "grid"):
+                    answered(page, name, run=0)
+
+            opened.append(by_clock(open_it))
+            if number < 2:
+                page.close()
+        page.wait_for_timeout(2000)  # nothing of the opening is left to do
+
+        def click(request: int, step: int) -> None:
+            page.locator(f"#timeline-view g.pick[data-request='{request}'][data-step='{step}']").dispatch_event("click")
+            answered(page, "cache", request=request, step=step)
+            answered(page, "card", request=request)
+
+        answers = [by_clock(partial(click, request, step)) for request, step in clicks]
+        page.close()
+    return opened, answers
+
+
+def on_the_server(run: Path, clicks: list[tuple[int, int]]) -> tuple[float, dict[str, float]]:
+    """Processor seconds of all first answers together; and of each view's answer to a click, the median."""
+    start = time.process_time()
+    shelf = Shelf.of([run])
+    reader = Reader(shelf)
+    taken: dict[str, list[float]] = {}
+    for number, (request, step) in enumerate(clicks):
+        about = dict(run=0, request=request, step=step, site="S", lens="recorded", position=18)
+        pages = dict(requests=[0, 8], steps=[0, 60], places=[0, 12], place=2, width=1190, columns=13)
+        shown = dict(colour="logprob", rows="all", theme="light", layer=1, row=None)
+        ask = {**about, **pages, **shown}
+        views: dict[str, Callable[[], object]] = {
+            "facts": partial(facts.run_facts, shelf, reader, 0),
+            "story": partial(facts.request_story, shelf, ask),
+            "timeline": partial(timeline.view, shelf, ask),
+            "decode": partial(decode.view, shelf, ask),
+            "cache": partial(cache.view, shelf, ask),
+            "window": partial(cache.window_view, shelf, ask),
+            "card": partial(card.view, shelf, reader, ask),
+            "grid": partial(lens.grid, shelf, reader, ask),
+        }
+        for name, view in views.items():
+            before = time.process_time()
+            view()
+            taken.setdefault(name, []).append(time.process_time() - before)
+        if number == 0:
+            opening = time.process_time() - start
+    return opening, {name: median(many[1:]) for name, many in taken.items()}
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def measured(what: str, browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> None:
+    opening, views = on_the_server(run, clicks)
+    each = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in views.items())
+    print(f"\n{what}, processor time of the server: opening {opening:.2f} s; answers to a click, ms: {each}")
+    assert opening < OPEN_SECONDS and max(views.values()) < CLICK_SECONDS
+    opened, answers = in_browser(browser, run, clicks)
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    told = [", ".join(f"{seconds:.2f}" for seconds in many) for many in (opened, answers)]
+    print(f"in the browser, s: opening {told[0]}; clicks {told[1]}; load {load:.1f} on {cores} cores")
+    if load < cores:
+        assert median(opened) < OPEN_SECONDS and median(answers) < CLICK_SECONDS
+
+
+def test_a_short_run_by_the_same_way(browser: Browser, tmp_path: Path) -> None:
+    run = save_large_run(tmp_path / "run", requests=3, tokens=12, layers=4)
+    measured("3 requests x 12 tokens x 4 layers", browser, run, [(1, 4), (2, 8)])
+
+
+@pytest.mark.slow
+def test_a_long_run_opens_and_answers_quickly(browser: Browser, tmp_path: Path) -> None:
+    run = save_large_run(tmp_path / "run", requests=64, tokens=512, layers=30)
+    clicks = [(1, 4), (2, 8), (5, 6), (7, 12), (3, 4), (6, 20), (4, 24)]
+    measured("64 requests x 512 tokens x 30 layers", browser, run, clicks)

@@ -1,0 +1,177 @@
+"""Pictures of the dashboard: what they show, read from their markup; and what the shelf and the command refuse."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.dash_app.asking import NotAsked, span
+from cacheprobe.dash_app.shelf import Shelf, whole
+from cacheprobe.observe.comparison import RequestDifference
+from cacheprobe.observe.hypotheses import settling
+from cacheprobe.records import fingerprint_differences
+from cacheprobe.views.cache_strip import cache_strip, memory_sentence
+from cacheprobe.views.decode_grid import decode_grid
+from cacheprobe.views.run_comparison import comparison_title, fingerprint_block, token_columns
+from cacheprobe.views.style import DIAGRAM_CSS
+from cacheprobe.views.timeline import timeline_picture
+from cacheprobe.views.token_card import Fate, token_card
+from cacheprobe.views.token_history import standing_at, token_history
+from tests.test_views import HOSTILE
+from tests.tiny import PROMPTS, SMALL, loaded
+
+
+@pytest.fixture(scope="module")
+def trace() -> cp.Trace:
+    return cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
+
+
+def test_the_timeline_has_a_cell_for_every_pass_of_a_request(trace: cp.Trace) -> None:
+    events = trace.events()
+    steps, requests = range(4, 14), [0, 2]
+    picture = timeline_picture(events, requests, steps, chosen=2, at=9)
+    shown = events[events.step.isin(steps) & events.request_id.isin(requests)]
+    cells = re.findall(r'data-request="(\d+)" data-step="(\d+)"', picture)
+    assert sorted((int(r), int(s)) for r, s in cells) == sorted(zip(shown.request_id, shown.step, strict=True))
+    lost = shown[shown.num_rolled_back.fillna(0) > 0]
+    assert len(lost) and picture.count("url(#cp-rolled-back)") == len(lost)
+    assert picture.count("url(#cp-provisional)") == (shown.proposed_token_ids.map(len) > 0).sum()
+
+
+def test_the_timeline_fills_its_place_and_says_where_steps_stand(trace: cp.Trace) -> None:
+    narrow, broad = (timeline_picture(trace.events(), [0], range(20), at=5, width=w) for w in (0, 640))
+    assert 'data-pitch="18"' in narrow and 'data-pitch="27"' in broad
+    assert f'class="cursor" x="{86 + 27 * 5 - 2}"' in broad
+
+
+def test_the_decode_grid_shows_tokens_and_margins(trace: cp.Trace) -> None:
+    events = trace.events()
+    step = int(events[events.num_rolled_back.fillna(0) > 0].step.iloc[0])
+    standing = standing_at(token_history(events), step)
+    verified = dict.fromkeys(range(5), True)
+    picture = decode_grid(standing, range(5), range(6), {}, verified=verified, chosen=(0, 1), step=step)
+    assert picture.count("data-place=") == len(standing[standing.place < 6])
+    assert picture.count("url(#cp-rolled-back)") == (standing.state == "rolled_back").sum() > 0
+    assert picture.count('class="cursor"') == 1 and 'class="pick new"' in picture
+    grey = decode_grid(standing, range(5), range(6), {}, verified=dict.fromkeys(range(5), False))
+    assert 'class="box yellow"' not in grey and 'class="box grey"' in grey
+
+
+def test_every_texture_is_defined() -> None:
+    from cacheprobe.views.svg import TEXTURES
+
+    for name in ("provisional", "pending", "verified", "rolled-back", "crossed-green", "dotted-green"):
+        assert f'id="cp-{name}"' in TEXTURES
+    assert ".cp .red-stroke" in DIAGRAM_CSS
+
+
+def test_the_strip_has_each_row_once(trace: cp.Trace) -> None:
+    ledger = trace.ledger(2)
+    strip = cache_strip(ledger, step=int(ledger.step.max()), pending=int(ledger.position.max()) + 1, per_line=16)
+    told = re.findall(r"<title>rows? (\d+)(?: to (\d+))?: (\w+)", strip)
+    by_row = {row: kind for a, b, kind in told for row in range(int(a), int(b or a) + 1)}
+    assert by_row.pop(int(ledger.position.max()) + 1) == "pending"
+    assert by_row == dict(zip(ledger.position, ledger.provenance, strict=True))
+    assert 'class="written"' in strip
+    assert "24.0 KiB of keys and values (384 bytes a row)" in memory_sentence(12, 64, 3, 96, 384)
+    assert "does not say" in memory_sentence(12, 64, 3, 96, None)
+
+
+def test_the_card_of_a_row(trace: cp.Trace) -> None:
+    table = trace.hypotheses()
+    row = int(table[table.status == "committed"].row.iloc[-1])
+    own = table[table.row == row]
+    last = own.sort_values("layer").iloc[-1]
+    fates = [Fate(3, 5, 7, "rolled_back"), Fate(int(last.token_id), 7, 7, "recovered")]
+    about = settling(own).iloc[0].to_dict()
+    card = token_card(own, 1, about, fates, {3: HOSTILE}, HOSTILE)
+    assert "<script" not in card and "window.hacked" in card
+    assert "drafted in step 5" in card and "rolled back" in card and "recovered" in card
+    assert re.findall(r'<tr( class="chosen")? data-layer="(\d)"', card) == [
+        ("", "2"),
+        (' class="chosen"', "1"),
+        ("", "0"),
+    ]
+    assert f"from layer {about['settling_layer']} on" in card
+    with pytest.raises(ValueError, match="a card is of one row"):
+        token_card(table, 1, about, [], {}, "x")
+
+
+def test_a_comparison_says_what_differs() -> None:
+    assert "All 2 requests" in comparison_title([RequestDifference(i, "equal") for i in range(2)])
+    found = [RequestDifference(0, "equal"), RequestDifference(1, "tokens", 2), RequestDifference(2, "missing")]
+    assert comparison_title(found) == "Of 3 requests 1 are in one run alone, 1 committed other tokens; 1 equal"
+    columns = token_columns([[1, 2, 3], [1, 2]], 2, ("a<b", "b"), [{3: HOSTILE}, {}])
+    assert "<script" not in columns and "a&lt;b" in columns and columns.count("ends here") == 1
+    assert columns.count('class="pick tok first"') == 1
+    differing = fingerprint_differences({"model": "a", "window": 4, "x": 1}, {"model": "b", "window": 8, "x": 1})
+    assert differing == [("window", 4, 8)] and "<td" in fingerprint_block(differing, ("a", "b"))
+
+
+def test_the_shelf_lists_what_it_is_given(trace: cp.Trace, tmp_path: Path) -> None:
+    trace.save(tmp_path / "runs" / "one")
+    cut = trace.save(tmp_path / "runs" / "two")
+    rows = next(cut.glob("rows-*.parquet"))
+    rows.write_bytes(rows.read_bytes()[:-1])
+    (tmp_path / "runs" / "found.json").write_text("{}")
+    shelf = Shelf.of([tmp_path / "runs", tmp_path / "none"])
+    assert [(e.name, e.book is not None) for e in shelf.entries] == [("one", True), ("two", False), ("none", False)]
+    assert "bytes instead of" in shelf.entries[1].reason and "not a directory" in shelf.entries[2].reason
+    assert [path.name for path in shelf.results] == ["found.json"] and shelf.first == 0
+    for asked, said in (
+        (1, "cannot be opened"),
+        (3, "there is no run 3"),
+        ("one", "there is no run"),
+        (True, "no run"),
+    ):
+        with pytest.raises(NotAsked, match=said):
+            shelf.book(asked)
+    for wrong in ([0, 99], [3, 3], [1], ["a", 2], None, [True, 4]):
+        with pytest.raises(NotAsked):
+            span(wrong, "steps", 80)
+    assert whole(2, "run", 3) == 2
+
+
+def test_pages_of_the_lens_grid_cover_every_position(trace: cp.Trace, tmp_path: Path) -> None:
+    book = Shelf.of([trace.save(tmp_path / "run")]).book(0)
+    for include, columns in (("committed", 5), ("all", 7)):
+        rows = book.predicting_rows(0)
+        rows = rows[rows.status == "committed"] if include == "committed" else rows
+        pages = {book.page(0, int(position), include, columns) for position in rows.position}
+        covered = sorted(position for page in pages for position in page)
+        assert covered == sorted(set(rows.position))
+        counts = [int(rows.position.isin(page).sum()) for page in pages]
+        assert all(count <= columns or len(page) == 1 for count, page in zip(counts, pages, strict=True))
+
+
+def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheprobe import cli_dash
+
+    with pytest.raises(ValueError, match="at least one saved run"):
+        cli_dash.open_runs()
+    monkeypatch.setattr(cli_dash, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install cacheprobe\[dash\]"):
+        cli_dash.open_runs(Path("runs"))
+    program = (
+        "import sys\nfrom cacheprobe import cli_dash\nprint({'dash', 'torch', 'pandas', 'plotly'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_dashboard_starts_without_torch() -> None:
+    program = "import sys\nimport cacheprobe.dash_app.serve\nprint({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_an_empty_history() -> None:
+    assert standing_at(token_history(pd.DataFrame(columns=_EVENTS)), 3).empty
+
+
+_EVENTS = ["request_id", "step", "phase", "proposed_token_ids", "draft_token_ids", "num_accepted",
+           "committed_token_ids", "margin_nats"]  # fmt: skip
