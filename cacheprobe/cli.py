@@ -1,4 +1,4 @@
-"""The command line: demo, run, report, verify, prove, bench; the rest in cli_look, cli_dash, cli_train. Imports wait."""
+"""The command line: demo, run, report, verify, prove, bench; the rest in cli_look, cli_dash, cli_train."""
 
 import os
 import sys
