@@ -68,6 +68,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     print(f"thinks while it reads, a thought after every {thinker.chunk} tokens:")
     print(thoughts_text(trace, 0))
     print(f"run: {beside}\nreport: {write_report(trace, beside / 'report.html')}")
+    print(f"\nto look at both in a browser: {sys.argv[0]} dash {out} {beside}")
 
 
 @app.command(config=fill)
