@@ -170,8 +170,8 @@ def test_a_link_leads_back(browser: Browser, address: str) -> None:
 def test_a_wrong_link_is_said(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?run=0&request=99&site=../../etc&layer=x") as page:
         answered(page, "card", run=0)
-        said = page.inner_text("#notice")
-        assert "no request 99" in said and "site is none of S, T, C" in said and "layer is not a number" in said
+        for said in ("no request 99", "site is none of S, T, C", "layer is not a number"):
+            until(page, f"document.getElementById('notice').innerText.includes({said!r})")
     with opened(browser, f"{address}?run=4") as page:
         until(page, "document.getElementById('notice').innerText.includes('cannot be opened')")
 

@@ -57,6 +57,13 @@ def cells() -> pd.DataFrame:
     )
 
 
+def algorithm() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Probes and patched prefixes of one of the stored models."""
+    stored = json.loads((ROOT / "analyses/results/s3-algorithm.json").read_text(encoding="utf-8"))
+    tables = (pd.DataFrame(stored[name]) for name in ("probes", "patches"))
+    return tuple(table[table.model == next(iter(stored["models"]))].drop(columns="model") for table in tables)
+
+
 def swapped(table: pd.DataFrame, column: str) -> pd.DataFrame:
     """The same with the numbers of a column in reverse, so that another line is the largest."""
     return table.assign(**{column: table[column].to_numpy()[::-1]})
@@ -75,6 +82,9 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
     "lens_grid": lambda: ((t := trace().hypotheses()), t.assign(agrees=False), dict(request_id=0)),
     "patching_grid": lambda: ((t := cells()), swapped(t, "nld"), {}),
     "probe_figure": lambda: (probes().assign(examples=40, groups=20), probes(False), {}),
+    "state_algorithm_figure": lambda: (
+        (t := algorithm()[0].assign(examples=40)), t.assign(accuracy=0.5), dict(patches=algorithm()[1]),
+    ),
     "settling_figure": lambda: ((t := trace().settling()), t.assign(settling_layer=0), {}),
 }  # fmt: skip
 
@@ -116,7 +126,8 @@ def test_an_interval_and_a_count_are_told_where_the_table_has_them(name: str) ->
     figure, table = made(name)
     if "low" not in table.columns:
         return
-    bars = [drawn for drawn in figure.data if drawn.error_y and drawn.error_y.array is not None]
+    lines = [drawn for drawn in figure.data if drawn.type != "heatmap"]
+    bars = [drawn for drawn in lines if drawn.error_y and drawn.error_y.array is not None]
     assert bars
     for drawn in bars:
         assert "%{customdata}" in drawn.hovertemplate and all("95 %" in said for said in drawn.customdata)

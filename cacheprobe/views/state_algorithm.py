@@ -4,7 +4,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.views.style import STATUS_STYLES, layout_template
+from cacheprobe.views.intervals import error_bars, told
+from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
 
 _LABELS = {"parity": (STATUS_STYLES["candidate"], "parity"), "state": (STATUS_STYLES["committed"], "state")}
 _KINDS = {"same": "of the same parity", "other": "of the other parity"}
@@ -24,15 +25,15 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
     here = probes[probes.place == probes.place.max()]
     kinds = [kind for kind in _KINDS if len(patches) and (patches.kind == kind).any()]
     titles = [f"probes after {here.place.iloc[0]} operations", *(f"first actions {_KINDS[kind]}" for kind in kinds)]
-    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles)
+    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles, figure=Figure())
     for label, (style, name) in _LABELS.items():
         t = here[here.label == label].sort_values("layer")
         figure.add_scatter(
             x=t.layer.tolist(), y=t.accuracy.tolist(), name=name, mode="lines+markers", row=1, col=1,
             line=dict(color=style["color"], dash=style["dash"], width=2), marker=dict(symbol=style["symbol"], size=7),
-            error_y=dict(type="data", symmetric=False, array=(t.high - t.accuracy).tolist(),
-                         arrayminus=(t.accuracy - t.low).tolist(), thickness=1, width=0),
-            hovertemplate=f"{name}, layer %{{x}}: %{{y:.3f}}<extra></extra>",
+            error_y=error_bars(t, "accuracy"),
+            customdata=told(t, "accuracy", ".3f", examples="examples", groups="groups"),
+            hovertemplate=f"{name}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
             x=t.layer.tolist(), y=t.majority.tolist(), name=f"commonest {name}", mode="lines", row=1, col=1,

@@ -132,7 +132,8 @@ def reference_rows(model: CachedLM, prompts: Any, **settings: Any) -> tuple[cp.T
     spy = Spy(model)
     trace = cp.reference(spy, prompts, **{**RUN, "capture": None, **settings})
     lengths = [r.num_prompt_tokens + len(trace.committed(i)) - 1 for i, r in enumerate(trace.requests)]
-    return trace, [cache_rows(cache, 0, length) for cache, length in zip(spy.caches, lengths, strict=True)]
+    *caches, _ = spy.caches  # one for each request, and the last for what a row of the trace's caches holds
+    return trace, [cache_rows(cache, 0, length) for cache, length in zip(caches, lengths, strict=True)]
 
 
 # -- drafts

@@ -129,8 +129,9 @@
         if (fired.has(name + ".value") && values[i] !== null && values[i] !== undefined) set(at, name, values[i]);
       });
       if (fired.has("intent.data") && intent) INTENTS[intent.intent](at, intent, facts, about);
-      if (!fired.has("facts.data") && !fired.has("story.data")) at.said = [];
-      else at.said = before.said;
+      // what was said stands until something is chosen; controls that are set to what is chosen choose nothing
+      const chosen = ({said, width, ...rest}) => rest;
+      at.said = same(chosen(at), chosen(before)) ? [...before.said] : [];
     }
     if (mine(at, facts)) settle(at, facts);
     if (mine(at, facts) && known(at, story)) follow(at, story);
