@@ -53,7 +53,7 @@ def window_view(shelf: Shelf, ask: Ask) -> str:
         return f"<h2>The window that ends in step {window.step}: {word}</h2>{panels}"
     own = book.events_of(request)
     prefills = own[own.phase == "prefill"]
-    if book.verified[request] or prefills.empty or not len(prefills.committed_token_ids.iloc[-1]):
+    if book.verified[request] or not prefills.committed_token_ids.map(len).any():
         return f"<h2>No verify window of request {request} at or after this step</h2>"
     ledgers = [book.ledger(request, int(prefills.step.max())), book.ledger(request, int(own.step.max()))]
     panels = side_by_side(decoded_phases(request, events, ledgers, texts))
