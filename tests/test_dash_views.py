@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.dash_app import cache, decode
 from cacheprobe.dash_app.asking import NotAsked, span
 from cacheprobe.dash_app.shelf import Shelf, whole
 from cacheprobe.observe.comparison import RequestDifference
@@ -134,6 +135,31 @@ def test_the_shelf_lists_what_it_is_given(trace: cp.Trace, tmp_path: Path) -> No
         with pytest.raises(NotAsked):
             span(wrong, "steps", 80)
     assert whole(2, "run", 3) == 2
+
+
+def test_the_decode_view_counts_every_token_that_was_lost(trace: cp.Trace, tmp_path: Path) -> None:
+    shelf = Shelf.of([trace.save(tmp_path / "run")])
+    events = trace.events()
+    for event in events[events.num_rolled_back.fillna(0) > 0].head(6).itertuples():
+        ask = dict(run=0, request=event.request_id, requests=[0, 5], places=[0, 20], place=0, step=event.step)
+        assert f"{event.num_rolled_back} rolled back now</h2>" in decode.view(shelf, ask)
+
+
+def test_only_a_committed_token_is_called_pending(trace: cp.Trace, tmp_path: Path) -> None:
+    shelf = Shelf.of([trace.save(tmp_path / "run")])
+    own = trace.events()[trace.events().request_id == 2]
+    prompt, last = len(PROMPTS[2]), int(own.step.max())
+    for step in own.step:
+        picture = cache.view(shelf, dict(run=0, request=2, step=int(step)))
+        committed = int(own[own.step <= step].committed_token_ids.map(len).sum())
+        newest = prompt + committed - 1
+        told = re.findall(r"row (\d+): pending", picture)
+        assert told == ([] if not committed or newest in set(trace.ledger(2, int(step)).position) else [str(newest)])
+        assert "are in use" in picture
+    drafts = own[own.proposed_token_ids.map(len) > 0]
+    assert len(drafts) and "pending" not in cache.view(shelf, dict(run=0, request=2, step=int(drafts.step.iloc[0])))
+    end = int(trace.events().step.max())
+    assert last < end and "This request has ended" in cache.view(shelf, dict(run=0, request=2, step=end))
 
 
 def test_pages_of_the_lens_grid_cover_every_position(trace: cp.Trace, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Requests that gave way with a draft open and came back: their pictures, windows and histories."""
 
-from pathlib import Path
-
 import pytest
 
 import cacheprobe as cp
@@ -52,7 +50,17 @@ def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, shelf: Shelf)
     for s in range(step - 3, step + 8):
         ask = dict(run=0, request=request, step=s)
         assert "cache rows" in cache.view(shelf, ask) and "window" in cache.window_view(shelf, ask)
+        assert "pending" not in cache.view(shelf, ask) or s >= int(rebuilt.step[rebuilt.request_id == request].iloc[2])
         assert decode.view(shelf, {**ask, "requests": [0, 5], "places": [0, 20], "place": 0})
+
+
+def test_rows_that_were_given_back_are_told_from_rows_not_written(drafted: cp.Trace, shelf: Shelf) -> None:
+    events = drafted.events()
+    request = int(events[(events.phase == "verify") & events.num_accepted.isna()].request_id.iloc[0])
+    second = int(events[(events.request_id == request) & (events.phase == "prefill")].step.iloc[1])
+    assert "gave its rows back" in cache.view(shelf, dict(run=0, request=request, step=second - 1))
+    late = max(range(len(PROMPTS)), key=lambda r: events[events.request_id == r].step.min())
+    assert "holds no cache rows yet" in cache.view(shelf, dict(run=0, request=late, step=0))
 
 
 def test_a_report_of_a_request_that_was_decoded_twice() -> None:

@@ -40,8 +40,8 @@ def timeline_picture(
     events: as in `Trace.events`.  chosen: the request to name in bold.  at: the step to frame.
     width: pixels to fill, where the steps can be stretched to them.
     A verify pass is one cell: below what was accepted of the draft (green) and what was rolled back (red, crossed), by
-    their shares; above, hatched, the token of the verifier's own, whose cache row is written by the next pass. A request that gave way and came back
-    has verify passes without a verdict: its rows are rebuilt.
+    their shares; above, hatched, the token of the verifier's own, whose cache row is written by the next pass. A
+    request that gave way and came back has verify passes without a verdict: its rows are rebuilt.
     """
     shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
     places = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
