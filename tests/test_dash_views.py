@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dash_app import cache, decode
+from cacheprobe.dash_app import cache, compare, decode
 from cacheprobe.dash_app.asking import NotAsked, span
 from cacheprobe.dash_app.shelf import Shelf, whole
 from cacheprobe.observe.comparison import RequestDifference
@@ -135,6 +135,18 @@ def test_the_shelf_lists_what_it_is_given(trace: cp.Trace, tmp_path: Path) -> No
         with pytest.raises(NotAsked):
             span(wrong, "steps", 80)
     assert whole(2, "run", 3) == 2
+
+
+def test_compared_readings_are_those_that_both_runs_have(trace: cp.Trace, tmp_path: Path) -> None:
+    """Whichever run is named first."""
+    fewer = cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1],
+                   capture=cp.CaptureConfig(sites="Z", layers=(0, 2)))  # fmt: skip
+    shelf = Shelf.of([trace.save(tmp_path / "whole"), fewer.save(tmp_path / "fewer")])
+    shared = 2 * len(fewer.readings().query("request_id == 1 and status == 'committed' and layer == 0"))
+    for run, against in ((0, 1), (1, 0)):
+        said = compare.view(shelf, {"run": run, "against": against, "request": 1})
+        assert f"Every lens reading of it of the {shared} that both runs recorded is the same, bit for bit" in said
+    assert "Every lens reading of it is the same" in compare.view(shelf, {"run": 0, "against": 0, "request": 1})
 
 
 def test_the_decode_view_counts_every_token_that_was_lost(trace: cp.Trace, tmp_path: Path) -> None:
