@@ -191,6 +191,9 @@ def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(ValueError, match="at least one saved run"):
         cli_dash.open_runs()
+    for port in (-1, 99999):
+        with pytest.raises(ValueError, match=f"--port is a number from 0 to 65535, got {port}"):
+            cli_dash.open_runs(Path("runs"), port=port)
     monkeypatch.setattr(cli_dash, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install cacheprobe\[dash\]"):
         cli_dash.open_runs(Path("runs"))

@@ -1,5 +1,7 @@
 """Requests that gave way with a draft open and came back: their pictures, windows and histories."""
 
+from pathlib import Path
+
 import pytest
 
 import cacheprobe as cp
@@ -8,6 +10,7 @@ from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.views.report_figures import report_drawings
 from cacheprobe.views.token_history import standing_at, token_history
 from cacheprobe.views.windows import find_windows
+from tests.invariants.runs import RUN
 from tests.test_engine_errors import BAD, indigestible
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -68,6 +71,19 @@ def test_a_report_of_a_request_that_was_decoded_twice() -> None:
     events = trace.events()
     prefills = events[events.phase == "prefill"].groupby("request_id").size()
     assert "decoded" in report_drawings(trace, int(prefills.idxmax())) and prefills.max() > 1
+
+
+def test_requests_that_failed_while_they_were_read(tmp_path: Path) -> None:
+    """One in its second chunk, and one in its first, of which no pass tells anything."""
+    prompts = [PROMPTS[0], [4] * 9 + [BAD] * 9, [4, BAD]]
+    with pytest.warns(RuntimeWarning, match="ended with an error"):
+        trace = cp.run(indigestible(), prompts, **RUN, deterministic=[1, 2], capture="SZ")
+    assert set(trace.events().request_id) == {0, 1} and not trace.committed(1)
+    assert report_drawings(trace, 1) == {} and "decoded" in report_drawings(trace, 0)
+    for request in (0, 1):
+        assert f"Request {request}" in cp.views.write_report(trace, tmp_path / "report.html", request).read_text()
+    with pytest.raises(ValueError, match=r"no events of request 2; the table has 0, 1"):
+        find_windows(trace.events(), 2)
 
 
 def test_drafts_that_were_given_up_belong_to_no_window() -> None:

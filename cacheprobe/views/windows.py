@@ -75,7 +75,8 @@ def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
     """
     own = events[events.request_id == request_id].sort_values("step")
     if own.empty:
-        raise ValueError(f"no events of request {request_id}; the table has {sorted(events.request_id.unique())}")
+        there = ", ".join(str(number) for number in sorted(events.request_id.unique()))
+        raise ValueError(f"no events of request {request_id}; the table has {there or 'none'}")
     windows: list[Window] = []
     prefill_steps: list[int] = []
     proposed: list[int] = []
