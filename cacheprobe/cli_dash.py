@@ -34,6 +34,8 @@ def open_runs(
     """
     if not runs:
         raise ValueError("name at least one saved run, as in cacheprobe dash runs/demo")
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port is a number from 0 to 65535, got {port}; 0 takes any that is free")
     if find_spec("dash") is None:
         raise ValueError("the dashboard needs Dash: pip install cacheprobe[dash]")
     from cacheprobe.dash_app.serve import listen

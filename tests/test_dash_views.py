@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.dash_app import cache, compare, decode
 from cacheprobe.dash_app.asking import NotAsked, span
 from cacheprobe.dash_app.shelf import Shelf, whole
 from cacheprobe.observe.comparison import RequestDifference
@@ -136,6 +137,43 @@ def test_the_shelf_lists_what_it_is_given(trace: cp.Trace, tmp_path: Path) -> No
     assert whole(2, "run", 3) == 2
 
 
+def test_compared_readings_are_those_that_both_runs_have(trace: cp.Trace, tmp_path: Path) -> None:
+    """Whichever run is named first."""
+    fewer = cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1],
+                   capture=cp.CaptureConfig(sites="Z", layers=(0, 2)))  # fmt: skip
+    shelf = Shelf.of([trace.save(tmp_path / "whole"), fewer.save(tmp_path / "fewer")])
+    shared = 2 * len(fewer.readings().query("request_id == 1 and status == 'committed' and layer == 0"))
+    for run, against in ((0, 1), (1, 0)):
+        said = compare.view(shelf, {"run": run, "against": against, "request": 1})
+        assert f"Every lens reading of it of the {shared} that both runs recorded is the same, bit for bit" in said
+    assert "Every lens reading of it is the same" in compare.view(shelf, {"run": 0, "against": 0, "request": 1})
+
+
+def test_the_decode_view_counts_every_token_that_was_lost(trace: cp.Trace, tmp_path: Path) -> None:
+    shelf = Shelf.of([trace.save(tmp_path / "run")])
+    events = trace.events()
+    for event in events[events.num_rolled_back.fillna(0) > 0].head(6).itertuples():
+        ask = dict(run=0, request=event.request_id, requests=[0, 5], places=[0, 20], place=0, step=event.step)
+        assert f"{event.num_rolled_back} rolled back now</h2>" in decode.view(shelf, ask)
+
+
+def test_only_a_committed_token_is_called_pending(trace: cp.Trace, tmp_path: Path) -> None:
+    shelf = Shelf.of([trace.save(tmp_path / "run")])
+    own = trace.events()[trace.events().request_id == 2]
+    prompt, last = len(PROMPTS[2]), int(own.step.max())
+    for step in own.step:
+        picture = cache.view(shelf, dict(run=0, request=2, step=int(step)))
+        committed = int(own[own.step <= step].committed_token_ids.map(len).sum())
+        newest = prompt + committed - 1
+        told = re.findall(r"row (\d+): pending", picture)
+        assert told == ([] if not committed or newest in set(trace.ledger(2, int(step)).position) else [str(newest)])
+        assert "are in use" in picture
+    drafts = own[own.proposed_token_ids.map(len) > 0]
+    assert len(drafts) and "pending" not in cache.view(shelf, dict(run=0, request=2, step=int(drafts.step.iloc[0])))
+    end = int(trace.events().step.max())
+    assert last < end and "This request has ended" in cache.view(shelf, dict(run=0, request=2, step=end))
+
+
 def test_pages_of_the_lens_grid_cover_every_position(trace: cp.Trace, tmp_path: Path) -> None:
     book = Shelf.of([trace.save(tmp_path / "run")]).book(0)
     for include, columns in (("committed", 5), ("all", 7)):
@@ -153,6 +191,9 @@ def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(ValueError, match="at least one saved run"):
         cli_dash.open_runs()
+    for port in (-1, 99999):
+        with pytest.raises(ValueError, match=f"--port is a number from 0 to 65535, got {port}"):
+            cli_dash.open_runs(Path("runs"), port=port)
     monkeypatch.setattr(cli_dash, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install cacheprobe\[dash\]"):
         cli_dash.open_runs(Path("runs"))

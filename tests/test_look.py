@@ -137,6 +137,21 @@ def test_hypotheses_are_written_as_they_are(trace: cp.Trace, stored: Path, tmp_p
     assert len(whole) == len(trace.hypotheses()) and [p.name for p in out.parent.iterdir()] == [out.name]
 
 
+def test_thoughts_among_the_readings_are_written(tmp_path: Path) -> None:
+    """They name their own words, and no five first tokens: a null in a column of lists."""
+    model = cp.load_model("coinflip-thinking", progress=False)
+    example = cp.tasks.CoinFlip(people=2).example(0)
+    run = cp.run(model, example, max_new_tokens=2, window=4, capacity=96, capture="Z", progress=False)
+    cli_look.hypotheses(run.save(tmp_path / "run"), out=tmp_path / "x.csv")
+    written = pd.read_csv(tmp_path / "x.csv")
+    thoughts = written[written.site == "thought"]
+    assert (
+        len(thoughts)
+        and thoughts.top_token_ids.isna().all()
+        and written[written.site == "S"].top_token_ids.notna().all()
+    )
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [

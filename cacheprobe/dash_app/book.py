@@ -103,7 +103,7 @@ class Book:
         told = []
         for event in self.events_of(request_id).itertuples():
             at = int(last.get(event.step, -1))
-            if event.phase == "verify":
+            if event.phase == "verify" and pd.notna(event.num_accepted):
                 at = int(event.draft_start) + int(event.num_accepted) - 1
             told.append([int(event.step), step_words(event), at])
         return told

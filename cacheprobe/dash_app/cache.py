@@ -15,7 +15,13 @@ def view(shelf: Shelf, ask: Ask) -> str:
     request = whole(ask["request"], "request", len(book.run.requests))
     step = number(ask["step"], "step")
     ledger = book.ledger(request, step)
+    own = book.events_of(request)
     if ledger.empty:
+        if (own.step <= step).any():
+            return (
+                f"<h2>Request {request} holds no cache rows after step {step}</h2><p class='note'>It was read before, "
+                "and gave its rows back.</p>"
+            )
         return (
             f"<h2>Request {request} holds no cache rows yet</h2><p class='note'>After step {step} it has not been "
             "read; move on to a step of its own.</p>"
@@ -25,11 +31,13 @@ def view(shelf: Shelf, ask: Ask) -> str:
     drawn = cache_picture(["KV cache", f"after step {step}"], ledger, step=step, truncated=cut)
     label = f"KV cache of request {request} after step {step}"
     cylinder = svg.picture(290, CACHE_HEIGHT + 8, label, drawn, style="max-width:290px")
-    pending = int(ledger.position.max()) + 1 if _has_pending(book, request, step) else None
-    strip = cache_strip(ledger, step=step, pending=pending)
+    strip = cache_strip(ledger, step=step, pending=_pending(book, request, step, int(ledger.position.max())))
     config = book.run.meta["config"]
     rows, holders = book.held(step)
-    memory = memory_sentence(len(ledger), rows, holders, config["capacity"], book.run.meta.get("cache_row_bytes"))
+    memory = memory_sentence(
+        len(ledger), rows, holders, config["capacity"], book.run.meta.get("cache_row_bytes"),
+        has_ended=step > int(own.step.max()),
+    )  # fmt: skip
     counts = ", ".join(f"{count} {name}" for name, count in cache_counts(ledger).items())
     return (
         f"<h2>{len(ledger)} cache rows: {counts}</h2><div class='cylinder'>{cylinder}</div>"
@@ -53,7 +61,7 @@ def window_view(shelf: Shelf, ask: Ask) -> str:
         return f"<h2>The window that ends in step {window.step}: {word}</h2>{panels}"
     own = book.events_of(request)
     prefills = own[own.phase == "prefill"]
-    if book.verified[request] or prefills.empty or not len(prefills.committed_token_ids.iloc[-1]):
+    if book.verified[request] or not prefills.committed_token_ids.map(len).any():
         return f"<h2>No verify window of request {request} at or after this step</h2>"
     ledgers = [book.ledger(request, int(prefills.step.max())), book.ledger(request, int(own.step.max()))]
     panels = side_by_side(decoded_phases(request, events, ledgers, texts))
@@ -66,8 +74,11 @@ def _window(book: Book, request: int, step: int) -> Window | None:
     return next((w for w in windows if w.step >= step), windows[-1] if windows else None)
 
 
-def _has_pending(book: Book, request: int, step: int) -> bool:
-    """Whether a token is committed whose row is not written: always, once the prompt was read, until the end."""
+def _pending(book: Book, request: int, step: int, last: int) -> int | None:
+    """Position of the newest committed token where its row comes next; `last` is that of the last row.
+
+    None where a draft pass wrote that row already, and while rows before it are rebuilt.
+    """
     own = book.events_of(request)
-    before = own[own.step <= step]
-    return bool(len(before)) and any(len(ids) for ids in before.committed_token_ids)
+    committed = int(own[own.step <= step].committed_token_ids.map(len).sum())
+    return last + 1 if committed and book.prompt_length(request) + committed - 1 == last + 1 else None

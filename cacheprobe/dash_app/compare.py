@@ -52,10 +52,16 @@ def _readings(ours, theirs, request: int) -> str:
         return "<p class='note'>Lens readings are not compared: one of the runs recorded none.</p>"
     if ours.run.meta["lens"] != theirs.run.meta["lens"]:
         return "<p class='note'>Lens readings are not compared: the runs were read through different lenses.</p>"
-    where = first_reading_difference(ours.readings(request), theirs.readings(request))
+    pair = [book.readings(request) for book in (ours, theirs)]
+    mine, other = (table[table.status == "committed"] for table in pair)
+    shared = mine.merge(other[["position", "layer"]], on=["position", "layer"])
+    if shared.empty:
+        return "<p class='note'>Lens readings are not compared: the runs recorded none of the same places.</p>"
+    where = first_reading_difference(shared, other)
+    which = "" if len(shared) == len(mine) == len(other) else f" of the {len(shared)} that both runs recorded"
     said = (
-        "Every recorded lens reading of it is the same, bit for bit."
+        f"Every lens reading of it{which} is the same, bit for bit."
         if where is None
-        else f"The first lens reading that differs is that of layer {where[1]} at position {where[0]}."
+        else f"The first lens reading that differs{which} is that of layer {where[1]} at position {where[0]}."
     )
     return f"<p class='note'>{said} States are compared by <code>cacheprobe verify</code>.</p>"

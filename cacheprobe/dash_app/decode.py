@@ -30,8 +30,13 @@ def view(shelf: Shelf, ask: Ask) -> str:
     own = standing[standing.request_id == chosen].state.value_counts()
     done = int(own.get("committed", 0) + own.get("pending", 0))
     said = [f"{done} token{'s' * (done != 1)} committed"]
-    said += [f"{own[s]} {word}" for s, word in (("candidate", "still candidates"), ("rolled_back", "rolled back now"))
-             if own.get(s, 0)]  # fmt: skip
+    if waiting := own.get("candidate", 0):
+        said.append(f"{waiting} still candidates")
+    # not those that still stand: in place of the first one stands what was recovered
+    history = book.history
+    lost = (history.request_id == chosen) & (history.settled == step) & (history.outcome == "rolled_back")
+    if lost.any():
+        said.append(f"{lost.sum()} rolled back now")
     return (
         f"<h2>After step {step}, request {chosen} has {', '.join(said)}</h2>"
         "<p class='note'>Generated tokens by request; texture tells how close the two best tokens were when it was "

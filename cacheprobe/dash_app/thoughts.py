@@ -21,4 +21,6 @@ def view(shelf: Shelf, ask: Ask) -> str:
     last = int(book.events_of(request).step.max())
     picture = thoughts_block(story, book.ledger(request, last), book.run.meta["thinking"])
     own = thoughts[thoughts.request_id == request]
-    return picture + thought_card(story, own, number(ask["position"], "position"), book.run.meta["thinking"] or {})
+    step = None if ask.get("step") is None else number(ask["step"], "step")
+    thinking = book.run.meta["thinking"] or {}
+    return picture + thought_card(story, own, number(ask["position"], "position"), thinking, step)

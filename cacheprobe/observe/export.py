@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -48,8 +49,13 @@ def write_table(table: pd.DataFrame, path: Path) -> Path:
     if path.suffix == ".parquet":
         return write_whole(path, lambda beside: table.to_parquet(beside, index=False))
     lists = [name for name in table.columns if name.startswith("top_")]
-    flat = table.assign(**{name: [json.dumps(list(map(_plain, value))) for value in table[name]] for name in lists})
+    flat = table.assign(**{name: [_listed(value) for value in table[name]] for name in lists})
     return write_whole(path, lambda beside: flat.to_csv(beside, index=False))
+
+
+def _listed(value: Any) -> str | None:
+    """A list as JSON; a thought has none."""
+    return json.dumps([_plain(number) for number in value]) if pd.api.types.is_list_like(value) else None
 
 
 def _plain(number: object) -> object:

@@ -43,9 +43,19 @@ def cache_strip(
     return svg.picture(width, height, label, parts, style=f"max-width:{width * 1.25:.0f}px")
 
 
-def memory_sentence(own_rows: int, all_rows: int, num_requests: int, capacity: int, row_bytes: int | None) -> str:
-    """What the cache holds after a step, in rows and, where a row's size is known, in bytes; markup."""
-    said = f"{own_rows} of {capacity} rows of this request are in use; {all_rows} rows of {num_requests} requests"
+def memory_sentence(
+    own_rows: int, all_rows: int, num_requests: int, capacity: int, row_bytes: int | None, *, has_ended: bool = False
+) -> str:
+    """What the cache holds after a step, in rows and, where a row's size is known, in bytes; markup.
+
+    has_ended: the request ended before, and its rows are shown as they were then.
+    """
+    own = (
+        f"This request has ended, and gave its {own_rows} rows back"
+        if has_ended
+        else f"{own_rows} of {capacity} rows of this request are in use"
+    )
+    said = f"{own}; {all_rows} rows of {num_requests} requests are held"
     if row_bytes is None:
         return markup(f"{said}. The run does not say how large a row is.")
     size = row_bytes * all_rows

@@ -60,7 +60,7 @@ def _cell(line, x: float, y: float, token: str, is_verified: bool, step: int | N
     colour = _COLOURS[line.state] if is_verified else "grey"
     known = pd.notna(line.margin_nats)
     margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if known else "margin not known"
-    words = "pending: committed, its cache row not written yet" if line.state == "pending" else line.state
+    words = "pending: newest committed, its final cache row not written yet" if line.state == "pending" else line.state
     tip = f"request {line.request_id}, token {line.place + 1}: {token!r}; {words.replace('_', ' ')}; {margin}"
     texture = margin_texture(line.margin_nats, colour)
     if line.state == "rolled_back":

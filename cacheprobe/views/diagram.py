@@ -86,7 +86,8 @@ def decoded_phases(
     """
     after_prefill, after_decode = ledgers
     own = events[events.request_id == request_id]
-    first = int(own[own.phase == "prefill"].committed_token_ids.iloc[-1][-1])
+    # one that gave way was read again, and that pass committed nothing
+    first = next(int(ids[-1]) for ids in own[own.phase == "prefill"].committed_token_ids if len(ids))
     decoded = [
         (int(token_id), int(event.step))
         for event in own[own.phase == "decode"].itertuples()

@@ -109,4 +109,4 @@ def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
 def _finding(cells: pd.DataFrame, value: str) -> str:
     best = cells.loc[cells.value.idxmax()]
     where = f"layer {best.layer}, position {best.position} ({markup(visible(best.token))})"
-    return f"Largest {value}: {best.value:.2f} at {where}"
+    return f"Largest {markup(value)}: {best.value:.2f} at {where}"

@@ -106,7 +106,8 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 def _elsewhere(trace: "Trace", request_id: int) -> str:
     """Which other requests have windows of each kind, or that the run has none."""
     events = trace.events()
-    windows = {r: find_windows(events, r) for r in trace.tokens if r != request_id}
+    there = set(events.request_id)  # not one that was cancelled before it began
+    windows = {r: find_windows(events, r) for r in trace.tokens if r != request_id and r in there}
     said = []
     for kind, pick in (("accepted whole", accepted_whole), ("rolled back", rolled_back)):
         having = [str(r) for r, found in windows.items() if pick(found)]

@@ -88,11 +88,11 @@ def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
 def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, list[Panel]]]:
     """(name, what it shows, panels): the window accepted whole and the one rolled back that show most, if any.
 
-    Of a request that was never verified, its decoding.
+    Of a request that was never verified, its decoding, unless it failed before.
     """
     events = trace.events()
     windows = find_windows(events, request_id)
-    if not windows:
+    if not windows and events.committed_token_ids[events.request_id == request_id].map(len).any():
         own = events[(events.request_id == request_id) & (events.phase == "prefill")]
         ledgers = [trace.ledger(request_id, int(own.step.max())), trace.ledger(request_id)]
         yield "decoded", "never verified", decoded_phases(request_id, events, ledgers, texts)

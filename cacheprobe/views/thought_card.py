@@ -10,14 +10,20 @@ from cacheprobe.views.text import markup, visible
 from cacheprobe.views.thoughts_columns import Column, Story
 
 
-def thought_card(story: Story, thoughts: pd.DataFrame, position: int, thinking: Mapping[str, Any]) -> str:
-    """Markup: a button for each chunk (data-position, of its last token), and the chosen chunk's S, T, Z and C.
+def thought_card(
+    story: Story, thoughts: pd.DataFrame, position: int, thinking: Mapping[str, Any], step: int | None = None
+) -> str:
+    """Markup: a button for each thought (data-position, of its chunk's last token, and data-step), and S, T, Z and C of
+    the chosen one.
 
     story: as from `thoughts_columns.story_of`.  thoughts: of the request.  position: any of the chunk's tokens; the
     last chunk that was thought about stands for one without a thought.  thinking: `meta["thinking"]`.
+    step: of the chunk's thoughts the one of this step, where it has one; else the committed one.
     """
     columns = [column for column in story.columns if column.thought is not None]
-    chosen = next((c for c in columns if position <= c.tokens[-1].position), columns[-1])
+    chunk = next((c.chunk for c in columns if position <= c.tokens[-1].position), columns[-1].chunk)
+    there = [c for c in columns if c.chunk == chunk]
+    chosen = min(there, key=lambda c: (c.thought.step != step, c.is_rolled_back))
     buttons = "".join(_button(column, column is chosen) for column in columns)
     return (
         f'<h3>Chunk {chosen.chunk + 1} in numbers</h3><div class="verdicts">{buttons}</div>'
@@ -34,7 +40,8 @@ def _button(column: Column, is_chosen: bool) -> str:
     said = markup(visible(thought.said)) if thought.said else "nothing"
     mine = " chosen" if is_chosen else ""
     return (
-        f'<button class="pick verdict {tint}{mine}" data-position="{column.tokens[-1].position}"><b>{sign}</b> '
+        f'<button class="pick verdict {tint}{mine}" data-position="{column.tokens[-1].position}" '
+        f'data-step="{thought.step}"><b>{sign}</b> '
         f"{column.chunk + 1} <small>{said}</small></button>"
     )
 

@@ -20,6 +20,7 @@ TIMELINE_LEGEND = (
     ("green", None, "accepted"),
     ("red", "rolled-back", "rolled back"),
     ("green", "pending", "verifier's own token, its row pending"),
+    ("green", "verified", "verified rows rebuilt, nothing decided"),
     ("grey", None, "decoded, never verified"),
 )
 
@@ -39,7 +40,8 @@ def timeline_picture(
     events: as in `Trace.events`.  chosen: the request to name in bold.  at: the step to frame.
     width: pixels to fill, where the steps can be stretched to them.
     A verify pass is one cell: below what was accepted of the draft (green) and what was rolled back (red, crossed), by
-    their shares; above, hatched, the token of the verifier's own, whose cache row is written by the next pass.
+    their shares; above, hatched, the token of the verifier's own, whose cache row is written by the next pass. A
+    request that gave way and came back has verify passes without a verdict: its rows are rebuilt.
     """
     shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
     places = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
@@ -90,6 +92,8 @@ def step_words(event: Any) -> str:
         return "prefill" + (": first token committed" if len(event.committed_token_ids) else "")
     if event.phase == "decode":
         return "decode: a candidate drafted" if len(event.proposed_token_ids) else "decode: a token committed"
+    if pd.isna(event.num_accepted):
+        return "verify: its cache rows are rebuilt"
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
     if not drafted:
         return "verify: no draft, its own token committed"
@@ -105,6 +109,8 @@ def _cell(event: Any, x: float, y: float, width: float) -> str:
     if event.phase == "decode":
         drafted = len(event.proposed_token_ids) > 0
         return svg.box(x, y, width, 24, *(("yellow", "provisional") if drafted else ("grey", None)), **whole)
+    if pd.isna(event.num_accepted):
+        return svg.box(x, y, width, 24, "green", "verified", **whole)
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
     has_own = len(event.committed_token_ids) > accepted
     if not drafted:

@@ -6,7 +6,8 @@ COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "settled", 
 
 
 def token_history(events: pd.DataFrame) -> pd.DataFrame:
-    """One line for each token of each request, candidates included, in the order in which they came.
+    """One line for each token of each request, candidates included, in the order in which they came. Drafts that were
+    given up before a verdict, by a request that was evicted or a pass that failed, have none.
 
     place: 0 is the first generated token.  born: the step that proposed or committed it.  settled: the step that
     decided about it; null while nobody has.  outcome: committed (as it was computed), accepted, recovered, bonus,
@@ -26,13 +27,17 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
                 continue
             if phase == "prefill":
                 waiting = []  # an evicted request is read again; what it had drafted is drafted anew
+            if phase == "verify" and pd.isna(accepted):
+                continue  # its cache rows are rebuilt: nothing is decided
             if phase != "verify":
                 for i, token in enumerate(committed):
                     lines.append((request_id, place + i, int(token), margin, step, step, "committed"))
             else:
                 count = int(accepted)
-                for i, line in enumerate(waiting[: len(drafted)]):
-                    lines.append((*line, step, "accepted" if i < count else "rolled_back"))
+                # a draft that met a failed pass was given up, and stands before the one that was judged
+                for i, (_, _, token, nats, born) in enumerate(waiting[len(waiting) - len(drafted) :]):
+                    word = "accepted" if i < count else "rolled_back"
+                    lines.append((request_id, place + i, token, nats, born, step, word))
                 word = "recovered" if count < len(drafted) else "bonus"
                 for i, token in enumerate(committed[count:], count):
                     lines.append((request_id, place + i, int(token), margin, step, step, word))

@@ -75,18 +75,22 @@ def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
     """
     own = events[events.request_id == request_id].sort_values("step")
     if own.empty:
-        raise ValueError(f"no events of request {request_id}; the table has {sorted(events.request_id.unique())}")
+        there = ", ".join(str(number) for number in sorted(events.request_id.unique()))
+        raise ValueError(f"no events of request {request_id}; the table has {there or 'none'}")
     windows: list[Window] = []
     prefill_steps: list[int] = []
-    proposed: list[tuple[int, int]] = []
+    proposed: list[int] = []
     newest = -1
     for event in own.itertuples():
         if event.phase == "prefill":
             prefill_steps.append(int(event.step))
+            proposed = []  # an evicted request is read again; what it had drafted is drafted anew
         elif event.phase == "decode":
-            proposed += [(int(event.step), int(token_id)) for token_id in event.proposed_token_ids]
-        else:
-            windows.append(_window(event, newest, tuple(prefill_steps), tuple(step for step, _ in proposed)))
+            proposed += [int(event.step)] * len(event.proposed_token_ids)
+        elif pd.notna(event.num_accepted):  # else a pass that rebuilds its rows, and decides nothing
+            # a draft that met a failed pass was given up, and stands before the one that was judged
+            given_up = len(proposed) - len(event.draft_token_ids)
+            windows.append(_window(event, newest, tuple(prefill_steps), tuple(proposed[given_up:])))
             proposed = []
         if len(event.committed_token_ids):
             newest = int(event.committed_token_ids[-1])

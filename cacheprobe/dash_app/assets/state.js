@@ -185,7 +185,7 @@
           if (!holds(about, grid, asked[VIEWS.indexOf("grid")])) wanted.grid = grid;
           if (at.gave) wanted.gave = {run, request, position, row: row ?? null, theme};
         }
-        if (at.tab === "thoughts") wanted.thoughts = {run, request, position};
+        if (at.tab === "thoughts") wanted.thoughts = {run, request, position, step};
         if (at.tab === "compare") wanted.compare = {run, against: at.against, request};
       }
     }
