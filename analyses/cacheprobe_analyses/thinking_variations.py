@@ -139,6 +139,7 @@ def variations(steps: int = STEPS) -> tuple[Variation, ...]:
         of("chunk of 2", dict(chunk=2)),
         of("no position jumps", reach=0),
         two_coins("asked"),
+        two_coins("asked", with_jumps=True),
         of("one flip probability, 0.5", variants=({"flip_probability": 0.5},)),
         of("learned first state", dict(learned_first_state=True)),
         of("query pooling", dict(pooling="query")),
@@ -161,25 +162,26 @@ def loop_of(blocks: int) -> Variation:
     return Variation(f"S5, loop of {blocks}", preset, tuple(Test(f"{n} operations", (n,)) for n in (4, 8, 16)))
 
 
-def two_coins(says: str) -> Variation:
+def two_coins(says: str, with_jumps: bool = False) -> Variation:
     """One model that reads the question before the story and after it; half of its training is of each kind.
 
-    says: after each operation a thought names the state of the coin "asked" about, or of "both". Without jumps, which
-    put the question out of reach, and in three times the steps: a third of them teaches nothing.
+    says: after each operation a thought names the state of the coin "asked" about, or of "both".
+    with_jumps: positions jump, which puts the question out of reach, in a third of the steps: the first that was tried.
     """
+    loop = preset_of("coin-flip", "tiny").loop
     preset = Preset(
         lambda people: TwoCoins(people=people, says=says, distinct=people <= 20),
         variants=({"question_first": True}, {"question_first": False}),
         form="state",
-        reach=0,
-        loop=replace(preset_of("coin-flip", "tiny").loop, steps=3 * STEPS),
+        reach=Preset.reach if with_jumps else 0,
+        loop=replace(loop, steps=STEPS if with_jumps else 3 * STEPS),
     )
     tests = tuple(
         Test(f"{n} operations, question {'first' if first else 'last'}", (n,), {"question_first": first})
         for n in (10, 40)
         for first in (True, False)
     )
-    return Variation(f"two coins, thoughts of {says}", preset, tests)
+    return Variation(f"two coins, thoughts of {says}{', with jumps' * with_jumps}", preset, tests)
 
 
 @one_thread()
