@@ -19,7 +19,7 @@ class EngineConfig:
     group: int = 4
     """G: requests of a verify pass; a pass is padded with dummies to exactly G x W."""
     capacity: int = 512
-    """C: cache rows of each request. Attention always runs over all of them, masked."""
+    """C: cache rows of each request. In passes of a fixed shape attention runs over all of them, masked."""
     prefill_chunk: int = 32
     """Prompt tokens of a verified request are fed in chunks of this many, padded."""
     prefill_group: int = 1

@@ -11,7 +11,7 @@ from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.ops.acceptance import num_accepted
 from cacheprobe.ops.processors import target_probs
 from cacheprobe.ops.rejection import accept_or_recover
-from cacheprobe.ops.sampling import choose_token, sample_token
+from cacheprobe.ops.sampling import choose_token, sample_token, two_largest
 
 
 class Choice(NamedTuple):
@@ -39,9 +39,9 @@ def choose_next(state: SequenceState, logits: Float[Tensor, "v"], drafted: Seque
 def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
     """One row at a time: the sum behind a log-probability must not depend on how many rows are summed together."""
     values = logits.float()
-    best = values.topk(2).values
-    logprob = values[token_id] - torch.logsumexp(values, 0)
-    return Choice(token_id, float(logprob), float(best[0] - best[1]))
+    largest, other = two_largest(values)
+    logsumexp = (values - largest).exp_().sum().log() + largest
+    return Choice(token_id, float(values[token_id] - logsumexp), largest - other)
 
 
 class Judgement(NamedTuple):

@@ -79,6 +79,8 @@ class PassRunner:
     ) -> Outcome:
         """Feed the entries in a [batch, width] pass, with pads behind each and dummy rows between them.
 
+        batch: rows of a fixed shape, in which attention runs over the whole capacity; None for one row an entry, in
+            whatever shape that is, with attention over what is in use.
         is_hidden: the observer is not told: these rows were seen before.
         Raises: EngineError where the shape would not be the one asked for, or where the model fails.
         """
@@ -105,10 +107,12 @@ class PassRunner:
             self.observer.before_forward(self.step, phase, slots, self.shape)
         if self.editor is not None:
             self.editor.aim(self.step, _aims(phase, entries, batch_index), is_hidden)
+        span = self.cache.capacity if batch is not None else max(starts) + width
         try:
-            out = self.model.forward(
-                token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
-            )
+            with self.cache.attending_to(span):
+                out = self.model.forward(
+                    token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
+                )
         except Exception as error:
             names = ", ".join(str(entry.state.request_id) for entry in entries)
             raise EngineError(

@@ -23,6 +23,7 @@ from cacheprobe.models.facts import one_dtype, platform_facts, sha256_of, stop_t
 from cacheprobe.models.hf_cache import ShapeProbe, staged
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.names import ROTATED, hook_name, resid_pre_name
+from cacheprobe.ops.wide_product import WIDE_ROWS, is_emulated, wide_product
 
 
 class BridgeLM:
@@ -190,8 +191,14 @@ class BridgeLM:
 
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
-        """See CachedLM.read_out. Softcaps and logit scales of the architecture are applied."""
-        return self.read_out_with_gradients(states)
+        """See CachedLM.read_out. Softcaps and logit scales of the architecture are applied.
+
+        Twin: read_out_with_gradients, equal but where many rows are widened: to one unit in the last place there.
+        """
+        if not is_emulated(self.dtype, self.device):
+            return self.read_out_with_gradients(states)
+        _, weight, bias, finish = self.output_parts()
+        return finish(wide_product(self.bridge.ln_final(states[None]), weight, bias))[0]
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
         """See CachedLM.read_out_with_gradients."""
@@ -209,6 +216,7 @@ class BridgeLM:
             "compatibility_mode": bool(getattr(self.bridge, "compatibility_mode", False)),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
+            "readings_in_float32": f"from {WIDE_ROWS} rows" if is_emulated(self.dtype, self.device) else "never",
             "transformer_lens": getattr(transformer_lens, "__version__", "unknown"),
             **platform_facts(),
         }

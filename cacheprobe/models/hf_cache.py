@@ -34,7 +34,7 @@ class RowsLayer(CacheLayerMixin):
         """Nothing to do: rows are preallocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [b, h, t, d] at the staged positions; returns the whole capacity [b, h, s, d]."""
+        """Write [b, h, t, d] at the staged positions; returns the whole span [b, h, s, d]."""
         return self._cache.write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> NoReturn:

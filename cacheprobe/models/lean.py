@@ -55,7 +55,7 @@ class LeanForward:
     """
 
     def __init__(self, model: nn.Module, product: Product = linear) -> None:
-        """product: what makes values weight^T + bias, but for the unembedding. Tensors of the model are not copied."""
+        """product: what makes values weight^T + bias. Tensors of the model are not copied."""
         self.model, self.product = model, product
         config, decoder = model.config, model.model
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
@@ -99,7 +99,7 @@ class LeanForward:
         last = _rms_norm(stream, self.norm)
         if logit_slots is not None:
             last = last[:, torch.tensor(list(logit_slots), device=last.device)]
-        return linear(last, *self.unembed)
+        return self.product(last, *self.unembed)
 
     def _block(
         self,

@@ -1,4 +1,4 @@
-"""The attention mask that a model's config asks for, over our cache's whole capacity.
+"""The attention mask that a model's config asks for, over the slots that attention runs over.
 
 A sliding window needs no other cache here: every position stays in its slot and the mask hides what has left the
 window, so a rollback is the same as anywhere.

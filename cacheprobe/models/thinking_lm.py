@@ -199,7 +199,7 @@ class ThinkingLM:
         cache.states[end.row, end.end + 1 : end.end + 1 + self.config.chunk] = state
 
     def _memory(self, cache: KVCache, positions: Tensor) -> Memory:
-        slots = torch.arange(cache.capacity)[None]
+        slots = torch.arange(cache.span)[None]
         bias = attention_bias(self.config, positions, slots, self.config.attention_window)
         if not self.config.thinks:  # rows of keys and values alone may be masked by cache surgery
             bias = bias + cache.mask(positions, bias.dtype, self.device)

@@ -65,9 +65,8 @@ class TwinLM:
         return f"TwinLM({repr(self.origin).removeprefix('BridgeLM(')}"
 
     def _widen_products(self) -> None:
-        """The unembedding apart: it reads few rows of a pass, and its widened copy would be the largest tensor."""
         for module in self.model.modules():
-            if type(module) is nn.Linear and module is not self.model.get_output_embeddings():
+            if type(module) is nn.Linear:
                 module.forward = partial(_wide_linear, module)
 
     def _all_places(self) -> dict[tuple[str, int], Place]:

@@ -21,7 +21,8 @@ from cacheprobe.records import Finished, ForwardRecord, RowSlot, StepRecord, Tho
 
 CHECK_EVERY = 16
 """Passes between self-checks, beside the first of each phase."""
-_LENS_CHECK_ROWS = 16
+_CHECKED_ROWS, _LENS_CHECK_ROWS = 64, 16
+"""Rows of a pass that are checked at most: every so-manieth of them."""
 
 
 @dataclass(slots=True)
@@ -92,8 +93,10 @@ class Recorder:
         self._seen_phases: set[str] = set()
         self._open: dict[str, Tensor] = {}
         self._watched: dict[tuple[str, int], Tensor] | None = None
-        self._keep_flat = self._all_flat = self._lens_flat = torch.empty(0, dtype=torch.long)
+        self._keep_flat = self._lens_flat = self._checked_flat = torch.empty(0, dtype=torch.long)
+        self._check_step = 1
         self._lens_block: Tensor | None = None
+        self._layers_below = _LayersBelow(self.layers)
         self._kept: list[bool] = []
         self._lens_rows: list[bool] = []
 
@@ -122,7 +125,8 @@ class Recorder:
         ]
         self._keep_flat = flat[torch.tensor(self._kept)].to(device)
         self._lens_flat = flat[torch.tensor(self._lens_rows)].to(device)
-        self._all_flat = flat.to(device)
+        self._check_step = -(-len(rows) // _CHECKED_ROWS)
+        self._checked_flat = flat[:: self._check_step].to(device)
         self._open = {}
         if any(self._kept):
             self._open = self.blocks.open(len(self._keep_flat), self.model.d_model)
@@ -149,14 +153,14 @@ class Recorder:
             return
         flat = value.reshape(-1, value.shape[-1])
         if self._watched is not None:
-            self._watched[site, layer] = flat[self._all_flat]
+            self._watched[site, layer] = flat[self._checked_flat]
         index = self.blocks.layer_index.get(layer)
         if index is None or site == "pre":
             return
         if site in self._open:
-            self._open[site][index].copy_(flat[self._keep_flat])
+            _take(flat, self._keep_flat, self._open[site][index])
         if site == "S" and self._lens_block is not None:
-            self._lens_block[index] = flat[self._lens_flat]
+            _take(flat, self._lens_flat, self._lens_block[index])
 
     def after_forward(self, record: ForwardRecord) -> None:
         """Label the pass's rows, queue their lens readings, and check the capture."""
@@ -201,7 +205,7 @@ class Recorder:
 
     def _queue(self, row: RowRecord, column: int, ran: int) -> None:
         assert self.reader is not None and self._lens_block is not None
-        layers = torch.tensor([layer for layer in self.layers if layer < ran], dtype=torch.long)
+        layers = self._layers_below[ran]
         queued = Queued(len(self.rows) - 1, row.position, self._lens_block[: len(layers), column].clone(), layers)
         self._pending_reads.append((row, queued))
 
@@ -219,11 +223,11 @@ class Recorder:
             pre = watched["pre", layer] if ("pre", layer) in watched else watched["S", layer - 1]
             sites = [watched[site, layer] for site in "TCS"]
             if rewritten := record.rewritten.get(layer):
-                own = [i for i in range(len(record.rows)) if i not in rewritten]
+                own = [i for i, row in enumerate(range(0, len(record.rows), self._check_step)) if row not in rewritten]
                 pre, *sites = (value[own] for value in (pre, *sites))
             checks.check_residual(self.residual_check, pre, *sites, step=record.step)
         if record.logits is not None and ran == self.model.n_layers:
-            rows = self._all_flat[:_LENS_CHECK_ROWS]
+            rows = self._checked_flat[:_LENS_CHECK_ROWS]
             logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
 
@@ -316,3 +320,23 @@ class Recorder:
         if self.reader is not None:
             end = len(self.prompts[finished.request_id]) + len(finished.committed)
             self.reader.resolve(finished.request_id, end, (), is_over=True)
+
+
+class _LayersBelow(dict[int, Tensor]):
+    """The kept layers among the first so many, made once for each number."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        super().__init__()
+        self._all = layers
+
+    def __missing__(self, ran: int) -> Tensor:
+        self[ran] = torch.tensor([layer for layer in self._all if layer < ran], dtype=torch.long)
+        return self[ran]
+
+
+def _take(flat: Tensor, index: Tensor, out: Tensor) -> None:
+    """flat[index] into `out`, without a copy in between where type and device are the same."""
+    if flat.dtype == out.dtype and flat.device == out.device:
+        torch.index_select(flat.detach(), 0, index, out=out)
+    else:
+        out.copy_(flat[index])

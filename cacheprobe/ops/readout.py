@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_ROWS_AT_ONCE = 60
-"""Rows reduced together: few enough for the shared cache, enough that starting each parallel pass does not show."""
+_ROWS_AT_ONCE, _IDS_AT_ONCE = 60, 4096
+"""Rows and ids reduced together: few enough for the shared cache, enough that starting each parallel pass does not
+show."""
 
 _BLOCK = 128
 """Ids whose largest value is taken at once, in looking for the largest of all."""
@@ -43,56 +44,104 @@ def read_logits(logits: Float[Tensor, "n v"], target_token_ids: Int[Tensor, "n"]
 
 
 def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
-    values = logits.float()
-    top_values, top_ids = lowest_topk(values, top_k)
-    best = top_values[:, :1]
-    weights = (values - best).exp_()
-    total = weights.sum(-1, keepdim=True)
-    logsumexp = total.log() + best
-    weighted = weights.mul_(values)
-    mean = weighted.sum(-1, keepdim=True) / total
-    if bool(mean.isnan().any()):  # 0 times -inf: a token that cannot occur, which adds nothing to the mean
-        mean = weighted.nan_to_num_(nan=0.0).sum(-1, keepdim=True) / total
-
+    """Of n rows, in one pass over tiles of ids: sums are kept beside the largest value so far, and rescaled with it."""
+    rows, width = logits.shape
+    is_cpu = logits.device.type == "cpu"
+    size = min(_IDS_AT_ONCE if is_cpu else width, -(-width // _BLOCK) * _BLOCK)
     has_target = targets >= 0
-    target_values = values.gather(1, targets.clamp(min=0)[:, None])
-    ids = torch.arange(values.shape[1], device=values.device)
-    before = _count(values > target_values)
-    ties = _count(values == target_values) > 1
-    if bool(ties.any()):
-        equal_before = (values[ties] == target_values[ties]) & (ids < targets[ties, None])
-        before[ties] = before[ties] + equal_before.sum(-1)
+    target_values = logits.gather(1, targets.clamp(min=0)[:, None]).float()
+    best = target_values.new_full((rows, 1), torch.finfo(torch.float32).min)
+    total, weighted = torch.zeros_like(best), torch.zeros_like(best)
+    before = torch.zeros_like(targets)
+    values, weights = target_values.new_empty(2, rows, size).unbind()
+    tops = target_values.new_empty(rows, -(-width // _BLOCK))
+
+    for start in range(0, width, size):
+        end = min(start + size, width)
+        if end - start < size:
+            size = -(-(end - start) // _BLOCK) * _BLOCK
+            values, weights = values.new_full((2, rows, size), -torch.inf).unbind()
+        values[:, : end - start] = logits[:, start:end]
+        blocks = tops[:, start // _BLOCK : -(-end // _BLOCK)]
+        torch.amax(values.view(rows, -1, _BLOCK), -1, out=blocks)
+        if bool(has_target.any()):
+            before += _num_before(values, weights, target_values, targets - start)
+
+        larger = torch.maximum(best, blocks.amax(-1, keepdim=True))
+        shift, best = best - larger, larger
+        torch.exp(values.sub_(best), out=weights)
+        here = weights.sum(-1, keepdim=True)
+        mean = weights.mul_(values).sum(-1, keepdim=True)
+        if bool(mean.isnan().any()):  # 0 times -inf: a token that cannot occur, which adds nothing to the mean
+            mean = weights.nan_to_num_(nan=0.0).sum(-1, keepdim=True)
+        kept = shift.exp()
+        weighted = (weighted + total * shift) * kept + mean
+        total = total * kept + here
+
+    logsumexp = total.log() + best
+    top_values, top_ids = _best_of_blocks(logits, tops, top_k)
     return Readout(
         top_ids,
-        top_values - logsumexp,
-        (logsumexp - mean)[:, 0],
+        top_values.float() - logsumexp,
+        (total.log() - weighted / total)[:, 0],
         torch.where(has_target, before, -1),
         torch.where(has_target, (target_values - logsumexp)[:, 0], torch.nan),
     )
 
 
+def _num_before(values: Tensor, scratch: Tensor, target_values: Tensor, offsets: Tensor) -> Tensor:
+    """[n] how many of a tile's values [n, w] come before a target that stands at `offsets` [n] of the tile, or beyond.
+
+    In a tile of lower ids an equal value comes before the target, and then so does what is larger than the next lower
+    number; in a tile of higher ids only a larger one does.
+    """
+    width = values.shape[1]
+    lower = torch.nextafter(target_values, torch.full_like(target_values, -torch.inf))
+    limits = torch.where((offsets >= width)[:, None], lower, target_values)
+    count = torch.gt(values, limits, out=scratch).sum(-1).long()  # whole numbers, exact in float32 up to 2^24
+    unlikely = target_values[:, 0].isneginf() & (offsets >= width)  # no number is lower
+    inside = ((offsets >= 0) & (offsets < width)).nonzero()[:, 0]
+    if len(inside):
+        ids = torch.arange(width, device=values.device)
+        equal = (values[inside] == target_values[inside]) & (ids < offsets[inside, None])
+        count[inside] += equal.sum(-1)
+    return count.masked_fill_(unlikely, width)
+
+
 def lowest_topk(values: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor]:
     """The k largest values of each row and their ids; of equal values the lowest id first (`topk` promises no order).
 
-    Ids fall into blocks, and the k largest values lie in the k blocks whose largest values are the largest, the first
-    of those that are equal: each block before another holds a value that comes before all of the other's. So each row
-    is read once, and few of its values are sorted.
     Twin: tests.equivalence.lowest_topk_slowly, ==.
     """
     width = values.shape[1]
-    k = min(k, width)
     whole = width // _BLOCK * _BLOCK
     tops = [values[:, :whole].unflatten(1, (-1, _BLOCK)).amax(-1)] if whole else []
     if whole < width:
         tops.append(values[:, whole:].amax(-1, keepdim=True))
-    best = torch.cat(tops, dim=1).sort(dim=1, descending=True, stable=True).indices[:, :k]
-    blocks = best.sort(dim=1).values  # ids ascend again, for the second stable sort
+    return _best_of_blocks(values, torch.cat(tops, dim=1).float(), k)
+
+
+def _best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of values [n, v] and their ids, by the largest value of every _BLOCK ids.
+
+    The k largest values lie in the k blocks whose largest values are the largest, the first of those that are equal:
+    each block before another holds a value that comes before all of the other's. So few values are sorted.
+    """
+    width = values.shape[1]
+    k = min(k, width)
+    best = _in_order(tops).topk(min(k, tops.shape[1]), dim=1).indices
+    blocks = best.sort(dim=1).values  # ids ascend again, so that a lower place is a lower id
     ids = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=values.device)).flatten(1)
     candidates = values.gather(1, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -torch.inf)
-    order = candidates.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    order = _in_order(candidates.float()).topk(k, dim=1).indices
     return candidates.gather(1, order), ids.gather(1, order)
 
 
-def _count(mask: Tensor) -> Tensor:
-    """[n] how many of each row of a mask [n, v] are set; a sum of bits would widen each to 64."""
-    return mask.view(torch.int8).sum(-1, dtype=torch.int32).long()
+def _in_order(values: Tensor) -> Tensor:
+    """[n, v] whole numbers in the order of float32 values, no two of a row alike: of equal values the first is larger.
+
+    A float's bits, read as a whole number, are in its order, but for negative ones, whose order is turned round.
+    """
+    bits = (values + 0.0).view(torch.int32)  # -0 becomes 0: they are equal
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    return keys - torch.arange(values.shape[1], device=values.device)
