@@ -95,7 +95,7 @@ def main_rows() -> tuple[Row, ...]:
     rows += [Row("coin-flip", "thinking", (1000,), {"flip_probability": p}) for p in COIN_FLIPS]
     rows += [Row("coin-flip", "thinking", far, preset="mini", num_seeds=1)]
     for arm in ("no_feedback", "plain", "chain_of_thought"):
-        rows += [Row("coin-flip", arm, operations, num_seeds=1) for operations in ((10,), (20,), far)]
+        rows += [Row("coin-flip", arm, operations) for operations in ((10,), (20,), far)]
     rows += [Row("s3", "thinking", (operations,)) for operations in (4, 16, 128)]
     rows += [Row("s3", "thinking", (operations,), preset="full", num_seeds=2) for operations in (4, 16, 128)]
     rows += [Row("s5", "thinking", (operations,)) for operations in (4, 16, 64, 128)]
