@@ -84,6 +84,34 @@ def test_check_integrity_sees_damage(damage) -> None:
         cache.check_integrity()
 
 
+def test_large_numbers_are_finite() -> None:
+    """Their sum is not, and that is no damage."""
+    cache = make()
+    cache.keys[0][:] = torch.finfo(torch.float32).max
+    cache.check_integrity()
+    cache.keys[0][1, 1, 3] = -torch.inf
+    with pytest.raises(CacheIntegrityError, match="layer 0: the cache's keys"):
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [2, 0]])
+def test_attention_may_run_over_what_is_in_use(rows: list[int]) -> None:
+    """Keys, values and mask end together; the whole capacity is back after an error."""
+    cache = make(capacity=100)
+    k = torch.randn(2, 2, 1, 4)
+    for slots, span in ((1, 32), (32, 32), (33, 64), (97, 100)):
+        with cache.attending_to(slots):
+            positions = cache.stage(rows, [0, slots - 1], width=1)
+            keys, values = cache.write(0, k, k)
+            mask = cache.mask(positions, torch.float32, "cpu")
+        assert {keys.shape[2], values.shape[2], mask.shape[3]} == {span} and keys.shape[0] == 2
+        assert torch.equal(keys, cache.keys[0][rows, :, :span]) and torch.equal(keys[1, :, slots - 1], k[1, :, 0])
+        assert int((mask[1] == 0).sum()) == slots
+    with pytest.raises(RuntimeError), cache.attending_to(5):
+        raise RuntimeError
+    assert cache.span == 100
+
+
 def test_impossible_moves_are_refused() -> None:
     cache = make()
     row = cache.allocate()

@@ -15,7 +15,7 @@ from cacheprobe.noise import derive_seed, gumbel_noise, uniform_noise
 from cacheprobe.ops.acceptance import StopRule, clip_draft, find_ending, num_accepted
 from cacheprobe.ops.equality import bitwise, close, ulp_distance
 from cacheprobe.ops.readout import lowest_topk, read_logits
-from cacheprobe.ops.sampling import sample_token
+from cacheprobe.ops.sampling import sample_token, two_largest
 from cacheprobe.ops.wide_product import WIDE_ROWS, wide_product
 from tests.equivalence import lowest_topk_slowly, num_accepted_slowly, read_logits_slowly, sample_token_slowly
 
@@ -126,6 +126,44 @@ def test_read_logits_equals_its_twin(dtype: torch.dtype) -> None:
     assert bool(ours.target_logprob_nats[~has_target].isnan().all()) and 0 < int(has_target.sum()) < 70
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reading_in_tiles_of_ids_equals_its_twin(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few distinct values, so that targets have equals in their own tile and in others; ids that cannot occur."""
+    monkeypatch.setattr("cacheprobe.ops.readout._IDS_AT_ONCE", 256)
+    generator = torch.Generator().manual_seed(2)
+    logits = (torch.randn(66, 700, generator=generator) * 3).round().to(dtype)
+    logits[5, :300] = -torch.inf
+    logits[6] = -torch.inf
+    logits[6, 650] = 2.0
+    logits[7] += torch.arange(700) / 8  # each tile holds a larger value than those before it
+    logits[8] = 60.0 - logits[7]
+    targets = torch.randint(0, 700, (66,), generator=generator)
+    targets[:9] = torch.tensor([0, 255, 256, 699, -1, 20, 10, 300, 300])
+    ours, slow = read_logits(logits, targets, 5), read_logits_slowly(logits, targets, 5)
+    assert torch.equal(ours.top_token_ids, slow["ids"]) and torch.equal(ours.target_rank, slow["rank"])
+    why = "float32 sums against float64"
+    assert close(ours.entropy_nats, slow["entropy"], 1e-5, because=why)
+    is_finite = slow["logprobs"].isfinite()
+    assert torch.equal(ours.top_logprob_nats.isfinite(), is_finite)
+    assert close(ours.top_logprob_nats[is_finite], slow["logprobs"][is_finite], 1e-5, because=why)
+
+
+def test_a_reading_does_not_depend_on_its_company() -> None:
+    """A row in a tile of fixed height: wherever it stands, whatever is beside it, every bit is the same."""
+    generator = torch.Generator().manual_seed(4)
+    states, weight = torch.randn(96, 64, generator=generator).bfloat16(), torch.randn(5003, 64, generator=generator)
+    targets = torch.randint(-1, 5003, (96,), generator=generator)
+
+    def read(order: torch.Tensor) -> list[torch.Tensor]:
+        logits = wide_product(states[order], weight.bfloat16())
+        return [column[order.argsort()] for column in read_logits(logits, targets[order], 5)]
+
+    expected = read(torch.arange(96))
+    for _ in range(3):
+        again = read(torch.randperm(96, generator=generator))
+        assert all(bitwise(ours, theirs) for ours, theirs in zip(again, expected, strict=True))
+
+
 class Sizes(TorchDispatchMode):
     """Notes the largest tensor of each dtype that any operation makes."""
 
@@ -145,7 +183,7 @@ def test_a_reading_never_widens_all_logits_at_once() -> None:
     logits = torch.randn(480, 2000, generator=torch.Generator().manual_seed(0)).bfloat16()
     with Sizes() as seen:
         read_logits(logits, torch.zeros(480, dtype=torch.long), 5)
-    assert 0 < seen.largest[torch.float32] <= 60 * 2000 and seen.largest[torch.int64] <= 60 * 2000
+    assert 0 < seen.largest[torch.float32] <= 60 * 2048 and seen.largest[torch.int64] <= 60 * 2000
 
 
 def test_bitwise_tells_what_equality_hides() -> None:
@@ -170,10 +208,15 @@ def test_close_needs_a_reason_and_sees_nan() -> None:
 
 @pytest.mark.parametrize("rows", [WIDE_ROWS - 1, WIDE_ROWS, 3 * WIDE_ROWS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_wide_product_equals_its_twin(dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("outputs", [40, 500])
+def test_wide_product_equals_its_twin(
+    outputs: int, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once and in parts, the last of them smaller."""
+    monkeypatch.setattr(wide_module, "_NUMBERS", 192 * 96)
     generator = torch.Generator().manual_seed(rows)
     values, weight, bias = (
-        torch.randn(size, generator=generator).to(dtype) for size in ((1, rows, 96), (40, 96), (40,))
+        torch.randn(size, generator=generator).to(dtype) for size in ((1, rows, 96), (outputs, 96), (outputs,))
     )
     made, plain = wide_product(values, weight, bias), torch.nn.functional.linear(values, weight, bias)
     assert made.dtype == dtype and made.shape == plain.shape
@@ -183,10 +226,26 @@ def test_wide_product_equals_its_twin(dtype: torch.dtype, rows: int) -> None:
 
 def test_wide_product_widens_from_its_number_of_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("cacheprobe.ops.wide_product.linear", lambda x, w, b: seen.append(x.dtype) or x)
+    monkeypatch.setattr(wide_module, "linear", lambda x, w, b: seen.append(len(x)) or x)
     for rows in (WIDE_ROWS - 1, WIDE_ROWS):
         wide_product(torch.zeros(rows, 4, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16))
-    assert seen == [torch.bfloat16, torch.float32]
+    assert seen == [WIDE_ROWS - 1]
+
+
+def test_wide_product_never_widens_a_large_matrix_at_once() -> None:
+    weight = torch.zeros(20000, 64, dtype=torch.bfloat16)
+    for rows in (WIDE_ROWS, 4 * WIDE_ROWS):
+        with Sizes() as seen:
+            wide_product(torch.zeros(rows, 64, dtype=torch.bfloat16), weight)
+        limit = max(64, rows) * wide_module.outputs_at_once(rows, 64)
+        assert 0 < seen.largest[torch.float32] <= limit < weight.numel()
+
+
+@given(st.lists(st.floats(-5, 5, width=16).map(lambda x: round(x, 1)), min_size=2, max_size=9))
+def test_two_largest_equals_its_twin(values: list[float]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        given_values = torch.tensor(values).to(dtype)
+        assert two_largest(given_values) == tuple(given_values.topk(2).values.tolist())
 
 
 def test_a_type_is_emulated_where_the_processor_lacks_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

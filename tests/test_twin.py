@@ -181,6 +181,21 @@ def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple
         assert all(bitwise(a, b) for a, b in zip(measured(*variant), expected, strict=True)), what
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_readings_of_many_rows_are_widened_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm, bias and soft cap as in its twin, on either path."""
+    model = loaded(family, torch.bfloat16)
+    states = torch.randn(40, model.d_model, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.inference_mode():
+        slow = model.read_out_with_gradients(states)
+    for is_emulated in (True, False):
+        monkeypatch.setattr("cacheprobe.models.bridge.is_emulated", lambda *of, is_emulated=is_emulated: is_emulated)
+        made = model.read_out(states)
+        assert (made - slow).abs().max() <= slow.abs().max() * torch.finfo(torch.bfloat16).eps
+        assert bitwise(made, TwinLM(model).read_out(states)) and bitwise(made, slow) is not is_emulated
+        assert model.fingerprint()["readings_in_float32"] == ("from 16 rows" if is_emulated else "never")
+
+
 def test_building_a_twin_draws_no_random_numbers() -> None:
     state = torch.get_rng_state()
     TwinLM(loaded())

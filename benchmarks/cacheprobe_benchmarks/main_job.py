@@ -1,81 +1,110 @@
 """What recording costs: 16 coin-flip prompts x 32 new tokens on SmolLM2, greedy, bfloat16, 2 threads.
 
-Measured against Hugging Face `generate` of the same batch with nothing captured, on a separately loaded copy with its
-default attention; interleaved in one process, ratios of medians. No drafter, nothing deterministic, EOS ignored.
+Against Hugging Face `generate` of the same batch with nothing captured, on a separately loaded copy with its default
+attention; end-of-sequence ignored. Hugging Face runs before and after each of our jobs, and a ratio is to the mean of
+the two: a machine that is slower for a while is then slower for both. With half of the requests deterministic, a verify
+pass is a decode of a fixed height in which the others ride along. Batch 1 is one longer coin-flip prompt after another
+with n-gram drafts, each beside Hugging Face's.
 """
 
+import json
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.smollm2 import smollm2_directory
+from cacheprobe.models.base import CachedLM
+from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring
+from cacheprobe_benchmarks.speculation import ALONE, NUM_ALONE
+from cacheprobe_benchmarks.speculation import NEW_TOKENS as NEW_TOKENS_ALONE
+from cacheprobe_benchmarks.workload import side_by_side
 
 NEW_TOKENS = 32
 PROMPTS = Path(__file__).parents[2] / "data" / "coin_flip_bench.jsonl"
+PROMPTS_ALONE = Path(__file__).parents[1] / "prompts" / "coin.jsonl"
+SHAPE = dict(capacity=96, window=1, group=16, prefill_group=8, prefill_chunk=40)
+"""The capacity holds the longest prompt and its answer; the rest matters to deterministic requests alone."""
+
+JOBS: dict[str, dict[str, Any]] = {
+    "stc": dict(capture="STC"),
+    "stcz": dict(capture="STCZ"),
+    "stcz_half_deterministic": dict(capture="STCZ", deterministic=0.5),
+}
 
 
 def run(rounds: int) -> dict[str, Any]:
-    """Seconds and ratios of the main job with and without Z; lower is better, 1.0 is Hugging Face with nothing kept."""
-    if not PROMPTS.exists():
-        raise ValueError(f"{PROMPTS} is missing; run the benchmark from a checkout")
+    """Ratios of seconds, medians over rounds; lower is better, 1.0 is Hugging Face with nothing kept."""
+    for path in (PROMPTS, PROMPTS_ALONE):
+        if not path.exists():
+            raise ValueError(f"{path} is missing; run the benchmark from a checkout")
     torch.set_num_threads(2)
+    model, hf = cp.load_model("smollm2-135m", dtype="bfloat16"), HuggingFace()
     prompts = [example.prompt for example in cp.tasks.load_examples(PROMPTS)]
-    model = cp.load_model("smollm2-135m", dtype="bfloat16")
-    sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=NEW_TOKENS)
-
-    def ours(capture: str) -> Callable[[], list[list[int]]]:
-        def job() -> list[list[int]]:
-            trace = cp.run(model, prompts, capture=capture, sampling=sampling, progress=False)
-            return [trace.committed(i) for i in range(len(prompts))]
-
-        return job
-
-    jobs = {"hf": _hugging_face(prompts), "stc": ours("STC"), "stcz": ours("STCZ")}
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    with measuring((rounds + 1) * len(jobs)) as bar:
+    ids = [list(model.encode(prompt)) for prompt in prompts]
+    alone = [list(model.encode(one["prompt"])) for one in _lines(PROMPTS_ALONE)[:NUM_ALONE]]
+    ratios, seconds = defaultdict(list), defaultdict(list)
+    with measuring((rounds + 1) * (len(JOBS) + 1)) as bar:
         for number in range(rounds + 1):
-            for name, job in jobs.items():
-                began = time.perf_counter()
-                tokens = job()
-                if number:  # the first round is not timed: first calls allocate
-                    seconds[name].append(time.perf_counter() - began)
-                if any(len(ids) != NEW_TOKENS for ids in tokens):
-                    raise RuntimeError(
-                        f"{name} generated {[len(ids) for ids in tokens]} tokens instead of {NEW_TOKENS} each"
-                    )
-                bar.advance(note=name)
-    medians = {name: median(values) for name, values in seconds.items()}
+            before = _timed(lambda: hf.generate(ids, NEW_TOKENS))
+            for name, settings in JOBS.items():
+                ours = _timed(lambda settings=settings: _ours(model, ids, NEW_TOKENS, **SHAPE, **settings))
+                after = _timed(lambda: hf.generate(ids, NEW_TOKENS))
+                if number:  # the first round is not timed: first calls allocate, and the fixed shapes are tried
+                    ratios[name].append(ours / mean((before, after)))
+                    seconds[name].append(ours)
+                    seconds["hf"].append(after)
+                before = after
+                bar.advance(note=f"{name} {ours:.1f} s")
+            took = side_by_side({"ours": _drafted(model, alone), "hf": _one_by_one(hf, alone)})
+            if number:
+                ratios["batch1_speculation"].append(took["ours"] / took["hf"])
+            bar.advance(note=f"batch 1 {took['ours']:.1f} s")
     return {
         "benchmark": "main-job",
         "prompts": len(prompts),
         "new_tokens": NEW_TOKENS,
         "rounds": rounds,
-        "stc_ratio": round(medians["stc"] / medians["hf"], 2),
-        "stcz_ratio": round(medians["stcz"] / medians["hf"], 2),
-        "seconds_median": {name: round(value, 2) for name, value in medians.items()},
+        **{f"{name}_ratio": round(median(of_rounds), 2) for name, of_rounds in ratios.items()},
+        "of_each_round": {f"{name}_ratio": [round(one, 2) for one in of_rounds] for name, of_rounds in ratios.items()},
+        "seconds_median": {name: round(median(taken), 2) for name, taken in seconds.items()},
         **machine(),
     }
 
 
-def _hugging_face(prompts: list[str]) -> Callable[[], list[list[int]]]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _timed(job: Callable[[], list[list[int]]]) -> float:
+    began = time.perf_counter()
+    tokens = job()
+    took = time.perf_counter() - began
+    if any(len(ids) != NEW_TOKENS for ids in tokens):
+        raise RuntimeError(f"{[len(ids) for ids in tokens]} tokens were generated instead of {NEW_TOKENS} each")
+    return took
 
-    directory = smollm2_directory()
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
-    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
-    batch = tokenizer(prompts, return_tensors="pt", padding=True)
 
-    def job() -> list[list[int]]:
-        with torch.inference_mode():
-            out = model.generate(
-                **batch, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, pad_token_id=0
-            )
-        return out[:, batch["input_ids"].shape[1] :].tolist()
+def _ours(model: CachedLM, prompts: list[list[int]], new_tokens: int, **settings: Any) -> list[list[int]]:
+    sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=new_tokens)
+    trace = cp.run(model, prompts, sampling=sampling, progress=False, **settings)
+    return [trace.committed(i) for i in range(len(prompts))]
 
-    return job
+
+def _drafted(model: CachedLM, prompts: list[list[int]]) -> Iterator[float]:
+    shape = dict(window=ALONE.window, group=1, capacity=ALONE.capacity, prefill_chunk=ALONE.prefill_chunk, max_batch=1)
+    for number, prompt in enumerate(prompts, 1):
+        drafter = cp.drafters.NGram(length=ALONE.window - 1)
+        _ours(model, [prompt], NEW_TOKENS_ALONE, capture="STC", drafter=drafter, **shape)
+        yield number / len(prompts)
+
+
+def _one_by_one(hf: HuggingFace, prompts: list[list[int]]) -> Iterator[float]:
+    for number, prompt in enumerate(prompts, 1):
+        hf.generate([prompt], NEW_TOKENS_ALONE)
+        yield number / len(prompts)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

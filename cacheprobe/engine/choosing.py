@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.ops.equality import ordered_bits
+
 _ROWS_AT_ONCE, _IDS_AT_ONCE = 60, 4096
 """Rows and ids reduced together: few enough for the shared cache, enough that starting each parallel pass does not
 show."""
@@ -53,14 +55,14 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
     best = target_values.new_full((rows, 1), torch.finfo(torch.float32).min)
     total, weighted = torch.zeros_like(best), torch.zeros_like(best)
     before = torch.zeros_like(targets)
-    values, weights = target_values.new_empty(2, rows, size).unbind()
+    values, weights = (target_values.new_empty(rows, size) for _ in range(2))
     tops = target_values.new_empty(rows, -(-width // _BLOCK))
 
     for start in range(0, width, size):
         end = min(start + size, width)
         if end - start < size:
             size = -(-(end - start) // _BLOCK) * _BLOCK
-            values, weights = values.new_full((2, rows, size), -torch.inf).unbind()
+            values, weights = (values.new_full((rows, size), -torch.inf) for _ in range(2))
         values[:, : end - start] = logits[:, start:end]
         blocks = tops[:, start // _BLOCK : -(-end // _BLOCK)]
         torch.amax(values.view(rows, -1, _BLOCK), -1, out=blocks)
@@ -138,10 +140,5 @@ def _best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tenso
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """[n, v] whole numbers in the order of float32 values, no two of a row alike: of equal values the first is larger.
-
-    A float's bits, read as a whole number, are in its order, but for negative ones, whose order is turned round.
-    """
-    bits = (values + 0.0).view(torch.int32)  # -0 becomes 0: they are equal
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
-    return keys - torch.arange(values.shape[1], device=values.device)
+    """[n, v] whole numbers in the order of float32 values, no two of a row alike: of equal values the first is first."""
+    return (ordered_bits(values) << 32) - torch.arange(values.shape[1], device=values.device)

@@ -231,10 +231,22 @@ def test_invariant_08_causality() -> None:
             assert same_rows(before, [held[:, : 8 + j] for held in rows])
 
 
+class Spans(Spy):
+    """Notes over how many slots attention runs in every pass."""
+
+    def __init__(self, inner: CachedLM) -> None:
+        super().__init__(inner)
+        self.spans: list[int] = []
+
+    def answer(self, call: Call) -> Tensor:
+        self.spans.append(call.cache.span)
+        return super().answer(call)
+
+
 def test_invariant_09_fixed_shape() -> None:
     """Every verify pass is G x W and every verified prompt's pass 1 x chunk, whatever is in them."""
     for settings in (dict(), dict(max_batch=2), dict(draft_length=1), dict(drafter=wrong_at_random())):
-        spy = Spy(tiny())
+        spy = Spans(tiny())
         run = Watched(spy, PROMPTS, sampling=HOT, deterministic=True, **settings).finished()
         events = run.trace.events()
         for phase, shape in (("verify", (G, W)), ("prefill", (1, CHUNK))):
@@ -243,6 +255,9 @@ def test_invariant_09_fixed_shape() -> None:
         wide = {call.shape for call in spy.calls if call.shape[1] > 1}
         assert wide == {(G, W), (1, CHUNK)}
         assert all(call.cache.capacity == CAPACITY for call in spy.calls)
+        assert {span for call, span in zip(spy.calls, spy.spans, strict=True) if call.shape[1] > 1} == {CAPACITY}
+        if "drafter" not in settings:  # the fast path promises no bits
+            assert min(span for call, span in zip(spy.calls, spy.spans, strict=True) if call.shape[1] == 1) < CAPACITY
 
 
 def wrong_at_random() -> cp.drafters.Scripted:

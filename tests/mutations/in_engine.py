@@ -125,6 +125,13 @@ MUTATIONS = [
         "",
     ),
     one(
+        "a fixed pass attends to no more than is in use",
+        ("09_fixed_shape",),
+        "cacheprobe.engine.passes:PassRunner.run",
+        "self.cache.capacity if batch is not None else max(starts) + width",
+        "max(starts) + width",
+    ),
+    one(
         "a pass that does not fit is run in another shape",
         ("09_fixed_shape_or",),
         "cacheprobe.engine.passes:PassRunner.run",
