@@ -43,6 +43,7 @@ class BridgeLM:
         self.tokenizer = bridge.tokenizer
         self.stop_token_ids = stop_token_ids(bridge)
         self._hashed: tuple[object, str] | None = None
+        self._texts: dict[int, str] = {}
         self.versions_at_load = self.weight_versions
         self.twin_trial: Any = None  # kept by models.paths
         points = bridge.hook_dict
@@ -250,7 +251,9 @@ class BridgeLM:
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         if self.tokenizer is None:
             return [f"<{token_id}>" for token_id in token_ids]
-        return [self.tokenizer.decode([t], clean_up_tokenization_spaces=False) for t in token_ids]
+        for t in set(token_ids) - self._texts.keys():
+            self._texts[t] = self.tokenizer.decode([t], clean_up_tokenization_spaces=False)
+        return [self._texts[t] for t in token_ids]
 
     def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> ActivationCache:
         named = {hook_name(site, layer): value[None] for (site, layer), value in states.items()}

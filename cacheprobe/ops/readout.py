@@ -104,9 +104,9 @@ def _num_before(values: Tensor, scratch: Tensor, target_values: Tensor, offsets:
     unlikely = target_values[:, 0].isneginf() & (offsets >= width)  # no number is lower
     inside = ((offsets >= 0) & (offsets < width)).nonzero()[:, 0]
     if len(inside):
-        ids = torch.arange(width, device=values.device)
-        equal = (values[inside] == target_values[inside]) & (ids < offsets[inside, None])
-        count[inside] += equal.sum(-1)
+        ids = torch.arange(width, device=values.device, dtype=torch.int32)
+        equal = (values[inside] == target_values[inside]) & (ids < offsets[inside, None].int())
+        count[inside] += equal.view(torch.int8).sum(-1, dtype=torch.int32)  # a sum of bits would widen each to 64
     return count.masked_fill_(unlikely, width)
 
 
@@ -140,5 +140,5 @@ def _best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tenso
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """[n, v] whole numbers in the order of float32 values, no two of a row alike: of equal values the first is first."""
+    """[n, v] whole numbers in the order of float32 values, no two of a row alike: of equal ones the first is larger."""
     return (ordered_bits(values) << 32) - torch.arange(values.shape[1], device=values.device)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-WIDE_ROWS = 16
+WIDE_ROWS = 32
 """From this many rows on, widening the weights for one product costs less than it saves, at one and at two threads."""
 
 _OUTPUTS, _NUMBERS = 192, 2**18
-"""Of the weights that are widened at once: outputs are a multiple of the first, under which products of 16 rows fall to
+"""Of the weights that are widened at once: outputs are a multiple of the first, under which products of few rows fall to
 a third of their speed (MKL), and there are about so many numbers, which stay in a core's own cache."""
 
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
@@ -51,5 +51,5 @@ def wide_product(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 def outputs_at_once(rows: int, num_inputs: int) -> int:
     """How many outputs' weights are widened at once: more of them where many rows make the product the larger work."""
-    numbers = _NUMBERS * (1 if rows < 4 * WIDE_ROWS else 4)
+    numbers = _NUMBERS * (1 if rows < 2 * WIDE_ROWS else 4)
     return _OUTPUTS * max(numbers // (_OUTPUTS * num_inputs), 1)
