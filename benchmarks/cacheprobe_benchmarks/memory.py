@@ -33,7 +33,7 @@ def run(rounds: int) -> dict[str, Any]:
                 raise RuntimeError(f"the measured process failed: {done.stderr.strip()[-300:]}")
             taken.append(json.loads(done.stdout.splitlines()[-1]))
             bar.advance()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return {
         "benchmark": "memory",
         "rounds": rounds,
@@ -45,7 +45,7 @@ def run(rounds: int) -> dict[str, Any]:
 
 def child() -> None:
     """Print, as JSON, what the main job with S, T, C and Z took; everything in megabytes."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # a second one takes no memory to speak of
     prompts = [example.prompt for example in cp.tasks.load_examples(PROMPTS)]
     model = cp.load_model("smollm2-135m", dtype="bfloat16")
     with open("/proc/self/clear_refs", "w") as file:  # the peak is counted from here: loading a model has its own

@@ -63,7 +63,11 @@ class ShardStore:
                 self._where = {}
                 for shard in self._shards:
                     with safe_open(self._directory / shard, framework="pt") as file:
-                        self._where.update(dict.fromkeys(file.keys(), shard))
+                        names = set(file.keys())
+                        self._where.update(dict.fromkeys(names, shard))
+                        if key in names:  # opening it again would take longer than reading
+                            self._held[key] = file.get_tensor(key)
+        if key not in self._held:
             with safe_open(self._directory / self._where[key], framework="pt") as file:
                 self._held[key] = file.get_tensor(key)
         return self._held[key]

@@ -10,8 +10,8 @@ WIDE_ROWS = 32
 """From this many rows on, widening the weights for one product costs less than it saves, at one and at two threads."""
 
 _OUTPUTS, _NUMBERS = 192, 2**18
-"""Of the weights that are widened at once: outputs are a multiple of the first, under which products of few rows fall to
-a third of their speed (MKL), and there are about so many numbers, which stay in a core's own cache."""
+"""Of the weights that are widened at once: outputs are a multiple of the first, under which products of few rows are
+slower by a factor (MKL), and there are about so many numbers, which stay in a core's own cache."""
 
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
@@ -34,9 +34,14 @@ def wide_product(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     The rows of a pass decide, not their contents, so it is a part of the schedule.
     Twin: torch.nn.functional.linear, equal to one unit in the last place of the largest sum: the order of sums differs.
     """
-    rows = values.numel() // values.shape[-1]
-    if rows < WIDE_ROWS:
+    if values.numel() < WIDE_ROWS * values.shape[-1]:
         return linear(values, weight, bias)
+    return widened(values, weight, bias)
+
+
+def widened(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same of any number of rows: every product in float32."""
+    rows = values.numel() // values.shape[-1]
     size, num_outputs = outputs_at_once(rows, weight.shape[1]), weight.shape[0]
     wide = values.reshape(rows, -1).float()
     out = values.new_empty(rows, num_outputs)

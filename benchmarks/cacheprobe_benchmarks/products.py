@@ -1,0 +1,59 @@
+"""From how many rows on it pays to widen 16-bit weights: the products of SmolLM2's blocks, at one thread and at two.
+
+On a processor that only emulates 16-bit products. Seconds of the widened products over those of the 16-bit ones,
+medians of ratios of neighbouring runs; below 1.0 it pays. `ops.wide_product.WIDE_ROWS` is what is in force.
+"""
+
+import time
+from collections.abc import Callable
+from itertools import cycle
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from cacheprobe.ops import wide_product
+from cacheprobe_benchmarks.machine import machine, measuring
+
+SHAPES = {(576, 576): 2, (192, 576): 2, (1536, 576): 2, (576, 1536): 1}
+"""[outputs, inputs] of a block's products, and how many of them a block has."""
+BLOCKS, ROWS, REPEATS = 30, (8, 12, 16, 24, 32, 64), 5
+
+
+def run(rounds: int) -> dict[str, Any]:
+    """wide_over_narrow: by threads and rows, of one pass through all blocks; lower is better."""
+    if not wide_product.is_emulated(torch.bfloat16, torch.device("cpu")):
+        raise ValueError("this processor has 16-bit arithmetic: its products are never widened")
+    blocks = cycle(
+        [[torch.randn(size).bfloat16() for size, count in SHAPES.items() for _ in range(count)] for _ in range(BLOCKS)]
+    )
+    found: dict[str, dict[str, float]] = {}
+    with torch.inference_mode(), measuring(2 * len(ROWS)) as bar:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for rows in ROWS:
+                inputs = {width: torch.randn(rows, width).bfloat16() for _, width in SHAPES}
+                narrow, wide = (_pass(blocks, inputs, product) for product in (linear, wide_product.widened))
+                ratios = [wide() / narrow() for _ in range(rounds * REPEATS + 1)][1:]
+                found.setdefault(f"{threads} threads", {})[f"{rows} rows"] = round(median(ratios), 2)
+                bar.advance(note=f"{threads} threads, {rows} rows")
+    return {
+        "benchmark": "products",
+        "rounds": rounds,
+        "wide_rows": wide_product.WIDE_ROWS,
+        "wide_over_narrow": found,
+        **machine(),
+    }
+
+
+def _pass(blocks: Any, inputs: dict[int, Tensor], product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], float]:
+    def timed() -> float:
+        began = time.perf_counter()
+        for _ in range(BLOCKS):
+            for weight in next(blocks):
+                product(inputs[weight.shape[1]], weight)
+        return time.perf_counter() - began
+
+    return timed
