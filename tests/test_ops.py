@@ -233,11 +233,11 @@ def test_wide_product_widens_from_its_number_of_rows_on(monkeypatch: pytest.Monk
 
 
 def test_wide_product_never_widens_a_large_matrix_at_once() -> None:
-    weight = torch.zeros(20000, 64, dtype=torch.bfloat16)
+    weight = torch.zeros(20000, 256, dtype=torch.bfloat16)
     for rows in (WIDE_ROWS, 4 * WIDE_ROWS):
         with Sizes() as seen:
-            wide_product(torch.zeros(rows, 64, dtype=torch.bfloat16), weight)
-        limit = max(64, rows) * wide_module.outputs_at_once(rows, 64)
+            wide_product(torch.zeros(rows, 256, dtype=torch.bfloat16), weight)
+        limit = max(256, rows) * wide_module.outputs_at_once(rows, 256)
         assert 0 < seen.largest[torch.float32] <= limit < weight.numel()
 
 
