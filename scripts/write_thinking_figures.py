@@ -60,7 +60,7 @@ def _again() -> list[str]:
     said = (
         "`python -m cacheprobe_analyses.thinking_states_table --again`: the same models, on texts that no setting was\n"
     )
-    return [f"{said}chosen by.", Table(**_held("thinking-states-again")).table()]
+    return [f"{said}was chosen by.", Table(**_held("thinking-states-again")).table()]
 
 
 def _held(name: str) -> dict[str, Any]:
