@@ -36,7 +36,7 @@ class Greedy(RmsNorm):
     @staticmethod
     def plan(values, weight, eps):
         given = {"values": values, "out": values, "num_rows": len(values)}
-        return Plan([Launch(greedy, (1,), given, {"BLOCK": 65536})], values)
+        return Plan([Launch(greedy, (1,), given, {"BLOCK": 32768})], values)
 
 
 built = list(builds(Greedy, (90,)))

@@ -58,9 +58,9 @@ def test_a_time_is_held_against_the_longer_of_bytes_and_products(monkeypatch: py
 def test_a_broken_kernel_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import cacheprobe_kernels.checks.on_gpu as on_gpu
 
-    right = RmsNorm.plan
-    monkeypatch.setattr(RmsNorm, "cases", RmsNorm.cases[1:2])
-    monkeypatch.setattr(RmsNorm, "full", RmsNorm.cases[1])
+    right, small = RmsNorm.plan, RmsNorm.cases[1]
+    monkeypatch.setattr(RmsNorm, "cases", (small,))
+    monkeypatch.setattr(RmsNorm, "full", small)
     monkeypatch.setattr(on_gpu, "available", lambda kind: {"rms_norm": RmsNorm})
     said: list[str] = []
     assert complaints(torch.device("cpu"), said.append) == [] and said[0].endswith("good")

@@ -117,7 +117,8 @@ class CapturePack(Kernel):
 
     @staticmethod
     def inputs(case: Case, draws: Draws) -> Arguments:
-        """Every other column of a wider tensor, slots before batch; rows repeat, and one is none."""
+        """Every other column of a wider tensor, slots before batch; rows repeat, the first is none, and of many
+        the last is the one behind the source."""
         b, t, m, n = (case.sizes[name] for name in ("b", "t", "m", "n"))
         states = draws.normal(t, b, 2 * m, dtype=case.dtype)[:, :, ::2].transpose(0, 1)
         rows = draws.integers(0, b * t, n)
@@ -126,6 +127,7 @@ class CapturePack(Kernel):
             rows = torch.arange(n, device=draws.device)
         elif draws.device.type != "meta":
             rows[0] = -1
+            rows[-1] = b * t if n > 3 else rows[-1]
         return {"states": states, "rows": rows, "kind": "int8" if case.sizes["int8"] else "bfloat16"}
 
     @staticmethod

@@ -9,7 +9,11 @@ from cacheprobe_kernels.base import Arguments, Case, Draws, Outcome
 
 
 def lens_inputs(case: Case, draws: Draws) -> Arguments:
-    """Targets beside states; every third row has none. Exact: states of -1 and 1, weights of small integers."""
+    """Targets beside states; every third row has none.
+
+    Exact: states of -1 and 1, and few whole numbers as logits, so that many are equal; with a step beside them they are
+    so large that more of them are equal once they are rounded to 16 bits.
+    """
     n, m, v = (case.sizes[name] for name in ("n", "m", "v"))
     targets = draws.integers(0, v, n)
     if draws.device.type != "meta":
@@ -18,6 +22,7 @@ def lens_inputs(case: Case, draws: Draws) -> Arguments:
     if case.is_exact:
         states, norm_weight = draws.signs(n, m, dtype=case.dtype), draws.signs(m, dtype=case.dtype)
         unembedding, bias = (draws.integers(-1, 2, *shape, dtype=case.dtype) for shape in ((v, m), (v,)))
+        unembedding += case.sizes.get("step", 0) * draws.integers(-1, 2, v, m, dtype=case.dtype)
     else:
         states, norm_weight = draws.normal(n, m, dtype=case.dtype), draws.normal(m, dtype=case.dtype)
         unembedding, bias = (draws.normal(*shape, dtype=case.dtype) for shape in ((v, m), (v,)))
@@ -32,12 +37,13 @@ def exact_readout(
     states: Tensor, norm_weight: Tensor | None, eps: float, unembedding: Tensor, target_token_ids: Tensor, top_k: int,
     bias: Tensor | None = None,
 ) -> Outcome:  # fmt: skip
-    """By the definitions, a row at a time, without rounding anything to the model's type."""
+    """By the definitions, a row at a time; logits are rounded once, to the model's type."""
     rows = []
     for state, target in zip(states.double(), target_token_ids.tolist(), strict=True):
         if norm_weight is not None:
             state = state / math.sqrt(float((state * state).mean()) + eps) * norm_weight.double()
         logits = unembedding.double() @ state + (0.0 if bias is None else bias.double())
+        logits = logits.to(states.dtype).double()
         logprobs = logits - torch.logsumexp(logits, 0)
         tops = logprobs.sort(descending=True).values[:top_k]
         rows.append((tops, -(logprobs.exp() * logprobs).sum(), logprobs[target] if target >= 0 else torch.nan))

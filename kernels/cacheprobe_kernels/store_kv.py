@@ -109,13 +109,15 @@ class StoreKV(Kernel):
 
     @staticmethod
     def inputs(case: Case, draws: Draws) -> Arguments:
-        """Cache rows in another order than those of the batch; of three and more the second leaves a hole."""
+        """Cache rows in another order than those of the batch; of three and more the first leaves the
+        capacity by one, and the second leaves a hole."""
         b, g, t, s, dk, dv = (case.sizes[name] for name in ("b", "g", "t", "s", "dk", "dv"))
         r = b + 2
         lengths = draws.integers(1, s - t, r)
         rows = draws.order(r)[:b]
         starts = draws.integers(0, 1, b) if draws.device.type == "meta" else (lengths[rows] - 1).clamp(min=0)
         if b > 2 and draws.device.type != "meta":
+            starts[0] = lengths[rows[0]] = s - t + 1
             starts[1] += 2
         made = {"k": (b, t, g, dk), "v": (b, t, g, dv)}  # as a model's projections leave them
         new = {name: draws.normal(*shape, dtype=case.dtype).transpose(1, 2) for name, shape in made.items()}

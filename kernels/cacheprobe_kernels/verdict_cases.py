@@ -9,12 +9,12 @@ WRITTEN = ("token_ids", "codes", "hidden", "lengths")
 
 
 def verdict_inputs(case: Case, draws: Draws) -> Arguments:
-    """A vocabulary of four, so that drafts agree by chance; some last candidates have no target beyond them.
+    """Three targets of four are the candidates; some last candidates have no target beyond them.
 
     Of ten and more rows the first leaves a hole, the second is no row and the third has more candidates than targets.
     """
     b, k, s, stops = (case.sizes[name] for name in ("b", "k", "s", "stops"))
-    drafts, targets = draws.integers(0, 4, b, k), draws.integers(0, 4, b, k + 1)
+    drafts, targets = draws.integers(0, 9, b, k), draws.integers(0, 9, b, k + 1)
     draft_lengths, frontiers = draws.integers(0, k + 1, b), draws.integers(0, s - k - 1, b)
     rows, lengths, target_lengths = draws.order(b + 2)[:b], draws.integers(0, s, b + 2), draft_lengths + 1
     if draws.device.type != "meta":
@@ -30,7 +30,7 @@ def verdict_inputs(case: Case, draws: Draws) -> Arguments:
         "targets": targets,
         "target_lengths": target_lengths,
         "num_left": draws.integers(1, k + 3, b),
-        "stop_token_ids": draws.integers(-1, 4, b, stops),
+        "stop_token_ids": draws.integers(-1, 9, b, stops),
         "frontiers": frontiers,
         "rows": rows,
         "token_ids": draws.integers(0, 4, b + 2, s + 1),

@@ -45,7 +45,7 @@ def _verify_accept(
     stops = place < 0
     for i in range(num_stops):
         stop = tl.load(stop_token_ids + batch * num_stops + i)
-        stops = stops | ((said == stop) & (stop >= 0))
+        stops = stops | (said == stop)
     first_stop = tl.min(tl.where(stops & (place < num_said), place, BLOCK), 0)
     committed = tl.minimum(num_said, first_stop + 1)
     ran_out = tl.where(num_said >= left, _LENGTH, 0)
