@@ -90,6 +90,15 @@ def test_replays_by_key_button_and_play(browser: Browser, address: str) -> None:
         assert f"step {at(page)['step']}" in page.inner_text("#now")
 
 
+def test_no_key_of_several_at_once_is_lost(browser: Browser, address: str) -> None:
+    key = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft', bubbles: true}));"
+    with opened(browser, f"{address}?run=0&request=1&step=9") as page:
+        answered(page, "cache", step=9)
+        page.evaluate(f"(() => {{ {key * 5} }})()")
+        answered(page, "cache", step=4)
+        assert "step=4" in page.url
+
+
 def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?run=0&request=0&rows=committed") as page:
         answered(page, "decode", request=0)

@@ -5,9 +5,14 @@
   const keep = () => window.dash_clientside.no_update;
   const TAKES_ARROWS = "input:not(.dash-dropdown-focus-target),textarea,[role=slider],[role=listbox],[role=option]";
   let count = 0, playing = null;
-  const chosen = {at: null, about: null};
+  const chosen = {at: null, about: null}, intents = [];
 
-  const send = (what) => window.dash_clientside.set_props("intent", {data: {...what, n: ++count}});
+  // Two that come at once are one change of the store's value to Dash: what was meant is kept here until it is taken.
+  function send(what) {
+    intents.push(what);
+    window.dash_clientside.set_props("intent", {data: ++count});
+  }
+  const meant = () => intents.splice(0);
 
   function escaped(text) {
     const box = document.createElement("span");
@@ -199,7 +204,7 @@
   };
   const first = () => Number(place("page").dataset.first || 0);
 
-  window.cacheprobe = Object.assign(window.cacheprobe || {}, {width, waiting, first});
+  window.cacheprobe = Object.assign(window.cacheprobe || {}, {width, waiting, first, meant});
   window.dash_clientside = window.dash_clientside || {};
   window.dash_clientside.cacheprobe = Object.assign(window.dash_clientside.cacheprobe || {}, {draw, caption, point, click});
 })();

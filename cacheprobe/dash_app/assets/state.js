@@ -119,8 +119,12 @@
 
   const known = (at, story) => story && !story.error && story.run === at.run && story.request === at.request;
 
+  // Dash drops what a callback returns when it is to be run again, so the newest state is held here, not in the store.
+  let held = null;
+
   function reduce(search, facts, story, intent, ...rest) {
-    const values = rest.slice(0, CONTROLS.length), before = rest[CONTROLS.length], about = rest[CONTROLS.length + 1];
+    const values = rest.slice(0, CONTROLS.length), stored = rest[CONTROLS.length], about = rest[CONTROLS.length + 1];
+    const before = held;
     const fired = new Set((window.dash_clientside.callback_context.triggered || []).map((one) => one.prop_id));
     const at = before ? {...before, said: []} : parse(search);
     if (at.run === undefined || at.run === null) at.run = window.cacheprobe.first();
@@ -128,7 +132,7 @@
       CONTROLS.forEach((name, i) => {
         if (fired.has(name + ".value") && values[i] !== null && values[i] !== undefined) set(at, name, values[i]);
       });
-      if (fired.has("intent.data") && intent) INTENTS[intent.intent](at, intent, facts, about);
+      for (const what of window.cacheprobe.meant()) INTENTS[what.intent](at, what, facts, about);
       // what was said stands until something is chosen; controls that are set to what is chosen choose nothing
       const chosen = ({said, width, ...rest}) => rest;
       at.said = same(chosen(at), chosen(before)) ? [...before.said] : [];
@@ -144,7 +148,8 @@
     ] : Array(5).fill(keep());
     const shown = CONTROLS.map((name, i) => (at[name] === undefined || at[name] === null || at[name] === values[i]
       ? keep() : at[name]));
-    return [before && same(at, before) ? keep() : at, ...shown, ...options];
+    held = at;
+    return [stored && same(at, stored) ? keep() : at, ...shown, ...options];
   }
 
   function pages(at, facts, story) {
