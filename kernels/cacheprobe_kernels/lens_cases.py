@@ -22,6 +22,10 @@ def lens_inputs(case: Case, draws: Draws) -> Arguments:
     if case.is_exact:
         states, norm_weight = draws.signs(n, m, dtype=case.dtype), draws.signs(m, dtype=case.dtype)
         unembedding, bias = (draws.integers(-1, 2, *shape, dtype=case.dtype) for shape in ((v, m), (v,)))
+        if "flat" in case.sizes:  # all that come first are equal, and few that come later are above them
+            unembedding[: case.sizes["flat"]] = bias[: case.sizes["flat"]] = 0
+            bias[case.sizes["flat"] :] -= 20
+            bias[case.sizes["flat"] + 1 :: 24] += 40
         unembedding += case.sizes.get("step", 0) * draws.integers(-1, 2, v, m, dtype=case.dtype)
     else:
         states, norm_weight = draws.normal(n, m, dtype=case.dtype), draws.normal(m, dtype=case.dtype)

@@ -163,7 +163,7 @@ class LensTopK(Kernel):
         Case("ragged", torch.float32, {"n": 3, "m": 20, "v": 75, "top_k": 5, "has_bias": 1}),
         Case("few", torch.float16, {"n": 2, "m": 9, "v": 3, "top_k": 5, "has_bias": 0}),
         Case("two-tiles", torch.bfloat16, {"n": 17, "m": 16, "v": 20, "top_k": 1, "has_bias": 0, "is_normed": 1}),
-        Case("ties", torch.float16, {"n": 4, "m": 6, "v": 70, "top_k": 4, "has_bias": 0}, is_exact=True),
+        Case("ties", torch.float16, {"n": 4, "m": 6, "v": 70, "top_k": 5, "has_bias": 1, "flat": 16}, is_exact=True),
         Case(
             "rounded", torch.bfloat16, {"n": 2, "m": 16, "v": 40, "top_k": 4, "has_bias": 0, "step": 65}, is_exact=True
         ),

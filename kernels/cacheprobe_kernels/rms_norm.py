@@ -63,7 +63,7 @@ class RmsNorm(Kernel):
         Case("one", torch.float32, {"n": 1, "m": 1}),
         Case("long", torch.float16, {"n": 3, "m": 2100}),
         Case("wide", torch.float32, {"n": 7, "m": 130}),
-        Case("signs", torch.bfloat16, {"n": 4, "m": 64}, is_exact=True),
+        Case("integers", torch.bfloat16, {"n": 4, "m": 64}, is_exact=True),
     )
     full = Case("smollm2-135m", torch.bfloat16, {"n": 240, "m": 576})
     because = "the squares are summed in blocks"
@@ -89,7 +89,7 @@ class RmsNorm(Kernel):
     def inputs(case: Case, draws: Draws) -> Arguments:
         n, m = case.sizes["n"], case.sizes["m"]
         if case.is_exact:
-            values, weight = draws.signs(n, m, dtype=case.dtype), draws.integers(-9, 9, m, dtype=case.dtype)
+            values, weight = draws.integers(-9, 9, n, m, dtype=case.dtype), draws.normal(m, dtype=case.dtype)
             return {"values": values, "weight": weight, "eps": 0.0}
         return {
             "values": draws.normal(n, m, dtype=case.dtype),
