@@ -257,7 +257,7 @@ def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> N
         assert "behaviour · num_examples" in answered(page, "result", result=4)
     with served(Shelf.of([tmp_path / "a-grid.json"])) as address, opened(browser, f"{address}?tab=surgery") as page:
         until(page, "document.querySelector('.card[data-kind=surgery]').checkVisibility()")
-        assert "No cache surgery was named" in page.inner_text("#panel-results")
+        assert "No result of cache surgery was named" in page.inner_text("#panel-results")
     with served(Shelf.of([tmp_path])) as address, opened(browser, f"{address}?tab=results&result=0") as page:
         answered(page, "result", result=0)
         assert at(page)["tab"] == "patching"

@@ -190,6 +190,8 @@ def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyP
     for port in (-1, 99999):
         with pytest.raises(ValueError, match=f"--port is a number from 0 to 65535, got {port}"):
             cli_dash.open_runs(Path("runs"), port=port)
+    with pytest.raises(ValueError, match="nowhere holds no tuned lens"):
+        cli_dash.open_runs(Path("runs"), lens=(Path("nowhere"),))
     monkeypatch.setattr(cli_dash, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install cacheprobe\[dash\]"):
         cli_dash.open_runs(Path("runs"))

@@ -17,12 +17,13 @@ from cacheprobe.views.text import markup
 
 MOST_BYTES = 20 * 2**20
 MOST_LINES = 200
+_REMEDY = ("Name a folder of them: ", "cacheprobe dash RUN analyses/results")
 KINDS = (
-    ("patching", "Patching grid", ("Keep one and name its file: ", 'grid.save("grids/one.json")')),
-    ("surgery", "Cache surgery", ("Name a result of it: ", "cacheprobe dash RUN analyses/results/coin-rows.json")),
-    ("results", "Result", ("Name a folder of them: ", "cacheprobe dash RUN analyses/results")),
+    ("patching", "Patching", "No patching grid was named", ("Keep one and name its file: ", 'grid.save("grid.json")')),
+    ("surgery", "Cache surgery", "No result of cache surgery was named", _REMEDY),
+    ("results", "Results", "No other results were named", _REMEDY),
 )
-"""Of a stored result: its tab, what it is called, and what to do where there is none."""
+"""Of a stored result: its name in a link, its tab, and what is said where there is none."""
 _PROBE = {"at", "place", "site", "layer", "accuracy", "low", "high", "is_above", "untrained", "embedding", "majority"}
 _SURGERY = {"people", "unit", "where", "treatment", "n", "total", "flips"}
 

@@ -17,7 +17,7 @@ TABS = (
     ("replay", "Replay"),
     ("thoughts", "Thoughts"),
     ("compare", "Compare"),
-    *((kind, name) for kind, name, _ in KINDS),
+    *((kind, name) for kind, name, *_ in KINDS),
 )
 
 
@@ -183,19 +183,19 @@ def _results(shelf: Shelf) -> list[Any]:
         html.Button(path.stem, className="plain", **{"data-intent": "result", "data-result": str(i), "data-kind": kind})
         for i, (path, kind) in enumerate(zip(shelf.results, kinds, strict=True))
     ]
-    absent = [
+    empty = [
         html.Section(
-            [html.H2(f"No {name.lower()} was named"), html.P([remedy[0], html.Code(remedy[1])], className="note")],
+            [html.H2(absent), html.P([remedy[0], html.Code(remedy[1])], className="note")],
             className="card",
             **{"data-kind": kind},
         )
-        for kind, name, remedy in KINDS
+        for kind, _, absent, remedy in KINDS
         if kind not in kinds
     ]
     inside = [html.Div(className="waiting"), *_figure("result")]
     return [
         html.Div(buttons, className="verdicts", id="result-list"),
-        *absent,
+        *empty,
         html.Section(inside, className="card", id="result-card"),
     ]
 

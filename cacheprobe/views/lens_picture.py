@@ -121,13 +121,14 @@ def _column(column: Any, cells: list[tuple], heights: dict[int, int], x: int, pi
 
 def _key(scale: Scale, columns: pd.DataFrame) -> str:
     """The shades from the first to the last tick, and the marks of columns that are shown."""
-    cells = "".join(f'<g class="v{i}"><rect x="{i * 8}" width="8" height="12"/></g>' for i in range(SHADES))
-    width = 8 * SHADES
+    cells = "".join(f'<g class="v{i}"><rect x="{i * 10}" width="10" height="12"/></g>' for i in range(SHADES))
+    width = 10 * SHADES
     ticks = []
     for value, name in scale.ticks:
         share = (value - scale.low) / (scale.high - scale.low)
         share = 1 - share if scale.is_reversed else share
-        ticks.append(svg.text(min(max(share * width, 6), width - 6), 25, name, "small muted", "middle"))
+        anchor = "start" if share < 0.05 else "end" if share > 0.95 else "middle"
+        ticks.append(svg.text(share * width, 25, name, "small muted", anchor))
     bar = f'<svg class="shades" viewBox="0 0 {width} 28" aria-hidden="true">{cells}{"".join(ticks)}</svg>'
     listed = f"<li>{bar}{scale.title}</li>"
     listed += f"<li>{_swatch(_OUTLINE)}first choice = committed token</li>"
