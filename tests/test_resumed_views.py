@@ -57,8 +57,9 @@ def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, shelf: Shelf)
         assert decode.view(shelf, {**ask, "requests": [0, 5], "places": [0, 20], "place": 0})
 
 
-def test_a_draft_that_was_given_up_stands_until_then(drafted: cp.Trace, shelf: Shelf) -> None:
-    events = drafted.events()
+def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
+    trace = cp.run(loaded(), PROMPTS, **{**TIGHT, "kv_rows": 80}, drafter=cp.drafters.EarlyExit(layer=1), capture="SZ")
+    shelf, events = Shelf.of([trace.save(tmp_path / "run")]), trace.events()
     history = token_history(events)
     one = history[history.outcome == "given_up"].iloc[0]
     again = events[(events.request_id == one.request_id) & (events.phase == "prefill") & (events.step > one.born)]

@@ -82,6 +82,7 @@ def _shades(scale: Scale) -> list[int]:
 def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
     """By row: its readings upwards, each a tuple of what `_READ` names and its shade."""
     found: dict[int, list[tuple]] = {}
+    rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool))
     for row, *cell in zip(*(rows[name].tolist() for name in _READ), shades, strict=True):
         found.setdefault(row, []).append(tuple(cell))
     return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in found.items()}
@@ -105,7 +106,7 @@ def _column(column: Any, cells: list[tuple], heights: dict[int, int], x: int, pi
             f"{markup(token_label(token, TOKEN_COLUMNS))}</text></g>"
         )
     order = {layer: i for i, layer in enumerate(heights)}
-    for low, high in runs_of([order[cell[0]] for cell in cells if cell[6] is True]):
+    for low, high in runs_of([order[cell[0]] for cell in cells if cell[6]]):
         top = height - _ROW * (high + 1)
         tall = _ROW * (high - low + 1) - 1
         parts.append(f'<rect class="agrees" x="1.5" y="{top + 1}" width="{pitch - 2}" height="{tall}" rx="2"/>')

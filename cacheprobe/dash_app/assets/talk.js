@@ -3,6 +3,7 @@
   "use strict";
   const {draw, parse, act, mine, known, settle, shelve, follow, questions} = window.cacheprobe;
   const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against"];
+  const FREE = ["run", "colour", "rows"];
   const PATIENCE = 150;  // milliseconds until an outdated request is given up: a slider that is drawn along is followed
 
   const shelf = JSON.parse(document.body.dataset.shelf), at = parse(location.search);
@@ -100,7 +101,7 @@
     const new_facts = mine(at, facts) && shown !== facts;
     for (const name of CONTROLS) {
       const props = new_facts ? options(name) : {};
-      const value = at[name];
+      const value = FREE.includes(name) || mine(at, facts) ? at[name] : null;  // none before there are options
       if (value !== undefined && value !== null && value !== held[name] && !(name in echoes)) {
         props.value = held[name] = echoes[name] = value;
       }
