@@ -164,8 +164,8 @@ def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, addr
         cells.nth(2).click()
         row = int(page.locator("#grid-view .column").nth(2).get_attribute("data-row") or -1)
         answered(page, "card", row=row)
-        page.locator("#grid-view .column").nth(2).locator(".pick[data-layer='2']").click()
-        assert at(page)["layer"] == 2
+        page.locator("#grid-view .column").nth(2).locator(".pick[data-layer='0']").click()
+        assert at(page)["layer"] == 0
         page.wait_for_timeout(100)
         assert [set(asked) - {"decode"} for asked in sent] == [{"card"}]
         assert page.locator("#drawn-before").count() == 1

@@ -152,13 +152,14 @@
     wanted[name] = question;
   }
 
-  // Questions by view, the first to be answered first. width: of a card, in pixels. drawn: the lens grid that is drawn,
-  // {for: its question, first, last: its positions}; it serves for every position that it holds.
+  // Questions by view, the first to be answered first. width: of a card, in pixels; nothing is drawn before there are
+  // cards. drawn: the lens grid that is there, {for: its question, first, last: its positions}; it serves for every
+  // position that it holds.
   function questions(at, facts, story, width, drawn) {
     const {run, request, step, position, row = null, site, lens, theme} = at, wanted = {};
     if (run !== null && (facts === null || facts.run !== run)) wanted.facts = {run};
     else if (mine(at, facts) && !(story && story.run === run && story.request === request)) wanted.story = {run, request};
-    if (SHELVED.includes(at.tab) && at.result !== null) wanted.result = {result: at.result, theme};
+    if (width && SHELVED.includes(at.tab) && at.result !== null) wanted.result = {result: at.result, theme};
     if (!width || !mine(at, facts) || !known(at, story)) return wanted;
     if (at.tab === "compare") wanted.compare = {run, against: at.against, request};
     if (at.tab === "thoughts") wanted.thoughts = {run, request, position, step};

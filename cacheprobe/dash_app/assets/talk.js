@@ -130,14 +130,15 @@
       settled();
       return;
     }
-    CONTROLS.forEach((name, i) => {
+    const fired = window.dash_clientside.callback_context.triggered.map((one) => one.prop_id);
+    CONTROLS.forEach((name, i) => {  // the others' values may be older than what they were set to since
       const value = values[i];
-      if (value === null || value === undefined || (value === held[name] && !(name in echoes))) return;
-      const is_echo = value === echoes[name];
+      if (!fired.includes(name + ".value") || value === null || value === undefined) return;
+      const is_echo = value === echoes[name], is_new = value !== held[name];
       delete echoes[name];
       held[name] = value;
-      if (is_echo) show();
-      else change({intent: "set", name, value});
+      if (is_new) change({intent: "set", name, value});
+      else if (is_echo) show();
     });
   }
 
