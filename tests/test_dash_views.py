@@ -10,7 +10,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.dash_app import cache, compare, decode
-from cacheprobe.dash_app.asking import NotAsked, span
+from cacheprobe.dash_app.asking import NotAsked, answered, span
 from cacheprobe.dash_app.shelf import Shelf, whole
 from cacheprobe.observe.comparison import RequestDifference
 from cacheprobe.observe.hypotheses import settling
@@ -131,6 +131,19 @@ def test_the_shelf_lists_what_it_is_given(trace: cp.Trace, tmp_path: Path) -> No
         with pytest.raises(NotAsked):
             span(wrong, "steps", 80)
     assert whole(2, "run", 3) == 2
+
+
+def test_what_is_wrong_with_one_view_is_refused_there(caplog: pytest.LogCaptureFixture) -> None:
+    """Also what nobody expected: that is logged besides."""
+
+    def broken(ask: dict) -> str:
+        raise ask["error"]
+
+    told = answered(broken, {"error": NotAsked("no <b>")})
+    assert told == {"html": '<p class="refused">no &lt;b&gt;</p>', "error": "no <b>"} and not caplog.records
+    told = answered(broken, {"error": AttributeError("held is a list")})
+    assert told["error"] == "this cannot be shown: AttributeError: held is a list" and "refused" in told["html"]
+    assert "no answer to" in caplog.text
 
 
 def test_compared_readings_are_those_that_both_runs_have(trace: cp.Trace, tmp_path: Path) -> None:
