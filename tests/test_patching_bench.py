@@ -3,7 +3,7 @@
 import pytest
 
 from cacheprobe.patching import cells
-from cacheprobe_benchmarks.patching import compare, sanity
+from cacheprobe_benchmarks.patching import compare, farthest_apart, sanity
 from tests.tiny import loaded
 
 CLEAN, CORRUPT, ANSWER = [5, 17, 3, 44, 9, 60, 21], [5, 17, 80, 44, 9, 61, 21], (59, 58)
@@ -19,5 +19,7 @@ def test_both_sweeps_give_the_same_grid(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_sanity_of_prefixes_is_measured() -> None:
+    assert farthest_apart(loaded(), CLEAN, CORRUPT) == ANSWER
     told = sanity(loaded(), CLEAN, CORRUPT, ANSWER)
+    assert told["apart"] > 2 and told["one_step"] < 1e-6
     assert told["everything_is_off_one_by"] < 1e-6 and told["nothing_is_off_zero_by"] < 1e-6

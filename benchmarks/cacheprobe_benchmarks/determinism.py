@@ -49,17 +49,20 @@ def run(rounds: int) -> dict[str, Any]:
                 seconds[name].append(taken)
                 bar.say(f"{name}: {taken:.1f} s")
             last = {name: run.timing(seconds[name][-1]) for name, run in runs.items()}
-    middle = {name: median(values) for name, values in seconds.items()}
-    base = middle["base"]
+    base = seconds["base"]
+    ratios = {"base_over_hf": [one / other for one, other in zip(base, seconds["hf"], strict=True)]}
+    for name in list(settings)[1:]:
+        ratios[name] = [one / other for one, other in zip(base, seconds[name], strict=True)]
     tokens = sum(map(len, last["base"].tokens))
     return {
         "benchmark": "determinism",
         "rounds": rounds,
         "requests": len(requests),
         "new_tokens": tokens,
-        "base_over_hf": round(base / middle["hf"], 2),
-        **{name: round(base / middle[name], 2) for name in settings if "kept" in name},
-        "base_tokens_per_second": round(tokens / base, 1),
+        **{name: round(median(of_rounds), 2) for name, of_rounds in ratios.items()},
+        "lower_is_better": ["base_over_hf"],
+        "of_each_round": {name: [round(one, 2) for one in of_rounds] for name, of_rounds in ratios.items()},
+        "base_tokens_per_second": round(tokens / median(base), 1),
         "costs": {name: costs(last[name]) for name in settings if "kept" in name},
         **machine(),
     }

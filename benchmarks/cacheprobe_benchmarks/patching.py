@@ -17,6 +17,7 @@ from transformer_lens.patching import get_act_patch_resid_pre
 
 import cacheprobe as cp
 from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.patching.runs import run_once
 from cacheprobe.tasks.coin_flip import ANSWERS, coin_question
 from cacheprobe_benchmarks.machine import machine, measuring
 
@@ -43,7 +44,8 @@ def run(rounds: int) -> dict[str, Any]:
         "speedup_where_the_first_token_differs": every_cell["speedup"],
         "pair": pair,
         "first_token_differs": every_cell,
-        "prefix": sanity(model, clean, corrupt, (heads, tails)),
+        "prefix": sanity(model, clean, corrupt, farthest_apart(model, clean, corrupt)),
+        "prefix_heads_and_tails": sanity(model, clean, corrupt, (heads, tails)),
         "weights": model.weights_note,
         **machine(),
     }
@@ -92,13 +94,28 @@ def compare(
     }
 
 
+def farthest_apart(model: BridgeLM, clean: Sequence[int], corrupt: Sequence[int]) -> tuple[int, int]:
+    """The two tokens between whose logits the texts make the largest difference."""
+    ends = (run_once(model, tuple(text)).logits for text in (clean, corrupt))
+    gain = next(ends).double() - next(ends).double()
+    return int(gain.argmax()), int(gain.argmin())
+
+
 def sanity(model: BridgeLM, clean: Sequence[int], corrupt: Sequence[int], answer: tuple[int, int]) -> dict[str, float]:
-    """How far NLD is from 1 where everything is patched, and from 0 where nothing is: the largest over all layers."""
+    """How far NLD is from 1 where everything is patched, and from 0 where nothing is: the largest over all layers.
+
+    one_step: what the last bit of a logit is in NLD, which divides by how far apart the texts put the answers.
+    """
     alike = [a == b for a, b in zip(clean, corrupt, strict=True)].index(False)
     grid = cp.patching.prefix(
         model, clean, corrupt, answer=answer, positions=[alike - 1, len(clean) - 1], progress=False
-    ).table
+    )
+    nld, position = grid.table.nld, grid.table.position
+    apart = abs(grid.meta["clean_logit_difference"] - grid.meta["corrupt_logit_difference"])
+    largest = run_once(model, tuple(clean)).logits[list(answer)].abs().max()
     return {
-        "everything_is_off_one_by": float((grid.nld[grid.position == len(clean) - 1] - 1).abs().max()),
-        "nothing_is_off_zero_by": float(grid.nld[grid.position == alike - 1].abs().max()),
+        "everything_is_off_one_by": float((nld[position == len(clean) - 1] - 1).abs().max()),
+        "nothing_is_off_zero_by": float(nld[position == alike - 1].abs().max()),
+        "apart": apart,
+        "one_step": float(torch.nextafter(largest, torch.tensor(torch.inf)) - largest) / apart,
     }

@@ -5,10 +5,10 @@ Batch 1 runs one prompt after another; prompt lookup is Hugging Face's own. At b
 """
 
 import json
-import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import cacheprobe as cp
 from cacheprobe.config import EngineConfig
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.workload import timed
+from cacheprobe_benchmarks.workload import side_by_side, timed
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 NEW_TOKENS = 48
@@ -31,64 +31,74 @@ TOGETHER = EngineConfig(window=12, group=8, capacity=192, prefill_group=8, prefi
 
 
 def run(rounds: int) -> dict[str, Any]:
-    """Ratios of tokens per second, medians over interleaved rounds in one process; higher is better."""
+    """Ratios of tokens per second of jobs that run side by side, prompt by prompt; medians over rounds; higher is
+    better."""
     torch.set_num_threads(2)
     model, hf = cp.load_model("smollm2-135m", dtype="bfloat16"), HuggingFace()
     ids = {name: [list(model.encode(text)) for text in _read(name)] for name in ("repeat", "coin")}
-    per_pass: dict[str, float] = {}
+    sampling = cp.SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=())
 
-    def ours(name: str, prompts: list[list[int]], config: EngineConfig, drafter: Any) -> Callable[[], int]:
-        sampling = cp.SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=())
+    def ours(name: str, prompts: list[list[int]], config: EngineConfig, drafter: Any) -> Iterator[float]:
+        groups = _groups(prompts, config.max_batch)
+        for number, group in enumerate(groups, 1):
+            result = timed(model, [cp.Request(prompt, sampling) for prompt in group], config, drafter)
+            verdicts[name] += [v.num_committed for step in result.log.steps for v in step.verdicts]
+            yield number / len(groups)
 
-        def job() -> int:
-            result = timed(model, [cp.Request(prompt, sampling) for prompt in prompts], config, drafter)
-            verdicts = [v for step in result.log.steps for v in step.verdicts]
-            if verdicts:
-                per_pass[name] = round(sum(v.num_committed for v in verdicts) / len(verdicts), 2)
-            return sum(map(len, result.tokens))
+    def theirs(prompts: list[list[int]], batch: int, **settings: Any) -> Iterator[float]:
+        groups = _groups(prompts, batch)
+        for number, group in enumerate(groups, 1):
+            hf.generate(group, NEW_TOKENS, **settings)
+            yield number / len(groups)
 
-        return job
+    def jobs() -> dict[str, Iterator[float]]:
+        made: dict[str, Iterator[float]] = {}
+        for name in ("repeat", "coin"):
+            alone = ids[name][:NUM_ALONE]
+            made[f"{name}_greedy"] = theirs(alone, 1)
+            made[f"{name}_lookup"] = theirs(alone, 1, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+            made[f"{name}_undrafted"] = ours("none", alone, ALONE, None)
+            made[f"{name}_drafted"] = ours(name, alone, ALONE, cp.drafters.NGram(length=ALONE.window - 1))
+        made["batch8_greedy"] = theirs(ids["repeat"], 8)
+        made["batch8_drafted"] = ours("batch8", ids["repeat"], TOGETHER, cp.drafters.NGram(length=TOGETHER.window - 1))
+        return made
 
-    def theirs(prompts: list[list[int]], batch: int, **settings: Any) -> Callable[[], int]:
-        groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-        return lambda: sum(len(out) for g in groups for out in hf.generate(g, NEW_TOKENS, **settings))
-
-    jobs: dict[str, Callable[[], int]] = {}
-    for name in ("repeat", "coin"):
-        alone = ids[name][:NUM_ALONE]
-        jobs[f"{name}_greedy"] = theirs(alone, 1)
-        jobs[f"{name}_lookup"] = theirs(alone, 1, prompt_lookup_num_tokens=LOOKUP_TOKENS)
-        jobs[f"{name}_undrafted"] = ours("", alone, ALONE, None)
-        jobs[f"{name}_drafted"] = ours(name, alone, ALONE, cp.drafters.NGram(length=ALONE.window - 1))
-    jobs["batch8_greedy"] = theirs(ids["repeat"], 8)
-    jobs["batch8_drafted"] = ours("batch8", ids["repeat"], TOGETHER, cp.drafters.NGram(length=TOGETHER.window - 1))
-
-    speeds = {name: [] for name in jobs}
-    with measuring((rounds + 1) * len(jobs)) as bar:
-        for number in range(rounds + 1):
-            for name, job in jobs.items():
-                began = time.perf_counter()
-                count = job()
-                seconds = time.perf_counter() - began
-                if number:  # the first round is not timed: first calls allocate, and the fixed shapes are tried
-                    speeds[name].append(count / seconds)
-                bar.advance(note=f"{name} {seconds:.1f} s")
-    speed = {name: median(values) for name, values in speeds.items()}
+    taken: list[dict[str, float]] = []
+    with measuring(rounds + 1) as bar:
+        for _ in range(rounds + 1):
+            verdicts: dict[str, list[int]] = defaultdict(list)
+            taken.append(side_by_side(jobs()))
+            bar.advance(note=f"{sum(taken[-1].values()):.0f} s")
+    del taken[0]  # first calls allocate, and the fixed shapes are tried
+    counts = {name: NEW_TOKENS * (len(ids["repeat"]) if "batch8" in name else NUM_ALONE) for name in taken[0]}
+    speeds = [{name: counts[name] / seconds for name, seconds in one.items()} for one in taken]
     return {
         "benchmark": "speculation",
         "rounds": rounds,
         "new_tokens": NEW_TOKENS,
         "window_alone": ALONE.window,
         "window_together": TOGETHER.window,
-        "repeat_over_greedy": round(speed["repeat_drafted"] / speed["repeat_greedy"], 2),
-        "repeat_over_undrafted": round(speed["repeat_drafted"] / speed["repeat_undrafted"], 2),
-        "coin_over_greedy": round(speed["coin_drafted"] / speed["coin_greedy"], 2),
-        "coin_over_best_hf": round(speed["coin_drafted"] / max(speed["coin_greedy"], speed["coin_lookup"]), 2),
-        "batch8_over_greedy": round(speed["batch8_drafted"] / speed["batch8_greedy"], 2),
-        "tokens_per_verify_pass": per_pass,
-        "tokens_per_second": {name: round(value, 1) for name, value in speed.items()},
+        **{name: round(median(of_rounds), 2) for name, of_rounds in _ratios(speeds).items()},
+        "of_each_round": {name: [round(one, 2) for one in of_rounds] for name, of_rounds in _ratios(speeds).items()},
+        "tokens_per_verify_pass": {name: round(mean(many), 2) for name, many in verdicts.items() if name != "none"},
+        "tokens_per_second": {name: round(median(one[name] for one in speeds), 1) for name in counts},
         **machine(),
     }
+
+
+def _ratios(speeds: list[dict[str, float]]) -> dict[str, list[float]]:
+    """By round: both sides of a ratio ran side by side, rounds did not."""
+    of: dict[str, list[float]] = defaultdict(list)
+    for speed in speeds:
+        for name in ("repeat", "coin", "batch8"):
+            of[f"{name}_over_greedy"].append(speed[f"{name}_drafted"] / speed[f"{name}_greedy"])
+        of["repeat_over_undrafted"].append(speed["repeat_drafted"] / speed["repeat_undrafted"])
+        of["coin_over_best_hf"].append(speed["coin_drafted"] / max(speed["coin_greedy"], speed["coin_lookup"]))
+    return dict(of)
+
+
+def _groups(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
+    return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
 
 def _read(name: str) -> list[str]:

@@ -95,7 +95,8 @@ def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
             cells.append(f'<td{right} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
         lines.append(f'<tr data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
     note = (
-        "First choices by layer, the last layer on top; the darker, the likelier. Framed in green: what was committed."
+        "First choices by layer, the last layer on top; the stronger its ground, the likelier. "
+        "Framed in green: what was committed."
     )
     return (
         f'<div class="ladder" tabindex="0"><table><thead><tr><th>layer</th>{head}</tr></thead>'
