@@ -19,6 +19,8 @@ from cacheprobe.dash_app.shelf import Shelf
 from tests.dash_page import answered, chromium, served
 from tests.large_run import save_large_run
 
+VIEWS = ("timeline", "decode", "cache", "card", "grid", "window", "prompt")
+"""All that the replay shows."""
 OPEN_SECONDS, CLICK_SECONDS = 3.0, 0.3
 
 
@@ -36,7 +38,7 @@ def by_clock(act: Callable[[], None]) -> float:
 
 def in_browser(browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> tuple[list[float], list[float]]:
     """Seconds of opening three pages, until the replay is there with its lens grid; and of each click on (request,
-    step), until the cache and the card are the clicked one's."""
+    step), until every view that follows it is the clicked one's."""
     opened: list[float] = []
     with served(Shelf.of([run])) as address:
         for number in range(3):
@@ -45,8 +47,7 @@ def in_browser(browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> tu
 
             def open_it(page: Page = page) -> None:
                 page.goto(address, wait_until="commit")
-                page.wait_for_selector("#grid .nsewdrag", state="attached")
-                for name in ("timeline", "decode", "cache", "card", "grid"):
+                for name in VIEWS:
                     answered(page, name, run=0)
 
             opened.append(by_clock(open_it))
@@ -56,8 +57,10 @@ def in_browser(browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> tu
 
         def click(request: int, step: int) -> None:
             page.locator(f"#timeline-view g.pick[data-request='{request}'][data-step='{step}']").dispatch_event("click")
-            answered(page, "cache", request=request, step=step)
-            answered(page, "card", request=request)
+            for name in ("decode", "cache", "window"):
+                answered(page, name, request=request, step=step)
+            for name in ("card", "grid"):
+                answered(page, name, request=request)
 
         answers = [by_clock(partial(click, request, step)) for request, step in clicks]
         page.close()
@@ -72,11 +75,11 @@ def on_the_server(run: Path, clicks: list[tuple[int, int]]) -> tuple[float, dict
     taken: dict[str, list[float]] = {}
     for number, (request, step) in enumerate(clicks):
         about = dict(run=0, request=request, step=step, site="S", lens="recorded", position=18)
-        pages = dict(requests=[0, 8], steps=[0, 60], places=[0, 12], place=2, width=1190, columns=13)
-        shown = dict(colour="logprob", rows="all", theme="light", layer=1, row=None)
+        pages = dict(requests=[0, 8], steps=[0, 60], places=[0, 12], place=2, width=1190)
+        shown = dict(colour="logprob", rows="all", theme="light", row=None)
         ask = {**about, **pages, **shown}
         views: dict[str, Callable[[], object]] = {
-            "facts": partial(facts.run_facts, shelf, reader, 0),
+            "facts": partial(facts.run_facts, shelf, reader, ask),
             "story": partial(facts.request_story, shelf, ask),
             "timeline": partial(timeline.view, shelf, ask),
             "decode": partial(decode.view, shelf, ask),
