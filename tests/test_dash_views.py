@@ -16,10 +16,10 @@ from cacheprobe.observe.comparison import RequestDifference
 from cacheprobe.observe.hypotheses import settling
 from cacheprobe.records import fingerprint_differences
 from cacheprobe.views.cache_strip import cache_strip, memory_sentence
-from cacheprobe.views.decode_grid import decode_grid
+from cacheprobe.views.decode_grid import SIGNS, decode_grid
 from cacheprobe.views.run_comparison import comparison_title, fingerprint_block, token_columns
 from cacheprobe.views.style import DIAGRAM_CSS
-from cacheprobe.views.timeline import timeline_picture
+from cacheprobe.views.timeline import TIMELINE_LEGEND, timeline_picture
 from cacheprobe.views.token_card import Fate, token_card
 from cacheprobe.views.token_history import standing_at, token_history
 from tests.test_views import HOSTILE
@@ -47,6 +47,20 @@ def test_the_timeline_fills_its_place_and_says_where_steps_stand(trace: cp.Trace
     narrow, broad = (timeline_picture(trace.events(), [0], range(20), at=5, width=w) for w in (0, 640))
     assert 'data-pitch="18"' in narrow and 'data-pitch="27"' in broad
     assert f'class="cursor" x="{86 + 27 * 5 - 2}"' in broad
+
+
+def test_states_can_be_told_apart_without_their_colours(trace: cp.Trace) -> None:
+    """prefill, accepted and decoded were three plain fills, and a pending token lost its hatching to its margin."""
+    textures = [texture for _, texture, _ in TIMELINE_LEGEND]
+    assert len(set(textures)) == len(textures)
+    assert len(set(SIGNS.values())) == len(SIGNS)
+    step = int(trace.events().query("phase == 'decode'").step.iloc[3])
+    standing = standing_at(token_history(trace.events()), step)
+    picture = decode_grid(standing, range(5), range(6), {}, verified=dict.fromkeys(range(5), True), step=step)
+    for state, sign in SIGNS.items():
+        shown = (standing.state == state) & (standing.place < 6)
+        assert not sign or picture.count(f">{sign}</text>") == shown.sum(), state
+    assert "◇" in picture and "○" in picture
 
 
 def test_the_decode_grid_shows_tokens_and_margins(trace: cp.Trace) -> None:
