@@ -8,11 +8,13 @@ from typing import Any
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.cache.surgery import CacheRows, require_fit, require_plain
 from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
-from cacheprobe.drafters.base import Drafter
+from cacheprobe.drafters.base import Drafter, drafted_layers
+from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.consistency import require_consistent
 from cacheprobe.engine.fingerprint import schedule_fingerprint
 from cacheprobe.engine.loop import rounds
 from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.checks import Drafting
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
@@ -197,10 +199,16 @@ class Setup:
         for state in states:
             state.is_edited = state.request.cached is not None
         if self.interventions:
-            self.editor = Editor(self.interventions, self.model, states)
+            drafting = None if is_all_verified else self._drafting(drafter or FastPath())
+            self.editor = Editor(self.interventions, self.model, states, drafting)
         if any(state.is_verified for state in states):
             require_consistent(self.model, self.config)
         return states
+
+    def _drafting(self, drafter: Drafter) -> Drafting:
+        _check_drafter(drafter)
+        drafter.check(self.model)
+        return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
     def start(self, drafter: Drafter | None) -> Start:
         """The loop over these requests, ready to begin."""

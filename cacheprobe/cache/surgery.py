@@ -99,8 +99,18 @@ class CacheRows:
 
         return self._with(taken, where, layers, heads, parts)
 
-    def masked(self, positions: "int | Iterable[int]") -> "CacheRows":
-        """No later token attends to these positions, in any layer or head: the mask is one for all of them."""
+    def masked(self, positions: "int | Iterable[int]", *, layers: Any = None, heads: Any = None) -> "CacheRows":
+        """No later token attends to these positions, in any layer or head: the mask is one for all of them.
+
+        Raises: ValueError for a position that there is not, and where layers or heads are given: a forward takes one
+        mask for all of its layers and heads.
+        """
+        if layers is not None or heads is not None:
+            raise ValueError(
+                "masked() hides positions in all layers and heads, since a forward takes one mask for all of them; for "
+                "some of them use edited(torch.zeros_like, positions, layers=, heads=, parts='V'), which takes away "
+                "what the rows give, though not the weight that attention puts on them"
+            )
         where = _numbers(positions, len(self), "position")
         return replace(self, hidden=self.hidden | set(where), provenance=_marked(self.provenance, where))
 
