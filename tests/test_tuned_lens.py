@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import cacheprobe as cp
 from cacheprobe.lenses.base import LensError
+from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.lenses.tuned_files import require_tuned_lens
 from cacheprobe.ops.by_layer import product_by_layer
@@ -26,6 +28,8 @@ from tests.lenses_slowly import (
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed
 
 ORDER = "sums in another order"
+PACKAGE = Path(__file__).parent / "tuned_lens_package"
+"""What the tuned-lens package wrote, and read."""
 
 
 def shaken(seed: int = 3) -> TunedLens:
@@ -203,6 +207,20 @@ def test_the_packages_artefacts_are_read(tmp_path: Path) -> None:
             theirs = hf.lm_head(hf.model.norm(h + translators[layer + 1](h)))
             mine = lens.logits(loaded(), h, torch.full((len(h),), layer))
             assert close(mine, theirs, 1e-5, because=ORDER)
+
+
+def test_what_the_package_wrote_is_read_as_the_package_reads_it() -> None:
+    """Files of tuned-lens 0.2.0 itself, beside its own logits: `scripts/make_tuned_lens_artefact.py` made both."""
+    lens, theirs = TunedLens.load(PACKAGE, loaded()), load_file(PACKAGE / "read.safetensors")
+    logit_lens = LogitLens()
+    for layer in range(2):
+        h, layers = theirs[f"hidden.{layer + 1}"], torch.full((6,), layer)
+        mine = lens.logits(loaded(), h, layers)
+        assert close(mine, theirs[f"logits.{layer + 1}"], 1e-5, because=ORDER)
+        assert not close(mine, logit_lens.logits(loaded(), h, layers), 1e-2, because="the control: it is trained")
+        assert not close(mine, theirs[f"logits.{layer}"], 1e-2, because="the control: another layer's")
+    with pytest.raises(LensError, match="made for the unembedding bd868c"):
+        TunedLens.load(PACKAGE, cp.load_model(hf_model("llama", seed=1)))
 
 
 @pytest.mark.parametrize(
