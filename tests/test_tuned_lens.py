@@ -10,6 +10,7 @@ from torch import nn
 import cacheprobe as cp
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.tuned import TunedLens
+from cacheprobe.lenses.tuned_files import require_tuned_lens
 from cacheprobe.ops.by_layer import product_by_layer
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.training.tuned_lens import TunedLensTrainer, divergences, states_of
@@ -151,6 +152,30 @@ def test_a_saved_lens_comes_back(tmp_path: Path) -> None:
     held.write_bytes(held.read_bytes()[:100])
     with pytest.raises(LensError, match="no whole tuned lens"):
         TunedLens.load(tmp_path / "lens", loaded())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(unembedding_sha256=None), dict(about=None), dict(n_layers=4), dict(d_model="32"), dict(n_layers=None)],
+)
+def test_a_damaged_lens_is_refused_before_a_model_is_loaded(tmp_path: Path, changes: dict) -> None:
+    shaken().save(tmp_path)
+    held = tmp_path / "config.json"
+    assert require_tuned_lens(tmp_path)["n_layers"] == 3
+    held.write_text(json.dumps(json.loads(held.read_text()) | changes))
+    for read in (require_tuned_lens, lambda path: TunedLens.load(path, loaded())):
+        with pytest.raises(LensError, match="no whole tuned lens"):
+            read(tmp_path)
+
+
+def test_a_lens_without_its_weights_is_refused(tmp_path: Path) -> None:
+    package_artefact(tmp_path)
+    torch.save([1, 2], tmp_path / "params.pt")
+    with pytest.raises(LensError, match="a dictionary of tensors"):
+        TunedLens.load(tmp_path, loaded())
+    (tmp_path / "params.pt").unlink()
+    with pytest.raises(LensError, match=r"it has no params.pt"):
+        require_tuned_lens(tmp_path)
 
 
 def package_artefact(folder: Path, **changes: object) -> nn.ModuleList:
