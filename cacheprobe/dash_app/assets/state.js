@@ -171,9 +171,9 @@
     const left = tokens * Math.floor(Math.max(place, 0) / tokens);
     const requests = [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
     wanted.timeline = {run, requests, steps: [first, Math.min(first + steps, facts.last + 1)], width: wide};
-    wanted.decode = {run, request, requests, places: [left, left + tokens], place, step};
     wanted.cache = {run, request, step};
     wanted.card = {run, request, position, row, site, lens};
+    wanted.decode = {run, request, requests, places: [left, left + tokens], place, step};
     const grid = {run, request, site, lens, colour: at.colour, rows: at.rows, width: width("lens"), position};
     const holds = drawn && drawn.first <= position && position <= drawn.last;
     wanted.grid = holds && same({...drawn.for, position}, grid) ? drawn.for : grid;
