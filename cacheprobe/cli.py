@@ -1,4 +1,4 @@
-"""The command line: demo, run, report, verify, prove, bench; the rest in cli_look, cli_dash, cli_train."""
+"""The command line: demo, run, report, verify, prove; the rest in cli_look, cli_dash, cli_bench, cli_train."""
 
 import os
 import sys
@@ -23,6 +23,7 @@ for name, said in {
     "doctor": "Say what of this machine cacheprobe uses, and what is missing.",
 }.items():
     app.command(f"cacheprobe.cli_look:{name}", name=name, help=said)
+app.command("cacheprobe.cli_bench:bench", name="bench", help="Measure, list or compare benchmarks.")
 app.command("cacheprobe.cli_dash:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
 
 
@@ -285,36 +286,6 @@ def prove(
     verdict = {True: "proven", False: "NOT proven"}[figures["is_proven"]]
     print(f"{verdict}: {figures['differences']} differences in {figures['compared_tokens']} compared tokens")
     return 0 if figures["is_proven"] or (not real and not figures["differences"]) else 1
-
-
-@app.command
-def bench(name: str, *, json: Path | None = None, rounds: int = 3) -> None:
-    """Measure, in one process, and print ratios of medians.
-
-    Parameters
-    ----------
-    name
-        The benchmark, such as main-job.
-    json
-        Also write the numbers to this file.
-    rounds
-        Interleaved repetitions.
-    """
-    from importlib import import_module
-    from json import dumps
-    from pkgutil import iter_modules
-
-    try:
-        package = import_module("cacheprobe_benchmarks")
-    except ModuleNotFoundError:
-        raise ValueError("the benchmarks are not installed; run from a checkout with pip install -e .") from None
-    names = sorted(module.name.replace("_", "-") for module in iter_modules(package.__path__))
-    if name not in names:
-        raise ValueError(f"unknown benchmark {name!r}; there are {', '.join(names)}")
-    numbers = import_module(f"cacheprobe_benchmarks.{name.replace('-', '_')}").run(rounds)
-    print(dumps(numbers, indent=1))
-    if json is not None:
-        json.write_text(dumps(numbers, indent=1) + "\n")
 
 
 def _print_summary(trace: Any, is_behaviour_printed: bool) -> None:

@@ -43,6 +43,14 @@ class SamplingParams:
     n: int | None = None
     """Samples of the prompt, each a request of its own with its own seed; they share one prefill. Default 1."""
 
+    def __new__(cls, *args: Any, **settings: Any) -> "SamplingParams":
+        for name in settings.keys() - cls.__dataclass_fields__.keys():
+            raise ValueError(
+                f"{name} is no sampling setting here: what changes logits must be a function of the committed tokens "
+                f"alone, so that it can be rolled back; there are {', '.join(cls.__dataclass_fields__)}"
+            )
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             if getattr(self, name) is not None:  # numpy's numbers are welcome, and become Python's

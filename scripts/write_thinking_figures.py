@@ -31,6 +31,7 @@ def figures() -> str:
     parts = [
         "`python -m cacheprobe_analyses.thinking_states_table`: per cent of texts answered rightly, 200 a seed.",
         Table(**held).table(),
+        *_again(),
         "The models, each trained by its command on one core: seconds of processor time, in all and until 99 % of\n"
         "fresh texts were wholly right, twice running.",
         "\n".join(models),
@@ -51,6 +52,15 @@ def figures() -> str:
         _listed(varied.others()),
     ]
     return "\n\n".join(parts)
+
+
+def _again() -> list[str]:
+    if not (RESULTS / "thinking-states-again.json").exists():
+        return []
+    said = (
+        "`python -m cacheprobe_analyses.thinking_states_table --again`: the same models, on texts that no setting was\n"
+    )
+    return [f"{said}was chosen by.", Table(**_held("thinking-states-again")).table()]
 
 
 def _held(name: str) -> dict[str, Any]:

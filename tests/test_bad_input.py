@@ -26,6 +26,7 @@ P = [[1, 2, 3]]
         ([[1] * 2], {"capacity": 24}, "need 32 cache rows"),  # the padded prefill chunk
         (P, {"window": 0}, "window must be a whole number of at least 1, got 0"),
         (P, {"group": 0}, "group must be"),
+        (P, {"window": 100, "capacity": 99}, "window of 100 rows is larger than the capacity of 99; lower it"),
         (P, {"capture": "SX"}, "unknown site 'X'.*S, T, C and Z"),
         (P, {"layers": [3]}, "unknown layer 3; the model has layers 0 to 2"),
         (P, {"layers": "most"}, "unknown layers 'most'"),
@@ -130,3 +131,9 @@ def test_more_requests_than_rows_wait_their_turn() -> None:
     queued = cp.run(loaded(), PROMPTS, **SMALL, deterministic=True, max_batch=2)
     assert [queued.digest(i) for i in range(5)] == [whole.digest(i) for i in range(5)]
     assert queued.events().query("phase == 'decode'").groupby("step").size().max() == 2
+
+
+@pytest.mark.parametrize("name", ["logits_processor", "grammar", "mirostat_tau", "num_beams"])
+def test_a_processor_that_cannot_be_rolled_back_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is no sampling setting here.*committed tokens.*repetition_penalty"):
+        cp.SamplingParams(**{name: 1})

@@ -57,6 +57,23 @@ def test_a_draft_length_belongs_to_its_request() -> None:
     assert max(lengths(trace, 0)) == 7 and set(lengths(trace, 1)[3:-1]) == {1}
 
 
+def test_each_row_of_a_batch_keeps_what_it_earned() -> None:
+    """Always right, wrong at once, wrong at the third: each commits its own length in every pass, and takes as many
+    passes as it would alone, none of them for itself."""
+    want = cp.reference(tiny(), PROMPTS[:3], **LONG)
+    wrong_at = {0: None, 1: 0, 2: 2}
+    drafter = cp.drafters.Scripted(lambda state: future(want, state, wrong_at[state.request_id]))
+    settings = {**LONG, "group": 3, "drafter": drafter, "deterministic": True}
+    together = cp.run(tiny(), PROMPTS[:3], **settings)
+    events = together.events().query("phase == 'verify'")
+    for i in range(3):
+        assert outcome(together, i) == outcome(want, i)
+        earned = (events[events.request_id == i].num_accepted + 1).tolist()
+        step = {0: 8, 1: 1, 2: 3}[i]
+        assert earned[:-1] == [step] * len(earned[:-1]) and len(earned) == -(-(24 - 1) // step)
+    assert events.step.nunique() == 23  # of the slowest one alone: nobody else's pass is one of its own
+
+
 def test_a_closed_draft_is_verified_as_it_is() -> None:
     trace = cp.run(tiny(), PROMPTS[:2], **RUN, drafter=cp.drafters.Scripted(lambda state: []))
     assert set(lengths(trace)) == {0} and len(lengths(trace)) == NEW - 1

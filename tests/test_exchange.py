@@ -75,12 +75,24 @@ def test_every_task_is_exported(name, options):
         assert tuple(row["states"]) == example.states
         assert row["operations"] == [example.prompt[start:end] for start, end in example.operations]
     assert ("flips" in rows.column_names) == name.startswith("coin_flip")
+    assert from_dataset(rows) == examples
+
+
+def test_a_row_that_was_changed_apart_from_its_example_is_refused():
+    rows = to_dataset(Boxes().examples(2, seed=7))
+    for column, message in (("inputs", "the inputs 'x' are not the example's"), ("targets", "has the target 'x'")):
+        changed = rows.map(lambda row, i, column=column: {**row, column: "x"} if i else row, with_indices=True)
+        with pytest.raises(ValueError, match=f"^row 1: .*{message}"):
+            from_dataset(changed)
+    with pytest.raises(ValueError, match="^row 0: "):
+        from_dataset(rows.map(lambda row: {**row, "example": "{}"}))
 
 
 @given(seed=st.integers(0, 999), people=st.integers(1, 9))
 def test_the_export_of_yes_and_no_questions_can_be_imported(seed, people):
     examples = CoinFlipWei(people=people).examples(3, seed)
-    assert from_dataset(to_dataset(examples)) == examples
+    rows = to_dataset(examples).select_columns(["inputs", "targets"])
+    assert from_dataset(rows) == examples
     assert [parse_wei(e.question.text) for e in examples] == [wei_question(e.events) for e in examples]
 
 

@@ -11,18 +11,19 @@ import pytest
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.drafters.ngram import NGram
 from cacheprobe.engine import choosing
+from cacheprobe.proof import control, soak
 from cacheprobe.proof import prove as proving
-from cacheprobe.proof import soak
 from cacheprobe.proof.prove import prove
 from cacheprobe.proof.soak import kind_of_rollback, one_episode
-from cacheprobe.proof.subjects import tiny_subjects, twin_subjects
+from cacheprobe.proof.subjects import real_subjects, tiny_subjects, twin_subjects
 from cacheprobe.proof.tally import Tally
-from cacheprobe.proof.traffic import Corrupted, Episode
+from cacheprobe.proof.traffic import Corrupted, Episode, draw_episode, draw_request
 from cacheprobe.records import Request
 
 LLAMAS = [subject for subject in tiny_subjects() if subject.name == "llama"]
 """In three dtypes; loaded once for all tests."""
 TWIN = twin_subjects()[0]
+BF16_TWIN = next(subject for subject in twin_subjects() if subject.dtype == "bfloat16")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,8 +110,30 @@ def test_void_without_divergence(
     unverified: int, verified: int, is_proven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = {"control_unverified_differ": unverified, "control_verified_differ": verified}
-    monkeypatch.setattr(proving, "real_subject", lambda: LLAMAS[0])
+    monkeypatch.setattr(proving, "real_subjects", lambda: LLAMAS[:1])
     monkeypatch.setattr(proving, "tiny_subjects", lambda: LLAMAS[:1])
     monkeypatch.setattr(proving, "twin_subjects", list)
     monkeypatch.setattr(proving, "negative_control", lambda subject, progress: numbers)
     assert prove(50, tmp_path, progress=False)["is_proven"] is is_proven
+
+
+def test_the_control_counts_what_batches_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near twins in bfloat16: unverified they say other tokens in other batches, verified they do not."""
+    for name, smaller in (("NUM_PROMPTS", 6), ("NEW_TOKENS", 12), ("BATCHES", (6, 1))):
+        monkeypatch.setattr(control, name, smaller)
+    told = control.negative_control(BF16_TWIN)
+    assert told["control_sequences"] == 6
+    assert told["control_unverified_differ"] > 0 == told["control_verified_differ"]
+
+
+def test_traffic_draws_every_kind() -> None:
+    """Settings, drafters and shapes that the loop has, each in some request or episode."""
+    requests = [draw_request(LLAMAS[0], number).sampling for number in range(60)]
+    for name, plain in (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1)):
+        assert {getattr(sampling, name) == plain for sampling in requests} == {True, False}, name
+    episodes = [draw_episode(LLAMAS[0], seed, [0, 1]) for seed in range(80)]
+    drafters = {"none", "fast_path", "early_exit", "ngram", "draft_model"}
+    assert {episode.drafter_name for episode in episodes} == drafters
+    assert len({(s.window, s.group, s.prefill_group) for s in tiny_subjects()}) == 6
+    shapes = {(s.window, s.group) for s in real_subjects()}
+    assert {(16, 4), (1, 16)} < shapes and any(s.prefill_group > 1 for s in real_subjects())

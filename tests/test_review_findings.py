@@ -1,5 +1,6 @@
 """Faults that a review found, each with the case that showed it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,8 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.config import CaptureConfig, pick_deterministic, resolve_layers
-from cacheprobe.engine.fingerprint import FingerprintMismatch
+from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
+from cacheprobe.engine.fingerprint import FingerprintMismatch, require_same, schedule_fingerprint
 from cacheprobe.models.base import ModelError
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
@@ -50,6 +51,17 @@ def test_an_edited_model_has_another_fingerprint() -> None:
         next(model.bridge.original_model.parameters()).mul_(1.5)
     with pytest.raises(FingerprintMismatch, match="weights_sha256"):
         cp.verify(trace, progress=False)
+
+
+@pytest.mark.parametrize("shape", ["window", "group", "capacity", "prefill_chunk", "prefill_group"])
+def test_every_fixed_shape_alone_makes_another_fingerprint(shape: str) -> None:
+    """prefill_group was left out, and it is the height of a prefill pass."""
+    config = EngineConfig(window=4, group=2, capacity=64, prefill_chunk=8, prefill_group=2)
+    other = replace(config, **{shape: getattr(config, shape) + 1})
+    one, two = (schedule_fingerprint(loaded(), c, 16) for c in (config, other))
+    require_same(one, dict(one), "a run and itself")
+    with pytest.raises(FingerprintMismatch, match=f"under different schedules; {shape}: "):
+        require_same(one, two, "two runs")
 
 
 def test_the_same_weights_from_elsewhere_are_the_same_model(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart, exc
     ("api", "views"),
     ("proof", "doctor", "dash_app"),
     ("cli_config",),
-    ("cli", "cli_train", "cli_look", "cli_dash", "__main__"),
+    ("cli", "cli_train", "cli_look", "cli_dash", "cli_bench", "__main__"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 

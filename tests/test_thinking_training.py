@@ -17,6 +17,7 @@ from cacheprobe.models.thinking import ThinkingModel
 from cacheprobe.models.thinking_config import ThinkingConfig
 from cacheprobe.models.thinking_store import load_thinking, save_thinking
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed, word_tokenizer
+from cacheprobe.training import thinking_run
 from cacheprobe.training.evaluate import evaluate, follows_gold
 from cacheprobe.training.loop import Loop, LoopSettings
 from cacheprobe.training.presets import PRESETS, preset_of
@@ -197,6 +198,33 @@ def test_a_training_gives_its_threads_back() -> None:
     with pytest.raises(ModelError, match="no preset"):
         train_thinking("coin-flip", "enormous", "thinking", 0, Path("nowhere"), progress=False)
     assert torch.get_num_threads() == before
+
+
+def test_a_training_that_was_stopped_says_when_it_was_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was counted before the break is counted on: it was forgotten, and the seconds came out too late or not."""
+    preset = replace(preset_of("coin-flip", "tiny"), operations=(1,), pool=20, model=SMALL, arms={})
+    preset = replace(preset, loop=LoopSettings(steps=210, batch=2))
+    monkeypatch.setattr(thinking_run, "follows_gold", lambda model, items, arm: [True] * len(items))
+
+    class Stop(Exception):
+        pass
+
+    def stop(at, accuracy) -> None:
+        if at.step == 201:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(preset, "thinking", 3, tmp_path / "broken", stop)
+    again = train(preset, "thinking", 3, tmp_path / "broken")
+    held = json.loads((tmp_path / "broken" / "progress.json").read_text())
+    assert held["notes"]["good"] == 210 // 25 + 1 and again.cpu_seconds_to_99 == held["notes"]["to_99"]
+    assert again.cpu_seconds_to_99 < again.cpu_seconds / 2
+
+
+def test_a_thought_longer_than_the_model_may_have_is_refused() -> None:
+    preset = replace(preset_of("coin-flip", "tiny"), model={**SMALL, "max_thought": 1}, pool=20)
+    with pytest.raises(ValueError, match="max_thought=1"):
+        train(preset, "thinking", 3)
 
 
 def test_an_arm_may_be_stepped_and_jump_otherwise() -> None:

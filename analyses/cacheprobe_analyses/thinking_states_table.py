@@ -25,6 +25,8 @@ from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "thinking-states.json"
+AGAIN = RESULTS.with_name("thinking-states-again.json")
+"""The same lines on other texts, drawn after all settings were fixed."""
 COIN_FLIPS = (0.0, 0.1, 0.5, 0.9)
 
 
@@ -58,6 +60,10 @@ class Config:
     """For each line and seed."""
     rows: tuple[Row, ...] = ()
     results: Path = RESULTS
+    test_seed: int = TEST_SEED + 1
+    """Of the texts."""
+    trains: bool = True
+    """Whether what is not in `folder` is trained; otherwise it is left out."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +93,19 @@ class Result:
         return "\n".join(lines)
 
 
+_TRAINED = tuple(range(1, 11))
+
+
 def main_rows() -> tuple[Row, ...]:
     """The lines of the main table."""
     far = tuple(range(10, 101))
     rows = [Row("coin-flip", "thinking", far, {"flip_probability": p}) for p in COIN_FLIPS]
     rows += [Row("coin-flip", "thinking", (256,), {"flip_probability": p}) for p in COIN_FLIPS]
     rows += [Row("coin-flip", "thinking", (1000,), {"flip_probability": p}) for p in COIN_FLIPS]
-    rows += [Row("coin-flip", "thinking", far, preset="mini", num_seeds=1)]
+    rows += [Row("coin-flip", "thinking", operations, preset="mini") for operations in (_TRAINED, far)]
+    rows += [Row("coin-flip", "thinking", _TRAINED)]
+    for preset in ("no-jumps", "paper"):
+        rows += [Row("coin-flip", "thinking", operations, preset=preset) for operations in ((10,), (20,), far)]
     for arm in ("no_feedback", "plain", "chain_of_thought"):
         rows += [Row("coin-flip", arm, operations) for operations in ((10,), (20,), far)]
     rows += [Row("s3", "thinking", (operations,)) for operations in (4, 16, 128)]
@@ -114,24 +126,32 @@ def run(config: Config, progress: bool = False) -> Result:
         done = _read(config.results)["cells"].get(row.name, [])
         if any(cell["seed"] == seed and cell["texts"] >= config.texts for cell in done):
             continue
+        if not config.trains and not (_place(config.folder, row.task, row.preset, row.arm, seed) / CONFIG).exists():
+            continue
         trained, record = trained_arm(config.folder, row.task, row.preset, row.arm, seed)
         with bar:  # not around the training, which has a bar of its own
             bar.at(number - 1, f"{row.name}, seed {seed}")
-            verdicts = trained.test(row.operations, config.texts, TEST_SEED + 1, **row.settings)
+            verdicts = trained.test(row.operations, config.texts, config.test_seed, **row.settings)
             bar.at(number)
         cell = {"seed": seed, **verdicts.counts()}
         _keep(config.results, row.name, cell, f"{row.task} {row.preset} {row.arm} seed {seed}", record)
         print(f"{row.name}, seed {seed}: {cell['right']} of {config.texts}", flush=True)
     held = _read(config.results)
-    return Result({row.name: held["cells"][row.name] for row in config.rows}, held["models"])
+    return Result(
+        {row.name: held["cells"][row.name] for row in config.rows if row.name in held["cells"]}, held["models"]
+    )
 
 
 def trained_arm(folder: Path, task: str, preset: str, arm: str, seed: int) -> tuple[Trained, dict[str, Any]]:
     """A trained arm and its record, from the folder or trained now."""
-    place = folder / f"{task}-{preset}-{arm}-{seed}"
+    place = _place(folder, task, preset, arm, seed)
     if not (place / CONFIG).exists():
         train_thinking(task, preset, arm, seed, place)
     return load_trained(place, preset_of(task, preset), arm, seed)
+
+
+def _place(folder: Path, task: str, preset: str, arm: str, seed: int) -> Path:
+    return folder / f"{task}-{preset}-{arm}-{seed}"
 
 
 def _jobs(config: Config) -> Iterator[tuple[Row, int]]:
@@ -161,11 +181,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Config.folder, help="where trained models are, or go")
     parser.add_argument("--texts", type=int, default=Config.texts, help="for each line and seed")
     parser.add_argument("--only", default="", help="lines whose name holds this text")
+    parser.add_argument("--again", action="store_true", help="test what is trained once more, on texts not seen before")
     given = parser.parse_args()
     rows = tuple(row for row in main_rows() if given.only in row.name)
     if not rows:
         parser.error(f"no line holds {given.only!r}")
-    print(run(Config(given.folder, given.texts, rows), progress=True).table())
+    again = dict(results=AGAIN, test_seed=TEST_SEED + 2, trains=False) if given.again else {}
+    print(run(Config(given.folder, given.texts, rows, **again), progress=True).table())
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def run(rounds: int) -> dict[str, Any]:
         "requests": len(requests),
         "new_tokens": tokens,
         **{name: round(median(of_rounds), 2) for name, of_rounds in ratios.items()},
+        "lower_is_better": ["base_over_hf"],
         "of_each_round": {name: [round(one, 2) for one in of_rounds] for name, of_rounds in ratios.items()},
         "base_tokens_per_second": round(tokens / median(base), 1),
         "costs": {name: costs(last[name]) for name in settings if "kept" in name},

@@ -29,6 +29,7 @@ def schedule_fingerprint(
         "group": config.group,
         "capacity": config.capacity,
         "prefill_chunk": config.prefill_chunk,
+        "prefill_group": config.prefill_group,
         "lens_tile": lens_tile,
     }
     facts = model.fingerprint()

@@ -8,7 +8,7 @@ from typing import Any
 from cacheprobe.progress import Progress
 from cacheprobe.proof.control import negative_control
 from cacheprobe.proof.soak import soak
-from cacheprobe.proof.subjects import real_subject, tiny_subjects, twin_subjects
+from cacheprobe.proof.subjects import real_subjects, tiny_subjects, twin_subjects
 from cacheprobe.proof.tally import Tally
 
 TALLY = "tally.json"
@@ -23,8 +23,8 @@ def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progr
     """
     path = out / TALLY
     tally = Tally.load(path) if path.exists() else Tally()
-    real_one = real_subject() if real else None
-    subjects = [*tiny_subjects(), *twin_subjects(), *([real_one] if real_one else [])]
+    of_real = real_subjects() if real else []
+    subjects = [*tiny_subjects(), *twin_subjects(), *of_real]
     with Progress(num_tokens, "comparing", "tokens", done=tally.num_compared, enabled=progress) as bar:
 
         def report(at: Tally) -> None:
@@ -32,9 +32,9 @@ def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progr
 
         soak(subjects, tally, num_tokens, path, seed, report)
     control = {"negative_control": "not run"}
-    if real_one is not None:
+    if of_real:
         began = time.monotonic()
-        numbers = negative_control(real_one, progress)
+        numbers = negative_control(of_real[0], progress)
         is_void = not numbers["control_unverified_differ"]
         control = {
             **numbers,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import torch
 from transformers import PreTrainedModel
@@ -14,8 +14,12 @@ from cacheprobe.models.tiny import FAMILIES, SLIDING, TWINS, WIDE, tiny_model
 
 REAL = "smollm2-135m"
 _SLIDING_WIDTH = 8
-_SHAPES = ((4, 4), (8, 2), (1, 8), (3, 4), (16, 1), (5, 4))
-"""(window, group) of the tiny models, dealt out in turn."""
+_MOVED = 0.02
+"""Of a weight's spread: how far a draft model's weights are from the model's own."""
+_SHAPES = ((4, 4, 1), (8, 2, 2), (1, 8, 1), (3, 4, 3), (16, 1, 1), (5, 4, 2))
+"""(window, group, prefill_group) of the tiny models, dealt out in turn."""
+_REAL_SHAPES = ((4, 1, 1, 16), (8, 2, 2, 16), (1, 16, 1, 16), (16, 4, 1, 32))
+"""The same and prefill_chunk, of the real model: small ones, the one that determinism is cheapest with, the default."""
 _TWINS = (
     ("llama", "float32", TWINS, 4, 2),
     ("qwen3", "bfloat16", WIDE, 4, 2),
@@ -41,12 +45,13 @@ class Subject:
     prefill_chunk: int
     build: Callable[[], PreTrainedModel] | None = None
     """Makes the model as Hugging Face has it; None for the real one."""
+    prefill_group: int = 1
     disagrees: bool = False
     """Its fast path differs from its verifier by itself, so it is given traffic that shows it."""
 
     @property
     def key(self) -> str:
-        return f"{self.name} {self.dtype} W{self.window} G{self.group}"
+        return f"{self.name} {self.dtype} W{self.window} G{self.group} P{self.prefill_group}"
 
     @property
     def is_real(self) -> bool:
@@ -60,8 +65,21 @@ class Subject:
     @cached_property
     def model(self) -> CachedLM:
         if self.build is None:
-            return load_model(REAL, dtype=self.dtype, progress=False)
+            return _real_model(self.dtype)
         return load_model(self.build())
+
+    @cached_property
+    def neighbour(self) -> CachedLM | None:
+        """A draft model that is often right: the same weights, a little moved. None for the real model."""
+        if self.build is None:
+            return None
+        moved = self.build()
+        draw = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for weight in moved.parameters():
+                noise = torch.randn(weight.shape, generator=draw) * weight.float().std()
+                weight.add_((_MOVED * noise).to(weight.dtype))
+        return load_model(moved)
 
     @cached_property
     def plain(self) -> PreTrainedModel | None:
@@ -70,7 +88,13 @@ class Subject:
 
     @property
     def settings(self) -> dict[str, int]:
-        return dict(window=self.window, group=self.group, capacity=self.capacity, prefill_chunk=self.prefill_chunk)
+        prefill = dict(prefill_chunk=self.prefill_chunk, prefill_group=self.prefill_group)
+        return dict(window=self.window, group=self.group, capacity=self.capacity, **prefill)
+
+
+@cache
+def _real_model(dtype: str) -> CachedLM:
+    return load_model(REAL, dtype=dtype, progress=False)
 
 
 def tiny_subjects() -> list[Subject]:
@@ -79,10 +103,10 @@ def tiny_subjects() -> list[Subject]:
     subjects = []
     for i, (family, width) in enumerate(kinds):
         for j, dtype in enumerate(DTYPES):
-            window, group = _SHAPES[(i + j) % len(_SHAPES)]
+            window, group, prefill_group = _SHAPES[(i + j) % len(_SHAPES)]
             build = partial(tiny_model, family, getattr(torch, dtype), window=width)
             name = family if width is None else f"{family}-window{width}"
-            subjects.append(Subject(name, dtype, window, group, 96, 8, build))
+            subjects.append(Subject(name, dtype, window, group, 96, 8, build, prefill_group))
     return subjects
 
 
@@ -101,6 +125,9 @@ def twin_subjects() -> list[Subject]:
     return subjects
 
 
-def real_subject() -> Subject:
-    """SmolLM2 in bfloat16, where batches really change the answer."""
-    return Subject(REAL, "bfloat16", 4, 1, 128, 16, disagrees=True)
+def real_subjects() -> list[Subject]:
+    """SmolLM2 in bfloat16, where batches really change the answer, loaded once; the smallest shapes first."""
+    return [
+        Subject(REAL, "bfloat16", window, group, 128, chunk, None, prefill_group, disagrees=True)
+        for window, group, prefill_group, chunk in _REAL_SHAPES
+    ]

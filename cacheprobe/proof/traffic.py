@@ -10,6 +10,7 @@ from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.drafters.base import DraftContext, Drafter
 from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.fast_path import FastPath
+from cacheprobe.drafters.model import DraftModel
 from cacheprobe.drafters.ngram import NGram
 from cacheprobe.models.base import CachedLM
 from cacheprobe.proof.subjects import Subject
@@ -48,6 +49,10 @@ class Corrupted:
         return proposals
 
 
+_STOP_TEXTS = ("not flip", "What's", " A: ", "\n\nA")
+"""Of the coin's words, each more than one token: a draft may end in the middle of it."""
+
+
 def draw_request(subject: Subject, number: int) -> Request:
     """Request `number` of a subject's pool: the same in every episode, so that the oracle is asked once."""
     rng = np.random.default_rng([number, *subject.key.encode()])
@@ -57,14 +62,17 @@ def draw_request(subject: Subject, number: int) -> Request:
     if subject.is_real:  # text, since random tokens say little about a real model
         prompt = _text_ids(subject, number)[: 4 + length]
     stop = (int(rng.integers(vocab)),) if rng.random() < 0.2 else ()
+    stop_texts = (str(rng.choice(_STOP_TEXTS)),) if subject.is_real and rng.random() < 0.3 else ()
     sampling = SamplingParams(
         temperature=float(rng.choice([0.0, 0.0, 0.7, 1.5])),
         top_k=int(rng.choice([0, 0, 5])),
         top_p=float(rng.choice([1.0, 1.0, 0.8])),
+        min_p=float(rng.choice([0.0, 0.0, 0.1])),
         repetition_penalty=float(rng.choice([1.0, 1.0, 1.0, 1.3])),
         seed=int(rng.integers(2**40)),
         max_new_tokens=int(rng.integers(16, 65)) if subject.is_real else int(rng.integers(4, 48)),
         stop_token_ids=stop,
+        stop=stop_texts,
     )
     return Request(prompt, sampling, is_deterministic=True)
 
@@ -126,9 +134,9 @@ def _rows_needed(request: Request, window: int) -> int:
 
 
 def _draw_drafter(subject: Subject, rng: np.random.Generator) -> Drafter | None:
-    inner: Drafter | None = [None, FastPath(), EarlyExit(layer=subject.model.n_layers - 2), NGram()][
-        int(rng.choice(4, p=[0.3, 0.5, 0.1, 0.1]))
-    ]
+    early, smaller = EarlyExit(layer=subject.model.n_layers - 2), subject.neighbour
+    known = [None, FastPath(), early, NGram(), NGram() if smaller is None else DraftModel(smaller)]
+    inner: Drafter | None = known[int(rng.choice(5, p=[0.3, 0.45, 0.1, 0.1, 0.05]))]
     if rng.random() < (0.2 if subject.disagrees else 0.5):  # what is replaced hides what would have differed by itself
         return Corrupted(inner or FastPath(), float(rng.choice([0.05, 0.2, 0.6])), rng)
     return inner

@@ -1,15 +1,20 @@
-"""Examples as `datasets`, in the fields of public coin-flip sets: out for any task, in for the words of Wei et al."""
+"""Examples as `datasets`, with the fields of public coin-flip sets: any task's out and in again, public rows in."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from cacheprobe.tasks.base import Example, Tokenizer
 from cacheprobe.tasks.coin_flip_wei import parse_wei
+from cacheprobe.tasks.files import example_from_record, example_record
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+EXAMPLE = "example"
 
 
 def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) -> Dataset:
@@ -17,6 +22,7 @@ def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) 
 
     inputs: the text the model reads (examples with `chat` need the tokenizer).  targets: the answer, without spaces.
     states: the true state after 0, 1, ... operations.  operations: the words of each operation.
+    example: the whole of it as JSON, from which `from_dataset` makes it again.
     names, flips: who acts, and whether they flip; only where all examples are flips of one coin.
     """
     from datasets import Dataset
@@ -28,6 +34,7 @@ def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) 
         "targets": [example.answer.strip() for example in examples],
         "states": [list(example.states) for example in examples],
         "operations": [_operations(example) for example in examples],
+        EXAMPLE: [json.dumps(example_record(example), ensure_ascii=False) for example in examples],
     }
     if all([type(part) for part in event] == [str, bool] for example in examples for event in example.events):
         columns["names"] = [[name for name, _ in example.events] for example in examples]
@@ -36,25 +43,30 @@ def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) 
 
 
 def from_dataset(rows: Dataset) -> list[Example]:
-    """Examples of rows with `inputs` and `targets`, as of skrishna/coin_flip: a coin that is heads up, yes or no.
+    """The examples that `to_dataset` wrote, of any task; or those of rows with `inputs` and `targets` alone, as of
+    skrishna/coin_flip: a coin that is heads up, yes or no.
 
-    Texts are kept as they are, but for an "A:" at the end where there is none. A row that is no such question, or
-    whose target is not what its sentences give, is refused with its index and text. Other columns are not read.
+    Public texts are kept as they are, but for an "A:" at the end where there is none. A row that is no such question,
+    whose target is not what its sentences give, or whose fields were changed apart from its example, is refused with
+    its index and text. Other columns are not read.
     """
     missing = {"inputs", "targets"} - set(rows.column_names)
     if missing:
         raise ValueError(f"the set has no column {sorted(missing)}; it has {sorted(rows.column_names)}")
+    written = rows[EXAMPLE] if EXAMPLE in rows.column_names else repeat(None)
     examples = []
-    for index, (text, target) in enumerate(zip(rows["inputs"], rows["targets"], strict=True)):
+    for index, (text, target, record) in enumerate(zip(rows["inputs"], rows["targets"], written, strict=False)):
         if not isinstance(text, str) or not isinstance(target, str):
             raise ValueError(f"row {index}: inputs and targets must be texts, got {text!r} and {target!r}")
         try:
-            question = parse_wei(text)
-        except ValueError as error:
+            example = Example(parse_wei(text)) if record is None else example_from_record(json.loads(record))
+        except (ValueError, TypeError) as error:
             raise ValueError(f"row {index}: {error}") from error
-        if target.strip().lower() != question.answer.strip():
-            raise ValueError(f"row {index}: {text!r} has the target {target!r}, but gives {question.answer.strip()!r}")
-        examples.append(Example(question))
+        if target.strip().lower() != example.answer.strip().lower():
+            raise ValueError(f"row {index}: {text!r} has the target {target!r}, but gives {example.answer.strip()!r}")
+        if record is not None and not example.chat and text != example.prompt:
+            raise ValueError(f"row {index}: the inputs {text!r} are not the example's {example.prompt!r}")
+        examples.append(example)
     if not examples:
         raise ValueError("the set has no rows")
     return examples

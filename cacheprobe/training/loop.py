@@ -68,6 +68,8 @@ class Loop:
             betas=settings.betas,
         )
         self.step, self.cpu_seconds = 0, 0.0
+        self.notes: dict[str, Any] = {}
+        """What the caller counts from step to step, kept in the checkpoint; JSON."""
         if folder is not None and (folder / "progress.json").exists():
             self._load(folder)
 
@@ -96,9 +98,9 @@ class Loop:
             self.optimizer.step()
             self.step += 1
             self.cpu_seconds += time.process_time() - began
-            if self.folder is not None and (self.step % save_every == 0 or self.step == last):
-                self.save()
             yield Progress(self.step, {name: float(loss.detach()) for name, loss in losses.items()}, self.cpu_seconds)
+            if self.folder is not None and (self.step % save_every == 0 or self.step == last):
+                self.save()  # after the caller has made its notes of the step
         self.model.eval()
 
     # -- checkpoints
@@ -115,7 +117,8 @@ class Loop:
                 tensors[f"{key}.{name}"] = value.detach().reshape(-1) if value.dim() == 0 else value.contiguous()
         name = f"step-{self.step}.safetensors"
         save_file(tensors, self.folder / name)
-        place = {"step": self.step, "cpu_seconds": self.cpu_seconds, "tensors": name, "settings": self._settings()}
+        place = {"step": self.step, "cpu_seconds": self.cpu_seconds, "tensors": name}
+        place |= {"notes": self.notes, "settings": self._settings()}
         temporary = self.folder / "progress.json.tmp"
         with temporary.open("w", encoding="utf-8") as file:
             json.dump(place, file)
@@ -142,7 +145,7 @@ class Loop:
                 moments = {k: tensors[f"{k}.{name}"] for k in ("exp_avg", "exp_avg_sq") if f"{k}.{name}" in tensors}
                 if moments:
                     self.optimizer.state[weight] = {**moments, "step": tensors[f"step.{name}"].reshape(())}
-        self.step, self.cpu_seconds = place["step"], place["cpu_seconds"]
+        self.step, self.cpu_seconds, self.notes = place["step"], place["cpu_seconds"], place.get("notes", {})
 
     def _settings(self) -> dict[str, Any]:
         return {**vars(self.settings), "betas": list(self.settings.betas)}

@@ -82,6 +82,10 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "coin-flip": {
         "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
         "mini": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=64), loop=_LOOP),
+        # as the arms that the tiny one is compared with: no position beyond those of the trained texts is ever seen
+        "no-jumps": Preset(_coin, variants=_FLIPS, reach=0, loop=_LOOP),
+        # as the paper has it: thoughts where an operation ends alone, too
+        "paper": Preset(_coin, variants=_FLIPS, form="state", reach=0, loop=_LOOP),
     },
     "s3": {"tiny": _S3, "full": replace(_S3, model=dict(chunk=5), reach=6_000, loop=_LOOP)},
     "s5": {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cacheprobe.models.thinking import ThinkingModel
+from cacheprobe.models.thinking_config import ThinkingConfig
 from cacheprobe.models.thinking_store import load_thinking, read_config
 from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
 from cacheprobe.training.evaluate import Verdicts, evaluate, follows_gold
@@ -42,7 +43,8 @@ class Trained:
         changed = self.preset.task(operations[-1])
         tasks = replace(changed, **task) if task else changed
         texts = mixed(tasks, operations, n=n, seed=seed)
-        return annotate_all(texts, self.tokenizer, self.model.config.chunk, self.preset.form)
+        config = self.model.config
+        return annotate_all(texts, self.tokenizer, config.chunk, self.preset.form, max_thought=config.max_thought)
 
     def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> Verdicts:
         """How it does on them by its own thoughts and words."""
@@ -71,8 +73,8 @@ def train(
     model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
     settings, reach = preset.loop_of(arm, seed), preset.reach_of(arm)
     chunk = model.config.chunk
-    pool = _annotated(preset, tokenizer, chunk, preset.pool, seed)
-    fresh = _annotated(preset, tokenizer, chunk, CHECK_TEXTS, TEST_SEED + seed)
+    pool = _annotated(preset, tokenizer, model.config, preset.pool, seed)
+    fresh = _annotated(preset, tokenizer, model.config, CHECK_TEXTS, TEST_SEED + seed)
     loop = Loop(model, settings, folder)
 
     def losses_of(step: int) -> dict[str, torch.Tensor]:
@@ -81,20 +83,19 @@ def train(
         batch = collate(chosen, arm, model.config.pad_id)
         return losses(model, batch, skipping_positions(batch, chunk, reach, step) if reach else None)
 
-    good, to_99 = 0, None
     for progress in loop.run(losses_of):
         accuracy = None
         if progress.step % CHECK_EVERY == 0 or progress.step == settings.steps:
             with torch.inference_mode():
                 accuracy = sum(follows_gold(model, fresh, arm)) / len(fresh)
-            good = good + 1 if accuracy >= 0.99 else 0
-            if good == 2 and to_99 is None:
-                to_99 = progress.cpu_seconds
+            loop.notes["good"] = loop.notes.get("good", 0) + 1 if accuracy >= 0.99 else 0
+            if loop.notes["good"] == 2:
+                loop.notes.setdefault("to_99", progress.cpu_seconds)
         report(progress, accuracy)
-    return Trained(model.eval(), tokenizer, preset, arm, seed, loop.cpu_seconds, to_99)
+    return Trained(model.eval(), tokenizer, preset, arm, seed, loop.cpu_seconds, loop.notes.get("to_99"))
 
 
-def _annotated(preset: Preset, tokenizer: Any, chunk: int, n: int, seed: int) -> list[Annotated]:
+def _annotated(preset: Preset, tokenizer: Any, config: ThinkingConfig, n: int, seed: int) -> list[Annotated]:
     """Texts whose events stand at every phase of a chunk."""
     share = -(-n // len(preset.variants))
     texts = [
@@ -103,5 +104,5 @@ def _annotated(preset: Preset, tokenizer: Any, chunk: int, n: int, seed: int) ->
         for text in mixed(task, preset.operations, n=share, seed=seed + VARIANT_SEEDS * i)
     ]
     draw = Random(f"phases/{seed}")
-    phases = [int(draw.random() * chunk) for _ in texts]
-    return annotate_all(texts, tokenizer, chunk, preset.form, phases)
+    phases = [int(draw.random() * config.chunk) for _ in texts]
+    return annotate_all(texts, tokenizer, config.chunk, preset.form, phases, config.max_thought)

@@ -63,8 +63,8 @@ def _sites(column: Column, thinking: Mapping[str, Any]) -> str:
     )  # fmt: skip
     l_in, l_out = thinking.get("l_in"), thinking.get("l_out")
     items = [
-        ("S", f"added at layer {l_in}" if l_in is not None else "added", f"{added}. Chunk: <code>{read}</code>"),
-        ("T", f"reads layer {l_out}" if l_out is not None else "reads",
+        ("S", f"added before block {l_in}" if l_in is not None else "added", f"{added}. Chunk: <code>{read}</code>"),
+        ("T", f"reads what leaves block {l_out - 1}" if l_out is not None else "reads",
          f"its first word has an entropy of {thought.entropy_nats:.3f} nats; "
          f"{'it ended by itself' if thought.has_ended else 'it was cut at the limit'}"),
         ("Z", "the thought", f"{words}{truth}"),

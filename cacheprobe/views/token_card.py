@@ -97,7 +97,8 @@ def _ladder(table: pd.DataFrame, layer: int | None, token_texts: Mapping[int, st
         chosen = ' class="chosen"' if line.layer == layer else ""
         lines.append(f'<tr{chosen} data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
     note = (
-        "First choices by layer, the last layer on top; the darker, the likelier. Framed in green: what was committed."
+        "First choices by layer, the last layer on top; the stronger its ground, the likelier. "
+        "Framed in green: what was committed."
     )
     return (
         f'<div class="ladder" tabindex="0"><table><thead><tr><th>layer</th>{head}</tr></thead>'

@@ -1,0 +1,75 @@
+"""`cacheprobe bench`: list, measure, compare. Heavy imports wait until a command runs."""
+
+from importlib import import_module
+from json import dumps, loads
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App
+
+bench = App(name="bench", help="Measure, in one process, and print ratios of medians.", help_format="plaintext")
+
+
+@bench.default
+def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 3) -> None:
+    """Measure, in one process, and print ratios of medians. Without a name: which benchmarks there are.
+
+    Parameters
+    ----------
+    name
+        The benchmark, such as main-job.
+    json
+        Also write the numbers to this file.
+    rounds
+        Interleaved repetitions.
+    """
+    catalogue = _part("catalogue")
+    if name is None:
+        for known, question in catalogue.questions().items():
+            print(f"{known:14} {question}")
+        return
+    if rounds < 1:
+        raise ValueError(f"--rounds {rounds} would measure nothing; give at least 1")
+    numbers = dumps(catalogue.benchmark(name)(rounds), indent=1)
+    print(numbers)
+    if json is not None:
+        json.write_text(numbers + "\n")
+
+
+@bench.command
+def compare(old: Path, new: Path) -> int:
+    """Is the second result worse than the first, beyond the noise of their own rounds? Exits 1 where it is.
+
+    Parameters
+    ----------
+    old
+        A file written by cacheprobe bench NAME --json.
+    new
+        Another of the same benchmark.
+    """
+    comparison = _part("compare")
+    before, after = (_read(path) for path in (old, new))
+    changes = comparison.compare(before, after)
+    print(comparison.table(changes))
+    for line in comparison.elsewhere(before, after):
+        print(f"not the same: {line}")
+    return int(any(change.verdict == "worse" for change in changes))
+
+
+def _part(name: str) -> Any:
+    try:
+        return import_module(f"cacheprobe_benchmarks.{name}")
+    except ModuleNotFoundError as missing:
+        if missing.name != "cacheprobe_benchmarks":
+            raise
+        raise ValueError("the benchmarks are not installed; run from a checkout with pip install -e .") from None
+
+
+def _read(path: Path) -> Any:
+    try:
+        held = loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a result: {error}") from None
+    if not isinstance(held, dict):
+        raise ValueError(f"{path} holds no result of a benchmark")
+    return held
