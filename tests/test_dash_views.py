@@ -61,6 +61,7 @@ def test_states_can_be_told_apart_without_their_colours(trace: cp.Trace) -> None
         shown = (standing.state == state) & (standing.place < 6)
         assert not sign or picture.count(f">{sign}</text>") == shown.sum(), state
     assert "◇" in picture and "○" in picture
+    assert 'class="mark ' in picture and 'class="sign' not in picture  # whose letters would have no fill
 
 
 def test_the_decode_grid_shows_tokens_and_margins(trace: cp.Trace) -> None:

@@ -79,7 +79,7 @@ def _cell(line, x: float, y: float, token: str, is_verified: bool, step: int | N
     drawn = svg.box(x, y, _CELL, 24, colour, texture, radius=4, tip=tip)
     drawn += svg.text(x + _CELL / 2, y + 16, token_label(token, 6), f"token halo on-{colour}", "middle")
     if is_verified:
-        drawn += svg.text(x + 3, y + 9, SIGNS[line.state], f"sign halo on-{colour}")
+        drawn += svg.text(x + 3, y + 10, SIGNS[line.state], f"mark halo on-{colour}")
     new = " new" if is_new else ""
     return f'<g class="pick{new}" data-request="{line.request_id}" data-place="{line.place}">{drawn}</g>'
 

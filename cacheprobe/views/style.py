@@ -111,7 +111,7 @@ DIAGRAM_CSS = f"""
 .cp svg text{{fill:var(--ink);stroke:none;font:12px {SANS}}}
 .cp svg .strong{{font-weight:650}}
 .cp svg .small{{font-size:11px}}
-.cp svg .sign{{font-size:9px}}
+.cp svg .mark{{font-size:11px}}
 .cp svg .muted{{fill:var(--muted)}}
 .cp svg .token{{font:11px {MONO}}}
 .cp svg .brief{{font-size:14px;font-weight:600}}
