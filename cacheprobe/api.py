@@ -158,8 +158,8 @@ def cache_rows(
 ) -> CacheRows:
     """Keys and values of a prompt, but for its last token's, as a deterministic request's prefill writes them.
 
-    Change them with `edited`, `spliced` and `masked`, and go on: `cp.run(model, cp.Request(prompt, cached=rows))`. To
-    look at a text that was generated, give it as the prompt.
+    Change them with `edited`, `spliced` and `masked`, and go on: `cp.run(model, cp.Request(prompt, cached=rows))`.
+    Those of a generation are in its trace: `cp.Request(prompt, keep_rows=True)`, and `trace.cache_rows(request_id)`.
     Raises: ValueError for a prompt of one token, and for a model that remembers more than keys and values.
     """
     config = EngineConfig(capacity=capacity, prefill_chunk=prefill_chunk)

@@ -6,13 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.cache.surgery import CacheRows, require_fit
+from cacheprobe.cache.surgery import CacheRows, require_fit, require_plain
 from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
-from cacheprobe.drafters.base import Drafter
+from cacheprobe.drafters.base import Drafter, drafted_layers
+from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.consistency import require_consistent
 from cacheprobe.engine.fingerprint import schedule_fingerprint
 from cacheprobe.engine.loop import rounds
 from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.checks import Drafting
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
@@ -113,6 +115,7 @@ class Setup:
             sample_of=given.sample_of if given else None,
             cached=given.cached if given else None,
             own_fingerprint=bool(given and given.own_fingerprint),
+            keep_rows=bool(given and given.keep_rows),
         )
         self._check_cached(request)
         self._check_fit(request)
@@ -157,8 +160,11 @@ class Setup:
             )
 
     def _check_cached(self, request: Request) -> None:
-        """Raises: ValueError for cached rows that are not of this prompt or this model, and for a promise broken."""
+        """Raises: ValueError for cached rows that are not of this prompt or this model, for a promise broken, and for
+        rows to keep of a cache that holds more than keys and values."""
         cached, name = request.cached, f"request {request.request_id}"
+        if request.keep_rows:
+            require_plain(self.model.new_cache(1, 1))
         if cached is None:
             return
         if not isinstance(cached, CacheRows):
@@ -193,10 +199,16 @@ class Setup:
         for state in states:
             state.is_edited = state.request.cached is not None
         if self.interventions:
-            self.editor = Editor(self.interventions, self.model, states)
+            drafting = None if is_all_verified else self._drafting(drafter or FastPath())
+            self.editor = Editor(self.interventions, self.model, states, drafting)
         if any(state.is_verified for state in states):
             require_consistent(self.model, self.config)
         return states
+
+    def _drafting(self, drafter: Drafter) -> Drafting:
+        _check_drafter(drafter)
+        drafter.check(self.model)
+        return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
     def start(self, drafter: Drafter | None) -> Start:
         """The loop over these requests, ready to begin."""
@@ -225,6 +237,7 @@ class Setup:
             meta["interventions"] = self.editor.record()
         trace = assemble(recorder, requests, fingerprint, self.config, self.capture, meta)
         trace.interventions = self.interventions
+        trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
         return trace
 
 

@@ -38,6 +38,11 @@ def open_runs(
         raise ValueError(f"--port is a number from 0 to 65535, got {port}; 0 takes any that is free")
     if find_spec("dash") is None:
         raise ValueError("the dashboard needs Dash: pip install cacheprobe[dash]")
+    if lens:
+        from cacheprobe.lenses.tuned_files import require_tuned_lens
+
+        for directory in lens:
+            require_tuned_lens(directory)
     from cacheprobe.dash_app.serve import listen
     from cacheprobe.dash_app.shelf import Shelf
 

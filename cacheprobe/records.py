@@ -127,6 +127,8 @@ class Request:
     """CacheRows of the prompt's first tokens, from which the request goes on; those tokens are not read again."""
     own_fingerprint: bool = False
     """Must be said of a deterministic request with `cached`: it is comparable only with others that begin there."""
+    keep_rows: bool = False
+    """Copy its cache rows when it ends, for `trace.cache_rows` and `trace.fork`: they stay in memory with the trace."""
 
     @property
     def num_cached(self) -> int:

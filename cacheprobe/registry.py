@@ -1,7 +1,7 @@
-"""Plug-ins: drafters, lenses and tasks, one file each, found by themselves.
+"""Plug-ins: drafters, lenses, tasks and kernels, one file each, found by themselves.
 
-A kind is a folder of cacheprobe. A file in it marks what it offers with `@register("drafters", "early_exit")`; the
-folder's files are imported at the first question about that kind.
+A kind is a folder of cacheprobe, or a package beside it. A file in it marks what it offers with
+`@register("drafters", "early_exit")`; the folder's files are imported at the first question about that kind.
 """
 
 import importlib
@@ -11,6 +11,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 P = TypeVar("P")
+
+BESIDE = {"kernels": "cacheprobe_kernels"}
+"""Kinds that are a package of their own: cacheprobe runs without what they need."""
 
 _plugins: dict[str, dict[str, Any]] = {}
 _scanned: set[str] = set()
@@ -46,25 +49,29 @@ def find(kind: str, name: str) -> Any:
     if name not in plugins:
         raise ValueError(
             f"unknown name {name!r} among {kind}; there are {', '.join(plugins) or 'none'}; "
-            f"choose one, or add a file to cacheprobe/{kind} that registers it"
+            f"choose one, or add a file to {_package(kind).replace('.', '/')} that registers it"
         )
     return plugins[name]
 
 
 def _scan(kind: str) -> None:
-    """Import the files of cacheprobe/<kind>, once; a file that does not import says so itself."""
+    """Import the files of the kind's package, once; a file that does not import says so itself."""
     if kind in _scanned:
         return
-    package_name = f"cacheprobe.{kind}"
+    package_name = _package(kind)
     try:
         package = importlib.import_module(package_name)
     except ModuleNotFoundError as missing:
-        if missing.name != package_name:
+        if missing.name != package_name or kind in BESIDE:
             raise
         raise ValueError(f"unknown kind of plug-in {kind!r}: there is no folder cacheprobe/{kind}") from None
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package_name}.{module.name}")
     _scanned.add(kind)
+
+
+def _package(kind: str) -> str:
+    return BESIDE.get(kind, f"cacheprobe.{kind}")
 
 
 def _origin(plugin: Any) -> str:

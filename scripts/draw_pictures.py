@@ -57,9 +57,9 @@ def dash_picture(browser: Browser, runs: list[Path], folder: Path) -> None:
     page = browser.new_page(viewport={"width": WIDTH, "height": 900})
     page.set_default_timeout(PATIENCE)
     page.goto(f"http://127.0.0.1:{server.server_port}/")
-    for place in ("#card-view[data-answer]", "#grid-head[data-answer]", "#window-view[data-answer]", "#grid .main-svg"):
+    for place in ("#prompt-view[data-answer]", ".menu-lens .dash-dropdown-value", "[role=slider]"):
         page.wait_for_selector(place, state="attached")
-    page.wait_for_timeout(3000)  # the chosen cell is framed once plotly has drawn the grid
+    page.wait_for_timeout(500)
     last = page.locator("#lens-card").bounding_box()
     assert last is not None
     clip = {"x": 0, "y": 0, "width": WIDTH, "height": last["y"] + last["height"] + MARGIN}

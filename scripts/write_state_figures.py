@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from cacheprobe_analyses.coin_state_patch import Result as Patched
 from cacheprobe_analyses.coin_state_probe import Result as Coin
 from cacheprobe_analyses.rollback_foresight import Result as Foresight
 from cacheprobe_analyses.s3_algorithm import Result as Algorithm
@@ -34,8 +37,17 @@ def _coin(held: dict[str, Any]) -> str:
     return "\n\n".join(models)
 
 
+def _patched(held: dict[str, Any]) -> str:
+    """Beside the probes of the same models, layers and places."""
+    probes = json.loads((ROOT / _file("coin_state_probe")).read_text(encoding="utf-8"))
+    return "\n\n".join(
+        f"`{name}`: {Patched.of(one).table(pd.DataFrame(probes[name]['lines']))}" for name, one in held.items()
+    )
+
+
 ANALYSES: dict[str, Callable[[dict[str, Any]], str]] = {
     "coin_state_probe": _coin,
+    "coin_state_patch": _patched,
     "when_settles": lambda held: Settles(**held).table(),
     "rollback_foresight": lambda held: Foresight(**held).table(),
     "s3_algorithm": lambda held: Algorithm(**held).table(),

@@ -17,6 +17,9 @@ for name, value in {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "WANDB_MODE": "disabled",
+    # Triton's library is interpreted or compiled as this says when triton is first imported, which transformers does
+    # too; what needs a compiler or a GPU runs in a process of its own.
+    "TRITON_INTERPRET": "1",
     "CACHEPROBE_PRESET": "tiny",  # of the notebooks; `make test-all` runs them in full
 }.items():
     os.environ.setdefault(name, value)

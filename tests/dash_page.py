@@ -1,6 +1,7 @@
 """A dashboard in this process and a page of it in a real browser, for tests."""
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,17 +66,16 @@ def at(page: Page) -> dict[str, Any]:
 
 def answered(page: Page, name: str, **asked: Any) -> str:
     """Wait until a view has answered a question with these parts; its text."""
-    place = "head" if name in ("grid", "gave", "result") else "view"
     parts = json.dumps(asked)
     until(
         page,
         f"""(() => {{
-            const view = document.getElementById('{name}-{place}'), said = view && view.dataset.answer;
+            const view = document.getElementById('{name}-view'), said = view && view.dataset.answer;
             const wanted = {parts}, question = said ? JSON.parse(said) : null;
             return question && Object.keys(wanted).every(key => question[key] === wanted[key]);
         }})()""",
     )
-    return page.inner_text(f"#{name}-{place}")
+    return page.inner_text(f"#{name}-view")
 
 
 def until(page: Page, expression: str) -> None:
@@ -91,6 +91,13 @@ def until(page: Page, expression: str) -> None:
             look();
         }})"""
     )
+
+
+def asked(address: str, body: object) -> list[dict[str, Any]]:
+    """What the server answers to questions, {view: {...}}, without a browser. Raises: HTTPError where it refuses."""
+    sent = urllib.request.Request(f"{address}ask", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(sent) as answer:
+        return [json.loads(line) for line in answer]
 
 
 def choose(page: Page, menu: str, label: str) -> None:

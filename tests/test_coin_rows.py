@@ -92,7 +92,7 @@ def test_questions_count_and_their_effects_are_summed(monkeypatch: pytest.Monkey
     assert whole["n"] == 6 and whole["nld"] == pytest.approx(1, abs=1e-4)
     assert "span all rows, swapped: nld 1.000" in result.table()
     assert json.loads(json.dumps(asdict(result)))["effects"] == result.effects
-    figure = cp.views.coin_rows_figure(result.frame())
+    figure = result.figure()
     bars = {bar.name: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data}
     assert bars["swapped"]["all rows"] == pytest.approx(1, abs=1e-4) and set(bars) == set(coin_rows.TREATMENTS)
     with pytest.raises(ValueError, match="no effects of unit 'span' and 2 people"):

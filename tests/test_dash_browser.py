@@ -12,10 +12,11 @@ from playwright.sync_api import Browser
 
 import cacheprobe as cp
 from cacheprobe.dash_app.shelf import Shelf
-from tests.dash_page import PICTURES, answered, at, choose, chromium, opened, served, until
+from tests.dash_page import PICTURES, answered, asked, at, choose, chromium, opened, served, until
 from tests.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
+ROOT = Path(__file__).parents[1]
 STEP = "JSON.parse(document.getElementById('page').dataset.at).step"
 EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
 
@@ -55,7 +56,6 @@ def test_opens_and_fits(browser: Browser, address: str, width: int, theme: str) 
     with opened(browser, address, width=width, color_scheme=theme) as page:
         for name in ("timeline", "decode", "cache", "window", "card", "prompt", "grid"):
             answered(page, name, run=0)
-        page.wait_for_selector("#grid .main-svg")
         assert "e-broken" in page.inner_text(".broken") and "not saved to its end" in page.inner_text(".broken")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.wait_for_timeout(500)
@@ -90,13 +90,45 @@ def test_replays_by_key_button_and_play(browser: Browser, address: str) -> None:
         assert f"step {at(page)['step']}" in page.inner_text("#now")
 
 
-def test_no_key_of_several_at_once_is_lost(browser: Browser, address: str) -> None:
-    key = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft', bubbles: true}));"
-    with opened(browser, f"{address}?run=0&request=1&step=9") as page:
-        answered(page, "cache", step=9)
-        page.evaluate(f"(() => {{ {key * 5} }})()")
-        answered(page, "cache", step=4)
-        assert "step=4" in page.url
+def test_every_key_of_a_burst_counts(browser: Browser, address: str) -> None:
+    """Two quick presses lost one where the state went through Dash: it drops what is set again before it ran."""
+    with opened(browser, f"{address}?run=0&request=1&step=12") as page:
+        answered(page, "cache", step=12)
+        step = page.evaluate(
+            """() => {
+                for (let i = 0; i < 5; i++) {
+                    document.body.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft", bubbles: true}));
+                }
+                return JSON.parse(document.getElementById("page").dataset.at).step;
+            }"""
+        )
+        assert step == 7
+        for name in ("cache", "decode", "window"):
+            answered(page, name, step=7)
+        slider = page.get_by_role("slider")
+        until(page, "document.querySelector('[role=slider]').getAttribute('aria-valuenow') === '7'")
+        page.wait_for_timeout(300)  # what the slider says of being moved is no choice
+        assert at(page)["step"] == 7
+        slider.press("ArrowRight")
+        until(page, f"{STEP} === 8")
+        page.locator("#now").click()
+        page.keyboard.press("ArrowRight")
+        until(page, "document.querySelector('[role=slider]').getAttribute('aria-valuenow') === '9'")
+        assert "step=9" in page.url
+
+
+def test_questions_that_are_out_of_date_are_not_drawn(browser: Browser, address: str) -> None:
+    """The answer that comes last is that of the last step, however slow the ones before were."""
+    with opened(browser, f"{address}?run=0&request=1&step=4") as page:
+        answered(page, "window", step=4)
+        for _ in range(8):
+            page.keyboard.press("ArrowRight")
+            page.wait_for_timeout(40)
+        for name in ("cache", "decode", "window"):
+            answered(page, name, step=12)
+        page.wait_for_timeout(400)
+        assert json.loads(page.get_attribute("#cache-view", "data-answer") or "{}")["step"] == at(page)["step"] == 12
+        assert page.locator(".asking").count() == 0
 
 
 def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
@@ -106,18 +138,37 @@ def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
         position = len(PROMPTS[1])
         assert f"at position {position}" in answered(page, "card", request=1, position=position)
         answered(page, "grid", request=1)
-        area = page.locator("#grid .nsewdrag")
-        area.scroll_into_view_if_needed()
-        box = area.bounding_box()
-        assert box is not None
-        area.click(position={"x": box["width"] * 0.02, "y": box["height"] * 0.95})
         first = len(PROMPTS[1]) - 1
+        cell = page.locator(f"#grid-view .column[data-position='{first}'] .pick[data-layer='0']").first
+        cell.hover()
+        assert f"position {first}\nlayer 0: first choice" in page.inner_text("#tip")
+        cell.click()
         until(page, f"JSON.parse(document.getElementById('page').dataset.at).position === {first}")
         assert at(page)["layer"] == 0
-        answered(page, "card", position=first, layer=0)
+        answered(page, "card", position=first)
+        frame, box = (one.bounding_box() for one in (page.locator("#grid-view .cursor"), cell.locator("rect")))
+        assert frame is not None and box is not None
+        assert abs(frame["x"] - box["x"]) < 4 and abs(frame["y"] - box["y"]) < 4
         page.locator("#card-view tr[data-layer='1']").click()
-        answered(page, "card", position=first, layer=1)
+        assert at(page)["layer"] == 1
         assert page.locator("#card-view tr.chosen").get_attribute("data-layer") == "1"
+
+
+def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&request=1") as page:
+        answered(page, "grid", request=1)
+        sent: list[dict] = []
+        page.on("request", lambda r: sent.append(json.loads(r.post_data or "{}")) if r.method == "POST" else None)
+        page.evaluate("document.querySelector('#grid-view svg').id = 'drawn-before'")
+        cells = page.locator("#grid-view .column .pick[data-layer='1']")
+        cells.nth(2).click()
+        row = int(page.locator("#grid-view .column").nth(2).get_attribute("data-row") or -1)
+        answered(page, "card", row=row)
+        page.locator("#grid-view .column").nth(2).locator(".pick[data-layer='0']").click()
+        assert at(page)["layer"] == 0
+        page.wait_for_timeout(100)
+        assert [set(asked) - {"decode"} for asked in sent] == [{"card"}]
+        assert page.locator("#drawn-before").count() == 1
 
 
 def test_lens_and_site_are_read_now_where_the_model_is_here(browser: Browser, address: str) -> None:
@@ -131,7 +182,7 @@ def test_lens_and_site_are_read_now_where_the_model_is_here(browser: Browser, ad
         answered(page, "grid", rows="committed")
         page.get_by_text("What gave this logit?").click()
         assert "logit of" in answered(page, "gave", request=0)
-        page.wait_for_selector("#gave .main-svg")
+        page.wait_for_selector("#gave-0 .main-svg")
 
 
 def test_says_why_a_lens_cannot_be_read(browser: Browser, address: str) -> None:
@@ -167,10 +218,55 @@ def test_compares_two_runs(browser: Browser, address: str, runs: Path) -> None:
         page.screenshot(path=PICTURES / "compare-1280.png", full_page=True)
 
 
+def test_a_run_is_not_compared_with_itself(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&against=1&tab=compare") as page:
+        answered(page, "compare", run=0, against=1)
+        choose(page, "run", "b-other")
+        answered(page, "compare", run=1, against=0)
+        page.click("#against")
+        assert "b-other" not in page.get_by_role("option").all_inner_texts()
+    with opened(browser, f"{address}?run=1&against=1&tab=compare") as page:
+        answered(page, "compare", run=1, against=0)
+        assert "Run 1 cannot be compared with run 1." in page.inner_text("#notice")
+
+
+def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> None:
+    clean, corrupt = [5, 17, 3, 44, 9], [5, 17, 80, 44, 61]
+    cp.patching.activation(loaded(), clean, corrupt, answer=(7, 11), progress=False).save(tmp_path / "a-grid.json")
+    for name in ("coin-rows", "when-settles", "coin-state-probe"):
+        shutil.copy(ROOT / "analyses" / "results" / f"{name}.json", tmp_path)
+    (tmp_path / "broken.json").write_text("[1, 2")
+    with served(Shelf.of([tmp_path])) as address, opened(browser, f"{address}?tab=patching") as page:
+        assert "Largest nld" in answered(page, "result", result=0)
+        page.wait_for_selector("#result-0 .heatmaplayer", state="attached")
+        assert page.locator("#result-list button:visible").all_inner_texts() == ["a-grid"]
+        page.click("#tab-surgery")
+        assert "whose swap brings over most" in answered(page, "result", result=2)
+        for i in range(2):  # by span and by row
+            page.wait_for_selector(f"#result-{i} .barlayer", state="attached")
+        page.screenshot(path=PICTURES / "surgery-1280.png", full_page=True)
+        page.click("#tab-results")
+        assert "not readable as JSON" in answered(page, "result", result=1)
+        names = page.locator("#result-list button:visible")
+        assert names.all_inner_texts() == ["broken", "coin-state-probe", "when-settles"]
+        names.nth(1).click()
+        answered(page, "result", result=3)
+        page.wait_for_selector("#result-0 .scatterlayer", state="attached")
+        assert "tab=results&result=3" in page.url.replace("&site=S&lens=recorded&colour=logprob&rows=all", "")
+        names.nth(2).click()
+        assert "behaviour · num_examples" in answered(page, "result", result=4)
+    with served(Shelf.of([tmp_path / "a-grid.json"])) as address, opened(browser, f"{address}?tab=surgery") as page:
+        until(page, "document.querySelector('.card[data-kind=surgery]').checkVisibility()")
+        assert "No result of cache surgery was named" in page.inner_text("#panel-results")
+    with served(Shelf.of([tmp_path])) as address, opened(browser, f"{address}?tab=results&result=0") as page:
+        answered(page, "result", result=0)
+        assert at(page)["tab"] == "patching"
+
+
 def test_a_link_leads_back(browser: Browser, address: str) -> None:
     query = "?run=0&request=3&step=12&position=4&layer=1&tab=replay&site=S&lens=recorded&colour=rank&rows=all"
     with opened(browser, f"{address}{query}&against=1&theme=dark") as page:
-        answered(page, "card", request=3, position=4, layer=1)
+        answered(page, "card", request=3, position=4)
         assert page.url == f"{address}{query}&against=1&theme=dark"
         wanted = dict(run=0, request=3, step=12, position=4, layer=1, colour="rank", theme="dark")
         assert {name: at(page)[name] for name in wanted} == wanted
@@ -204,16 +300,19 @@ def test_answers_to_this_machine_alone(address: str) -> None:
         urllib.request.urlopen(stranger)
 
 
-@pytest.mark.parametrize("asked", [{"run": 99}, {"run": "/etc"}, {"run": True}, {"run": 4}, {"run": -1}])
-def test_a_run_is_a_number_of_the_list(address: str, asked: dict) -> None:
-    body = {
-        "output": "facts-told.data",
-        "outputs": {"id": "facts-told", "property": "data"},
-        "inputs": [{"id": "facts-ask", "property": "data", "value": asked}],
-        "changedPropIds": ["facts-ask.data"],
-    }
-    sent = urllib.request.Request(
-        f"{address}_dash-update-component", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    told = json.load(urllib.request.urlopen(sent))["response"]["facts-told"]["data"]
-    assert "error" in told and "requests" not in told
+@pytest.mark.parametrize("run", [99, "/etc", True, 4, -1, None])
+def test_a_run_is_a_number_of_the_list(address: str, run: object) -> None:
+    for view in ("facts", "timeline", "grid"):
+        (told,) = asked(address, {view: {"run": run}})
+        assert told["view"] == view and "error" in told and "requests" not in told
+
+
+def test_wrong_questions_are_refused(address: str) -> None:
+    for body, status in (([], 400), ({"facts": 3}, 400), ({"other": {}}, 400), ({"facts": {"x": "y" * 20_000}}, 413)):
+        with pytest.raises(urllib.error.HTTPError, match=str(status)):
+            asked(address, body)
+    form = urllib.request.Request(f"{address}ask", b'{"facts": {"run": 0}}', {"Content-Type": "text/plain"})
+    with pytest.raises(urllib.error.HTTPError, match="415"):
+        urllib.request.urlopen(form)
+    (incomplete,) = asked(address, {"timeline": {"run": 0}})
+    assert "requests" in incomplete["error"]

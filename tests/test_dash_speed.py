@@ -19,7 +19,27 @@ from cacheprobe.dash_app.shelf import Shelf
 from tests.dash_page import answered, chromium, served
 from tests.large_run import save_large_run
 
+VIEWS = ("timeline", "decode", "cache", "card", "grid", "window", "prompt")
+"""All that the replay shows."""
 OPEN_SECONDS, CLICK_SECONDS = 3.0, 0.3
+
+CLICK = """([request, step]) => new Promise((yes) => {
+    const said = (name) => JSON.parse(document.getElementById(name + "-view").dataset.answer);
+    const of_request = (name) => said(name).request === request;
+    const of_step = (name) => of_request(name) && said(name).step === step;
+    const cell = `#timeline-view g.pick[data-request="${request}"][data-step="${step}"]`;
+    let first = null;
+    const start = performance.now();
+    document.querySelector(cell).dispatchEvent(new MouseEvent("click", {bubbles: true}));
+    const look = () => {
+        const now = performance.now() - start;
+        if (first === null && of_step("cache") && of_request("card")) first = now;
+        if (first !== null && of_step("decode") && of_step("window") && of_request("grid")) yes([first, now]);
+        else if (now < 60000) setTimeout(look, 4);
+    };
+    look();
+})"""
+"""Milliseconds, by the page's own clock."""
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +54,14 @@ def by_clock(act: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def in_browser(browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> tuple[list[float], list[float]]:
+def in_browser(
+    browser: Browser, run: Path, clicks: list[tuple[int, int]]
+) -> tuple[list[float], list[float], list[float]]:
     """Seconds of opening three pages, until the replay is there with its lens grid; and of each click on (request,
-    step), until the cache and the card are the clicked one's."""
+    step), until the cache and the card are the clicked one's, and until every view that follows it is."""
     opened: list[float] = []
+    answers: list[float] = []
+    wholes: list[float] = []
     with served(Shelf.of([run])) as address:
         for number in range(3):
             page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -45,8 +69,7 @@ def in_browser(browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> tu
 
             def open_it(page: Page = page) -> None:
                 page.goto(address, wait_until="commit")
-                page.wait_for_selector("#grid .nsewdrag", state="attached")
-                for name in ("timeline", "decode", "cache", "card", "grid"):
+                for name in VIEWS:
                     answered(page, name, run=0)
 
             opened.append(by_clock(open_it))
@@ -54,14 +77,12 @@ def in_browser(browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> tu
                 page.close()
         page.wait_for_timeout(2000)  # nothing of the opening is left to do
 
-        def click(request: int, step: int) -> None:
-            page.locator(f"#timeline-view g.pick[data-request='{request}'][data-step='{step}']").dispatch_event("click")
-            answered(page, "cache", request=request, step=step)
-            answered(page, "card", request=request)
-
-        answers = [by_clock(partial(click, request, step)) for request, step in clicks]
+        for request, step in clicks:
+            first, whole = page.evaluate(CLICK, [request, step])
+            answers.append(first / 1000)
+            wholes.append(whole / 1000)
         page.close()
-    return opened, answers
+    return opened, answers, wholes
 
 
 def on_the_server(run: Path, clicks: list[tuple[int, int]]) -> tuple[float, dict[str, float]]:
@@ -72,11 +93,11 @@ def on_the_server(run: Path, clicks: list[tuple[int, int]]) -> tuple[float, dict
     taken: dict[str, list[float]] = {}
     for number, (request, step) in enumerate(clicks):
         about = dict(run=0, request=request, step=step, site="S", lens="recorded", position=18)
-        pages = dict(requests=[0, 8], steps=[0, 60], places=[0, 12], place=2, width=1190, columns=13)
-        shown = dict(colour="logprob", rows="all", theme="light", layer=1, row=None)
+        pages = dict(requests=[0, 8], steps=[0, 60], places=[0, 12], place=2, width=1190)
+        shown = dict(colour="logprob", rows="all", theme="light", row=None)
         ask = {**about, **pages, **shown}
         views: dict[str, Callable[[], object]] = {
-            "facts": partial(facts.run_facts, shelf, reader, 0),
+            "facts": partial(facts.run_facts, shelf, reader, ask),
             "story": partial(facts.request_story, shelf, ask),
             "timeline": partial(timeline.view, shelf, ask),
             "decode": partial(decode.view, shelf, ask),
@@ -103,10 +124,12 @@ def measured(what: str, browser: Browser, run: Path, clicks: list[tuple[int, int
     each = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in views.items())
     print(f"\n{what}, processor time of the server: opening {opening:.2f} s; answers to a click, ms: {each}")
     assert opening < OPEN_SECONDS and max(views.values()) < CLICK_SECONDS
-    opened, answers = in_browser(browser, run, clicks)
+    opened, answers, wholes = in_browser(browser, run, clicks)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    told = [", ".join(f"{seconds:.2f}" for seconds in many) for many in (opened, answers)]
-    print(f"in the browser, s: opening {told[0]}; clicks {told[1]}; load {load:.1f} on {cores} cores")
+    told = [", ".join(f"{seconds:.2f}" for seconds in many) for many in (opened, answers, wholes)]
+    print(
+        f"in the browser, s: opening {told[0]}; clicks {told[1]}, all views {told[2]}; load {load:.1f} on {cores} cores"
+    )
     if load < cores:
         assert median(opened) < OPEN_SECONDS and median(answers) < CLICK_SECONDS
 

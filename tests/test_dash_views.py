@@ -10,16 +10,16 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.dash_app import cache, compare, decode
-from cacheprobe.dash_app.asking import NotAsked, span
+from cacheprobe.dash_app.asking import NotAsked, answered, span
 from cacheprobe.dash_app.shelf import Shelf, whole
 from cacheprobe.observe.comparison import RequestDifference
 from cacheprobe.observe.hypotheses import settling
 from cacheprobe.records import fingerprint_differences
 from cacheprobe.views.cache_strip import cache_strip, memory_sentence
-from cacheprobe.views.decode_grid import decode_grid
+from cacheprobe.views.decode_grid import SIGNS, decode_grid
 from cacheprobe.views.run_comparison import comparison_title, fingerprint_block, token_columns
 from cacheprobe.views.style import DIAGRAM_CSS
-from cacheprobe.views.timeline import timeline_picture
+from cacheprobe.views.timeline import TIMELINE_LEGEND, timeline_picture
 from cacheprobe.views.token_card import Fate, token_card
 from cacheprobe.views.token_history import standing_at, token_history
 from tests.test_views import HOSTILE
@@ -47,6 +47,21 @@ def test_the_timeline_fills_its_place_and_says_where_steps_stand(trace: cp.Trace
     narrow, broad = (timeline_picture(trace.events(), [0], range(20), at=5, width=w) for w in (0, 640))
     assert 'data-pitch="18"' in narrow and 'data-pitch="27"' in broad
     assert f'class="cursor" x="{86 + 27 * 5 - 2}"' in broad
+
+
+def test_states_can_be_told_apart_without_their_colours(trace: cp.Trace) -> None:
+    """prefill, accepted and decoded were three plain fills, and a pending token lost its hatching to its margin."""
+    textures = [texture for _, texture, _ in TIMELINE_LEGEND]
+    assert len(set(textures)) == len(textures)
+    assert len(set(SIGNS.values())) == len(SIGNS)
+    step = int(trace.events().query("phase == 'decode'").step.iloc[3])
+    standing = standing_at(token_history(trace.events()), step)
+    picture = decode_grid(standing, range(5), range(6), {}, verified=dict.fromkeys(range(5), True), step=step)
+    for state, sign in SIGNS.items():
+        shown = (standing.state == state) & (standing.place < 6)
+        assert not sign or picture.count(f">{sign}</text>") == shown.sum(), state
+    assert "◇" in picture and "○" in picture
+    assert 'class="mark ' in picture and 'class="sign' not in picture  # whose letters would have no fill
 
 
 def test_the_decode_grid_shows_tokens_and_margins(trace: cp.Trace) -> None:
@@ -89,17 +104,13 @@ def test_the_card_of_a_row(trace: cp.Trace) -> None:
     last = own.sort_values("layer").iloc[-1]
     fates = [Fate(3, 5, 7, "rolled_back"), Fate(int(last.token_id), 7, 7, "recovered")]
     about = settling(own).iloc[0].to_dict()
-    card = token_card(own, 1, about, fates, {3: HOSTILE}, HOSTILE)
+    card = token_card(own, about, fates, {3: HOSTILE}, HOSTILE)
     assert "<script" not in card and "window.hacked" in card
     assert "drafted in step 5" in card and "rolled back" in card and "recovered" in card
-    assert re.findall(r'<tr( class="chosen")? data-layer="(\d)"', card) == [
-        ("", "2"),
-        (' class="chosen"', "1"),
-        ("", "0"),
-    ]
+    assert re.findall(r'<tr data-layer="(\d)"', card) == ["2", "1", "0"]
     assert f"from layer {about['settling_layer']} on" in card
     with pytest.raises(ValueError, match="a card is of one row"):
-        token_card(table, 1, about, [], {}, "x")
+        token_card(table, about, [], {}, "x")
 
 
 def test_a_comparison_says_what_differs() -> None:
@@ -135,6 +146,19 @@ def test_the_shelf_lists_what_it_is_given(trace: cp.Trace, tmp_path: Path) -> No
         with pytest.raises(NotAsked):
             span(wrong, "steps", 80)
     assert whole(2, "run", 3) == 2
+
+
+def test_what_is_wrong_with_one_view_is_refused_there(caplog: pytest.LogCaptureFixture) -> None:
+    """Also what nobody expected: that is logged besides."""
+
+    def broken(ask: dict) -> str:
+        raise ask["error"]
+
+    told = answered(broken, {"error": NotAsked("no <b>")})
+    assert told == {"html": '<p class="refused">no &lt;b&gt;</p>', "error": "no <b>"} and not caplog.records
+    told = answered(broken, {"error": AttributeError("held is a list")})
+    assert told["error"] == "this cannot be shown: AttributeError: held is a list" and "refused" in told["html"]
+    assert "no answer to" in caplog.text
 
 
 def test_compared_readings_are_those_that_both_runs_have(trace: cp.Trace, tmp_path: Path) -> None:
@@ -194,6 +218,8 @@ def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyP
     for port in (-1, 99999):
         with pytest.raises(ValueError, match=f"--port is a number from 0 to 65535, got {port}"):
             cli_dash.open_runs(Path("runs"), port=port)
+    with pytest.raises(ValueError, match="nowhere holds no tuned lens"):
+        cli_dash.open_runs(Path("runs"), lens=(Path("nowhere"),))
     monkeypatch.setattr(cli_dash, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install cacheprobe\[dash\]"):
         cli_dash.open_runs(Path("runs"))

@@ -8,11 +8,13 @@ from cacheprobe import cli_look
 from cacheprobe.doctor import checkup, machine, models, pictures, software
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.models.facts import platform_facts
+from cacheprobe.ops import dispatch
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "product_seconds", lambda dtype: 0.001)
+    monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
 
 
 @pytest.mark.usefixtures("quick")
@@ -23,6 +25,7 @@ def test_where_everything_is_here_the_demo_can_run(capsys: pytest.CaptureFixture
     for name, value in platform_facts().items():
         assert f"{name}" in said and str(value) in said
     assert "coinflip-thinking" in said and "coin-flip" in said and "extra dev" in said and "chromium" in said
+    assert "kernel" in said
 
 
 @pytest.mark.usefixtures("quick")

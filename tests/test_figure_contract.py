@@ -46,6 +46,18 @@ def coin_rows() -> pd.DataFrame:
     return pd.DataFrame(stored["effects"])
 
 
+def carried() -> pd.DataFrame:
+    """Of states that were patched, at two places."""
+    return pd.DataFrame(
+        [
+            dict(place=place, layer=layer, treatment=treatment, n=8, nld=nld + layer / 4, flips=2)
+            for place, nld in (("person 1", 0.1), ("last token", 0.6))
+            for layer in (0, 1)
+            for treatment in ("other coin", "own again")
+        ]
+    )
+
+
 def cells() -> pd.DataFrame:
     """Of a patching grid, as it may come from a file."""
     return pd.DataFrame(
@@ -73,6 +85,7 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
     # a table, another with another finding, and what is given beside it
     "agreement_figure": lambda: (trace().agreement(), trace().agreement().iloc[::-1].set_axis([0, 1, 2]), {}),
     "attribution": lambda: ((t := trace().attribution(0, 7)), swapped(t, "logit"), {}),
+    "carried_figure": lambda: ((t := carried()), swapped(t, "nld"), {}),
     "coin_rows_figure": lambda: ((t := coin_rows()), t.assign(total=-t.total), {}),
     "disagreement_figure": lambda: (
         (t := by_layer(drafter="ngram", control=0.2, rejected=7, nats=0.1)), t.assign(share=0.1), {},
@@ -86,6 +99,9 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
         (t := algorithm()[0].assign(examples=40)), t.assign(accuracy=0.5), dict(patches=algorithm()[1]),
     ),
     "settling_figure": lambda: ((t := trace().settling()), t.assign(settling_layer=0), {}),
+    "ways_figure": lambda: (
+        (t := by_layer(right=3, examples=40, chance=0.5).assign(way=["cut", "whole"])), t.assign(low=0.6), {},
+    ),
 }  # fmt: skip
 
 

@@ -10,6 +10,8 @@ import cacheprobe as cp
 from cacheprobe.observe.store import MemoryStore
 from cacheprobe.probes.auroc import auroc, resampled_auroc
 from cacheprobe.probes.drafts import margins
+from cacheprobe.probes.foresight import _scores
+from cacheprobe.probes.groups import group_folds
 from tests.probes_slowly import auroc_slowly
 from tests.tiny import VOCAB, loaded
 
@@ -161,3 +163,17 @@ def test_what_cannot_be_asked_is_refused(early: cp.Trace, ngram: cp.Trace) -> No
         foresight(early, unit="token")
     with pytest.raises(error, match="no draft with a kept state"):
         foresight(cp.run(loaded(), PROMPTS[:2], **RUN))
+
+
+def test_what_has_learned_nothing_stays_below_a_half_over_folds_and_at_a_half_within_them() -> None:
+    """Random vectors and labels, nine in ten of one class: a score carries the share of its training folds, which is
+    high where that of the fold held out is low. So labels in random order are no 0.5 over all folds together."""
+    pooled, within = [], []
+    for seed in range(6):
+        draws = np.random.default_rng(seed)
+        labels, groups = (draws.random(560) < 0.9).astype(int), draws.integers(0, 16, 560)
+        fold = group_folds(groups, 5, seed)
+        (scores,), _ = _scores(torch.from_numpy(draws.standard_normal((1, 560, 32))), labels, fold)
+        pooled.append(auroc(scores, labels))
+        within += [auroc(scores[fold == f], labels[fold == f]) for f in range(5)]
+    assert np.mean(pooled) < 0.48 and abs(np.mean(within) - 0.5) < 0.03

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted
+from cacheprobe.drafters.base import Drafter
 from cacheprobe.interventions import add, mean, replace, resample, swap, zero
 from cacheprobe.interventions.checks import require_hooks
+from tests.test_drafters import near
 from tests.test_thinking_engine import RUN, lm
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -36,6 +39,23 @@ def test_an_intervention_checks_itself(make, message: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("drafter", [FastPath(), EarlyExit(layer=1)], ids=repr)
+def test_the_last_draft_that_can_be_changed_is_changed(drafter: Drafter) -> None:
+    """The other side of the refusals: at the highest layer and position that drafts reach, and in the draft alone."""
+    one = zero(**S1, positions=8, phases="decode")
+    wide = {**LIGHT, "window": 6}  # all that can be drafted, in one window
+    trace = cp.run(loaded(), PROMPTS[:1], interventions=one, drafter=drafter, **wide)
+    assert trace.meta["interventions"][0]["num_writes"] > 0
+    assert trace.committed(0) == cp.run(loaded(), PROMPTS[:1], **wide).committed(0)
+
+
+def test_the_oracle_takes_what_its_run_was_given() -> None:
+    one = zero(**S1, positions=7, phases=("decode", "verify"), own_fingerprint=True)
+    settings = dict(LIGHT, deterministic=True, interventions=one)
+    trace, oracle = (go(loaded(), PROMPTS[:1], drafter=NGram(), **settings) for go in (cp.run, cp.reference))
+    assert trace.digest(0) == oracle.digest(0)
+
+
 @pytest.mark.parametrize(
     ("one", "settings", "message"),
     [
@@ -54,6 +74,28 @@ def test_an_intervention_checks_itself(make, message: str) -> None:
             {"deterministic": True},
             "on the traffic; leave out steps=",
         ),
+        (
+            zero(**S1, phases="decode"),
+            {"drafter": NGram()},
+            r"in prefill or verify \(drafts of ngram do not run this model\)",
+        ),
+        (
+            zero(**S1, phases="decode"),
+            {"drafter": Scripted(lambda state: [1])},
+            "drafts of scripted do not run this model",
+        ),
+        (zero(**S1, phases="decode"), {"drafter": EarlyExit(layer=0)}, "drafts of early_exit stop after layer 0"),
+        (
+            zero(**S1, positions=[4, 6], phases="decode", own_fingerprint=True),
+            {"deterministic": True, "window": 1},
+            r"in prefill or verify \(a window of 1 drafts nothing\); leave out phases=",
+        ),
+        (
+            zero(**S1, positions=9, phases="decode"),
+            {"drafter": FastPath()},
+            r"in verify \(position 9 is the last, behind which no candidate stands\)",
+        ),
+        (zero(**S1, phases="decode"), {"max_new_tokens": 1}, "never computed in phase decode, but in prefill; leave"),
         ("zero", {}, "an intervention is made by cp.interventions.zero"),
     ],
 )
@@ -61,6 +103,12 @@ def test_a_run_refuses(one, settings: dict, message: str) -> None:
     given = [one] if isinstance(one, str) else one
     with pytest.raises(ValueError, match=message):
         cp.run(loaded(), PROMPTS[:1], interventions=given, **{**LIGHT, **settings})
+
+
+def test_drafts_of_another_model_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="drafts of draft_model do not run this model"):
+        one = zero(**S1, phases="decode")
+        cp.run(loaded(), PROMPTS[:1], interventions=one, drafter=DraftModel(near()), **LIGHT)
 
 
 def test_vectors_must_be_finite_in_the_models_dtype() -> None:

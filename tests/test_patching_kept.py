@@ -1,5 +1,6 @@
 """What is kept of a patching grid, what is drawn of it, and what is refused."""
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -78,9 +79,16 @@ def test_a_grid_is_kept_with_every_digit(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(again.table, grid.table, check_exact=True)
     assert again.meta == grid.meta and repr(again) == repr(grid)
     assert "3 layers x 5 positions x 4 heads" in repr(grid)
-    (tmp_path / "other.json").write_text('{"format": "x"}')
-    with pytest.raises(ValueError, match="is no patching grid"):
-        Grid.load(tmp_path / "other.json")
+    stored = json.loads((tmp_path / "grid.json").read_text())
+    for wrong, said in (
+        ({"format": "x"}, "format 'x'"),
+        ({**stored, "meta": {}}, "its meta lacks kind, site, value, model"),
+        ({**stored, "meta": []}, "list"),
+        ({**stored, "table": {"layer": [1]}}, "its table lacks position, token, nld"),
+    ):
+        (tmp_path / "other.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=f"is no patching grid.*{said}"):
+            Grid.load(tmp_path / "other.json")
 
 
 def test_a_matrix_is_the_mean_over_heads() -> None:

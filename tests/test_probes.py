@@ -199,8 +199,10 @@ def test_what_cannot_be_probed_is_refused(trace: cp.Trace) -> None:
         fit({("S", 0): states}, labels)
     with pytest.raises(error, match=r"are \[60, 5\]; 59 labels"):
         fit({("S", 0): states}, labels[:-1], range(59))
-    with pytest.raises(error, match="3 examples are fewer than|class .* has 1 groups"):
+    with pytest.raises(error, match="3 examples of 3 classes; class '0' has 1 groups of prompts, 20 are needed"):
         fit({("S", 0): states[:3]}, [0, 1, 2], range(3))
+    with pytest.raises(error, match="every example of class '2' is in one fold of groups; give more groups of it"):
+        fit({("S", 0): states[:5]}, [0, 0, 1, 1, 2], range(5), least=1)
     with pytest.raises(error, match="class '1' has 3 groups of prompts, 20 are needed"):
         fit({("S", 0): states}, [1] * 6 + [0] * 54, [0, 0, 1, 1, 2, 2, *range(3, 57)])
     with pytest.raises(error, match="all 60 examples are of class 'x'"):

@@ -57,6 +57,19 @@ def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, shelf: Shelf)
         assert decode.view(shelf, {**ask, "requests": [0, 5], "places": [0, 20], "place": 0})
 
 
+def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
+    trace = cp.run(loaded(), PROMPTS, **{**TIGHT, "kv_rows": 80}, drafter=cp.drafters.EarlyExit(layer=1), capture="SZ")
+    shelf, events = Shelf.of([trace.save(tmp_path / "run")]), trace.events()
+    history = token_history(events)
+    one = history[history.outcome == "given_up"].iloc[0]
+    again = events[(events.request_id == one.request_id) & (events.phase == "prefill") & (events.step > one.born)]
+    assert one.settled == again.step.min()
+    ask = dict(run=0, request=int(one.request_id), requests=[0, 5], places=[0, 40], place=0)
+    cell = f'data-request="{one.request_id}" data-place="{one.place}"'
+    for step, is_there in ((one.born - 1, False), (one.born, True), (one.settled - 1, True), (one.settled, False)):
+        assert (cell in decode.view(shelf, {**ask, "step": int(step)})) == is_there
+
+
 def test_rows_that_were_given_back_are_told_from_rows_not_written(drafted: cp.Trace, shelf: Shelf) -> None:
     events = drafted.events()
     request = int(events[(events.phase == "verify") & events.num_accepted.isna()].request_id.iloc[0])
@@ -94,6 +107,9 @@ def test_drafts_that_were_given_up_belong_to_no_window() -> None:
     verdicts = events[events.phase == "verify"]
     assert (events.proposed_token_ids.map(len).sum()) > verdicts.draft_token_ids.map(len).sum()
     assert [len(find_windows(events, request)) for request in (0, 1)] == verdicts.groupby("request_id").size().tolist()
-    last = standing_at(token_history(events), int(events.step.max()))
+    history = token_history(events)
+    given_up = history[history.outcome == "given_up"]
+    assert len(given_up) == events.proposed_token_ids.map(len).sum() - verdicts.draft_token_ids.map(len).sum()
+    last = standing_at(history, int(events.step.max()))
     for request in (0, 1):
         assert last[last.request_id == request].sort_values("place").token_id.tolist() == trace.committed(request)

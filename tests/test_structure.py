@@ -39,12 +39,14 @@ ONLY_IN = {  # a module, and the files that may import it
     "transformer_lens": re.compile(r"cacheprobe/models/(bridge\w*|hooked)\.py"),
     "plotly": re.compile(r"cacheprobe/views/.+\.py"),
     "dash": re.compile(r"cacheprobe/dash_app/.+\.py"),
+    "triton": re.compile(r"kernels/.+\.py"),
+    "cacheprobe_kernels": re.compile(r"kernels/.+\.py"),
 }
 NEVER_IN_VIEWS = {"torch", "transformers", "transformer_lens"}
 PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 LOADS_WEIGHTS = "cacheprobe/lenses/tuned_files.py"
 """The one file that reads another project's torch files, as weights alone."""
-LATE = {"torch", "transformers", "transformer_lens", "pandas", "plotly", "datasets"}
+LATE = {"torch", "triton", "cacheprobe_kernels", "transformers", "transformer_lens", "pandas", "plotly", "datasets"}
 """Not loaded by `import cacheprobe`."""
 
 # written with brackets so that this file does not hold what it looks for
@@ -133,6 +135,15 @@ def library_complaints(files: Mapping[str, str]) -> Iterator[str]:
                 yield f"{path}:{line}: a view imports {top}; views read tables"
 
 
+def kernel_complaints(files: Mapping[str, str]) -> Iterator[str]:
+    """What the kernels know of cacheprobe: their references, the registry, and single files that know nothing else."""
+    for path, source in files.items():
+        for line, name in imports(source) if path.startswith("kernels/") else ():
+            part = (*name.split("."), "")[1]
+            if name.split(".")[0] == "cacheprobe" and part not in ("ops", *LAYERS[0]):
+                yield f"{path}:{line}: imports {name}; a kernel knows cacheprobe.ops and single files alone"
+
+
 def pickle_complaints(files: Mapping[str, str]) -> Iterator[str]:
     """Ways to load code that was stored as data."""
     for path, source in files.items():
@@ -180,6 +191,7 @@ SHIPPED = source_files("cacheprobe", "kernels", "analyses")
         (size_complaints, ALL_CODE),
         (hook_name_complaints, SHIPPED),
         (library_complaints, SHIPPED),
+        (kernel_complaints, SHIPPED),
         (pickle_complaints, SHIPPED),
     ],
 )
@@ -211,6 +223,10 @@ def test_the_source_keeps_the_rule(rule, files):
         (library_complaints, "cacheprobe/models/twin.py", "from transformer_lens import HookPoint"),
         (library_complaints, "cacheprobe/observe/x.py", "import plotly.graph_objects as go"),
         (library_complaints, "cacheprobe/views/figures.py", "from torch import Tensor"),
+        (library_complaints, "cacheprobe/ops/dispatch.py", "def late():\n    import triton"),
+        (library_complaints, "cacheprobe/ops/dispatch.py", "from cacheprobe_kernels.matmul import Matmul"),
+        (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.cache.kv import KVCache"),
+        (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "import cacheprobe"),
         (pickle_complaints, "cacheprobe/observe/x.py", "from pickle import loads"),
         (pickle_complaints, "cacheprobe/observe/x.py", "torch.load(path, weights_only=True)"),
         (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path)"),
@@ -243,6 +259,9 @@ def test_the_rule_catches_a_planted_violation(rule, path, source):
         (hook_name_complaints, "cacheprobe/cache/x.py", "raise ValueError('no free blocks. Wait')"),
         (library_complaints, "cacheprobe/models/bridge_edits.py", "import transformer_lens"),
         (library_complaints, "cacheprobe/views/figures.py", "import plotly.graph_objects as go"),
+        (library_complaints, "kernels/cacheprobe_kernels/x.py", "import triton.language as tl"),
+        (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.ops import plain\nimport torch"),
+        (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.registry import register"),
         (pickle_complaints, "cacheprobe/observe/x.py", "np.load(path, allow_pickle=False)"),
         (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path, weights_only=True)"),
         (machine_complaints, "docs/x.md", "see a/" + "work/ and https://x.org/" + "work/1"),

@@ -162,6 +162,8 @@ def nan(old: Tensor) -> Tensor:
         (lambda rows: rows.edited(torch.zeros_like, 1, parts="Q"), "unknown parts 'Q'; give K, V or KV"),
         (lambda rows: rows.edited(lambda old: old[:1], 1), r"layer 0 K: the change made \[1, 1, 8\] of \[2, 1, 8\]"),
         (lambda rows: rows.masked(-1), "position -1 lies outside"),
+        (lambda rows: rows.masked(1, layers=0), "hides positions in all layers and heads.*edited.torch.zeros_like"),
+        (lambda rows: rows.masked(1, heads=[1]), "a forward takes one mask for all of them"),
         (lambda rows: rows.spliced(rows.cut(3), 1), "rows of 5 and 3 positions"),
         (lambda rows: diff_rows(rows, rows.cut(3)), "rows of 5 and 3 positions"),
         (lambda rows: rows.cut(6), "cannot be cut to 6"),

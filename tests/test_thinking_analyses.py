@@ -139,6 +139,16 @@ def test_the_coin_is_carried_by_states_and_read_from_a_chunk_and_its_neighbour()
     assert result.right["no states"] < 16 and result.thoughts_right[f"{near}, no states"] == 0
     assert result.thoughts_right[alone] < 16
     assert "untouched: 16 of 16 answers right at 6 operations" in result.table()
+    (bars,) = result.figure().data
+    assert list(bars.x) == list(routes.WAYS) and bars.y[0] == 1 and "16 right, 16 examples" in bars.customdata[0]
+
+
+def test_ways_of_a_model_at_chance_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = cp.probes.untrained(cp.load_model("coinflip-thinking"))
+    bare.record = cp.load_model("coinflip-thinking").record
+    monkeypatch.setattr(cp, "load_model", lambda *args, **settings: bare)
+    with pytest.raises(ValueError, match=r"answers \d+ of 8 questions rightly untouched, no more than chance"):
+        routes.run(routes.Config(texts=8, operations=2))
 
 
 def test_attention_reaches_no_farther_than_it_is_let() -> None:

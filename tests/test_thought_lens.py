@@ -5,8 +5,11 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.lenses.base import LensError
+from cacheprobe.models.thinking_lm import ThinkingLM
 from cacheprobe.ops.equality import close
+from cacheprobe.ops.readout import read_logits
 from tests.lenses_slowly import thought_slowly
+from tests.test_thinking import tiny
 from tests.test_thinking_engine import FREE, PROMPTS, RUN, lm
 from tests.tiny import loaded
 
@@ -59,3 +62,21 @@ def test_what_cannot_be_read_is_named(trace: cp.Trace) -> None:
     bare = cp.run(trace.model, PROMPTS[:1], sampling=FREE, **RUN, capture="T")
     with pytest.raises(ValueError, match="site S was not captured"):
         bare.thought_readings(layers=[1])
+
+
+def test_the_contract_of_lenses_where_it_speaks_of_chunks(trace: cp.Trace) -> None:
+    """Readings of every layer are distributions, at T's own layer the model's own thought, and a trace of other
+    weights is refused: what it says there would be no reading of that model."""
+    model, own = trace.model, trace.model.config.l_out - 1
+    table = trace.thought_readings()
+    assert (table.entropy_nats >= 0).all() and set(table.layer) >= {0, own}
+    for layer in (0, own):
+        chunks = trace.states("S", layer, 0)[:8].unflatten(0, (2, 4))
+        read = cp.lenses.ThoughtLens().read(model, chunks)
+        readout = read_logits(read.first_logits, read.token_ids[:, 0], read.first_logits.shape[1])
+        total = readout.top_logprob_nats.double().exp().sum(-1)
+        assert close(total, torch.ones_like(total), 1e-5, because="float32 sums over the vocabulary")
+        assert (readout.target_rank == 0).all()
+    foreign = ThinkingLM(tiny(seed=1, think_while_decoding=True), name="thinker")
+    with pytest.raises(ValueError, match="the trace is of weights"):
+        trace.thought_readings(model=foreign)

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import cacheprobe as cp
 from cacheprobe.lenses.base import LensError
+from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.lenses.tuned import TunedLens
+from cacheprobe.lenses.tuned_files import require_tuned_lens
 from cacheprobe.ops.by_layer import product_by_layer
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.training.tuned_lens import TunedLensTrainer, divergences, states_of
@@ -25,6 +28,8 @@ from tests.lenses_slowly import (
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed
 
 ORDER = "sums in another order"
+PACKAGE = Path(__file__).parent / "tuned_lens_package"
+"""What the tuned-lens package wrote, and read."""
 
 
 def shaken(seed: int = 3) -> TunedLens:
@@ -153,6 +158,30 @@ def test_a_saved_lens_comes_back(tmp_path: Path) -> None:
         TunedLens.load(tmp_path / "lens", loaded())
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [dict(unembedding_sha256=None), dict(about=None), dict(n_layers=4), dict(d_model="32"), dict(n_layers=None)],
+)
+def test_a_damaged_lens_is_refused_before_a_model_is_loaded(tmp_path: Path, changes: dict) -> None:
+    shaken().save(tmp_path)
+    held = tmp_path / "config.json"
+    assert require_tuned_lens(tmp_path)["n_layers"] == 3
+    held.write_text(json.dumps(json.loads(held.read_text()) | changes))
+    for read in (require_tuned_lens, lambda path: TunedLens.load(path, loaded())):
+        with pytest.raises(LensError, match="no whole tuned lens"):
+            read(tmp_path)
+
+
+def test_a_lens_without_its_weights_is_refused(tmp_path: Path) -> None:
+    package_artefact(tmp_path)
+    torch.save([1, 2], tmp_path / "params.pt")
+    with pytest.raises(LensError, match="a dictionary of tensors"):
+        TunedLens.load(tmp_path, loaded())
+    (tmp_path / "params.pt").unlink()
+    with pytest.raises(LensError, match=r"it has no params.pt"):
+        require_tuned_lens(tmp_path)
+
+
 def package_artefact(folder: Path, **changes: object) -> nn.ModuleList:
     """What the tuned-lens package saves of a lens for the tiny model, and the translators themselves."""
     torch.manual_seed(5)
@@ -178,6 +207,20 @@ def test_the_packages_artefacts_are_read(tmp_path: Path) -> None:
             theirs = hf.lm_head(hf.model.norm(h + translators[layer + 1](h)))
             mine = lens.logits(loaded(), h, torch.full((len(h),), layer))
             assert close(mine, theirs, 1e-5, because=ORDER)
+
+
+def test_what_the_package_wrote_is_read_as_the_package_reads_it() -> None:
+    """Files of tuned-lens 0.2.0 itself, beside its own logits: `scripts/make_tuned_lens_artefact.py` made both."""
+    lens, theirs = TunedLens.load(PACKAGE, loaded()), load_file(PACKAGE / "read.safetensors")
+    logit_lens = LogitLens()
+    for layer in range(2):
+        h, layers = theirs[f"hidden.{layer + 1}"], torch.full((6,), layer)
+        mine = lens.logits(loaded(), h, layers)
+        assert close(mine, theirs[f"logits.{layer + 1}"], 1e-5, because=ORDER)
+        assert not close(mine, logit_lens.logits(loaded(), h, layers), 1e-2, because="the control: it is trained")
+        assert not close(mine, theirs[f"logits.{layer}"], 1e-2, because="the control: another layer's")
+    with pytest.raises(LensError, match="made for the unembedding bd868c"):
+        TunedLens.load(PACKAGE, cp.load_model(hf_model("llama", seed=1)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import cacheprobe as cp
 from cacheprobe.views.cache_picture import cache_counts, cache_picture
 from cacheprobe.views.decode_panel import CONTESTED_NATS, SETTLED_NATS
 from cacheprobe.views.diagram import window_diagram
-from cacheprobe.views.lens_grid import finding, grid_width
+from cacheprobe.views.lens_grid import grid_width
+from cacheprobe.views.lens_table import finding
 from cacheprobe.views.panels import abridged
 from cacheprobe.views.prose import behaviour_sentences
 from cacheprobe.views.report import report_html

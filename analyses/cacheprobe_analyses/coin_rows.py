@@ -27,6 +27,7 @@ from cacheprobe.progress import Progress
 from cacheprobe.tasks.base import Accuracy, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
 from cacheprobe.tasks.people import HELD_OUT_NAMES
+from cacheprobe.views import coin_rows_figure
 from cacheprobe_analyses.coin_rows_words import parts_of
 from cacheprobe_analyses.records import write_json
 
@@ -60,6 +61,9 @@ class Result:
     def frame(self) -> pd.DataFrame:
         """The effects as a tidy table, for `cp.views.coin_rows_figure`."""
         return pd.DataFrame(self.effects)
+
+    def figure(self) -> Any:
+        return coin_rows_figure(self.frame())
 
     def table(self) -> str:
         lines = [f"{k} people: {self.right[k]} of {self.questions[k]} questions answered rightly" for k in self.right]

@@ -4,7 +4,7 @@
 
 A trained model, nothing trained again, answers with every added state set to zero; with the backbone's attention cut to
 a token's own chunk, or to that and the one before, since operations cross boundaries; and with both. It reads on by its
-own thoughts in each.
+own thoughts in each. Refused for a model that is at chance even untouched.
 Source: the question is left open by Thinking States (arXiv 2602.08332).
 """
 
@@ -14,7 +14,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from cacheprobe.progress import Progress
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.recurrent import Thoughts, own_thoughts, write
+from cacheprobe.views import ways_figure
 from cacheprobe_analyses.records import write_json
 
 WAYS: dict[str, tuple[bool, int | None]] = {
@@ -35,6 +38,8 @@ WAYS: dict[str, tuple[bool, int | None]] = {
     "attention to the own chunk, no states": (False, 0),
 }
 """Whether states are added, and how many chunks before its own a token attends to; None for all."""
+UNTOUCHED = next(iter(WAYS))
+CHANCE = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,24 @@ class Result:
     thoughts_right: dict[str, int]
     unparsed: dict[str, int]
 
+    def frame(self) -> pd.DataFrame:
+        """A line for each way: way, share (of answers that are right), low and high (95 %), right, examples, chance."""
+        lines = []
+        for way, count in self.right.items():
+            low, high = Accuracy(self.texts, count, 0, CHANCE).interval
+            share = count / self.texts
+            lines.append(
+                dict(way=way, share=share, low=low, high=high, right=count, examples=self.texts, chance=CHANCE)
+            )
+        return pd.DataFrame(lines)
+
+    def figure(self) -> Any:
+        return ways_figure(self.frame())
+
     def table(self) -> str:
         lines = []
         for way, count in self.right.items():
-            low, high = Accuracy(self.texts, count, 0, 0.5).interval
+            low, high = Accuracy(self.texts, count, 0, CHANCE).interval
             lines.append(
                 f"{way}: {count} of {self.texts} answers right at {self.operations} operations (95 % {low:.3f} to "
                 f"{high:.3f}), none in {self.unparsed[way]}; all thoughts right in {self.thoughts_right[way]}"
@@ -69,7 +88,7 @@ class Result:
 
 
 def run(config: Config, progress: bool = False) -> Result:
-    """Answer the same texts in every way."""
+    """Answer the same texts in every way. Raises: ValueError for a model that is at chance even untouched."""
     lm = cp.load_model(config.model)
     examples = CoinFlip(people=config.operations, distinct=False).examples(config.texts, config.seed)
     items = annotate_all(examples, lm.tokenizer, lm.config.chunk, lm.record["form"])
@@ -82,6 +101,12 @@ def run(config: Config, progress: bool = False) -> Result:
             right[way] = sum(said == item.answer_ids for item, said, _ in answered)
             thoughts_right[way] = sum(thoughts == item.thoughts for item, _, thoughts in answered)
             unparsed[way] = sum(said not in answers for _, said, _ in answered)
+            if way == UNTOUCHED and Accuracy(len(items), right[way], 0, CHANCE).interval[0] <= CHANCE:
+                raise ValueError(
+                    f"{config.model} answers {right[way]} of {len(items)} questions rightly untouched, no more than "
+                    "chance: by which way its state goes cannot be asked; give a model that tracks the coin, or more "
+                    "texts"
+                )
             bar.advance(note=way)
     return Result(config.operations, config.texts, right, thoughts_right, unparsed)
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from cacheprobe.cache.kv import KVCache
+from cacheprobe.cache.surgery import CacheRows, take_rows
 from cacheprobe.ops.acceptance import StopRule
 from cacheprobe.records import Request, SamplingParams
 
@@ -27,6 +29,10 @@ class SequenceState:
     """Token ids to text, for stop strings."""
     row: int = -1
     """Cache row, -1 while waiting."""
+    cache: KVCache | None = field(default=None, repr=False)
+    """Where that row is."""
+    kept_rows: CacheRows | None = field(default=None, repr=False)
+    """Copied when the request ended, where it asks for that."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt and committed tokens."""
     draft: list[int] = field(default_factory=list)
@@ -111,6 +117,22 @@ class SequenceState:
         """These tokens can no longer change; whatever was drafted is settled by them, accepted or not."""
         self.token_ids.extend(token_ids)
         self.drop_draft()
+
+    def snapshot(self) -> CacheRows:
+        """A copy of its cache rows: of every committed token but the newest, which has none yet.
+
+        Raises: ValueError where it holds no whole rows: it waits, was evicted, has failed or has ended.
+        """
+        held = 0 if self.cache is None or self.row < 0 or self.error else int(self.cache.lengths[self.row])
+        if self.cache is None or not 1 <= self.frontier <= held:
+            raise ValueError(f"request {self.request_id} holds {held} cache rows now, of {self.frontier}: {self!r}")
+        return take_rows(self.cache, self.row, self.token_ids[: self.frontier])
+
+    def leave_row(self) -> None:
+        """It has ended: its rows are copied where it asks for that, and are no longer its own."""
+        if self.request.keep_rows and self.row >= 0 and not self.error and self.frontier:
+            self.kept_rows = self.snapshot()
+        self.row, self.cache, self.prompt_logits = -1, None, None
 
     def drop_draft(self) -> None:
         """Forget the candidates, unverified."""

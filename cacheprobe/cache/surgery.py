@@ -99,8 +99,18 @@ class CacheRows:
 
         return self._with(taken, where, layers, heads, parts)
 
-    def masked(self, positions: "int | Iterable[int]") -> "CacheRows":
-        """No later token attends to these positions, in any layer or head: the mask is one for all of them."""
+    def masked(self, positions: "int | Iterable[int]", *, layers: Any = None, heads: Any = None) -> "CacheRows":
+        """No later token attends to these positions, in any layer or head: the mask is one for all of them.
+
+        Raises: ValueError for a position that there is not, and where layers or heads are given: a forward takes one
+        mask for all of its layers and heads.
+        """
+        if layers is not None or heads is not None:
+            raise ValueError(
+                "masked() hides positions in all layers and heads, since a forward takes one mask for all of them; for "
+                "some of them use edited(torch.zeros_like, positions, layers=, heads=, parts='V'), which takes away "
+                "what the rows give, though not the weight that attention puts on them"
+            )
         where = _numbers(positions, len(self), "position")
         return replace(self, hidden=self.hidden | set(where), provenance=_marked(self.provenance, where))
 
@@ -135,7 +145,7 @@ def take_rows(cache: KVCache, row: int, token_ids: Iterable[int]) -> CacheRows:
     Raises: ValueError for more tokens than are cached, and for a cache that holds more than keys and values.
     """
     token_ids = tuple(token_ids)
-    _require_plain(cache)
+    require_plain(cache)
     if not 1 <= len(token_ids) <= int(cache.lengths[row]):
         raise ValueError(f"cache row {row} holds {int(cache.lengths[row])} positions, not {len(token_ids)}")
     keys, values = (
@@ -160,7 +170,7 @@ def put_rows(rows: CacheRows, cache: KVCache, row: int) -> None:
 
 def require_fit(rows: CacheRows, cache: KVCache) -> None:
     """Raises: ValueError unless the cache holds rows of these shapes and this dtype."""
-    _require_plain(cache)
+    require_plain(cache)
     ours = [(held.dtype, held.shape[0], held.shape[2]) for held in (*rows.keys, *rows.values)]
     theirs = [(held.dtype, held.shape[1], held.shape[3]) for held in (*cache.keys, *cache.values)]
     if ours != theirs:
@@ -193,7 +203,8 @@ def _relative(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).norm(dim=-1) / a.norm(dim=-1).clamp(min=1e-30)
 
 
-def _require_plain(cache: KVCache) -> None:
+def require_plain(cache: KVCache) -> None:
+    """Raises: ValueError for a cache that holds more than keys and values."""
     if type(cache) is not KVCache:
         raise ValueError(
             f"a {type(cache).__name__} holds more than keys and values, which surgery would leave behind; use a model "

@@ -1,21 +1,24 @@
-"""The app: what is asked of each view, and by which callback. The page's own state lives in assets/state.js."""
+"""The app: the page as Dash serves it, and one address of ours that answers what the page asks (assets/talk.js)."""
 
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from dash import ClientsideFunction, Dash, Input, Output, State, no_update
-from flask import Response, abort, request
+from dash import ClientsideFunction, Dash, Input
+from flask import Flask, Response, abort, request
 
 from cacheprobe.dash_app import cache, card, compare, decode, facts, lens, results, shell, thoughts, timeline
-from cacheprobe.dash_app.asking import Ask, answered, reason, refusal
+from cacheprobe.dash_app.asking import Answer, Ask, answered
 from cacheprobe.dash_app.reader import Reader
 from cacheprobe.dash_app.shelf import Shelf
-from cacheprobe.views.style import BLANK_FIGURE
 
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against")
-"""Menus and the slider: each is an input and an output of the one callback that keeps the state."""
-MARKUP_VIEWS = ("timeline", "decode", "cache", "window", "card", "thoughts", "compare", "prompt")
-FIGURE_VIEWS = ("grid", "gave", "result")
+"""Menus and the slider, in the order of assets/talk.js."""
+MOST_BYTES = 16 * 2**10
+"""Of what is asked at once."""
+
+Views = dict[str, Callable[[Ask], str | Answer]]
 
 
 def make_app(shelf: Shelf) -> Dash:
@@ -28,139 +31,51 @@ def make_app(shelf: Shelf) -> Dash:
         serve_locally=True,
         meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
     )
-    reader = Reader(shelf)
-    app.index_string = shell.INDEX
+    app.index_string = shell.index(shelf)
     app.layout = shell.layout(shelf)
-    _keep_state(app)
-    _answer(app, shelf, reader)
+    app.clientside_callback(ClientsideFunction("cacheprobe", "heard"), *(Input(name, "value") for name in CONTROLS))
+    _answer(app.server, _views(shelf, Reader(shelf)))
     return app
 
 
-def _keep_state(app: Dash) -> None:
-    """Clientside: every control and click becomes one state, and the state becomes questions."""
-    options = [Output("request", "options"), Output("site", "options"), Output("lens", "options"),
-               Output("step", "min"), Output("step", "max")]  # fmt: skip
-    app.clientside_callback(
-        ClientsideFunction("cacheprobe", "reduce"),
-        Output("at", "data"),
-        *(Output(name, "value") for name in CONTROLS),
-        *options,
-        Input("url", "search"),
-        Input("facts", "data"),
-        Input("story", "data"),
-        Input("intent", "data"),
-        *(Input(name, "value") for name in CONTROLS),
-        State("at", "data"),
-        State("grid-about", "data"),
-    )
-    app.clientside_callback(  # apart from the state, which would otherwise wait for plotly to be loaded
-        ClientsideFunction("cacheprobe", "click"),
-        Output("grid-heard", "data"),
-        Input("grid", "clickData"),
-        prevent_initial_call=True,
-    )
-    asks = [*MARKUP_VIEWS, *FIGURE_VIEWS, "facts", "story"]
-    app.clientside_callback(
-        ClientsideFunction("cacheprobe", "ask"),
-        *(Output(f"{name}-ask", "data") for name in asks),
-        Input("at", "data"),
-        Input("facts", "data"),
-        Input("story", "data"),
-        State("grid-about", "data"),
-        *(State(f"{name}-ask", "data") for name in asks),
-        prevent_initial_call=True,
-    )
-    for name in ("facts", "story"):  # handed on outside the graph of callbacks, which would be a circle
-        app.clientside_callback(
-            ClientsideFunction("cacheprobe", "hear"),
-            Output(f"{name}-heard", "data"),
-            Input(f"{name}-told", "data"),
-            State(name, "id"),
-            prevent_initial_call=True,
-        )
-    for name in MARKUP_VIEWS:
-        app.clientside_callback(
-            ClientsideFunction("cacheprobe", "draw"),
-            Output(f"{name}-view", "data-drawn"),
-            Input(f"{name}-html", "data"),
-            State(f"{name}-view", "id"),
-            prevent_initial_call=True,
-        )
-    for name in FIGURE_VIEWS:
-        app.clientside_callback(
-            ClientsideFunction("cacheprobe", "caption"),
-            Output(f"{name}-head", "data-drawn"),
-            Input(f"{name}-about", "data"),
-            State(f"{name}-head", "id"),
-            prevent_initial_call=True,
-        )
-    app.clientside_callback(
-        ClientsideFunction("cacheprobe", "point"),
-        Output("page", "data-at"),
-        Input("at", "data"),
-        Input("story", "data"),
-        Input("facts", "data"),
-    )
-
-
-def _answer(app: Dash, shelf: Shelf, reader: Reader) -> None:
-    markup = {
-        "timeline": lambda ask: timeline.view(shelf, ask),
-        "decode": lambda ask: decode.view(shelf, ask),
-        "cache": lambda ask: cache.view(shelf, ask),
-        "window": lambda ask: cache.window_view(shelf, ask),
-        "card": lambda ask: card.view(shelf, reader, ask),
-        "thoughts": lambda ask: thoughts.view(shelf, ask),
-        "compare": lambda ask: compare.view(shelf, ask),
-        "prompt": lambda ask: facts.prompt_view(shelf, ask),
+def _views(shelf: Shelf, reader: Reader) -> Views:
+    return {
+        "facts": partial(facts.run_facts, shelf, reader),
+        "story": partial(facts.request_story, shelf),
+        "timeline": partial(timeline.view, shelf),
+        "decode": partial(decode.view, shelf),
+        "cache": partial(cache.view, shelf),
+        "window": partial(cache.window_view, shelf),
+        "card": partial(card.view, shelf, reader),
+        "thoughts": partial(thoughts.view, shelf),
+        "compare": partial(compare.view, shelf),
+        "prompt": partial(facts.prompt_view, shelf),
+        "grid": partial(lens.grid, shelf, reader),
+        "gave": partial(lens.contributions, shelf, reader),
+        "result": partial(results.view, shelf),
     }
-    for name in MARKUP_VIEWS:
-        app.callback(Output(f"{name}-html", "data"), Input(f"{name}-ask", "data"), prevent_initial_call=True)(
-            answered(markup[name])
-        )
-
-    @app.callback(Output("facts-told", "data"), Input("facts-ask", "data"), prevent_initial_call=True)
-    def tell_facts(ask: Ask) -> Any:
-        return facts.run_facts(shelf, reader, ask["run"]) if ask else no_update
-
-    @app.callback(Output("story-told", "data"), Input("story-ask", "data"), prevent_initial_call=True)
-    def tell_story(ask: Ask) -> Any:
-        try:
-            return facts.request_story(shelf, ask) if ask else no_update
-        except (ValueError, KeyError, OSError) as error:
-            return {"run": ask.get("run"), "error": reason(error)}
-
-    figures = {
-        "grid": lambda ask: lens.grid(shelf, reader, ask),
-        "gave": lambda ask: lens.contributions(shelf, reader, ask),
-        "result": lambda ask: results.view(shelf, ask),
-    }
-    for name in FIGURE_VIEWS:
-        app.callback(
-            Output(name, "figure"),
-            Output(f"{name}-about", "data"),
-            Input(f"{name}-ask", "data"),
-            prevent_initial_call=True,
-        )(_drawn(figures[name]))
 
 
-def _drawn(view: Any) -> Any:
-    """A callback that answers with a figure and what is to be said of it; a refusal has an empty figure."""
+def _answer(server: Flask, views: Views) -> None:
+    """POST /ask with {view: question}: a line of JSON for each view, in the order asked, as soon as it is there."""
 
-    def answer(ask: Ask | None) -> tuple[Any, dict[str, Any]]:
-        if not ask:
-            return no_update, no_update
-        try:
-            figure, about = view(ask)
-        except (ValueError, KeyError, OSError) as error:
-            return BLANK_FIGURE, {"for": ask, "title": "", "html": refusal(error), "is_empty": True}
-        if figure is None:
-            return BLANK_FIGURE, {"for": ask, "is_empty": True, **about}
-        height = figure.layout.height or 450
-        figure.update_layout(height=None, autosize=True)  # it fills its place, which has this height
-        return figure, {"for": ask, "html": "", "is_empty": False, "height": height, **about}
+    @server.post("/ask")
+    def ask() -> Response:
+        if not request.is_json:  # which no form of another site can send
+            abort(Response("questions are application/json\n", 415))
+        if request.content_length is None or request.content_length > MOST_BYTES:
+            abort(Response(f"questions have at most {MOST_BYTES} bytes\n", 413))
+        asked = request.get_json(silent=True)
+        if not isinstance(asked, dict) or not all(isinstance(question, dict) for question in asked.values()):
+            abort(Response("questions are one object, {view: {...}}\n", 400))
+        if unknown := set(asked) - set(views):
+            abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(views)}\n", 400))
 
-    return answer
+        def lines() -> Iterator[str]:
+            for name, question in asked.items():
+                yield json.dumps({"view": name, **answered(views[name], question)}) + "\n"
+
+        return Response(lines(), mimetype="application/x-ndjson", headers={"Cache-Control": "no-store"})
 
 
 def guard(app: Dash, host: str) -> None:

@@ -1,7 +1,7 @@
 """What a page may ask, checked; and refusals that are shown instead of an answer."""
 
+import logging
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from pyarrow import ArrowException
@@ -11,24 +11,24 @@ from cacheprobe.views.text import markup
 
 Ask = dict[str, Any]
 Answer = dict[str, Any]
-"""for: the question; html: markup, every text of a run escaped."""
+"""html: markup, every text of a run escaped.  graphs: components, as `figures.graphs` makes them.  error: why there is
+nothing else."""
 
 _EXPECTED = (ValueError, KeyError, OSError, ArrowException)
+_log = logging.getLogger(__name__)
 
 
-def answered(view: Callable[[Ask], str]) -> Callable[[Ask | None], Answer]:
-    """A callback that answers with the view's markup, or with why there is none."""
-
-    @wraps(view)
-    def answer(ask: Ask | None) -> Answer:
-        if ask is None:
-            return {"for": None, "html": ""}
-        try:
-            return {"for": ask, "html": view(ask)}
-        except _EXPECTED as error:
-            return {"for": ask, "html": refusal(error)}
-
-    return answer
+def answered(view: Callable[[Ask], str | Answer], ask: Ask) -> Answer:
+    """What the view says, or why it says nothing. What is wrong with one view is no matter of the others."""
+    try:
+        said = view(ask)
+    except _EXPECTED as error:
+        return {"html": refusal(error), "error": reason(error)}
+    except Exception as error:
+        _log.exception("no answer to %r", ask)
+        said = f"this cannot be shown: {type(error).__name__}: {error}"
+        return {"html": refusal(ValueError(said)), "error": said}
+    return {"html": said} if isinstance(said, str) else said
 
 
 def reason(error: Exception) -> str:

@@ -33,5 +33,4 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
              None if pd.isna(t.outcome) else str(t.outcome))
         for t in there.itertuples()
     ]  # fmt: skip
-    layer = ask.get("layer")
-    return token_card(table, layer, settling(table).iloc[0].to_dict(), fates, texts, row.token)
+    return token_card(table, settling(table).iloc[0].to_dict(), fates, texts, row.token)

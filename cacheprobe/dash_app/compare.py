@@ -14,7 +14,7 @@ from cacheprobe.views.text import markup
 
 
 def view(shelf: Shelf, ask: Ask) -> str:
-    if len(shelf.entries) < 2:
+    if sum(entry.book is not None for entry in shelf.entries) < 2:
         return (
             "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "
             "<code>cacheprobe dash RUN OTHER</code>.</p>"

@@ -3,16 +3,10 @@
 from cacheprobe.dash_app.asking import Ask, number, span, whole
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.dash_app.timeline import MOST_REQUESTS
-from cacheprobe.views.decode_grid import GRID_LEGEND, decode_grid
+from cacheprobe.views.decode_grid import GRID_LEGEND, STATES_LEGEND, decode_grid
 from cacheprobe.views.timeline import key
 
 MOST_TOKENS = 40
-_STATES = (
-    ("yellow", None, "candidate"),
-    ("green", None, "committed"),
-    ("green", "pending", "newest, pending"),
-    ("red", "rolled-back", "rolled back now"),
-)
 
 
 def view(shelf: Shelf, ask: Ask) -> str:
@@ -40,5 +34,6 @@ def view(shelf: Shelf, ask: Ask) -> str:
     return (
         f"<h2>After step {step}, request {chosen} has {', '.join(said)}</h2>"
         "<p class='note'>Generated tokens by request; texture tells how close the two best tokens were when it was "
-        f"chosen. A bold edge: new in this step.</p><div class='scroll'>{picture}</div>{key(_STATES)}{key(GRID_LEGEND)}"
+        f"chosen. A bold edge: new in this step.</p><div class='scroll'>{picture}</div>"
+        f"{key(STATES_LEGEND)}{key(GRID_LEGEND)}"
     )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cacheprobe.dash_app.asking import Ask, reason, whole
+from cacheprobe.dash_app.asking import Ask, whole
 from cacheprobe.dash_app.book import Book
 from cacheprobe.dash_app.reader import Reader
 from cacheprobe.dash_app.shelf import Shelf
@@ -12,29 +12,22 @@ LONGEST_PROMPT = 44
 """Characters of a prompt's end in the menu of requests."""
 
 
-def run_facts(shelf: Shelf, reader: Reader, number: object) -> dict[str, Any]:
-    """Requests, steps, layers and menus of a run; or its `error` alone."""
-    try:
-        book = shelf.book(number)
-        run = book.run
-        steps = book.steps
-        return {
-            "run": number,
-            "name": book.name,
-            "says": sentence(book),
-            "requests": [_request_label(r) for r in run.requests],
-            "first": steps.start,
-            "last": steps.stop - 1,
-            "opening": book.opening,
-            "layers": list(run.layers) or run.meta["capture"]["layers"],
-            "sites": [site for site in "STC" if site in run.sites or site == "S"],
-            "lenses": reader.menu(book),
-            "why_not": reader.why_not(book),
-            "has_readings": run.has_readings,
-            "has_thoughts": run.thoughts is not None,
-        }
-    except (ValueError, KeyError, OSError) as error:
-        return {"run": number, "error": reason(error)}
+def run_facts(shelf: Shelf, reader: Reader, ask: Ask) -> dict[str, Any]:
+    """Requests, steps, layers and menus of a run."""
+    book = shelf.book(ask["run"])
+    run = book.run
+    return {
+        "says": sentence(book),
+        "requests": [_request_label(r) for r in run.requests],
+        "first": book.steps.start,
+        "last": book.steps.stop - 1,
+        "opening": book.opening,
+        "layers": list(run.layers) or run.meta["capture"]["layers"],
+        "sites": [site for site in "STC" if site in run.sites or site == "S"],
+        "lenses": reader.menu(book),
+        "why_not": reader.why_not(book),
+        "has_readings": run.has_readings,
+    }
 
 
 def request_story(shelf: Shelf, ask: Ask) -> dict[str, Any]:
@@ -43,8 +36,6 @@ def request_story(shelf: Shelf, ask: Ask) -> dict[str, Any]:
     request_id = whole(ask["request"], "request", len(book.run.requests))
     request = book.run.request(request_id)
     return {
-        "run": ask["run"],
-        "request": request_id,
         "steps": book.story(request_id),
         "prompt": len(request["prompt_token_ids"]),
         "tokens": len(request["committed_token_ids"]),

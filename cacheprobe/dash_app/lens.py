@@ -1,66 +1,45 @@
 """The lens grid of the page that holds the chosen position, and what gave a row's logit."""
 
-from typing import Any
-
 import pandas as pd
 
-from cacheprobe.dash_app.asking import Ask, NotAsked, number, one_of, whole
+from cacheprobe.dash_app.asking import Answer, Ask, NotAsked, number, one_of, whole
 from cacheprobe.dash_app.book import Book
+from cacheprobe.dash_app.figures import graphs
 from cacheprobe.dash_app.reader import RECORDED, Reader
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.views.attribution import attribution
-from cacheprobe.views.lens_grid import lens_grid
-from cacheprobe.views.style import layout_template
+from cacheprobe.views.lens_picture import LABEL_WIDTH, PITCH, lens_picture
+from cacheprobe.views.lens_table import finding, select
 from cacheprobe.views.text import markup
 
 MOST_COLUMNS = 40
-NARROW = 7
-"""Columns: on a narrower page the colours are explained below the grid."""
 SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
 
 
-def grid(shelf: Shelf, reader: Reader, ask: Ask) -> tuple[Any, dict[str, Any]]:
-    """The figure, and what it is of: title, note, first and last position, and the row of every column."""
+def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
+    """Markup of the grid; what holds it says which positions its page has, data-first to data-last."""
     book = shelf.book(ask["run"])
     request = whole(ask["request"], "request", len(book.run.requests))
     include = one_of(ask["rows"], "rows", ("committed", "all"))
     colour = one_of(ask["colour"], "colour", ("logprob", "entropy", "rank"))
     site = one_of(ask["site"], "site", ("S", "T", "C"))
-    columns = whole(ask["columns"], "number of columns", MOST_COLUMNS + 1)
-    page = book.page(request, number(ask["position"], "position"), include, max(columns, 1))
+    width = number(ask["width"], "width")
+    columns = min(max((width - LABEL_WIDTH - 4) // PITCH, 1), MOST_COLUMNS)
+    page = book.page(request, number(ask["position"], "position"), include, columns)
     if not page:
         raise NotAsked(f"request {request} has no row that predicts a generated token")
     table = readings_of(book, reader, ask["lens"], site, request, page)
-    figure = lens_grid(table, request, colour=colour, include=include, positions=page)
-    title = figure.layout.title.text
-    figure.update_layout(title=None, margin=dict(t=44, b=64, l=44, r=8), template=_template(ask))
-    figure.update_layout(height=figure.layout.height - 40)
-    if columns < NARROW:
-        tall = figure.layout.height - figure.layout.margin.t - figure.layout.margin.b
-        below = -66 / max(tall, 1)
-        figure.data[0].colorbar.update(
-            orientation="h", thickness=10, x=0.5, y=below, yanchor="top", title_side="top", title_font_size=12
-        )
-        figure.update_layout(height=figure.layout.height + 76, margin=dict(b=64 + 76, r=4), showlegend=False)
-        figure.update_xaxes(title="position, and the token committed next")
-    else:
-        figure.data[0].colorbar.update(thickness=10, len=0.9)
-    positions = figure.layout.meta["positions"]
+    picture = lens_picture(table, request, colour=colour, include=include, positions=page, width=width)
+    shown = select(table, request, include, page)
     lens = book.run.meta["lens"] if ask["lens"] == RECORDED else str(table.lens.iloc[0])
     last = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])
-    about = {
-        "title": title,
-        "note": f"{SITE_WORDS[site]} of every layer through the {markup(lens)} lens, positions "
-        f"{positions[0]} to {positions[-1]} of {last}. A cell names the layer's first choice for the next token; "
-        "click one. Underlined columns were computed in the chosen step.",
-        "first": page.start,
-        "last": page.stop - 1,
-        "rows": figure.layout.meta["rows"],
-        "layers": figure.layout.meta["layers"],
-        "positions": positions,
-        "steps": book.run.rows.step.loc[figure.layout.meta["rows"]].tolist(),
-    }
-    return figure, about
+    return (
+        f"<h2>{finding(shown, request)}</h2><p class='note'>{SITE_WORDS[site]} of every layer through the "
+        f"{markup(lens)} lens, positions {shown.position.min()} to {shown.position.max()} of {last}. "
+        "A cell names the layer's first choice for the next token, which stands below; click one. Underlined columns "
+        "were computed in the chosen step.</p>"
+        f"<div class='page' data-first='{page.start}' data-last='{page.stop - 1}'>{picture}</div>"
+    )
 
 
 def readings_of(
@@ -95,7 +74,7 @@ def chosen_row(book: Book, request: int, position: int, row: object):
     return found.iloc[0]
 
 
-def contributions(shelf: Shelf, reader: Reader, ask: Ask) -> tuple[Any, dict[str, Any]]:
+def contributions(shelf: Shelf, reader: Reader, ask: Ask) -> Answer:
     """Bars of what gave a row's logit, by layer and site. Raises: NotAsked, saying how to record what is missing."""
     book = shelf.book(ask["run"])
     missing = [site for site in "STC" if site not in book.run.sites]
@@ -104,13 +83,8 @@ def contributions(shelf: Shelf, reader: Reader, ask: Ask) -> tuple[Any, dict[str
                        "and MLP gave each logit can be told apart")  # fmt: skip
     request = whole(ask["request"], "request", len(book.run.requests))
     row = chosen_row(book, request, number(ask["position"], "position"), ask.get("row"))
-    table = reader.attribution(book, int(row.row))
-    figure = attribution(table)
-    figure.update_layout(template=_template(ask), height=figure.layout.height - 40, margin=dict(t=44, l=52, r=8))
-    title = figure.layout.title.text
-    figure.update_layout(title=None)
-    return figure, {"title": title, "note": "The final norm's scale is held at the row's own; bars sum to the logit."}
-
-
-def _template(ask: Ask) -> Any:
-    return layout_template(dark=ask.get("theme") == "dark")
+    figure = attribution(reader.attribution(book, int(row.row)))
+    figure.update_layout(margin=dict(l=52, r=8))
+    note = "The final norm's scale is held at the row's own; bars sum to the logit."
+    html = f"<h2>{figure.layout.title.text}</h2><p class='note'>{note}</p>"
+    return {"html": html, "graphs": graphs("gave", [figure], dark=ask.get("theme") == "dark")}

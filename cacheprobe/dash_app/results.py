@@ -1,54 +1,93 @@
-"""Stored results: patching grids and probes as their figures, everything else as a table of its numbers."""
+"""Stored results: patching grids, cache surgery and probes as their figures, all else as a table of its numbers."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from cacheprobe.dash_app.asking import Ask, NotAsked, whole
+from cacheprobe.dash_app.asking import Answer, Ask, NotAsked, whole
+from cacheprobe.dash_app.figures import graphs
 from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.views.coin_rows import coin_rows_figure
 from cacheprobe.views.page import table
 from cacheprobe.views.patching import patching_grid
 from cacheprobe.views.probes import probe_figure
-from cacheprobe.views.style import layout_template
 from cacheprobe.views.text import markup
 
 MOST_BYTES = 20 * 2**20
 MOST_LINES = 200
+_REMEDY = ("Name a folder of them: ", "cacheprobe dash RUN analyses/results")
+KINDS = (
+    ("patching", "Patching", "No patching grid was named", ("Keep one and name its file: ", 'grid.save("grid.json")')),
+    ("surgery", "Cache surgery", "No result of cache surgery was named", _REMEDY),
+    ("results", "Results", "No other results were named", _REMEDY),
+)
+"""Of a stored result: its name in a link, its tab, and what is said where there is none."""
 _PROBE = {"at", "place", "site", "layer", "accuracy", "low", "high", "is_above", "untrained", "embedding", "majority"}
+_SURGERY = {"people", "unit", "where", "treatment", "n", "total", "flips"}
 
 
-def view(shelf: Shelf, ask: Ask) -> tuple[Any, dict[str, Any]]:
-    """The figure of a result, or None where it has none, and what is said of it."""
+def kind_of(path: Path) -> str:
+    """The tab that a result belongs to, by what it holds; one that cannot be read is refused where it is shown."""
+    try:
+        held = _held(path)
+    except (NotAsked, OSError):
+        return "results"
+    if _is_grid(held):
+        return "patching"
+    return "surgery" if _having(held, _SURGERY) else "results"
+
+
+def view(shelf: Shelf, ask: Ask) -> str | Answer:
+    """The figures of a result with what is said of them, or its numbers as tables."""
     path = shelf.results[whole(ask["result"], "result", len(shelf.results))]
+    held = _held(path)
+    figures, note = _figures(path, held)
+    if not figures:
+        return f"<h2>{markup(path.stem)}</h2>{_tables(held)}"
+    html = f"<h2>{figures[0].layout.title.text}</h2><p class='note'>{note}</p>"
+    return {"html": html, "graphs": graphs("result", figures, dark=ask.get("theme") == "dark")}
+
+
+def _held(path: Path) -> Any:
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise NotAsked(f"{path.name} has {size} bytes, at most {MOST_BYTES} are shown")
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise NotAsked(f"{path.name} is not readable as JSON ({error})") from error
-    figure, title, note = _figure(path, held)
-    if figure is None:
-        return None, {"title": markup(path.stem), "note": "", "html": _tables(held)}
-    figure.update_layout(template=layout_template(dark=ask.get("theme") == "dark"), title=None)
-    return figure, {"title": title, "note": note, "html": ""}
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise NotAsked(f"{path.name} is not readable as JSON ({error!s:.120})") from error
 
 
-def _figure(path: Any, held: Any) -> tuple[Any, str, str]:
-    if isinstance(held, dict) and str(held.get("format", "")).startswith("cacheprobe patching grid"):
+def _figures(path: Path, held: Any) -> tuple[list[Any], str]:
+    """Figures, and a note of what they are of as markup; no figure where a table is all that can be shown."""
+    if _is_grid(held):
         from cacheprobe.patching.grid import Grid
 
         grid = Grid.load(path)
-        figure = patching_grid(grid)
-        return figure, figure.layout.title.text, markup(repr(grid))
-    found = [(name, lines) for name, lines in _lists(held) if lines and _PROBE <= set(lines[0])]
-    if found:
+        return [patching_grid(grid)], markup(repr(grid))
+    if found := _having(held, _SURGERY):
         name, lines = found[0]
-        figure = probe_figure(pd.DataFrame(lines))
+        effects = pd.DataFrame(lines)
+        note = (
+            f"{name}, of {path.name}: normalised logit difference of the answer, 0 as it was, 1 as the other question"
+        )
+        return [coin_rows_figure(effects, unit=unit) for unit in effects.unit.unique()], markup(note)
+    if found := _having(held, _PROBE):
+        name, lines = found[0]
         more = f" {len(found) - 1} more of {path.name} are not drawn." if len(found) > 1 else ""
-        return figure, markup(figure.layout.title.text), markup(f"{name}, of {path.name}.{more}")
-    return None, "", ""
+        return [probe_figure(pd.DataFrame(lines))], markup(f"{name}, of {path.name}.{more}")
+    return [], ""
+
+
+def _is_grid(held: Any) -> bool:
+    return isinstance(held, dict) and str(held.get("format", "")).startswith("cacheprobe patching grid")
+
+
+def _having(held: Any, columns: set[str]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Lists of records that have these columns."""
+    return [(name, lines) for name, lines in _lists(held) if all(columns <= set(line) for line in lines)]
 
 
 def _lists(held: Any, name: str = "") -> list[tuple[str, list[dict[str, Any]]]]:

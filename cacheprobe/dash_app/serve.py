@@ -32,6 +32,7 @@ class _Quiet(WSGIRequestHandler):
     """Says nothing of requests that went well, and keeps a connection for more than one."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer is sent in pieces, and none of them waits for the next
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         if str(code).startswith("5"):

@@ -1,28 +1,53 @@
-"""The page: header, transport, tabs, and a place for every view. What stands in them comes from the callbacks."""
+"""The page: header, transport, tabs, and a place for every view. What stands in them comes from assets/."""
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from dash import dcc, html
 
+from cacheprobe.dash_app.results import KINDS, kind_of
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.views import svg
-from cacheprobe.views.style import BLANK_FIGURE, DIAGRAM_CSS, FIGURE_CONFIG, THEME_CSS
+from cacheprobe.views.style import DIAGRAM_CSS, THEME_CSS
+from cacheprobe.views.text import markup
 from cacheprobe.views.thoughts_strokes import WAITING
 
-TABS = (("replay", "Replay"), ("thoughts", "Thoughts"), ("compare", "Compare"), ("results", "Results"))
-INDEX = (
-    '<!DOCTYPE html><html lang="en"><head>{%metas%}<title>{%title%}</title>{%favicon%}'
-    f"<style>{DIAGRAM_CSS}{THEME_CSS}</style>{{%css%}}</head>"
-    f'<body class="cp">{svg.TEXTURES}{WAITING}{{%app_entry%}}'
-    "<footer>{%config%}{%scripts%}{%renderer%}</footer></body></html>"
+TABS = (
+    ("replay", "Replay"),
+    ("thoughts", "Thoughts"),
+    ("compare", "Compare"),
+    *((kind, name) for kind, name, *_ in KINDS),
 )
+
+
+def index(shelf: Shelf) -> str:
+    """The page that Dash fills. Its body tells which runs and results there are before anything else is loaded."""
+    told = {"first": shelf.first, "runs": _runs(shelf), "results": [kind_of(path) for path in shelf.results]}
+    about = markup(json.dumps(told)).replace("{%", "&#123;%")
+    return (
+        '<!DOCTYPE html><html lang="en"><head>{%metas%}<title>{%title%}</title>{%favicon%}'
+        f"<style>{DIAGRAM_CSS}{THEME_CSS}</style>{{%css%}}</head>"
+        f'<body class="cp" data-shelf="{about}">{svg.TEXTURES}{WAITING}{{%app_entry%}}'
+        "<footer>{%config%}{%scripts%}{%renderer%}</footer></body></html>"
+    )
+
+
+def _runs(shelf: Shelf) -> list[dict[str, Any]]:
+    """Options of a menu."""
+    return [
+        {
+            "label": entry.name if entry.book else f"{entry.name} (cannot be opened)",
+            "value": i,
+            "disabled": not entry.book,
+        }
+        for i, entry in enumerate(shelf.entries)
+    ]
 
 
 def layout(shelf: Shelf) -> Any:
     return html.Div(
         [
-            dcc.Location(id="url", refresh=False),
-            *_stores(),
             _header(shelf),
             _broken(shelf),
             html.Div(id="notice", role="status", hidden=True),
@@ -32,41 +57,25 @@ def layout(shelf: Shelf) -> Any:
                 [
                     _panel("replay", _replay()),
                     _panel("thoughts", [_place("thoughts")]),
-                    _panel("compare", [_against(shelf), _place("compare")]),
+                    _panel(
+                        "compare", [html.Div(_menu("against", "compare with"), className="menus"), _place("compare")]
+                    ),
                     _panel("results", _results(shelf)),
                 ]
             ),
+            html.Div(id="tip", hidden=True),
         ],
         id="page",
         className="cp dash",
-        **{"data-first": str(shelf.first)},
     )
 
 
-def _stores() -> list[Any]:
-    names = ("timeline", "decode", "cache", "window", "card", "thoughts", "compare", "prompt")
-    figures = ("grid", "gave", "result")
-    ids = ["at", "facts", "story", "intent", "facts-ask", "story-ask"]
-    ids += [f"{name}-{kind}" for name in ("facts", "story", "grid") for kind in ("told", "heard")]
-    ids += [f"{name}-{kind}" for name in names for kind in ("ask", "html")]
-    ids += [f"{name}-{kind}" for name in figures for kind in ("ask", "about")]
-    return [dcc.Store(id=name) for name in ids]
-
-
 def _header(shelf: Shelf) -> Any:
-    options = [
-        {
-            "label": entry.name if entry.book else f"{entry.name} (cannot be opened)",
-            "value": i,
-            "disabled": not entry.book,
-        }
-        for i, entry in enumerate(shelf.entries)
-    ]
     return html.Header(
         [
             html.Div([html.Span("cacheprobe", className="brand"), html.Span(id="says")], className="title"),
-            _menu("run", "run", options),
-            _menu("request", "request", []),
+            _menu("run", "run", _runs(shelf)),
+            _menu("request", "request"),
             html.Button("◐", id="theme", className="icon", title="light or dark", **{"data-intent": "theme"}),
         ],
         className="top",
@@ -139,28 +148,26 @@ def _replay() -> list[Any]:
 
 
 def _lens() -> Any:
-    sites = [{"value": s, "label": f"{s} · {w}"} for s, w in (("S", "stream"), ("T", "attention"), ("C", "MLP"))]
     colours = [("logprob", "log-probability"), ("entropy", "entropy"), ("rank", "rank")]
     rows = [("committed", "committed path"), ("all", "with rows that lost")]
     return html.Section(
         [
-            html.Div(id="grid-head", className="figure-head"),
+            html.Div(className="waiting"),
             html.Div(
                 [
-                    _menu("site", "site", sites),
-                    _menu("lens", "lens", []),
+                    _menu("site", "site"),
+                    _menu("lens", "lens"),
                     _menu("colour", "colour", [{"value": v, "label": w} for v, w in colours]),
                     _menu("rows", "rows", [{"value": v, "label": w} for v, w in rows]),
                 ],
                 className="menus",
             ),
             html.P(id="lens-why", className="note", hidden=True),
-            html.Div(_graph("grid"), className="plot", id="grid-place"),
+            html.Div(id="grid-view"),
             html.Div(
                 [
                     html.Button("What gave this logit?", className="plain", **{"data-intent": "gave"}),
-                    html.Div(id="gave-head", className="figure-head"),
-                    html.Div(_graph("gave"), className="plot", id="gave-place", hidden=True),
+                    html.Div(_figure("gave"), id="gave-box", hidden=True),
                 ],
                 className="gave",
             ),
@@ -170,41 +177,39 @@ def _lens() -> Any:
     )
 
 
-def _against(shelf: Shelf) -> Any:
-    options = [{"label": e.name, "value": i, "disabled": not e.book} for i, e in enumerate(shelf.entries)]
-    return html.Div(_menu("against", "compare with", options), className="menus")
-
-
 def _results(shelf: Shelf) -> list[Any]:
+    kinds = [kind_of(path) for path in shelf.results]
     buttons = [
-        html.Button(path.stem, className="plain", **{"data-intent": "result", "data-result": str(i)})
-        for i, path in enumerate(shelf.results)
+        html.Button(path.stem, className="plain", **{"data-intent": "result", "data-result": str(i), "data-kind": kind})
+        for i, (path, kind) in enumerate(zip(shelf.results, kinds, strict=True))
     ]
-    remedy = html.P(["Name a folder of them: ", html.Code("cacheprobe dash RUN analyses/results")], className="note")
-    absent = [html.H2("No stored results were named"), remedy]
-    place = html.Div(_graph("result"), className="plot", id="result-place", hidden=True)
-    inside = [html.Div(id="result-head", className="figure-head"), place]
+    empty = [
+        html.Section(
+            [html.H2(absent), html.P([remedy[0], html.Code(remedy[1])], className="note")],
+            className="card",
+            **{"data-kind": kind},
+        )
+        for kind, _, absent, remedy in KINDS
+        if kind not in kinds
+    ]
+    inside = [html.Div(className="waiting"), *_figure("result")]
     return [
         html.Div(buttons, className="verdicts", id="result-list"),
-        html.Section(inside if shelf.results else [*absent, html.Div(inside, hidden=True)], className="card"),
+        *empty,
+        html.Section(inside, className="card", id="result-card"),
     ]
 
 
-def _menu(name: str, label: str, options: list[Any]) -> Any:
+def _figure(name: str) -> list[Any]:
+    """A place for what is said of a figure, and one for the figure: plotly is loaded with the first that is drawn."""
+    return [html.Div(id=f"{name}-view"), html.Div(className="plot", id=f"{name}-place", hidden=True)]
+
+
+def _menu(name: str, label: str, options: Sequence[Any] = ()) -> Any:
     return html.Div(
         [
             html.Label(label, htmlFor=name),
-            dcc.Dropdown(id=name, options=options, clearable=False, searchable=False, maxHeight=320),
+            dcc.Dropdown(id=name, options=list(options), clearable=False, searchable=False, maxHeight=320),
         ],
         className=f"menu menu-{name}",
-    )
-
-
-def _graph(name: str) -> Any:
-    return dcc.Graph(
-        id=name,
-        figure=BLANK_FIGURE,
-        config={**FIGURE_CONFIG, "displayModeBar": False},
-        responsive=True,
-        style={"height": "100%"},
     )

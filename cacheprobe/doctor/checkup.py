@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cacheprobe.doctor.findings import Finding
+from cacheprobe.doctor.kernels import kernels
 from cacheprobe.doctor.machine import dtypes, machine
 from cacheprobe.doctor.models import models
 from cacheprobe.doctor.pictures import pictures
@@ -55,6 +56,7 @@ def checkup() -> Checkup:
             "versions": versions(_NAMED),
             "fingerprint fields of this machine": fingerprint,
             "packages": software(),
+            "kernels": kernels(),
             "models": models(),
             "pictures": pictures(),
         }

@@ -36,7 +36,7 @@ def machine() -> list[Finding]:
         Finding("memory", f"{_memory_gib():.1f} GiB"),
         Finding("instruction set", f"{facts['cpu_capability']}, as torch uses it"),
         Finding("threads", f"{facts['threads']} of {cores} cores" + (f"; {told}" if told else "")),
-        Finding("GPU", "there is one, which is not used" if torch.cuda.is_available() else "none; none is needed"),
+        Finding("GPU", "there is one, which runs do not use" if torch.cuda.is_available() else "none; none is needed"),
     ]
 
 

@@ -32,7 +32,10 @@ class DraftContext(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes continuations. Candidates are hints: any tokens at all change the cost and never the output."""
+    """Proposes continuations. Candidates are hints: any tokens at all change the cost and never the output.
+
+    One that does not run the verified model, or stops before its end, says so: see `drafted_layers`.
+    """
 
     name: ClassVar[str]
 
@@ -47,3 +50,12 @@ class Drafter(Protocol):
     def check(self, model: CachedLM) -> None:
         """Raise ValueError where this drafter cannot serve this model."""
         ...
+
+
+def drafted_layers(drafter: Drafter, model: CachedLM) -> int:
+    """How many of the model's blocks a drafter runs to draft, which is where interventions can reach its drafts.
+
+    Its attribute `drafted_layers`, 0 where it runs another model or none; all of them where it does not say.
+    """
+    told = getattr(drafter, "drafted_layers", None)
+    return model.n_layers if told is None else told

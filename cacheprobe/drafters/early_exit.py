@@ -28,6 +28,10 @@ class EarlyExit:
     lens: Lens = field(default_factory=LogitLens)
     name: ClassVar[str] = "early_exit"
 
+    @property
+    def drafted_layers(self) -> int:
+        return self.layer + 1
+
     def check(self, model: CachedLM) -> None:
         if not 0 <= self.layer < model.n_layers - 1:
             raise ValueError(

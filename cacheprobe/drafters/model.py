@@ -45,6 +45,7 @@ class DraftModel:
     length: int = 4
     """Candidates before each verification, at most: the engine's window and draft_length may want fewer."""
     name: ClassVar[str] = "draft_model"
+    drafted_layers: ClassVar[int] = 0
     _reader: "_Reader" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

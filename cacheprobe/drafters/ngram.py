@@ -30,6 +30,7 @@ class NGram:
     length: int = 8
     """Candidates before each verification."""
     name: ClassVar[str] = "ngram"
+    drafted_layers: ClassVar[int] = 0
     _indices: "WeakKeyDictionary[SequenceState, _Index]" = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )

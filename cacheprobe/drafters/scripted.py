@@ -19,6 +19,7 @@ class Scripted:
 
     script: Script
     name: ClassVar[str] = "scripted"
+    drafted_layers: ClassVar[int] = 0
 
     def check(self, model: CachedLM) -> None:
         """Tokens are checked as they come: the vocabulary's size is the engine's to know."""

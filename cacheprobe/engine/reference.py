@@ -43,7 +43,7 @@ def run_reference(
     first_step = -1
     for state in states:
         cache = model.new_cache(1 + max(config.group, config.prefill_group), config.capacity)
-        state.row = cache.allocate()
+        state.row, state.cache = cache.allocate(), cache
         passes = PassRunner(model, cache, observer, editor)
         passes.step = first_step
         stepper = Stepper(passes, config)
@@ -52,6 +52,7 @@ def run_reference(
             stepper.verify([state])
             yield passes.step
         cache.check_integrity()
+        state.leave_row()
         first_step = passes.step
     if all(state.error for state in states):
         raise EngineError(states[0].error)

@@ -39,7 +39,7 @@ class Scheduler:
             if not has_arrived or not self._fits(state):
                 break
             self.waiting.popleft()
-            state.row = self.cache.allocate()
+            state.row, state.cache = self.cache.allocate(), self.cache
             state.admitted_at = self._num_admitted
             self._num_admitted += 1
             self.running.append(state)
@@ -70,9 +70,10 @@ class Scheduler:
         finished = [state for state in self.running if state.finish]
         for state in finished:
             self.running.remove(state)
-            if state.row >= 0:
-                self.cache.release(state.row)
-            state.row, state.prompt_logits = -1, None
+            row = state.row
+            state.leave_row()
+            if row >= 0:
+                self.cache.release(row)
         return finished
 
     def _fits(self, state: SequenceState) -> bool:

@@ -1,5 +1,6 @@
 """Whether an intervention can act as said on this model and this request: asked before anything is computed."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,6 +8,17 @@ import torch
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.models.base import CachedLM, ModelError
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a run drafts for the requests that are verified."""
+
+    drafter: str
+    """Its name."""
+    layers: int
+    """Blocks of the model that its drafts run through, see `drafters.base.drafted_layers`."""
+    window: int
 
 
 def require_hooks(model: Any) -> None:
@@ -32,8 +44,11 @@ def check_model(one: Intervention, model: CachedLM) -> None:
         )
 
 
-def check_request(one: Intervention, state: SequenceState) -> None:
-    """Raises: ValueError for positions or phases that the request never computes, and for a promise that it breaks."""
+def check_request(one: Intervention, state: SequenceState, drafting: Drafting | None = None) -> None:
+    """Raises: ValueError for positions or phases that the request never computes, and for a promise that it breaks.
+
+    drafting: None for the oracle, which drafts nothing and takes what its run was given.
+    """
     request, prompt = state.request, state.request.num_prompt_tokens
     assert state.sampling.max_new_tokens is not None
     last = prompt + state.sampling.max_new_tokens - 2  # the newest token is never fed
@@ -51,11 +66,11 @@ def check_request(one: Intervention, state: SequenceState) -> None:
             f"{one}: position {min(one.positions)} lies in the {request.num_cached} cached rows that the request goes "
             "on from, and is not computed; edit those rows instead"
         )
-    possible = _possible_phases(one, state, prompt)
+    possible, why = _possible_phases(one, state, last, drafting)
     if one.phases is not None and not possible & set(one.phases):
         raise ValueError(
             f"{one}: its positions are never computed in phase {' or '.join(one.phases)}, but in "
-            f"{' or '.join(sorted(possible))}; leave out phases="
+            f"{' or '.join(sorted(possible))}{why}; leave out phases="
         )
     if not request.is_deterministic:
         return
@@ -71,9 +86,32 @@ def check_request(one: Intervention, state: SequenceState) -> None:
         )
 
 
-def _possible_phases(one: Intervention, state: SequenceState, prompt: int) -> set[str]:
-    positions = one.positions or (0, prompt)
-    possible = {"prefill"} if min(positions) < prompt else set()
-    if max(positions) >= prompt:
-        possible |= {"decode", "verify"} if state.is_verified else {"decode"}
-    return possible
+def _possible_phases(
+    one: Intervention, state: SequenceState, last: int, drafting: Drafting | None
+) -> tuple[set[str], str]:
+    """Phases in which its hook can fire at one of its positions, and why it cannot in a draft, if that is so.
+
+    last: the last position that the request computes.
+    """
+    prompt = state.request.num_prompt_tokens
+    lowest, highest = (min(one.positions), max(one.positions)) if one.positions else (0, last)
+    possible = {"prefill"} if lowest < prompt else set()
+    if highest < prompt:
+        return possible, ""
+    if not state.is_verified:
+        return possible | {"decode"}, ""
+    possible.add("verify")
+    first = min(p for p in one.positions if p >= prompt) if one.positions else prompt
+    why = "" if drafting is None else _undrafted(one, drafting, first, last)
+    return (possible, f" ({why})") if why else (possible | {"decode"}, "")
+
+
+def _undrafted(one: Intervention, drafting: Drafting, first: int, last: int) -> str:
+    """Why no draft computes the first of these positions at its layer; empty where one can."""
+    if drafting.window == 1:
+        return "a window of 1 drafts nothing"
+    if not drafting.layers:
+        return f"drafts of {drafting.drafter} do not run this model"
+    if one.layer >= drafting.layers:
+        return f"drafts of {drafting.drafter} stop after layer {drafting.layers - 1}"
+    return "" if first < last else f"position {last} is the last, behind which no candidate stands"

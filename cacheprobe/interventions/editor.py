@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.interventions.base import Intervention
-from cacheprobe.interventions.checks import check_model, check_request, require_hooks
+from cacheprobe.interventions.checks import Drafting, check_model, check_request, require_hooks
 from cacheprobe.models.base import CachedLM
 
 
@@ -47,8 +47,17 @@ def token_phase(state: SequenceState, position: int, pass_phase: str) -> str:
 class Editor:
     """The interventions of one run. `aim` before a forward, `edit` inside it, `rest` after it."""
 
-    def __init__(self, interventions: Sequence[Intervention], model: CachedLM, states: Sequence[SequenceState]) -> None:
-        """Raises: ValueError for an intervention that could not act as said; ModelError for a model without hooks."""
+    def __init__(
+        self,
+        interventions: Sequence[Intervention],
+        model: CachedLM,
+        states: Sequence[SequenceState],
+        drafting: Drafting | None = None,
+    ) -> None:
+        """drafting: of the run; None for the oracle's.
+
+        Raises: ValueError for an intervention that could not act as said; ModelError for a model without hooks.
+        """
         require_hooks(model)
         self.interventions = tuple(interventions)
         by_id = {state.request_id: state for state in states}
@@ -56,7 +65,7 @@ class Editor:
             if one.request_id not in by_id:
                 raise ValueError(f"{one}: no request {one.request_id}; the run has 0 to {len(by_id) - 1}")
             check_model(one, model)
-            check_request(one, by_id[one.request_id])
+            check_request(one, by_id[one.request_id], drafting)
         for state in states:
             state.is_edited |= any(one.request_id == state.request_id for one in self.interventions)
         self.applied: list[set[tuple[int, int]]] = [set() for _ in self.interventions]

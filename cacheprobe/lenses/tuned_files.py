@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from cacheprobe.lenses.base import LensError, unembedding_sha256
@@ -37,10 +37,10 @@ def save_tuned_lens(lens: TunedLens, directory: Path) -> Path:
     return directory
 
 
-def load_tuned_lens(directory: Path, model: CachedLM) -> TunedLens:
-    """The lens in a directory, ours or the package's, on the model's device.
+def require_tuned_lens(directory: Path) -> dict[str, Any]:
+    """The config of a lens in a directory, ours or the package's, that has all its files; weights are not read.
 
-    Raises: LensError for a directory that holds neither, a broken file, or a lens of another model.
+    Raises: LensError for a directory that holds neither, or a broken one.
     """
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
@@ -49,7 +49,41 @@ def load_tuned_lens(directory: Path, model: CachedLM) -> TunedLens:
         raise LensError(
             f"{directory} holds no tuned lens ({error!s:.120}); write one with cacheprobe train tuned-lens --out DIR"
         ) from error
-    lens = _ours(directory, config, model) if is_ours else read_package_artefact(directory, config, model)
+    if is_ours:
+        _require_whole(directory, config)
+    elif (kind := config.get("lens_type")) != "linear_tuned_lens":
+        raise LensError(f"{directory}: lens_type is {kind!r}; only linear_tuned_lens can be read")
+    elif not (directory / PACKAGE_TRANSLATORS).is_file():
+        raise LensError(f"{directory} is no whole tuned lens: it has no {PACKAGE_TRANSLATORS}")
+    return config
+
+
+def _require_whole(directory: Path, config: dict[str, Any]) -> None:
+    if config.get("version") != _VERSION:
+        raise LensError(f"{directory}: tuned lens of version {config.get('version')}, this release reads {_VERSION}")
+    try:
+        layers, width, unembedding = (config[name] for name in ("n_layers", "d_model", "unembedding_sha256"))
+        with safe_open(directory / TRANSLATORS, framework="pt") as held:
+            found = {name: tuple(held.get_slice(name).get_shape()) for name in ("weights", "biases")}
+        wanted = {"weights": (layers - 1, width, width), "biases": (layers - 1, width)}
+        if found != wanted or not isinstance(unembedding, str) or not isinstance(config["about"], dict):
+            raise ValueError(f"expected {wanted} and the unembedding's SHA-256, got {found} and {unembedding!r:.16}")
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise LensError(f"{directory} is no whole tuned lens ({error!s:.200}); train it again") from error
+
+
+def load_tuned_lens(directory: Path, model: CachedLM) -> TunedLens:
+    """The lens in a directory, ours or the package's, on the model's device.
+
+    Raises: LensError as `require_tuned_lens` does, and for a lens of another model.
+    """
+    config = require_tuned_lens(directory)
+    if config.get("kind") == _KIND:
+        held = load_file(directory / TRANSLATORS)
+        weights, biases = held["weights"].to(model.device), held["biases"].to(model.device)
+        lens = TunedLens(weights, biases, config["unembedding_sha256"], config["about"])
+    else:
+        lens = read_package_artefact(directory, config, model)
     lens.check(model)
     return lens
 
@@ -60,10 +94,8 @@ def read_package_artefact(directory: Path, config: dict[str, Any], model: Cached
     Its translator i reads what enters block i, so ours of layer i is its i + 1; the first, which reads the
     embedding, has no layer here and is left out. The state dict is loaded as weights alone, never as code.
     Source: github.com/AlignmentResearch/tuned-lens 0.2.0, nn/lenses.py.
-    Raises: LensError for another type or shape of lens, or an unembedding with another hash.
+    Raises: LensError for another shape of lens, or an unembedding with another hash.
     """
-    if (kind := config.get("lens_type")) != "linear_tuned_lens":
-        raise LensError(f"{directory}: lens_type is {kind!r}; only linear_tuned_lens can be read")
     given = (config.get("num_hidden_layers"), config.get("d_model"))
     if given != (model.n_layers, model.d_model):
         raise LensError(
@@ -80,6 +112,8 @@ def read_package_artefact(directory: Path, config: dict[str, Any], model: Cached
         held = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of many kinds, some from modules that are not imported here
         raise LensError(f"{path} holds no weights ({error!s:.120})") from error
+    if not isinstance(held, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
+        raise LensError(f"{path} holds no weights: it should be a dictionary of tensors")
     layers, width = range(1, model.n_layers), model.d_model
     wanted = {f"{layer}.weight": (width, width) for layer in layers} | {f"{layer}.bias": (width,) for layer in layers}
     found = {name: tuple(tensor.shape) for name, tensor in held.items() if name in wanted}
@@ -100,17 +134,6 @@ def package_unembedding_hash(model: CachedLM) -> str:
     weight = model.unembedding.detach().to("cpu", torch.float32).numpy()
     with np.printoptions(threshold=1000, edgeitems=3, linewidth=75, suppress=False):
         return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()
-
-
-def _ours(directory: Path, config: dict[str, Any], model: CachedLM) -> TunedLens:
-    if config.get("version") != _VERSION:
-        raise LensError(f"{directory}: tuned lens of version {config.get('version')}, this release reads {_VERSION}")
-    try:
-        held = load_file(directory / TRANSLATORS)
-        weights, biases = held["weights"].to(model.device), held["biases"].to(model.device)
-        return TunedLens(weights, biases, config["unembedding_sha256"], config["about"])
-    except (OSError, SafetensorError, KeyError) as error:
-        raise LensError(f"{directory} is no whole tuned lens ({error!s:.120}); train it again") from error
 
 
 def _replace(path: Path, write: Any) -> None:

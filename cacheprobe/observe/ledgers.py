@@ -2,7 +2,6 @@
 
 from typing import SupportsIndex
 
-import numpy as np
 import pandas as pd
 
 
@@ -30,10 +29,11 @@ def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
     """
     records = []
     for request_id, own in changes.groupby("request_id", sort=True):
-        held = np.zeros(int(own.end.max()), dtype=bool)
+        held = bytearray(int(own.end.max()))
         counts: dict[int, int] = {}
-        for step, start, end, provenance in zip(own.step, own.start, own.end, own.provenance, strict=True):
-            held[start:end] = provenance != "free"
-            counts[int(step)] = int(held.sum())
+        columns = (own[name].tolist() for name in ("step", "start", "end", "provenance"))
+        for step, start, end, provenance in zip(*columns, strict=True):
+            held[start:end] = (b"\0" if provenance == "free" else b"\1") * (end - start)
+            counts[step] = held.count(1)
         records += [(int(request_id), step, rows) for step, rows in counts.items()]
     return pd.DataFrame(records, columns=["request_id", "step", "rows"])

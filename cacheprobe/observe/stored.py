@@ -87,9 +87,12 @@ class StoredRun:
         them."""
         texts = dict(zip(self.rows.token_id.tolist(), self.rows.token.tolist(), strict=True))
         if (path := self._path("hypotheses")) is not None:
-            for pair in (("token_id", "token"), ("committed_token_id", "committed_token")):
-                named = pq.read_table(path, columns=list(pair)).group_by(list(pair)).aggregate([])
-                texts |= {i: t for i, t in zip(*(named[c].to_pylist() for c in pair), strict=True) if i is not None}
+            for number, text in (("token_id", "token"), ("committed_token_id", "committed_token")):
+                ids = pq.read_table(path, columns=[number])[number].combine_chunks()
+                lacking = pa.array(set(pc.unique(ids).to_pylist()) - {None, *texts}, ids.type)
+                if len(lacking):  # texts are a hundred times what their numbers are: most are never looked at
+                    there = pq.read_table(path, columns=[text])[text].take(pc.index_in(lacking, value_set=ids))
+                    texts |= dict(zip(lacking.to_pylist(), there.to_pylist(), strict=True))
         return texts
 
     def _read_readings(self, request_id: int) -> pa.Table:

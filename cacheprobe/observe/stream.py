@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.cache.surgery import CacheRows
 from cacheprobe.observe.observers import Silent
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Finished, Observer
@@ -83,15 +84,29 @@ class Stream:
 
     def cancel(self, request_id: int) -> None:
         """End a request at the next round: its draft is rolled back, what was handed over stays."""
-        if request_id not in self._states:
-            raise KeyError(f"no request {request_id} in this stream; it has 0 to {len(self._states) - 1}")
+        self._require(request_id)
         self._states[request_id].is_cancelled = True
+
+    def cache_rows(self, request_id: int) -> CacheRows:
+        """A copy of a request's cache rows as they stand between two rounds: of all tokens committed to it but the
+        newest, which may be more than were handed over yet. `cp.run(model, cp.Request(text, cached=rows))` goes on
+        from them, `text` being the rows' `token_ids` and at least one token more.
+
+        Raises: ValueError while it waits, and after its end unless its Request says keep_rows=True.
+        """
+        self._require(request_id)
+        state = self._states[request_id]
+        return state.snapshot() if state.kept_rows is None else state.kept_rows
 
     def trace(self) -> Trace:
         """The whole run's trace. Raises: RuntimeError while pieces are still to come."""
         if self._trace is None:
             raise RuntimeError("the stream has not ended; take all of its pieces first")
         return self._trace
+
+    def _require(self, request_id: int) -> None:
+        if request_id not in self._states:
+            raise KeyError(f"no request {request_id} in this stream; it has 0 to {len(self._states) - 1}")
 
     def _take(self) -> Iterator[Piece]:
         fresh, ended = self._heard.fresh, self._heard.ended

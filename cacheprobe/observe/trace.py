@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.cache.surgery import CacheRows
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
@@ -51,6 +52,8 @@ class Trace:
     """[n, c, m]: what each thought added to the next chunk, by its number in `thoughts()`."""
     interventions: Sequence[Intervention] = field(default=(), repr=False)
     """What changed the run. Their vectors are not saved: a loaded trace has a record of them in its meta alone."""
+    kept_rows: Mapping[int, CacheRows] = field(default_factory=dict, repr=False)
+    """By request, of those that asked for it; they are not saved."""
 
     def __repr__(self) -> str:
         steps = self.event_table.drop_duplicates("step").phase.value_counts()
@@ -290,6 +293,18 @@ class Trace:
     def kept(self, site: str, layer: SupportsIndex, rows: pd.DataFrame) -> "Tensor | list[Tensor]":
         """One tensor for each row, of whatever was captured."""
         return self.pattern_rows(layer, rows) if site == PATTERN else self.vectors(site, layer, rows)
+
+    def cache_rows(self, request_id: SupportsIndex, length: int | None = None) -> CacheRows:
+        """The request's cache rows as it left them, or its first `length`; as in `observe.forks.rows_of`."""
+        from cacheprobe.observe.forks import rows_of
+
+        return rows_of(self, request_id, length)
+
+    def fork(self, request_id: SupportsIndex, length: int, rows: CacheRows | None = None) -> Request:
+        """A Request that goes on from the first `length` cache rows; as in `observe.forks.fork`."""
+        from cacheprobe.observe.forks import fork
+
+        return fork(self, request_id, length, rows)
 
     def digest(self, request_id: SupportsIndex) -> str:
         """SHA-256 over the committed tokens, their log-probabilities, thoughts, and what was kept of canonical rows."""

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cacheprobe.ops.equality import ordered_bits
+from cacheprobe.ops.plain import project, rms_norm
 
 _ROWS_AT_ONCE, _IDS_AT_ONCE = 60, 4096
 """Rows and ids reduced together: few enough for the shared cache, enough that starting each parallel pass does not
@@ -43,6 +44,24 @@ def read_logits(logits: Float[Tensor, "n v"], target_token_ids: Int[Tensor, "n"]
         for i in range(0, logits.shape[0], _ROWS_AT_ONCE)
     ]
     return Readout(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def read_states(
+    states: Float[Tensor, "n m"],
+    norm_weight: Float[Tensor, "m"] | None,
+    eps: float,
+    unembedding: Float[Tensor, "v m"],
+    target_token_ids: Int[Tensor, "n"],
+    top_k: int,
+    bias: Float[Tensor, "v"] | None = None,
+) -> Readout:
+    """What states say through a final RMSNorm and an unembedding: `read_logits` of their logits.
+
+    norm_weight: None for states that are normalised already.  eps: of the norm.  bias: of the unembedding.
+    Source: logit lens (nostalgebraist 2020).  Twin: the two steps by themselves (tests.test_plain_ops), bitwise.
+    """
+    read = states if norm_weight is None else rms_norm(states, norm_weight, eps)
+    return read_logits(project(read, unembedding, bias), target_token_ids, top_k)
 
 
 def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:

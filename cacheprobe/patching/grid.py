@@ -13,6 +13,8 @@ from cacheprobe.patching.parts import write_json
 from cacheprobe.patching.runs import Run, Said, read
 
 _FORMAT = "cacheprobe patching grid 1"
+_META = ("kind", "site", "value", "model")
+"""What a picture of a grid speaks of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +56,13 @@ class Grid:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if stored["format"] != _FORMAT:
                 raise KeyError(f"format {stored['format']!r:.60}")
-            return cls(pd.DataFrame(stored["table"]), stored["meta"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            meta, table = stored["meta"], pd.DataFrame(stored["table"])
+            if lacking := [name for name in _META if not isinstance(meta.get(name), str)]:
+                raise KeyError(f"its meta lacks {', '.join(lacking)}")
+            if lacking := [name for name in ("layer", "position", "token", meta["value"]) if name not in table.columns]:
+                raise KeyError(f"its table lacks {', '.join(lacking)}")
+            return cls(table, meta)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no patching grid ({error!s:.80}); give a file that Grid.save wrote") from error
 
 

@@ -34,13 +34,12 @@ def require_enough(about: pd.DataFrame, place: Hashable, folds: int, least: int)
     classes = labels.nunique()
     if classes < 2:
         raise ProbeError(f"place {place}: all {len(about)} examples are of class {labels.iloc[0]!r}; nothing to tell")
-    if len(about) < classes:
-        raise ProbeError(f"place {place}: {len(about)} examples are fewer than {classes} classes; give more prompts")
     groups = about.assign(label=labels).groupby("label").group.nunique()
     if (groups < least).any():
         raise ProbeError(
-            f"place {place}: class {groups.idxmin()!r} has {groups.min()} groups of prompts, {least} are needed; give "
-            "more prompts (those that begin alike are one group), or least= fewer"
+            f"place {place}: {len(about)} examples of {classes} classes; class {groups.idxmin()!r} has {groups.min()} "
+            f"groups of prompts, {least} are needed; give more prompts (those that begin alike are one group), or "
+            "least= fewer"
         )
     if about.group.nunique() < folds:
         raise ProbeError(f"place {place}: {about.group.nunique()} groups cannot be split into {folds} folds")

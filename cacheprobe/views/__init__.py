@@ -1,6 +1,7 @@
 """Pictures of a trace: pure functions from its tables to figures and HTML, and a report of all on one page."""
 
 from cacheprobe.views.attribution import attribution
+from cacheprobe.views.carried import carried_figure, ways_figure
 from cacheprobe.views.coin_rows import coin_rows_figure
 from cacheprobe.views.curves import agreement_figure, settling_figure
 from cacheprobe.views.diagram import window_diagram
@@ -20,6 +21,7 @@ __all__ = [
     "accepted_whole",
     "agreement_figure",
     "attribution",
+    "carried_figure",
     "coin_rows_figure",
     "disagreement_figure",
     "final_choice_figure",
@@ -33,6 +35,7 @@ __all__ = [
     "state_algorithm_figure",
     "thoughts_picture",
     "token_texts",
+    "ways_figure",
     "window_diagram",
     "write_figures",
     "write_report",

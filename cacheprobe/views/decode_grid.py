@@ -13,7 +13,15 @@ TOKEN_PITCH = 56
 """Pixels from one token to the next."""
 _CELL, _ROW, _TOP = 52, 30, 30
 _COLOURS = {"candidate": "yellow", "committed": "green", "pending": "green", "rolled_back": "red"}
+SIGNS = {"candidate": "◇", "committed": "", "pending": "○", "rolled_back": "✗"}
+"""In a corner of a cell, whose texture is its margin's."""
 
+STATES_LEGEND = (
+    ("yellow", None, f"{SIGNS['candidate']} candidate"),
+    ("green", None, "committed"),
+    ("green", "pending", f"{SIGNS['pending']} newest, pending"),
+    ("red", "rolled-back", f"{SIGNS['rolled_back']} rolled back now"),
+)
 GRID_LEGEND = (
     ("grey", None, f"top-two margin ≥ {SETTLED_NATS:g} nats, or not known"),
     ("grey", "crossed-grey", "between"),
@@ -70,6 +78,8 @@ def _cell(line, x: float, y: float, token: str, is_verified: bool, step: int | N
     is_new = step is not None and line.born == step
     drawn = svg.box(x, y, _CELL, 24, colour, texture, radius=4, tip=tip)
     drawn += svg.text(x + _CELL / 2, y + 16, token_label(token, 6), f"token halo on-{colour}", "middle")
+    if is_verified:
+        drawn += svg.text(x + 3, y + 10, SIGNS[line.state], f"mark halo on-{colour}")
     new = " new" if is_new else ""
     return f'<g class="pick{new}" data-request="{line.request_id}" data-place="{line.place}">{drawn}</g>'
 

@@ -1,23 +1,30 @@
 """Layer by position: what every layer would have said, against what was committed."""
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from cacheprobe.views.lens_table import (
+    MARKS,
+    SIGNS,
+    TOKEN_COLUMNS,
+    Include,
+    Measure,
+    Scale,
+    columns_of,
+    committed_label,
+    finding,
+    runs_of,
+    scale_of,
+    select,
+)
 from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
 from cacheprobe.views.text import markup, token_label, visible
 
-Measure = Literal["logprob", "entropy", "rank"]
-
 _CELL = (50, 19)
 """Pixels of a cell."""
-_TOKEN_COLUMNS = 6
-_FLOOR_NATS = -12.0
-"""Log-probabilities below this share one colour: what matters happens above."""
-_RANK_TICKS = (0, 9, 99, 999, 9999)
-_SIGNS = {"committed": "", "candidate": "◇ ", "rolled_back": "✗ "}
 
 
 def lens_grid(
@@ -25,7 +32,7 @@ def lens_grid(
     request_id: int,
     *,
     colour: Measure = "logprob",
-    include: Literal["committed", "all"] = "committed",
+    include: Include = "committed",
     positions: range | None = None,
 ) -> go.Figure:
     """Layer x position map of one request's lens readings Z.
@@ -38,15 +45,11 @@ def lens_grid(
     layers the cells are.
     Raises: ValueError where nothing is selected.  Source: logit lens (nostalgebraist 2020).
     """
-    if colour not in ("logprob", "entropy", "rank"):
-        raise ValueError(f"unknown colour {colour!r}; it is 'logprob', 'entropy' or 'rank'")
-    if include not in ("committed", "all"):
-        raise ValueError(f"unknown include {include!r}; it is 'committed' or 'all'")
-    rows = _select(hypotheses, request_id, include, positions)
-    columns = _columns(rows)
+    rows = select(hypotheses, request_id, include, positions)
+    columns = columns_of(rows)
     layers = np.sort(rows.layer.unique())
     rows = rows.assign(column=rows.row.map(pd.Series(columns.index, index=columns.row)))
-    heat, bar = _heatmap(rows, columns, layers, colour)
+    heat = _heatmap(rows, columns, layers, scale_of(rows, colour))
     figure = Figure([heat, _outlines(rows, layers), *_status_marks(columns, len(layers))])
     ticks = range(0, len(layers), 1 if len(layers) <= 16 else 2)
     figure.update_layout(
@@ -62,7 +65,7 @@ def lens_grid(
         title="position p (tokens) · committed token at p + 1",
         tickmode="array",
         tickvals=list(columns.index),
-        ticktext=[_tick(column) for column in columns.itertuples()],
+        ticktext=[f"{SIGNS[c.status]}{c.position}<br>{markup(committed_label(c))}" for c in columns.itertuples()],
         tickangle=0,
         tickfont=dict(size=11),
         showgrid=False,
@@ -76,7 +79,6 @@ def lens_grid(
         showgrid=False,
         range=[-0.5, len(layers) - 0.5],
     )
-    figure.update_traces(colorbar=bar, selector=dict(type="heatmap"))
     return figure
 
 
@@ -85,83 +87,23 @@ def grid_width(figure: go.Figure) -> int:
     return _CELL[0] * len(figure.data[0].x) + 150
 
 
-def finding(rows: pd.DataFrame, request_id: int) -> str:
-    """From which layer on the first choice is the committed token, as a sentence: the median over canonical rows."""
-    known = rows[(rows.status == "committed") & rows.agrees.notna()]
-    if known.empty:
-        return f"Request {request_id}: no committed token to compare with"
-    firsts = known.groupby("row")[["layer", "agrees"]].apply(_agrees_from)
-    median = firsts.sort_values().iloc[len(firsts) // 2]
-    if median == np.inf:
-        return f"Request {request_id}: at most positions no layer settles on the committed token"
-    return f"Request {request_id}: the committed token is the first choice from layer {int(median)} on (median)"
-
-
-def _agrees_from(reading: pd.DataFrame) -> float:
-    """First layer from which every first choice is the committed token; infinity where the last one is another."""
-    reading = reading.sort_values("layer")
-    misses = reading.layer[~reading.agrees.astype(bool)]
-    after = reading.layer if misses.empty else reading.layer[reading.layer > misses.max()]
-    return float("inf") if after.empty else float(after.min())
-
-
-def _select(hypotheses: pd.DataFrame, request_id: int, include: str, positions: range | None) -> pd.DataFrame:
-    own = hypotheses[hypotheses.request_id == request_id]
-    rows = own if include == "all" else own[own.status == "committed"]
-    if positions is not None:
-        rows = rows[rows.position.isin(positions)]
-    if not rows.empty:
-        return rows
-    if own.empty:
-        there = f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
-    else:
-        counts = own.drop_duplicates("row").status.value_counts().to_dict()
-        there = f"it has {counts} rows at positions {own.position.min()} to {own.position.max()}"
-    wanted = "" if positions is None else f" at positions {positions.start} to {positions.stop - 1}"
-    raise ValueError(f"no {include} hypotheses of request {request_id}{wanted}; {there}")
-
-
-def _columns(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line for each column of the picture: by position, the canonical row first, then as they were computed."""
-    order = rows.status.map({"committed": 0, "candidate": 1, "rolled_back": 2})
-    columns = rows.assign(order=order).drop_duplicates("row").sort_values(["position", "order", "step", "row"])
-    return columns.reset_index(drop=True)
-
-
-def _tick(column: Any) -> str:
-    token = "—" if pd.isna(column.committed_token) else token_label(column.committed_token, _TOKEN_COLUMNS)
-    return f"{_SIGNS[column.status]}{column.position}<br>{markup(token)}"
-
-
-def _heatmap(
-    rows: pd.DataFrame, columns: pd.DataFrame, layers: np.ndarray, colour: str
-) -> tuple[go.Heatmap, dict[str, object]]:
+def _heatmap(rows: pd.DataFrame, columns: pd.DataFrame, layers: np.ndarray, scale: Scale) -> go.Heatmap:
     def grid(values: pd.Series) -> np.ndarray:
         table = rows.assign(value=values).pivot(index="layer", columns="column", values="value")
         return table.reindex(index=layers, columns=columns.index).to_numpy()
 
-    scale: dict[str, object]
-    rank = rows["rank"].astype("Float64").to_numpy(dtype=float, na_value=np.nan)
-    if colour == "logprob":
-        values = rows.committed_logprob_nats.astype(float).where(rows["rank"].notna())
-        scale = dict(zmin=_FLOOR_NATS, zmax=0)
-        bar = dict(title="log p of the committed token (nats)", tickvals=[-12, -9, -6, -3, 0])
-        bar["ticktext"] = ["≤ −12", "−9", "−6", "−3", "0"]
-    elif colour == "entropy":
-        values = rows.entropy_nats.astype(float)
-        scale = dict(zmin=0, reversescale=True)
-        bar = dict(title="entropy (nats)")
-    else:
-        values = pd.Series(np.log10(rank + 1), index=rows.index)
-        ticks = [np.log10(tick + 1) for tick in _RANK_TICKS]
-        scale = dict(zmin=0, zmax=ticks[-1], reversescale=True)
-        bar = dict(title="rank of the committed token", tickvals=ticks, ticktext=[str(tick) for tick in _RANK_TICKS])
-    bar |= dict(title=dict(text=bar["title"], side="right"), thickness=12, x=1.01)
-    first = rows.token.map(lambda token: markup(token_label(token, _TOKEN_COLUMNS)))
-    heat = go.Heatmap(
+    places, names = zip(*scale.ticks, strict=True)
+    first = rows.token.map(lambda token: markup(token_label(token, TOKEN_COLUMNS)))
+    return go.Heatmap(
         x=list(columns.index),
         y=list(range(len(layers))),
-        z=grid(values),
+        z=grid(scale.values),
+        zmin=scale.low,
+        zmax=scale.high,
+        reversescale=scale.is_reversed,
+        colorbar=dict(
+            title=dict(text=scale.title, side="right"), tickvals=places, ticktext=names, thickness=12, x=1.01
+        ),
         text=_blank_where_missing(grid(first)),
         texttemplate="%{text}",
         textfont=dict(size=11),
@@ -171,9 +113,7 @@ def _heatmap(
         xgap=1,
         ygap=1,
         name="lens readings",
-        **scale,
     )
-    return heat, bar
 
 
 def _blank_where_missing(texts: np.ndarray) -> np.ndarray:
@@ -208,10 +148,7 @@ def _outlines(rows: pd.DataFrame, layers: np.ndarray) -> go.Scatter:
     y: list[float | None] = []
     agreeing = rows[rows.agrees.fillna(False).astype(bool)]
     for column, group in agreeing.groupby("column"):
-        held = sorted(places[layer] for layer in group.layer)
-        starts = [place for place in held if place - 1 not in held]
-        ends = [place for place in held if place + 1 not in held]
-        for start, end in zip(starts, ends, strict=True):
+        for start, end in runs_of(sorted(places[layer] for layer in group.layer)):
             left, right, low, high = column - 0.46, column + 0.46, start - 0.44, end + 0.44
             x += [left, right, right, left, left, None]
             y += [low, low, high, high, low, None]
@@ -224,7 +161,7 @@ def _outlines(rows: pd.DataFrame, layers: np.ndarray) -> go.Scatter:
 def _status_marks(columns: pd.DataFrame, num_layers: int) -> list[go.Scatter]:
     """A bar over the columns that are not canonical."""
     marks = []
-    for status, name in (("candidate", "◇ candidate row"), ("rolled_back", "✗ rolled-back row")):
+    for status, name in MARKS.items():
         places = columns.index[columns.status == status]
         if len(places):
             edges = [(place - 0.45, place + 0.45, None) for place in places]

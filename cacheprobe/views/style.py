@@ -93,10 +93,6 @@ def layout_template(*, dark: bool = False) -> go.layout.Template:
     )
 
 
-BLANK_FIGURE = go.Figure(layout=dict(template=layout_template(), height=10, xaxis_visible=False, yaxis_visible=False))
-"""Where there is nothing to draw."""
-
-
 def _variables(colours: dict[str, str]) -> str:
     return "".join(f"--{name}:{value};" for name, value in colours.items())
 
@@ -115,6 +111,7 @@ DIAGRAM_CSS = f"""
 .cp svg text{{fill:var(--ink);stroke:none;font:12px {SANS}}}
 .cp svg .strong{{font-weight:650}}
 .cp svg .small{{font-size:11px}}
+.cp svg .mark{{font-size:11px}}
 .cp svg .muted{{fill:var(--muted)}}
 .cp svg .token{{font:11px {MONO}}}
 .cp svg .brief{{font-size:14px;font-weight:600}}
@@ -147,11 +144,31 @@ DIAGRAM_CSS = f"""
   .cp .panel:not(:last-child)::after{{right:50%;top:auto;bottom:-15px;transform:translateX(50%) rotate(135deg)}}}}
 """
 
+SHADES = 20
+"""Steps from the lightest to the darkest violet of the cells that are drawn without plotly: classes v0 to v19."""
+
+
+def _shades(dark: bool) -> list[str]:
+    anchors = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in _SCALES[dark]]
+    colours = []
+    for shade in range(SHADES):
+        place, share = divmod(shade * (len(anchors) - 1) / (SHADES - 1), 1)
+        low, high = anchors[int(place)], anchors[min(int(place) + 1, len(anchors) - 1)]
+        colours.append("#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(low, high, strict=True)))
+    return colours
+
+
+_SHADE_CSS = "".join(
+    f":root[data-theme={theme}] .cp .v{i} rect{{fill:{colour}}}"
+    for theme, dark in (("light", False), ("dark", True))
+    for i, colour in enumerate(_shades(dark))
+) + "".join(f".cp svg .v{i} text{{fill:var(--paper)}}" for i in range(SHADES * 11 // 20, SHADES))
+
 
 THEME_CSS = (
     f":root[data-theme=light] .cp{{{_variables(_LIGHT)}color-scheme:light}}"
     f":root[data-theme=dark] .cp{{{_variables(_DARK)}color-scheme:dark}}"
     f":root[data-theme=light] .cp{{--violet:{_SCALES[False][2]}}}"
-    f":root[data-theme=dark] .cp{{--violet:{_SCALES[True][2]}}}"
+    f":root[data-theme=dark] .cp{{--violet:{_SCALES[True][2]}}}{_SHADE_CSS}"
 )
 """For a page with a switch of its own: data-theme of the document stands before what the browser prefers."""

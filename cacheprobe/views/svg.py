@@ -10,6 +10,7 @@ _TOKEN_COLUMN = 6.7
 
 # One texture for each word. Their strokes take the colour of the word from the page's variables.
 _TEXTURES = {
+    "ruled-blue": ("blue", 6, 5, '<path d="M0 2.5h6" stroke-width=".9" opacity=".45"/>'),
     "provisional": ("yellow", 8, 6, '<path d="M1 2h4M5 5h4M-3 5h4" stroke-width="1.1" opacity=".55"/>'),
     "pending": ("green", 6, 6, '<path d="M-1 7 7-1M-1 1 1-1M5 7 7 5" stroke-width="1.3" opacity=".7"/>'),
     "verified": ("green", 5, 5, '<path d="M2.5 0v5" stroke-width=".9" opacity=".4"/>'),

@@ -15,13 +15,13 @@ _OWN = 8
 """Height of the band of the verifier's own token."""
 
 TIMELINE_LEGEND = (
-    ("blue", None, "prefill"),
+    ("blue", "ruled-blue", "prefill"),
     ("yellow", "provisional", "candidate drafted"),
     ("green", None, "accepted"),
     ("red", "rolled-back", "rolled back"),
     ("green", "pending", "verifier's own token, its row pending"),
     ("green", "verified", "verified rows rebuilt, nothing decided"),
-    ("grey", None, "decoded, never verified"),
+    ("grey", "dotted-grey", "decoded, never verified"),
 )
 
 
@@ -105,10 +105,10 @@ def _cell(event: Any, x: float, y: float, width: float) -> str:
     tip = f"request {event.request_id}, step {event.step}; {step_words(event)}"
     whole = dict(radius=3, tip=tip)
     if event.phase == "prefill":
-        return svg.box(x, y, width, 24, "blue", **whole)
+        return svg.box(x, y, width, 24, "blue", "ruled-blue", **whole)
     if event.phase == "decode":
         drafted = len(event.proposed_token_ids) > 0
-        return svg.box(x, y, width, 24, *(("yellow", "provisional") if drafted else ("grey", None)), **whole)
+        return svg.box(x, y, width, 24, *(("yellow", "provisional") if drafted else ("grey", "dotted-grey")), **whole)
     if pd.isna(event.num_accepted):
         return svg.box(x, y, width, 24, "green", "verified", **whole)
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)

@@ -12,7 +12,7 @@ _COLUMNS = 7
 """Of a token in the ladder."""
 _VERDICTS = {
     "accepted": "accepted", "rolled_back": "rolled back", "recovered": "recovered", "bonus": "bonus",
-    "committed": "committed as computed",
+    "committed": "committed as computed", "given_up": "given up before a verdict",
 }  # fmt: skip
 
 
@@ -27,7 +27,6 @@ class Fate(NamedTuple):
 
 def token_card(
     readings: pd.DataFrame,
-    layer: int | None,
     settling: Mapping[str, Any],
     fates: Sequence[Fate],
     token_texts: Mapping[int, str],
@@ -35,7 +34,7 @@ def token_card(
 ) -> str:
     """Markup of one row's card. Lines of the ladder carry data-layer.
 
-    readings: the row's lines of the hypotheses table.  layer: the one to frame.  settling: its line of
+    readings: the row's lines of the hypotheses table.  settling: its line of
     `observe.hypotheses.settling`.  fates: what was drafted and committed at the next position, in order.
     token_texts: of all choices; those that are not in it stand as their ids.  input_token: the row's own.
     Raises: ValueError for readings of more than one row, or of none.
@@ -53,7 +52,7 @@ def token_card(
         ("path", f"<code>{markup(settling['path'])}</code>"),
     ]
     listed = "".join(f"<div><dt>{name}</dt><dd>{said}</dd></div>" for name, said in facts)
-    return f'<h3>{_title(one, settling)}</h3><dl class="facts">{listed}</dl>{_ladder(table, layer, token_texts)}'
+    return f'<h3>{_title(one, settling)}</h3><dl class="facts">{listed}</dl>{_ladder(table, token_texts)}'
 
 
 def _title(one: Any, settling: Mapping[str, Any]) -> str:
@@ -72,15 +71,15 @@ def _fate(fate: Fate, token_texts: Mapping[int, str]) -> str:
     if fate.settled is None:
         return f"{token} drafted in step {fate.born}, not decided"
     word = _VERDICTS[str(fate.outcome)]
-    tint = "lost" if fate.outcome == "rolled_back" else "kept"
-    sign = "✗" if fate.outcome == "rolled_back" else "✓"
+    is_lost = fate.outcome in ("rolled_back", "given_up")
+    tint, sign = ("lost", "✗") if is_lost else ("kept", "✓")
     verdict = f'<span class="{tint}">{sign} {word}</span>'
     if fate.born == fate.settled:
         return f"{token} {verdict} in step {fate.settled}"
     return f"{token} drafted in step {fate.born}, {verdict} in step {fate.settled}"
 
 
-def _ladder(table: pd.DataFrame, layer: int | None, token_texts: Mapping[int, str]) -> str:
+def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
     count = max(len(ids) for ids in table.top_token_ids)
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))
     lines = []
@@ -94,8 +93,7 @@ def _ladder(table: pd.DataFrame, layer: int | None, token_texts: Mapping[int, st
             right = ' class="right"' if is_committed else ""
             label = markup(token_label(text, _COLUMNS))
             cells.append(f'<td{right} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
-        chosen = ' class="chosen"' if line.layer == layer else ""
-        lines.append(f'<tr{chosen} data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
+        lines.append(f'<tr data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
     note = (
         "First choices by layer, the last layer on top; the stronger its ground, the likelier. "
         "Framed in green: what was committed."

@@ -6,13 +6,13 @@ COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "settled", 
 
 
 def token_history(events: pd.DataFrame) -> pd.DataFrame:
-    """One line for each token of each request, candidates included, in the order in which they came. Drafts that were
-    given up before a verdict, by a request that was evicted or a pass that failed, have none.
+    """One line for each token of each request, candidates included, in the order in which they came.
 
     place: 0 is the first generated token.  born: the step that proposed or committed it.  settled: the step that
     decided about it; null while nobody has.  outcome: committed (as it was computed), accepted, recovered, bonus,
-    rolled_back; null while nobody has decided.  margin_nats: between the two best tokens of its pass, the smallest of
-    a verify pass; null where no model chose.
+    rolled_back, or given_up before a verdict, by a request that was evicted (settled when it is read again) or a pass
+    that failed (settled when it drafts again, or is verified without a draft); null while nobody has decided.
+    margin_nats: between the two best tokens of its pass, the smallest of a verify pass; null where no model chose.
     events: as in `Trace.events`.
     """
     lines: list[tuple] = []
@@ -25,8 +25,9 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
                 for token in proposed:
                     waiting.append((request_id, place + len(waiting), int(token), margin, step))
                 continue
-            if phase == "prefill":
-                waiting = []  # an evicted request is read again; what it had drafted is drafted anew
+            if phase == "prefill":  # an evicted request is read again; what it had drafted is drafted anew
+                lines += [(*line, step, "given_up") for line in waiting]
+                waiting = []
             if phase == "verify" and pd.isna(accepted):
                 continue  # its cache rows are rebuilt: nothing is decided
             if phase != "verify":
@@ -35,7 +36,10 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
             else:
                 count = int(accepted)
                 # a draft that met a failed pass was given up, and stands before the one that was judged
-                for i, (_, _, token, nats, born) in enumerate(waiting[len(waiting) - len(drafted) :]):
+                given_up, judged = waiting[: len(waiting) - len(drafted)], waiting[len(waiting) - len(drafted) :]
+                since = judged[0][-1] if judged else step
+                lines += [(*line, since, "given_up") for line in given_up]
+                for i, (_, _, token, nats, born) in enumerate(judged):
                     word = "accepted" if i < count else "rolled_back"
                     lines.append((request_id, place + i, token, nats, born, step, word))
                 word = "recovered" if count < len(drafted) else "bonus"
@@ -51,13 +55,15 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
 def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     """What stands at each place after `step`, one line for each request and place, with a column `state`.
 
-    state: candidate, rolled_back (by this very step; those of earlier steps are gone), pending (committed, and its
+    state: candidate, rolled_back (by this very step; those of earlier steps are gone, and so are drafts that were given
+    up), pending (committed, and its
     cache row not written yet: the newest of its request), or committed.
     """
     there = history[history.born <= step]
     decided = (there.settled <= step).fillna(False)
     lost = decided & (there.outcome == "rolled_back").fillna(False)
-    there = there[~lost | (there.settled == step).fillna(False)]
+    given_up = decided & (there.outcome == "given_up").fillna(False)
+    there = there[~given_up & (~lost | (there.settled == step).fillna(False))]
     decided, lost = decided[there.index], lost[there.index]
     state = pd.Series("candidate", index=there.index).mask(decided, "committed").mask(lost, "rolled_back")
     there = there.assign(state=state)

@@ -1,89 +1,49 @@
-// What the state looks like: markup put in its place, the frame moved, the link kept, keys and clicks heard.
+// What the state looks like: markup put in its place, frames moved, the link kept; keys and clicks heard.
 (function () {
   "use strict";
   const place = (name) => document.getElementById(name);
-  const keep = () => window.dash_clientside.no_update;
   const TAKES_ARROWS = "input:not(.dash-dropdown-focus-target),textarea,[role=slider],[role=listbox],[role=option]";
-  let count = 0, playing = null;
-  const chosen = {at: null, about: null}, intents = [];
+  const CARDS = {grid: "lens", gave: "lens"};
+  let current = null, playing = null, change = null;
 
-  // Two that come at once are one change of the store's value to Dash: what was meant is kept here until it is taken.
-  function send(what) {
-    intents.push(what);
-    window.dash_clientside.set_props("intent", {data: ++count});
-  }
-  const meant = () => intents.splice(0);
-
-  function escaped(text) {
-    const box = document.createElement("span");
-    box.textContent = text;
-    return box.innerHTML;
-  }
+  const width = (name) => place(name + "-card").clientWidth - 36;
 
   // Markup comes from the server, which escapes every text of a run.
-  function draw(answer, id) {
-    const view = place(id);
-    if (!answer || !view) return keep();
-    const side = view.querySelector(".scroll,.ladder,.wide"), left = side ? side.scrollLeft : 0;
-    view.innerHTML = answer.html;
-    view.dataset.answer = JSON.stringify(answer.for);
-    view.closest(".card").classList.remove("asking");
-    if (id === "timeline-view" && chosen.at) moveFrame(chosen.at);
+  function answer(name, question, {html, graphs}) {
+    const view = place(name + "-view"), side = view.querySelector(".scroll,.ladder,.wide");
+    const left = side ? side.scrollLeft : 0;
+    view.innerHTML = html;
+    view.dataset.answer = JSON.stringify(question);
     const again = view.querySelector(".scroll,.ladder,.wide");
     if (again) again.scrollLeft = left;
-    const line = view.querySelector("tr.chosen"), ladder = view.querySelector(".ladder");
-    if (line && ladder) ladder.scrollTop = line.offsetTop - ladder.clientHeight / 2;
-    return String(++count);
-  }
-
-  function caption(about, id) {
-    const name = id.replace("-head", ""), head = place(id), figure = place(name + "-place");
-    if (!about || !head) return keep();
-    const title = about.title ? `<h2>${about.title}</h2>` : "", note = about.note ? `<p class="note">${about.note}</p>` : "";
-    head.innerHTML = title + note + (about.html || "");
-    head.dataset.answer = JSON.stringify(about.for);
-    figure.hidden = about.is_empty;
-    if (about.height) figure.style.height = about.height + "px";
-    if (!about.is_empty) setTimeout(() => fit(figure), 30);
-    head.closest(".card").classList.remove("asking");
-    if (name === "grid") {
-      chosen.about = about;
-      for (const wait of [30, 100, 300, 1000, 3000]) setTimeout(mark, wait);  // plotly draws when it gets to it
+    const figure = place(name + "-place");
+    if (figure) {
+      figure.hidden = !graphs;
+      if (graphs) window.dash_clientside.set_props(name + "-place", {children: graphs});
     }
-    return String(++count);
+    frames(current);
   }
 
-  function click(data) {
-    if (data && data.points && data.points.length) send({intent: "cell", x: data.points[0].x, y: data.points[0].y});
-    return keep();
+  function waiting(names, at) {
+    const cards = new Set(names.map((name) => (CARDS[name] || name) + "-card"));
+    document.querySelectorAll(".card[id]").forEach((card) => card.classList.toggle("asking", cards.has(card.id)));
+    place("gave-box").hidden = !at.gave || names.includes("gave");
   }
 
-  function fit(box) {
-    box.querySelectorAll(".js-plotly-plot").forEach((figure) => window.Plotly && window.Plotly.Plots.resize(figure));
-  }
-
-  function waiting(name) {
-    const card = place((name === "grid" || name === "gave" ? "lens" : name) + "-card");
-    if (card) card.classList.add("asking");
-  }
-
-  function point(at, story, facts) {
-    if (!at) return keep();
-    const {link, mine, known} = window.cacheprobe;
+  function state(at, facts, story, trouble) {
+    const {SHELVED, link, mine, known} = window.cacheprobe;
+    current = at;
     document.documentElement.dataset.theme = at.theme;
-    const wanted = link(at);
-    if (wanted !== location.search) history.replaceState(null, "", location.pathname + wanted);
-    for (const tab of document.querySelectorAll(".tab")) {
-      tab.setAttribute("aria-selected", String(tab.dataset.tab === at.tab));
-      const panel = place("panel-" + tab.dataset.tab);
-      if (panel.hidden === (tab.dataset.tab === at.tab)) {
-        panel.hidden = !panel.hidden;
-        if (!panel.hidden) { fit(panel); setTimeout(() => send({intent: "resize"}), 0); }
-      }
-    }
+    if (link(at) !== location.search) history.replaceState(null, "", location.pathname + link(at));
+    const panel = "panel-" + (SHELVED.includes(at.tab) ? "results" : at.tab);
+    document.querySelectorAll(".tab").forEach((tab) => tab.setAttribute("aria-selected", tab.dataset.tab === at.tab));
+    document.querySelectorAll(".tabpanel").forEach((one) => { one.hidden = one.id !== panel; });
+    document.querySelectorAll("[data-kind]").forEach((one) => { one.hidden = one.dataset.kind !== at.tab; });
     document.querySelectorAll("#result-list button").forEach((button) =>
       button.classList.toggle("chosen", Number(button.dataset.result) === at.result));
-    notice(at, facts, story);
+    place("result-card").hidden = at.result === null || at.result === undefined;
+    const said = [...at.said, trouble, facts?.run === at.run && facts.error, story?.run === at.run && story.error];
+    notice(said.filter(Boolean));
     if (mine(at, facts)) {
       place("says").textContent = facts.says;
       place("page").dataset.last = facts.last;
@@ -92,119 +52,123 @@
       why.textContent = facts.why_not ? `Only what was recorded can be shown: ${facts.why_not}.` : "";
     }
     if (mine(at, facts) && known(at, story)) now(at, facts, story);
-    moveFrame(at);
-    chosen.at = at;
-    mark();
-    if (!at.gave) { place("gave-place").hidden = true; place("gave-head").innerHTML = ""; }
-    return JSON.stringify(at);
+    frames(at);
+    place("page").dataset.at = JSON.stringify(at);
   }
 
-  function notice(at, facts, story) {
+  function notice(said) {
     const box = place("notice");
-    const said = [...(at.said || [])];
-    if (facts && facts.error && facts.run === at.run) said.push(facts.error);
-    if (story && story.error && story.run === at.run) said.push(story.error);
     box.hidden = !said.length;
-    box.innerHTML = said.map((line) => `<p>${escaped(line[0].toUpperCase() + line.slice(1))}.</p>`).join("");
+    box.replaceChildren(...said.map((line) => {
+      const shown = document.createElement("p");
+      shown.textContent = line[0].toUpperCase() + line.slice(1) + ".";
+      return shown;
+    }));
   }
 
   function now(at, facts, story) {
-    const step = story.steps.find((one) => one[0] === at.step);
-    const words = step ? step[1] : "another request's pass";
-    const said = `request ${at.request}: ${escaped(words)}`;
-    place("now").innerHTML = `<b>step ${at.step}</b> of ${facts.last} <span>${said}</span>`;
+    const step = story.steps.find((one) => one[0] === at.step), words = step ? step[1] : "another request's pass";
+    const number = document.createElement("b"), about = document.createElement("span");
+    number.textContent = `step ${at.step}`;
+    about.textContent = `request ${at.request}: ${words}`;
+    place("now").replaceChildren(number, ` of ${facts.last} `, about);
   }
 
-  function moveFrame(at) {
-    const picture = document.querySelector("#timeline-view svg[data-first]");
-    if (!picture) return;
-    const {first, last, pitch, left} = picture.dataset, frame = picture.querySelector(".cursor");
-    picture.querySelectorAll(".pick:not([data-step])").forEach((name) =>
-      name.classList.toggle("named", Number(name.dataset.request) === at.request));
-    const inside = at.step >= Number(first) && at.step <= Number(last);
-    frame.style.display = inside ? "" : "none";
-    if (inside) frame.setAttribute("x", Number(left) + (at.step - Number(first)) * Number(pitch) - 2);
-  }
-
-  // The chosen cell is framed, and columns that were computed in the chosen step are underlined.
-  function mark() {
-    const figure = document.querySelector("#grid .js-plotly-plot");
-    const is_drawn = window.Plotly && figure && figure._fullLayout && figure.layout.meta;
-    if (!is_drawn || !chosen.at || !chosen.about || !chosen.about.rows) return;
-    const {at, about} = chosen;
-    if (JSON.stringify(figure.layout.meta.rows) !== JSON.stringify(about.rows)) return;
-    if (!figure.dataset.heard) {
-      figure.dataset.heard = "yes";
-      figure.on("plotly_afterplot", () => setTimeout(mark, 0));
+  // What is chosen is framed in pictures that stay as they are.
+  function frames(at) {
+    const timeline = document.querySelector("#timeline-view svg[data-first]");
+    if (timeline) {
+      const {first, last, pitch, left} = timeline.dataset, frame = timeline.querySelector(".cursor");
+      timeline.querySelectorAll(".pick:not([data-step])").forEach((name) =>
+        name.classList.toggle("named", Number(name.dataset.request) === at.request));
+      const inside = at.step >= Number(first) && at.step <= Number(last);
+      frame.style.display = inside ? "" : "none";
+      if (inside) frame.setAttribute("x", Number(left) + (at.step - Number(first)) * Number(pitch) - 2);
     }
-    const ink = getComputedStyle(place("page")).getPropertyValue("--ink").trim(), shapes = [];
-    const has_row = at.row !== null && at.row !== undefined;
-    const column = has_row ? about.rows.indexOf(at.row) : about.positions.indexOf(at.position);
-    const layer = about.layers.indexOf(at.layer);
-    if (column >= 0 && layer >= 0) {
-      shapes.push({type: "rect", x0: column - 0.5, x1: column + 0.5, y0: layer - 0.5, y1: layer + 0.5,
-        line: {color: ink, width: 3}});
+    const grid = document.querySelector("#grid-view svg.readings");
+    if (grid) {
+      const where = at.row === null || at.row === undefined ? `position="${at.position}"` : `row="${at.row}"`;
+      const column = grid.querySelector(`.column[data-${where}]`);
+      const layer = JSON.parse(grid.dataset.layers).indexOf(at.layer);
+      const frame = grid.querySelector(".cursor");
+      frame.style.display = column && layer >= 0 ? "" : "none";
+      if (column) frame.setAttribute("x", column.dataset.x);
+      frame.setAttribute("y", Number(grid.dataset.low) - layer * Number(grid.dataset.rowHeight));
+      grid.querySelectorAll(".column").forEach((one) =>
+        one.classList.toggle("now", Number(one.dataset.born) === at.step));
     }
-    about.steps.forEach((step, i) => {
-      if (step === at.step) {
-        shapes.push({type: "line", x0: i - 0.42, x1: i + 0.42, yref: "paper", y0: 0, y1: 0, line: {color: ink, width: 5}});
+    const ladder = document.querySelector("#card-view .ladder");
+    if (ladder) {
+      const chosen = ladder.querySelector("tr.chosen"), line = ladder.querySelector(`tr[data-layer="${at.layer}"]`);
+      if (chosen !== line) {
+        if (chosen) chosen.classList.remove("chosen");
+        if (line) line.classList.add("chosen");
+        if (line) ladder.scrollTop = line.offsetTop - ladder.clientHeight / 2;
       }
-    });
-    const wanted = JSON.stringify(shapes);
-    if (figure.dataset.marks === wanted && (figure.layout.shapes || []).length === shapes.length) return;
-    figure.dataset.marks = wanted;
-    window.Plotly.relayout(figure, {shapes});
+    }
+  }
+
+  // The lens grid that is drawn: its question, and the first and last position of its page.
+  function grid() {
+    const page = document.querySelector("#grid-view [data-first]");
+    if (!page) return null;
+    const {first, last} = page.dataset;
+    return {for: JSON.parse(place("grid-view").dataset.answer), first: Number(first), last: Number(last)};
   }
 
   function play() {
+    const step = () => {
+      if (playing !== null && current.step >= Number(place("page").dataset.last)) play();
+      else change({intent: "step", by: 1});
+    };
     if (playing !== null) {
       clearInterval(playing);
       playing = null;
     } else {
-      send({intent: "step", by: 1});
-      playing = setInterval(() => {
-        const at = JSON.parse(place("page").dataset.at || "{}"), last = place("page").dataset.last;
-        if (last && at.step >= Number(last)) play();
-        else send({intent: "step", by: 1});
-      }, 650);
+      step();
+      playing = setInterval(step, 650);
     }
     const button = place("play");
     button.textContent = playing === null ? "▶" : "❚❚";
     button.title = playing === null ? "play" : "pause";
   }
 
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest("[data-intent]");
-    if (button) {
-      if (button.dataset.intent === "play") play();
-      else send({...button.dataset});
-      return;
-    }
-    const picked = event.target.closest(".pick,[data-layer]");
-    if (picked && picked.closest("#page")) send({intent: "pick", ...picked.dataset});
-  });
+  function tell(event) {
+    const cell = event.target.closest("[data-says]"), box = place("tip");
+    box.hidden = !cell;
+    if (!cell) return;
+    const column = cell.parentNode.closest("[data-says]");
+    box.textContent = (column ? column.dataset.says + "\n" : "") + cell.dataset.says;
+    const {left, right, top} = cell.getBoundingClientRect(), {offsetWidth, offsetHeight} = box;
+    box.style.left = (right + 8 + offsetWidth < innerWidth ? right + 8 : Math.max(left - 8 - offsetWidth, 4)) + "px";
+    box.style.top = Math.max(Math.min(top, innerHeight - offsetHeight - 8), 4) + "px";
+  }
 
-  document.addEventListener("keydown", (event) => {
-    const by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
-    if (!by || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
-    if (event.target.closest(TAKES_ARROWS)) return;
-    event.preventDefault();
-    send({intent: "step", by});
-  });
+  function start(changes, resized) {
+    change = changes;
+    document.addEventListener("click", (event) => {
+      const button = event.target.closest("[data-intent]"), picked = event.target.closest(".pick,[data-layer]");
+      if (button && button.dataset.intent === "play") play();
+      else if (button) change({...button.dataset});
+      else if (picked && picked.closest("#page")) {
+        change({...picked.parentNode.closest(".column")?.dataset, ...picked.dataset, intent: "pick"});
+      }
+    });
+    document.addEventListener("keydown", (event) => {
+      const by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+      if (!by || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+      if (event.target.closest(TAKES_ARROWS)) return;
+      event.preventDefault();
+      change({intent: "step", by});
+    });
+    place("grid-view").addEventListener("pointerover", tell);
+    place("grid-view").addEventListener("pointerleave", () => { place("tip").hidden = true; });
+    let resizing = null;
+    addEventListener("resize", () => {
+      clearTimeout(resizing);
+      resizing = setTimeout(resized, 200);
+    });
+  }
 
-  let resizing = null;
-  addEventListener("resize", () => {
-    clearTimeout(resizing);
-    resizing = setTimeout(() => send({intent: "resize"}), 200);
-  });
-
-  const width = (name) => {
-    const card = place(name);
-    return (card && card.clientWidth ? card.clientWidth : Math.min(innerWidth, 1400)) - 36;
-  };
-  const first = () => Number(place("page").dataset.first || 0);
-
-  window.cacheprobe = Object.assign(window.cacheprobe || {}, {width, waiting, first, meant});
-  window.dash_clientside = window.dash_clientside || {};
-  window.dash_clientside.cacheprobe = Object.assign(window.dash_clientside.cacheprobe || {}, {draw, caption, point, click});
+  window.cacheprobe = {...window.cacheprobe, draw: {answer, grid, start, state, waiting, width}};
 })();

@@ -1,0 +1,151 @@
+// Keeps the state, asks the server for what it lacks, and hears the menus. One request at a time, the newest next.
+(function () {
+  "use strict";
+  const {draw, parse, act, mine, known, settle, shelve, follow, questions} = window.cacheprobe;
+  const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against"];
+  const FREE = ["run", "colour", "rows"];
+  const PATIENCE = 150;  // milliseconds until an outdated request is given up: a slider that is drawn along is followed
+
+  const shelf = JSON.parse(document.body.dataset.shelf), at = parse(location.search);
+  let facts = null, story = null, is_ready = false, trouble = "";
+  const have = {};  // by view: the question that was answered, as text
+  let flight = null, later = null;
+
+  function change(what) {
+    act(at, what, facts);
+    settled();
+  }
+
+  function settled() {
+    if (mine(at, facts)) settle(at, facts, shelf.runs);
+    shelve(at, shelf.results);
+    if (mine(at, facts) && known(at, story)) follow(at, story);
+    if (is_ready) draw.state(at, facts, story, trouble);
+    const lacking = ask();
+    if (!is_ready) return;
+    draw.waiting(lacking, at);
+    show();
+  }
+
+  const told = {
+    facts: (answer, run) => { facts = {...answer, run: run.run}; },
+    story: (answer, {run, request}) => { story = {...answer, run, request}; },
+  };
+
+  // Sends what is not yet answered. Returns the names of those views.
+  function ask() {
+    const wanted = questions(at, facts, story, is_ready && draw.width, draw.grid());
+    const lacking = Object.keys(wanted).filter((name) => have[name] !== JSON.stringify(wanted[name]));
+    const on_its_way = (name) => flight && flight.asked[name] === JSON.stringify(wanted[name]);
+    clearTimeout(later);
+    if (lacking.length && lacking.every(on_its_way)) return lacking;
+    const age = flight && lacking.length ? performance.now() - flight.began : PATIENCE;
+    if (age < PATIENCE) {
+      later = setTimeout(settled, PATIENCE - age);
+      return lacking;
+    }
+    if (flight) flight.abort.abort();
+    flight = null;
+    if (!lacking.length) return lacking;
+    flight = {abort: new AbortController(), began: performance.now(), asked: {}};
+    for (const name of lacking) flight.asked[name] = JSON.stringify(wanted[name]);
+    fly(flight);
+    return lacking;
+  }
+
+  async function fly(own) {
+    const body = "{" + Object.entries(own.asked).map(([name, ask]) => `"${name}":${ask}`).join(",") + "}";
+    try {
+      const answers = await fetch("ask", {
+        method: "POST", headers: {"Content-Type": "application/json"}, body, signal: own.abort.signal,
+      });
+      if (!answers.ok) throw new Error(await answers.text());
+      const reader = answers.body.pipeThrough(new TextDecoderStream()).getReader();
+      for (let rest = "";;) {
+        const {done, value} = await reader.read();
+        if (done) break;
+        const lines = (rest + value).split("\n");
+        rest = lines.pop();
+        lines.forEach((line) => hear(own, JSON.parse(line)));
+      }
+      if (own === flight) throw new Error("it broke off");
+    } catch (error) {
+      if (own !== flight) return;
+      flight = null;
+      trouble = `the server does not answer (${error.message})`;
+      if (!is_ready) return;
+      draw.state(at, facts, story, trouble);
+      draw.waiting([], at);
+    }
+  }
+
+  function hear(own, {view, ...answer}) {
+    if (own !== flight) return;
+    const question = own.asked[view];
+    trouble = "";
+    have[view] = question;
+    delete own.asked[view];
+    if (!Object.keys(own.asked).length) flight = null;
+    if (told[view]) told[view](answer, JSON.parse(question));
+    else draw.answer(view, JSON.parse(question), answer);
+    if (told[view] || flight === null) settled();
+    else draw.waiting(Object.keys(own.asked), at);
+  }
+
+  // Menus and slider are Dash's: they hear of the state, and what they say while that is on its way is an echo.
+  const held = {}, echoes = {};
+  let shown = null;
+
+  function show() {
+    const {set_props} = window.dash_clientside;
+    const new_facts = mine(at, facts) && shown !== facts;
+    for (const name of CONTROLS) {
+      const props = new_facts ? options(name) : {};
+      const value = FREE.includes(name) || mine(at, facts) ? at[name] : null;  // none before there are options
+      if (value !== undefined && value !== null && value !== held[name] && !(name in echoes)) {
+        props.value = held[name] = echoes[name] = value;
+      }
+      if (Object.keys(props).length) set_props(name, props);
+    }
+    if (new_facts) shown = facts;
+  }
+
+  function options(name) {
+    if (name === "request") return {options: facts.requests.map((label, value) => ({label, value}))};
+    if (name === "lens") return {options: facts.lenses};
+    if (name === "step") return {min: facts.first, max: facts.last};
+    if (name === "against") return {options: shelf.runs.filter((run) => run.value !== at.run)};
+    if (name !== "site") return {};
+    const sites = [["S", "stream"], ["T", "attention"], ["C", "MLP"]].map(([value, word]) => ({
+      value, label: `${value} · ${word}`, disabled: !facts.sites.includes(value) || (value !== "S" && !!facts.why_not),
+    }));
+    return {options: sites};
+  }
+
+  function heard(...values) {
+    if (!is_ready) {
+      CONTROLS.forEach((name, i) => { held[name] = values[i]; });
+      is_ready = true;
+      draw.start(change, settled);
+      settled();
+      return;
+    }
+    const fired = window.dash_clientside.callback_context.triggered.map((one) => one.prop_id);
+    CONTROLS.forEach((name, i) => {  // the others' values may be older than what they were set to since
+      const value = values[i];
+      if (!fired.includes(name + ".value") || value === null || value === undefined) return;
+      const is_echo = value === echoes[name], is_new = value !== held[name];
+      delete echoes[name];
+      held[name] = value;
+      if (is_new) change({intent: "set", name, value});
+      else if (is_echo) show();
+    });
+  }
+
+  if (!shelf.runs.length) at.run = null;
+  else if (at.run === undefined) at.run = shelf.first;
+  if (!shelf.runs.length && at.tab === "replay") at.tab = shelf.results[0];
+  window.dash_clientside = window.dash_clientside || {};
+  window.dash_clientside.cacheprobe = {heard};
+  settled();
+})();

@@ -1,0 +1,72 @@
+"""New keys and values into a preallocated cache, and slots given up, on plain tensors: many rows at once.
+
+`cache.kv.KVCache` refuses by raising, one row at a time. Where the tensors are on a GPU nothing can be raised without
+waiting for it; so a row whose numbers make no sense is left as it is, and reported.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from cacheprobe.records import PROVENANCES
+
+FREE = PROVENANCES.index("free")
+
+
+def store_kv(
+    k: Float[Tensor, "b g t dk"],
+    v: Float[Tensor, "b g t dv"],
+    keys: Float[Tensor, "r g s dk"],
+    values: Float[Tensor, "r g s dv"],
+    codes: UInt8[Tensor, "r s"],
+    lengths: Int[Tensor, "r"],
+    rows: Int[Tensor, "b"],
+    starts: Int[Tensor, "b"],
+    counts: Int[Tensor, "b"],
+    provenance: int | None = None,
+) -> Bool[Tensor, "b"]:
+    """Slot t of batch row b goes to slot starts[b] + t of cache row rows[b]: pads too, which stay masked.
+
+    keys, values: of one layer, changed in place.  codes, lengths: the ledger, changed where a provenance is given: the
+    first counts[b] slots hold real tokens and are marked.  rows: each cache row once at most.
+    Returns [b] which rows were refused, and not touched: outside the cache, or beyond a hole.
+    Twin: cache.kv.KVCache: `write` and `extend`, == (tests.test_cache_rows).
+    """
+    refused = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    width, (num_rows, _, capacity, _) = k.shape[2], keys.shape
+    for b, (row, start, count) in enumerate(zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)):
+        if not (0 <= row < num_rows and 0 <= count <= width and 0 <= start <= int(lengths[row])):
+            refused[b] = True
+        elif start + width > capacity:
+            refused[b] = True
+        else:
+            keys[row, :, start : start + width] = k[b]
+            values[row, :, start : start + width] = v[b]
+            if provenance is not None:
+                codes[row, start : start + count] = provenance
+                lengths[row] = max(int(lengths[row]), start + count)
+    return refused
+
+
+def truncate_rows(
+    codes: UInt8[Tensor, "r s"],
+    hidden: Bool[Tensor, "r s"],
+    lengths: Int[Tensor, "r"],
+    rows: Int[Tensor, "b"],
+    new_lengths: Int[Tensor, "b"],
+) -> Bool[Tensor, "b"]:
+    """Forget the slots of cache row rows[b] from new_lengths[b] on: free in the ledger, no longer hidden.
+
+    Changed in place; the contents stay, stale and masked.  rows: each cache row once at most.
+    Returns [b] which rows were refused, and not touched: outside the cache, or they would grow.
+    Twin: cache.kv.KVCache.truncate, == (tests.test_cache_rows).
+    """
+    refused = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    for b, (row, length) in enumerate(zip(rows.tolist(), new_lengths.tolist(), strict=True)):
+        if not (0 <= row < len(lengths) and 0 <= length <= int(lengths[row])):
+            refused[b] = True
+        else:
+            codes[row, length : int(lengths[row])] = FREE
+            hidden[row, length:] = False
+            lengths[row] = length
+    return refused

@@ -1,0 +1,124 @@
+"""Operations that have a kernel: each runs there where it can, and by its reference elsewhere, and says which and why.
+
+Nothing here is imported from the kernels' package before a call could use it; cacheprobe runs without triton.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from cacheprobe.ops import attention, cache_rows, packing, plain, readout, verdicts
+from cacheprobe.registry import find
+
+A = ParamSpec("A")
+R = TypeVar("R")
+
+CAPABILITIES = ((8, 0), (9, 0))
+"""Compute capabilities that the kernels are compiled and inspected for."""
+
+KERNEL, REFERENCE = "kernel", "reference"
+
+
+class Path(NamedTuple):
+    """Which implementation runs, and why."""
+
+    runs: str
+    """KERNEL or REFERENCE."""
+    reason: str
+
+
+class Operation(Generic[A, R]):
+    """A reference with a kernel of the same arguments. Call it as either.
+
+    A kernel is tried on a small case before it is relied on: one that fails to compile, or differs from its reference,
+    is not used in this process. Errors in the arguments are raised by whichever runs.
+    """
+
+    def __init__(self, name: str, reference: Callable[A, R]) -> None:
+        self.name, self.reference = name, reference
+        self._paths: dict[tuple[str, bool], Path] = {}
+
+    def __repr__(self) -> str:
+        return f"Operation({self.name})"
+
+    def __call__(self, *args: A.args, **kwargs: A.kwargs) -> R:
+        """The operation, where its first tensor is."""
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if self.path(first.device).runs == REFERENCE:
+            return self.reference(*args, **kwargs)
+        return find("kernels", self.name).run(*args, **kwargs)
+
+    def path(self, device: torch.device | str) -> Path:
+        """What runs for tensors on this device. The first question for a GPU compiles and tries the kernel."""
+        device = torch.device(device)
+        key = (str(device), is_interpreted())
+        if key not in self._paths:
+            self._paths[key] = self._choose(device)
+        return self._paths[key]
+
+    def _choose(self, device: torch.device) -> Path:
+        if why_not := unsuited(device):
+            return Path(REFERENCE, why_not)
+        try:
+            kernel = find("kernels", self.name)
+        except ModuleNotFoundError as absent:
+            wanted = "pip install 'cacheprobe[kernels]'"
+            return Path(REFERENCE, f"{absent.name} is not installed: {wanted}")
+        try:
+            found = kernel.tried(device)
+        except Exception as error:  # of a compiler, an assembler or a driver: each has its own
+            said = (str(error).strip().splitlines() or [""])[-1]
+            return Path(REFERENCE, f"the kernel fails on {device}: {type(error).__name__}: {said:.200}")
+        if found:
+            return Path(REFERENCE, f"the kernel is not its reference on {device}: {found[0]:.200}")
+        return Path(KERNEL, "in Triton's interpreter" if device.type == "cpu" else f"compiled for {described(device)}")
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run on the CPU, slowly, for tests: TRITON_INTERPRET, read when triton is first imported."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes")
+
+
+def unsuited(device: torch.device) -> str:
+    """Why no kernel runs on a device, or an empty text."""
+    if device.type == "cpu" and is_interpreted():
+        return ""
+    if device.type == "cpu" and not torch.cuda.is_available():
+        return "there is no GPU"
+    if device.type != "cuda":
+        return f"tensors are on {device.type}; kernels are compiled for CUDA"
+    if torch.version.hip is not None:
+        return "this torch is for ROCm; kernels are compiled for CUDA"
+    if is_interpreted():
+        return "TRITON_INTERPRET is set, so that nothing is compiled; unset it"
+    if torch.cuda.get_device_capability(device) not in CAPABILITIES:
+        known = " and ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+        return f"{described(device)}; kernels are compiled and inspected for {known}"
+    return ""
+
+
+def described(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+
+
+rms_norm = Operation("rms_norm", plain.rms_norm)
+matmul = Operation("matmul", plain.project)
+cached_attention = Operation("cached_attention", attention.cached_attention)
+read_states = Operation("lens_topk", readout.read_states)
+store_kv = Operation("store_kv", cache_rows.store_kv)
+truncate_rows = Operation("truncate", cache_rows.truncate_rows)
+settle_drafts = Operation("verify_accept", verdicts.settle_drafts)
+pack_rows = Operation("capture_pack", packing.pack_rows)
+
+OPERATIONS: tuple[Operation[Any, Any], ...] = (
+    rms_norm, matmul, cached_attention, read_states, store_kv, truncate_rows, settle_drafts, pack_rows,
+)  # fmt: skip
+
+
+def paths(device: torch.device | str) -> dict[str, Path]:
+    """Every operation's path on a device, by the kernel's name."""
+    return {operation.name: operation.path(device) for operation in OPERATIONS}

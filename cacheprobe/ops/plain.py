@@ -1,0 +1,24 @@
+"""A model's plainest operations, as its modules compute them."""
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import linear
+
+
+def rms_norm(values: Float[Tensor, "n m"], weight: Float[Tensor, "m"], eps: float) -> Float[Tensor, "n m"]:
+    """values / sqrt(mean(values^2) + eps) * weight, row by row.
+
+    The mean square in float32, the product with the weight in the type of `values`.
+    Source: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
+    Twin: models.lean's, which is the modules' own, bitwise (tests.test_plain_ops).
+    """
+    wide = values.float()
+    scaled = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return weight * scaled.to(values.dtype)
+
+
+def project(
+    values: Float[Tensor, "n i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, "o"] | None = None
+) -> Float[Tensor, "n o"]:
+    """values weight^T + bias, in the type of `values`."""
+    return linear(values, weight, bias)

@@ -1,0 +1,82 @@
+"""Verdicts on a batch of drafts, and what follows from them in the cache's ledger, on plain tensors."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int, UInt8
+from torch import Tensor
+
+from cacheprobe.ops.acceptance import StopRule, find_ending, num_accepted
+from cacheprobe.ops.cache_rows import FREE
+from cacheprobe.records import PROVENANCES
+
+VERIFIED = PROVENANCES.index("verified")
+FINISHES = (None, "stop", "length")
+"""By the codes in Settled.finish."""
+
+
+class Settled(NamedTuple):
+    """Verdicts, one a batch row. All -1 where a row was refused: nothing of it was touched."""
+
+    num_accepted: Tensor
+    """[b] length of the longest prefix of the draft that the verifier would have chosen itself."""
+    num_committed: Tensor
+    """[b] tokens committed: the accepted and the verifier's next, or fewer where the request ended."""
+    finish: Tensor
+    """[b] place in FINISHES."""
+    committed: Tensor
+    """[b, k + 1] the committed tokens, then -1."""
+
+
+def settle_drafts(
+    drafts: Int[Tensor, "b k"],
+    draft_lengths: Int[Tensor, "b"],
+    targets: Int[Tensor, "b k1"],
+    target_lengths: Int[Tensor, "b"],
+    num_left: Int[Tensor, "b"],
+    stop_token_ids: Int[Tensor, "b n"],
+    frontiers: Int[Tensor, "b"],
+    rows: Int[Tensor, "b"],
+    token_ids: Int[Tensor, "r c"],
+    codes: UInt8[Tensor, "r s"],
+    hidden: Bool[Tensor, "r s"],
+    lengths: Int[Tensor, "r"],
+) -> Settled:
+    """Compare, accept, commit and keep the ledger, for every row of a verify pass.
+
+    drafts, draft_lengths: candidates, of which the first draft_lengths[b] count.  targets, target_lengths: the
+    verifier's own choices, one more than candidates, or as many where the last candidate ends the request.  num_left:
+    tokens that may still be committed.  stop_token_ids: -1 for none; stop texts are for whoever can decode.  frontiers:
+    position of the newest committed token, whose slot the pass has written.
+    Changed in place: token_ids[row] by position, from frontier + 1 on; the ledger of the row, in which the committed
+    slots are verified and all beyond is free; lengths.  rows: each cache row once at most.
+    Source: decode-verify-rollback of LLM-42 (arXiv 2601.17768), section 4.2.
+    Twin: engine.books.Books.judge and settle on a KVCache, == (tests.test_cache_rows).
+    """
+    count, width = targets.shape
+    out = torch.full((3, count), -1, dtype=torch.long, device=drafts.device)
+    committed = torch.full((count, width), -1, dtype=torch.long, device=drafts.device)
+    for b, (row, frontier, num_drafted, num_targets, left) in enumerate(
+        zip(*(one.tolist() for one in (rows, frontiers, draft_lengths, target_lengths, num_left)), strict=True)
+    ):
+        if not (0 <= row < len(lengths) and 0 <= frontier <= int(lengths[row]) and left >= 0):
+            continue
+        if not (0 <= num_drafted <= min(drafts.shape[1], num_targets) and num_targets <= min(num_drafted + 1, width)):
+            continue
+        draft, chosen = drafts[b, :num_drafted].tolist(), targets[b, :num_targets].tolist()
+        stops = frozenset(token for token in stop_token_ids[b].tolist() if token >= 0)
+        n = num_accepted(draft, chosen)
+        said = draft[:n] + chosen[n : n + 1]
+        ending = find_ending((), said, StopRule(stops, (), str), left)
+        end = frontier + ending.num_kept
+        if end > codes.shape[1] or end + 1 > token_ids.shape[1]:
+            continue
+        kept = torch.tensor(said[: ending.num_kept], dtype=torch.long, device=drafts.device)
+        out[:, b] = torch.tensor([n, ending.num_kept, FINISHES.index(ending.finish)])
+        committed[b, : len(kept)] = kept
+        token_ids[row, frontier + 1 : end + 1] = kept
+        hidden[row, frontier:] = False
+        codes[row, frontier : int(lengths[row])] = FREE
+        codes[row, frontier:end] = VERIFIED
+        lengths[row] = end
+    return Settled(*out, committed)

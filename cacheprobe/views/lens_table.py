@@ -1,0 +1,109 @@
+"""Lens readings of one request as columns of a grid: which rows, in what order, and what each cell is coloured by."""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.views.text import token_label
+
+Measure = Literal["logprob", "entropy", "rank"]
+Include = Literal["committed", "all"]
+
+TOKEN_COLUMNS = 6
+"""Of a token in a cell or below a column."""
+SIGNS = {"committed": "", "candidate": "◇ ", "rolled_back": "✗ "}
+MARKS = {"candidate": "◇ candidate row", "rolled_back": "✗ rolled-back row"}
+_FLOOR_NATS = -12.0
+"""Log-probabilities below this share one colour: what matters happens above."""
+_RANKS = (0, 9, 99, 999, 9999)
+
+
+class Scale(NamedTuple):
+    """What cells are coloured by. values: by reading, NaN where there is none.  ticks: values and their names."""
+
+    title: str
+    values: pd.Series
+    low: float
+    high: float
+    is_reversed: bool
+    ticks: tuple[tuple[float, str], ...]
+
+
+def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
+    """Log-probability of the committed token, the layer's entropy (both in nats), or that token's rank (0 is first).
+
+    Raises: ValueError for another colour.
+    """
+    if colour == "logprob":
+        values = rows.committed_logprob_nats.astype(float).where(rows["rank"].notna())
+        ticks = ((_FLOOR_NATS, "≤ −12"), *((t, f"−{-t:g}") for t in (-9.0, -6.0, -3.0)), (0.0, "0"))
+        return Scale("log p of the committed token (nats)", values, _FLOOR_NATS, 0.0, False, ticks)
+    if colour == "entropy":
+        values = rows.entropy_nats.astype(float)
+        high = max(float(values.max()), 1e-9) if values.notna().any() else 1.0
+        ticks = tuple((float(t), f"{t:g}") for t in np.linspace(0, np.floor(high), 3)) if high >= 2 else ((0.0, "0"),)
+        return Scale("entropy (nats)", values, 0.0, high, True, ticks)
+    if colour == "rank":
+        rank = rows["rank"].astype("Float64").to_numpy(dtype=float, na_value=np.nan)
+        ticks = tuple((float(np.log10(t + 1)), str(t)) for t in _RANKS)
+        values = pd.Series(np.log10(rank + 1), index=rows.index)
+        return Scale("rank of the committed token", values, 0.0, ticks[-1][0], True, ticks)
+    raise ValueError(f"unknown colour {colour!r}; it is 'logprob', 'entropy' or 'rank'")
+
+
+def finding(rows: pd.DataFrame, request_id: int) -> str:
+    """From which layer on the first choice is the committed token, as a sentence: the median over canonical rows."""
+    known = rows[(rows.status == "committed") & rows.agrees.notna()]
+    if known.empty:
+        return f"Request {request_id}: no committed token to compare with"
+    firsts = known.groupby("row")[["layer", "agrees"]].apply(_agrees_from)
+    median = firsts.sort_values().iloc[len(firsts) // 2]
+    if median == np.inf:
+        return f"Request {request_id}: at most positions no layer settles on the committed token"
+    return f"Request {request_id}: the committed token is the first choice from layer {int(median)} on (median)"
+
+
+def _agrees_from(reading: pd.DataFrame) -> float:
+    """First layer from which every first choice is the committed token; infinity where the last one is another."""
+    reading = reading.sort_values("layer")
+    misses = reading.layer[~reading.agrees.astype(bool)]
+    after = reading.layer if misses.empty else reading.layer[reading.layer > misses.max()]
+    return float("inf") if after.empty else float(after.min())
+
+
+def select(hypotheses: pd.DataFrame, request_id: int, include: Include, positions: range | None) -> pd.DataFrame:
+    """The readings to show. Raises: ValueError where nothing is selected, or for another include."""
+    if include not in ("committed", "all"):
+        raise ValueError(f"unknown include {include!r}; it is 'committed' or 'all'")
+    own = hypotheses[hypotheses.request_id == request_id]
+    rows = own if include == "all" else own[own.status == "committed"]
+    if positions is not None:
+        rows = rows[rows.position.isin(positions)]
+    if not rows.empty:
+        return rows
+    if own.empty:
+        there = f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
+    else:
+        counts = own.drop_duplicates("row").status.value_counts().to_dict()
+        there = f"it has {counts} rows at positions {own.position.min()} to {own.position.max()}"
+    wanted = "" if positions is None else f" at positions {positions.start} to {positions.stop - 1}"
+    raise ValueError(f"no {include} hypotheses of request {request_id}{wanted}; {there}")
+
+
+def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line for each column of the picture: by position, the canonical row first, then as they were computed."""
+    order = rows.status.map({"committed": 0, "candidate": 1, "rolled_back": 2})
+    columns = rows.assign(order=order).drop_duplicates("row").sort_values(["position", "order", "step", "row"])
+    return columns.reset_index(drop=True)
+
+
+def committed_label(column: Any) -> str:
+    """The token committed after a column, cut to fit; a dash where none was."""
+    return "—" if pd.isna(column.committed_token) else token_label(column.committed_token, TOKEN_COLUMNS)
+
+
+def runs_of(layers: list[int]) -> list[tuple[int, int]]:
+    """Unbroken runs of sorted numbers, first and last of each."""
+    starts = [n for n in layers if n - 1 not in layers]
+    return list(zip(starts, [n for n in layers if n + 1 not in layers], strict=True))

@@ -1,0 +1,1 @@
+"""Triton kernels, one a file; the registry finds them as `kernels`. Nothing in cacheprobe needs them to run."""

@@ -1,0 +1,230 @@
+"""What a kernel file offers: its launches, its reference twin, and the cases at which the two are compared."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter, on CPU tensors: TRITON_INTERPRET=1 when triton was first imported."""
+
+Arguments = dict[str, Any]
+Outcome = dict[str, Tensor]
+"""Every tensor that a call returned or changed, by name."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a jitted function. The compiler's check reads its arguments too, so they are written once."""
+
+    function: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def go(self) -> None:
+        if prod(self.grid):
+            options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+            self.function[self.grid](**self.arguments, **self.constants, **options)
+
+
+class Plan(NamedTuple):
+    """The launches of one call, in their order, and what they fill."""
+
+    launches: list[Launch]
+    returned: Any
+    """A tensor, or a NamedTuple of tensors, not yet written."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes at which a kernel is compared with its twin."""
+
+    name: str
+    dtype: torch.dtype
+    sizes: Mapping[str, int]
+    is_exact: bool = False
+    """Numbers are such that every order of sums gives the same bits: nothing but equality will do."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Random numbers for a case; on the meta device shapes alone."""
+
+    device: torch.device
+    seed: int = 0
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        where = "cpu" if self.device.type == "meta" else self.device
+        object.__setattr__(self, "generator", torch.Generator(where).manual_seed(self.seed))
+
+    def normal(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.randn(shape, generator=self.generator, device=self.device).to(dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+        """From low to high - 1."""
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device="meta")
+        drawn = torch.randint(low, high, shape, generator=self.generator, device=self.device)
+        return drawn.to(dtype)
+
+    def signs(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """-1 and 1."""
+        return self.integers(0, 2, *shape, dtype=dtype) * 2 - 1
+
+    def order(self, count: int) -> Tensor:
+        """The numbers below count, shuffled."""
+        if self.device.type == "meta":
+            return torch.empty(count, dtype=torch.long, device="meta")
+        return torch.randperm(count, generator=self.generator, device=self.device)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The same work in other company: parts of its outcome must be bits of the whole one's."""
+
+    name: str
+    arguments: Arguments
+    expected: Callable[[Outcome], Outcome]
+    """From the outcome of the unchanged call, what this one has to give."""
+    picked: Callable[[Outcome], Outcome] = lambda outcome: outcome
+    """What is compared of this one's outcome."""
+    calls: tuple[Arguments, ...] = ()
+    """Calls to make one after another on the same tensors instead; the last one's outcome counts."""
+
+
+class Work(NamedTuple):
+    """What a call cannot do without."""
+
+    num_bytes: int
+    """Read or written once."""
+    num_flops: int
+    """Of matrix products."""
+
+
+class Kernel:
+    """One operation: derived from in each kernel's file and registered there."""
+
+    name: ClassVar[str]
+    cases: ClassVar[tuple[Case, ...]]
+    """Small: the interpreter takes a second for some thousand numbers. The first one is tried before first use."""
+    full: ClassVar[Case]
+    """Of a real model: what is compiled ahead of time, and what is timed."""
+    writes: ClassVar[tuple[str, ...]] = ()
+    """Arguments that are changed in place."""
+    because: ClassVar[str]
+    """Why numbers are not the twin's to the bit."""
+
+    @staticmethod
+    def plan(**arguments: Any) -> Plan:
+        """The launches of a call. Raises: ValueError for arguments that no launch takes."""
+        raise NotImplementedError
+
+    @staticmethod
+    def twin(**arguments: Any) -> Any:
+        """The reference in `cacheprobe.ops`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def exact(**arguments: Any) -> Outcome:
+        """The numbers among the outcome, by their definition in float64."""
+        raise NotImplementedError
+
+    @staticmethod
+    def inputs(case: Case, draws: Draws) -> Arguments:
+        """Arguments of a case."""
+        raise NotImplementedError
+
+    @staticmethod
+    def variants(arguments: Arguments) -> Iterator[Variant]:
+        """Calls in other company whose bits must not change."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rtol(name: str, case: Case) -> float | None:
+        """How near to the twin: 0 to the bit; None where near ties leave the answer open in this case."""
+        return 0.0
+
+    @staticmethod
+    def work(arguments: Arguments) -> Work:
+        """For the comparison with what the device can do."""
+        raise NotImplementedError
+
+    @classmethod
+    def run(cls, *args: Any, **kwargs: Any) -> Any:
+        """Launch it."""
+        launches, returned = cls.plan(*args, **kwargs)
+        for launch in launches:
+            launch.go()
+        return returned
+
+    @classmethod
+    def tried(cls, device: torch.device) -> list[str]:
+        """Complaints of the first case on a device: what it would be relied on for."""
+        from cacheprobe_kernels.checks.contract import twin_complaints  # it derives from this file
+
+        return twin_complaints(cls, cls.cases[0], device, memory=nullcontext)
+
+
+def by_rows(arguments: Arguments, names: Sequence[str], columns: Sequence[str]) -> Iterator[Variant]:
+    """A row alone, and all backwards beside others: the i-th of each named argument belongs to one row."""
+    count = len(arguments[names[0]])
+    indices = {
+        "the last row alone": [count - 1],
+        "backwards, and padded with copies": [*range(count)[::-1], 0, 0, 0],
+    }
+    for said, index in indices.items():
+        taken = {name: arguments[name][index] for name in names}
+
+        def expected(whole: Outcome, index: list[int] = index) -> Outcome:
+            return {column: whole[column][index] for column in columns}
+
+        yield Variant(said, {**arguments, **taken}, expected, lambda outcome: {c: outcome[c] for c in columns})
+
+
+def one_by_one(arguments: Arguments, names: Sequence[str], written: Sequence[str]) -> Iterator[Variant]:
+    """Rows one after another, the last first, leave the same behind: the i-th of each named argument is of one row."""
+    calls = tuple(
+        {**arguments, **{name: arguments[name][i : i + 1] for name in names}}
+        for i in reversed(range(len(arguments[names[0]])))
+    )
+
+    def kept(outcome: Outcome) -> Outcome:
+        return {name: outcome[name] for name in written}
+
+    yield Variant("row after row, backwards", arguments, kept, kept, calls)
+
+
+def size_in_bytes(*tensors: Tensor | None) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors if one is not None)
+
+
+def require_dense_rows(**tensors: Tensor | None) -> None:
+    """Raises: ValueError where a tensor's last axis is not contiguous."""
+    for name, one in tensors.items():
+        if one is not None and one.ndim and one.shape[-1] > 1 and one.stride(-1) != 1:
+            raise ValueError(
+                f"{name} must be contiguous in its last axis, got strides {one.stride()}; call .contiguous()"
+            )
+
+
+def require_one_dtype(**tensors: Tensor | None) -> None:
+    """Raises: ValueError where floating tensors differ in type."""
+    kinds = {name: str(one.dtype).removeprefix("torch.") for name, one in tensors.items() if one is not None}
+    if len(set(kinds.values())) > 1:
+        said = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+        raise ValueError(f"one type is needed for all, got {said}; convert them with .to(dtype)")
+
+
+def next_power_of_2(number: int) -> int:
+    return triton.next_power_of_2(number)

@@ -1,0 +1,1 @@
+"""What holds a kernel to its word: in the interpreter, on a GPU, and by the compiler alone."""

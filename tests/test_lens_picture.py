@@ -1,0 +1,82 @@
+"""The lens grid without plotly: its cells are those of the figure, and what it says of them."""
+
+from html import escape
+from xml.etree import ElementTree
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.views.lens_picture import lens_picture
+from cacheprobe.views.style import SHADES, THEME_CSS
+from tests.test_views import HOSTILE
+from tests.tiny import PROMPTS, SMALL, loaded
+
+
+def parsed(picture: str, kind: str) -> list[ElementTree.Element]:
+    """Elements of a class, in order."""
+    drawn = ElementTree.fromstring(f"<div>{picture}</div>")
+    return [one for one in drawn.iter() if kind in one.get("class", "").split()]
+
+
+@pytest.fixture(scope="module")
+def readings() -> pd.DataFrame:
+    trace = cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
+    return trace.hypotheses()
+
+
+@pytest.mark.parametrize("include", ["committed", "all"])
+@pytest.mark.parametrize("colour", ["logprob", "entropy", "rank"])
+def test_cells_are_those_of_the_figure(readings: pd.DataFrame, colour: str, include: str) -> None:
+    first = int(readings[readings.request_id == 0].position.min())
+    positions = range(first + 2, first + 9)
+    given = dict(colour=colour, include=include, positions=positions)
+    figure, picture = cp.views.lens_grid(readings, 0, **given), lens_picture(readings, 0, **given)
+    heat, meta, columns = figure.data[0], figure.layout.meta, parsed(picture, "column")
+    for name, wanted in (("data-row", meta["rows"]), ("data-position", meta["positions"])):
+        assert [int(column.get(name, -1)) for column in columns] == wanted
+    steps = readings.drop_duplicates("row").set_index("row").step
+    assert [int(column.get("data-born", -1)) for column in columns] == steps[meta["rows"]].tolist()
+    share = (heat.z - heat.zmin) / (heat.zmax - heat.zmin)
+    share = 1 - share if heat.reversescale else share
+    for i, column in enumerate(columns):
+        cells = {int(cell.get("data-layer", -1)): cell for cell in column if cell.get("data-layer")}
+        for place, layer in enumerate(meta["layers"]):
+            if heat.text[place][i] == "":
+                assert layer not in cells
+                continue
+            value = share[place][i]
+            shade = -1 if np.isnan(value) else min(int(np.clip(value, 0, 1) * SHADES), SHADES - 1)
+            assert cells[layer].get("class") == f"pick v{shade}"
+            assert escape("".join(cells[layer].itertext())) == heat.text[place][i]
+    assert {f".v{i} rect" in THEME_CSS for i in range(SHADES)} == {True}
+
+
+def test_agreeing_cells_are_framed_and_lost_columns_marked(readings: pd.DataFrame) -> None:
+    picture = lens_picture(readings, 0, include="all")
+    own = readings[readings.request_id == 0]
+    heights = [int(frame.get("height", 0)) for frame in parsed(picture, "agrees") if frame.get("x") == "1.5"]
+    assert sum((height + 1) // 19 for height in heights) == own.agrees.fillna(False).sum() > 0
+    rows = own.drop_duplicates("row").status.value_counts()
+    assert picture.count('<path class="red-stroke"') == rows["rolled_back"] > 0
+    assert picture.count('<path class="yellow-stroke"') == rows["candidate"] > 0
+    assert "✗ rolled-back row" in picture and "rolled-back row" not in lens_picture(readings, 0)
+
+
+def test_it_fills_its_place(readings: pd.DataFrame) -> None:
+    first = int(readings[readings.request_id == 0].position.min())
+    for width, pitch in ((0, 50), (34 + 60 * 8, 60), (4000, 76)):
+        columns = parsed(lens_picture(readings, 0, positions=range(first, first + 8), width=width), "column")
+        assert [int(column.get("data-x", -1)) for column in columns] == [30 + pitch * i for i in range(8)]
+
+
+def test_a_token_cannot_mark_up_the_picture(readings: pd.DataFrame) -> None:
+    readings = readings.assign(token=HOSTILE, committed_token=HOSTILE, role='"><script>')
+    picture = lens_picture(readings, 0, include="all")
+    assert "<script" not in picture and "window.hacked" in picture
+    last = readings.position == readings.position.max()
+    readings.loc[last, ["committed_token_id", "committed_token", "rank", "agrees"]] = pd.NA
+    assert "nothing was committed there" in lens_picture(
+        readings, int(readings[last].request_id.iloc[0]), include="all"
+    )
