@@ -1,8 +1,13 @@
 """The proof goes on where it stopped, sees planted faults, and is void without its negative control."""
 
 import json
+import os
+import signal
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -113,7 +118,7 @@ def test_void_without_divergence(
     monkeypatch.setattr(proving, "real_subjects", lambda: LLAMAS[:1])
     monkeypatch.setattr(proving, "tiny_subjects", lambda: LLAMAS[:1])
     monkeypatch.setattr(proving, "twin_subjects", list)
-    monkeypatch.setattr(proving, "negative_control", lambda subject, progress: numbers)
+    monkeypatch.setattr(proving, "control_beside", lambda: nullcontext(SimpleNamespace(result=lambda: numbers)))
     assert prove(50, tmp_path, progress=False)["is_proven"] is is_proven
 
 
@@ -124,6 +129,17 @@ def test_the_control_counts_what_batches_change(monkeypatch: pytest.MonkeyPatch)
     told = control.negative_control(BF16_TWIN)
     assert told["control_sequences"] == 6
     assert told["control_unverified_differ"] > 0 == told["control_verified_differ"]
+
+
+def test_a_control_that_cannot_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process finds a broken install: the proof ends with what it said, and no process is left."""
+    (tmp_path / "transformers.py").write_text("raise ImportError('half installed')\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with control.control_beside() as beside, pytest.raises(control.ControlError, match=r"(?s)half installed.*again"):
+        beside.result()
+    with pytest.raises(KeyboardInterrupt), control.control_beside() as beside:
+        raise KeyboardInterrupt
+    assert beside._process.returncode == -signal.SIGKILL
 
 
 def test_traffic_draws_every_kind() -> None:

@@ -109,10 +109,10 @@ MUTATIONS = [
         (
             Edit(
                 f"{CACHE}.write",
-                "return keys[rows], values[rows]",
+                "return keys[:, :, : self.span][rows], values[:, :, : self.span][rows]",
                 "n = int(positions.max()) + 1\n    return keys[rows][:, :, :n], values[rows][:, :, :n]",
             ),
-            Edit(f"{CACHE}.mask", "torch.arange(self.capacity)", "torch.arange(int(positions.max()) + 1)"),
+            Edit(f"{CACHE}.mask", "torch.arange(self.span)", "torch.arange(int(positions.max()) + 1)"),
         ),
     ),
     one(
@@ -133,8 +133,8 @@ MUTATIONS = [
         "a neighbour's row is attended",
         ("05",),
         f"{CACHE}.write",
-        "return keys[rows], values[rows]",
-        "return keys[rows], (values[rows] + values[rows].roll(1, 0)) / 2",
+        "values[:, :, : self.span][rows]",
+        "(values[rows] + values[rows].roll(1, 0))[:, :, : self.span] / 2",
     ),
     one(
         "logits differ from call to call",

@@ -56,8 +56,8 @@ MUTATIONS = [
         "ties go to the highest id",
         ("19_sampling_breaks",),
         "cacheprobe.ops.sampling:lowest_argmax",
-        "int(logits.detach().double().numpy().argmax())",
-        "len(logits) - 1 - int(logits.detach().double().numpy()[::-1].argmax())",
+        "int(_as_numpy(logits).argmax())",
+        "len(logits) - 1 - int(_as_numpy(logits)[::-1].argmax())",
     ),
     # -- processors
     one(

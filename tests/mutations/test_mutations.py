@@ -32,21 +32,25 @@ def invariant_tests() -> dict[str, Callable[[], None]]:
 
 def survives(mutation: Mutation, prefix: str) -> bool:
     """Whether all tests of an invariant pass with the bug in place. Raises: BrokenMutation for code that cannot run."""
-    asked = {name: test for name, test in invariant_tests().items() if name.startswith(prefix)}
+    asked = [test for name, test in invariant_tests().items() if name.startswith(prefix)]
     if not asked:
         raise BrokenMutation(f"there is no test of invariant {prefix}")
+    return not any(notices(test, mutation) for test in asked)
+
+
+def notices(test: Callable[[], None], mutation: Mutation) -> bool:
+    """Whether the test fails with the bug in place. Raises: BrokenMutation for code that cannot run."""
     with applied(mutation), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for test in asked.values():
-            try:
-                test()
-            except BrokenMutation:
-                raise
-            except (Exception, Breach, pytest.fail.Exception) as error:
-                if is_clumsy(error):
-                    raise BrokenMutation(f"{mutation.name}: {error!r}") from error
-                return False
-    return True
+        try:
+            test()
+        except BrokenMutation:
+            raise
+        except (Exception, Breach, pytest.fail.Exception) as error:
+            if is_clumsy(error):
+                raise BrokenMutation(f"{mutation.name}: {error!r}") from error
+            return True
+    return False
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -61,6 +65,14 @@ def test_every_invariant_has_a_test_and_a_mutation() -> None:
     assert tested == mutated == {f"{number:02}" for number in range(1, 28)}
     names = [mutation.name for mutation in MUTATIONS]
     assert len(set(names)) == len(names) >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", invariant_tests())
+def test_every_test_of_an_invariant_notices_a_mutation(name: str) -> None:
+    """Those of its own invariant are tried first."""
+    tried = sorted(MUTATIONS, key=lambda mutation: name[:2] not in {prefix[:2] for prefix in mutation.red})
+    assert any(notices(invariant_tests()[name], mutation) for mutation in tried)
 
 
 def test_every_invariant_is_told_in_its_docstring() -> None:
