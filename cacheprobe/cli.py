@@ -80,6 +80,7 @@ def run(
     model: str = "smollm2-135m",
     dtype: str = "bfloat16",
     adapter: str | None = None,
+    products: Literal["torch", "compiled"] = "torch",
     prompt: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     task: str | None = None,
     n: int = 8,
@@ -119,6 +120,8 @@ def run(
         float32, bfloat16 or float16.
     adapter
         A LoRA adapter to merge: coin-flip, or a directory.
+    products
+        compiled: a C++ compiler makes the products of few rows, where the CPU only emulates bfloat16.
     prompt
         A prompt's text; repeat for several.
     task
@@ -166,7 +169,7 @@ def run(
         prompts = _plug_in("tasks", task, **stated).examples(n, seed)
     chosen = _plug_in("drafters", drafter) if drafter else None
     trace = cp.run(
-        cp.load_model(model, dtype=dtype, adapter=adapter, progress=progress),
+        cp.load_model(model, dtype=dtype, adapter=adapter, products=products, progress=progress),
         prompts,
         drafter=chosen,
         window=window,
@@ -248,7 +251,9 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
     trace = cp.load_trace(run)
     finger = trace.fingerprint
     merged = adapter or finger.get("adapter")
-    loaded = cp.load_model(model or finger["model"], dtype=finger["dtype"], adapter=merged, progress=progress)
+    products = "compiled" if "products_compiled" in finger else "torch"
+    settings = dict(dtype=finger["dtype"], adapter=merged, products=products, progress=progress)
+    loaded = cp.load_model(model or finger["model"], **settings)
     result = cp.verify(trace, loaded, progress=progress)
     skipped = f"; {result.num_skipped} requests were never verified and are not compared" if result.num_skipped else ""
     if not result.is_equal:

@@ -27,6 +27,7 @@ def load_model(
     *,
     dtype: Any = None,
     adapter: "str | Path | None" = None,
+    products: str = "torch",
     progress: bool = True,
 ) -> CachedLM:
     """A model ready for `run`.
@@ -39,14 +40,18 @@ def load_model(
         bridge keeps its own, and another one is refused.
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. It is merged into the
         float32 weights, which are then converted to `dtype`; `weights_note` says so.
+    products: "compiled" lets a C++ compiler of this machine make the products of few rows, for bfloat16 on a CPU that
+        only emulates it: a decode is quicker, other bits come out, and the fingerprint tells.
     Raises: ModelError for what cannot be loaded, wrapped, or rolled back, and for an adapter of another model.
     """
     dtype_name = _dtype_name(dtype)
+    if products not in ("torch", "compiled"):
+        raise ModelError(f'products={products!r} is neither "torch" nor "compiled"')
     if isinstance(model, str | Path):
         if isinstance(model, str) and not model.strip():
             raise ModelError("the model's name is empty; give a name, a directory or a model")
         if (folder := _thinking_folder(model)) is not None:
-            return _load_thinking(folder, model, tokenizer, dtype_name, adapter)
+            return _load_thinking(folder, model, tokenizer, dtype_name, adapter, products)
         wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", adapter, progress)
     elif adapter is not None:
         raise ModelError(
@@ -77,7 +82,28 @@ def load_model(
     from cacheprobe.models.checks import check_model
 
     check_model(wrapped)
+    if products == "compiled":
+        wrapped.compiled_product = _compiled_product(wrapped)
     return wrapped
+
+
+def _compiled_product(model: CachedLM) -> Any:
+    import torch
+
+    from cacheprobe.models.smollm2 import cache_directory
+    from cacheprobe.ops.compiled.build import CompilerError
+    from cacheprobe.ops.compiled.product import compiled_product
+    from cacheprobe.ops.wide_product import is_emulated
+
+    if model.dtype != torch.bfloat16 or not is_emulated(model.dtype, model.device):
+        raise ModelError(
+            f'{model.name}: products="compiled" is for bfloat16 on a CPU that has no instructions for it, not for '
+            f"{str(model.dtype).removeprefix('torch.')} on {model.device} here; leave it out: torch's own are quicker"
+        )
+    try:
+        return compiled_product(cache_directory() / "compiled")
+    except CompilerError as error:
+        raise ModelError(f'{model.name}: products="compiled" cannot be had: {error}') from error
 
 
 def _thinking_folder(model: "str | Path") -> Path | None:
@@ -86,9 +112,13 @@ def _thinking_folder(model: "str | Path") -> Path | None:
     return folder or (Path(model) if is_thinking_folder(Path(model)) else None)
 
 
-def _load_thinking(folder: Path, model: "str | Path", tokenizer: Any, dtype_name: str | None, adapter: Any) -> CachedLM:
+def _load_thinking(
+    folder: Path, model: "str | Path", tokenizer: Any, dtype_name: str | None, adapter: Any, products: str
+) -> CachedLM:
     import torch
 
+    if products != "torch":
+        raise ModelError(f"{model} is a Thinking States model, whose products are torch's; leave out products")
     if tokenizer is not None or adapter is not None:
         raise ModelError(
             f"{model} is a Thinking States model with a vocabulary of its own; give no tokenizer or adapter"

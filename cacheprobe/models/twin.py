@@ -21,10 +21,11 @@ from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.hf_cache import staged
-from cacheprobe.models.lean import LeanForward
+from cacheprobe.models.lean import LeanForward, Product
 from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
 from cacheprobe.models.twin_heads import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
+from cacheprobe.ops.compiled.product import COMPILED_ROWS
 from cacheprobe.ops.wide_product import WIDE_ROWS, is_emulated, wide_product
 
 FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
@@ -54,8 +55,9 @@ class TwinLM:
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = self._all_places()
         self._is_widened = is_emulated(self.dtype, self.device)
-        if self._is_widened:
-            self._widen_products()
+        self._product: Product = origin.compiled_product or (wide_product if self._is_widened else linear)
+        if self._product is not linear:
+            self._replace_products()
         self._may_be_lean = lean and LeanForward.takes(self.model)
         self._lean: LeanForward | None = None
         self._modules = list(self.model.modules())
@@ -64,10 +66,10 @@ class TwinLM:
     def __repr__(self) -> str:
         return f"TwinLM({repr(self.origin).removeprefix('BridgeLM(')}"
 
-    def _widen_products(self) -> None:
+    def _replace_products(self) -> None:
         for module in self.model.modules():
             if type(module) is nn.Linear:
-                module.forward = partial(_wide_linear, module)
+                module.forward = partial(_linear_by, self._product, module)
 
     def _all_places(self) -> dict[tuple[str, int], Place]:
         points = self.origin.bridge.hook_dict
@@ -116,7 +118,7 @@ class TwinLM:
             self._lean = None
         if self._may_be_lean and self._nothing_acts:
             if self._lean is None:
-                self._lean = LeanForward(self.model, wide_product if self._is_widened else linear)
+                self._lean = LeanForward(self.model, self._product)
             with staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx) as inputs:
                 where = inputs["position_ids"], inputs["attention_mask"]
                 return self._lean(token_ids.to(self.device), cache, *where, self._listeners, num_layers, logit_slots)
@@ -206,12 +208,14 @@ class TwinLM:
         attention = self.model.config._attn_implementation
         forced = "beyond one slot" if self._may_force_gqa else "never"
         widened = f"from {WIDE_ROWS} rows" if self._is_widened else "never"
+        compiled = self.origin.compiled_product
         return {
             **self.origin.fingerprint(),
             "path": "twin",
             "attention": attention,
             "sdpa_force_gqa": forced,
             "products_in_float32": widened,
+            **({"products_compiled": f"below {COMPILED_ROWS} rows, {compiled.digest}"} if compiled else {}),
         }
 
     @property
@@ -253,8 +257,8 @@ class _Stopped(Exception):
         self.residual = residual
 
 
-def _wide_linear(module: nn.Linear, values: Tensor) -> Tensor:
-    return wide_product(values, module.weight, module.bias)
+def _linear_by(product: Product, module: nn.Linear, values: Tensor) -> Tensor:
+    return product(values, module.weight, module.bias)
 
 
 def _hear_cut(hear: Callable[[Tensor], object], cut: Cut, value: Tensor) -> None:

@@ -1,0 +1,75 @@
+"""Compiles a C++ file of this folder for this very processor, once: the library is kept in the user's cache."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from cacheprobe.files import write_whole
+
+COMPILERS = ("g++", "clang++", "c++")
+"""Tried in this order, after $CXX."""
+
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
+
+
+class CompilerError(RuntimeError):
+    """A compiled operation cannot be had here."""
+
+
+@cache
+def compiler() -> str:
+    """Path of the C++ compiler. Raises: CompilerError where there is none."""
+    asked = os.environ.get("CXX")
+    for name in (asked,) if asked else COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise CompilerError(
+        f"no C++ compiler was found ({asked or ', '.join(COMPILERS)}); install one, name it in CXX, or leave out "
+        'products="compiled"'
+    )
+
+
+def digest(source: str) -> str:
+    """Of all that a library's bits come from: text, flags, compiler and processor."""
+    said = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    return hashlib.sha256("\0".join((source, *FLAGS, said, _processor())).encode()).hexdigest()[:16]
+
+
+def library(name: str, folder: Path) -> tuple[ctypes.CDLL, str]:
+    """A file of this folder as a library, kept in `folder`; and its digest. Raises: CompilerError."""
+    source = (files(__package__) / name).read_text(encoding="utf-8")
+    key = digest(source)
+    path = folder / f"{Path(name).stem}-{key}.so"
+    if not path.exists():
+        write_whole(path, lambda beside: _compile(source, beside))
+    try:
+        return ctypes.CDLL(str(path)), key
+    except OSError as error:
+        raise CompilerError(f"{path} cannot be loaded ({error}); remove it, and it is compiled again") from error
+
+
+def _compile(source: str, path: Path) -> None:
+    command = [compiler(), *FLAGS, "-x", "c++", "-", "-o", str(path)]
+    made = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    if made.returncode:
+        said = (made.stderr.strip().splitlines() or ["it said nothing"])[0]
+        raise CompilerError(
+            f"{compiler()} failed with exit status {made.returncode}: {said}; name another compiler in CXX, or leave "
+            'out products="compiled"'
+        )
+
+
+def _processor() -> str:
+    """What -march=native goes by, so that a cache that machines share holds a library for each kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    kept = {line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")}
+    return "\n".join((platform.machine(), *sorted(kept)))

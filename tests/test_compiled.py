@@ -1,0 +1,173 @@
+"""Products that a C++ compiler makes here: their numbers, their bits in any company, and what is said without one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import cacheprobe as cp
+from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.twin import TwinLM
+from cacheprobe.ops import wide_product
+from cacheprobe.ops.compiled import build
+from cacheprobe.ops.compiled.build import CompilerError
+from cacheprobe.ops.compiled.product import COMPILED_ROWS, CompiledProduct, compiled_product
+from cacheprobe.ops.equality import bitwise
+from tests.tiny import PROMPTS, SMALL, hf_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def product(folder: Path) -> CompiledProduct:
+    return compiled_product(folder)
+
+
+def drawn(*sizes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).bfloat16() for size in sizes]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("width", [1, 3, 16, 37, 100])
+@pytest.mark.parametrize("inner", [1, 15, 16, 100, 576])
+def test_it_is_a_product(product: CompiledProduct, inner: int, width: int, threads: int) -> None:
+    """To a unit in the last place of the result, or of the largest term where sums cancel."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (1, 2, 5, 6, 7, 23, 24, 25, 31):
+            values, weight, bias = drawn((rows, inner), (width, inner), (width,))
+            for added in (None, bias):
+                wanted = torch.nn.functional.linear(
+                    values.double(), weight.double(), None if added is None else added.double()
+                )
+                far = (product(values, weight, added).double() - wanted).abs()
+                assert bool((far <= wanted.abs() * 2**-8 + 1e-5).all())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_has_its_bits_in_any_company(product: CompiledProduct) -> None:
+    """Of any number of rows below the limit, at any place, on any number of threads: the very same."""
+    values, weight = drawn((COMPILED_ROWS - 1, 1000), (300, 1000))
+    alone = torch.cat([product(row[None], weight) for row in values])
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (2, 7, 24, 31):
+            assert bitwise(product(values[:rows], weight), alone[:rows])
+            assert bitwise(product(values[-rows:], weight), alone[-rows:])
+    torch.set_num_threads(before)
+    backwards = product(values.flip(-1), weight.flip(-1))
+    assert not bitwise(backwards, alone), "the control: another order of sums shows"
+
+
+def test_what_is_no_number_stays_none(product: CompiledProduct) -> None:
+    values, weight = drawn((4, 20), (18, 20))
+    values[0, 3], values[1, 4], values[2] = torch.nan, torch.inf, 3e38
+    weight[:, 4] = 1.0
+    made = product(values, weight)
+    assert bool(made[0].isnan().all()) and bool((made[1] == torch.inf).all())
+    assert bool(made[2].isinf().any()) and bool(made[3].isfinite().all())
+
+
+def test_views_and_batches(product: CompiledProduct) -> None:
+    """Values that do not lie in order, and more than two axes."""
+    values, weight = drawn((3, 40, 2), (9, 40))
+    turned = values.transpose(1, 2)
+    made = product(turned, weight)
+    assert made.shape == (3, 2, 9) and bitwise(made, product(turned.contiguous(), weight))
+
+
+def test_many_rows_are_widened(product: CompiledProduct, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(
+        "cacheprobe.ops.compiled.product.wide_product", lambda values, *of: (seen.append(len(values)), values)[1]
+    )
+    for rows in (COMPILED_ROWS - 1, COMPILED_ROWS):
+        product(*drawn((rows, 8), (8, 8)))
+    assert seen == [COMPILED_ROWS]
+
+
+def test_other_types_and_shapes_are_refused(product: CompiledProduct) -> None:
+    values, weight = drawn((2, 8), (8, 8))
+    with pytest.raises(TypeError, match="bfloat16, not torch.float32"):
+        product(values.float(), weight)
+    with pytest.raises(ValueError, match="width 4"):
+        product(values[:, :4], weight)
+
+
+def test_it_is_compiled_once(folder: Path, product: CompiledProduct, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [path.name for path in folder.iterdir()] == [f"product-{product.digest}.so"]
+    monkeypatch.setattr(build, "_compile", lambda *of: pytest.fail("it was compiled again"))
+    assert CompiledProduct(folder).digest == product.digest
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None here, one that fails, one that makes something else: said, and nothing is left behind."""
+    build.compiler.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(CompilerError, match=r"no C\+\+ compiler was found \(no-such-compiler\).*leave out"):
+        CompiledProduct(tmp_path / "none")
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(CompilerError, match="exit status 1"):
+        CompiledProduct(tmp_path / "fails")
+    monkeypatch.delenv("CXX")
+    build.compiler.cache_clear()
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DTILE=0"))
+    with pytest.raises(CompilerError, match="exit status"):
+        CompiledProduct(tmp_path / "wrong")
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_a_wrong_product_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler may be wrong: what it made is tried before it is relied on."""
+    text = "return uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16)"
+    honest = build._compile
+    monkeypatch.setattr(build, "_compile", lambda source, path: honest(source.replace(text, "return 0"), path))
+    with pytest.raises(CompilerError, match="away from torch's"):
+        CompiledProduct(tmp_path)
+
+
+def compiled_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CachedLM:
+    monkeypatch.setenv("CACHEPROBE_CACHE", str(folder))
+    monkeypatch.setattr(wide_product, "is_emulated", lambda dtype, device: dtype == torch.bfloat16)
+    return cp.load_model(hf_model("llama", torch.bfloat16), products="compiled")
+
+
+def test_a_model_runs_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic requests say what they say alone, bit for bit; the fingerprint tells, and lean is as modules."""
+    model = compiled_model(folder, monkeypatch)
+    calls: list[int] = []
+    real = CompiledProduct.__call__
+    monkeypatch.setattr(CompiledProduct, "__call__", lambda self, *of: (calls.append(1), real(self, *of))[1])
+    trace = cp.run(model, PROMPTS, **SMALL, deterministic=True, capture="STCZ")
+    assert calls and "below 32 rows" in trace.fingerprint["products_compiled"]
+    assert cp.verify(trace, model, progress=False).is_equal
+    with pytest.raises(ValueError, match="products_compiled"):
+        cp.verify(trace, cp.load_model(hf_model("llama", torch.bfloat16)), progress=False)
+    told = []
+    for lean in (True, False):
+        twin = TwinLM(model, lean=lean)
+        cache = twin.new_cache(2, 16)
+        cache.allocate()
+        cache.allocate()
+        told.append(twin.forward(torch.tensor([[5, 6, 7], [1, 2, 3]]), cache, [0, 1], [0, 0]))
+    assert bitwise(*told)
+
+
+def test_what_it_is_not_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="not for float32 on cpu here"):
+        cp.load_model(hf_model("llama"), products="compiled")
+    with pytest.raises(ModelError, match='neither "torch" nor "compiled"'):
+        cp.load_model(hf_model("llama"), products="fast")
+    with pytest.raises(ModelError, match="Thinking States"):
+        cp.load_model("coinflip-thinking", products="compiled")
+    monkeypatch.setattr(wide_product, "is_emulated", lambda dtype, device: False)
+    with pytest.raises(ModelError, match="not for bfloat16 on cpu here"):
+        cp.load_model(hf_model("llama", torch.bfloat16), products="compiled")
