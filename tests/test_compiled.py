@@ -12,8 +12,10 @@ from cacheprobe.models.twin import TwinLM
 from cacheprobe.ops import wide_product
 from cacheprobe.ops.compiled import build
 from cacheprobe.ops.compiled.build import CompilerError
-from cacheprobe.ops.compiled.product import COMPILED_ROWS, CompiledProduct, compiled_product
+from cacheprobe.ops.compiled.product import COMPILED_ROWS, CompiledProduct
+from cacheprobe.ops.compiled.readout import CompiledReadout
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.ops.readout import read_logits
 from tests.tiny import PROMPTS, SMALL, hf_model
 
 
@@ -24,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def product(folder: Path) -> CompiledProduct:
-    return compiled_product(folder)
+    return CompiledProduct(folder)
 
 
 def drawn(*sizes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
@@ -103,7 +105,7 @@ def test_other_types_and_shapes_are_refused(product: CompiledProduct) -> None:
 
 
 def test_it_is_compiled_once(folder: Path, product: CompiledProduct, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [path.name for path in folder.iterdir()] == [f"product-{product.digest}.so"]
+    assert f"product-{product.digest}.so" in [path.name for path in folder.iterdir()]
     monkeypatch.setattr(build, "_compile", lambda *of: pytest.fail("it was compiled again"))
     assert CompiledProduct(folder).digest == product.digest
 
@@ -134,6 +136,54 @@ def test_a_wrong_product_is_not_taken(tmp_path: Path, monkeypatch: pytest.Monkey
         CompiledProduct(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def readout(folder: Path) -> CompiledReadout:
+    return CompiledReadout(folder)
+
+
+@pytest.mark.parametrize("width", [1, 5, 127, 128, 129, 300, 5000])
+def test_readings_equal_their_twin(readout: CompiledReadout, width: int) -> None:
+    """Random rows, rows of few values, where most are equal, and tokens that cannot occur."""
+    (spread,) = drawn((7, width))
+    rows = torch.cat((spread * 6, spread.float().round().bfloat16(), torch.zeros(1, width).bfloat16()))
+    rows[3, width // 3 + 1 :] = -torch.inf
+    rows = torch.cat((rows, rows * 1e3))
+    places = torch.arange(len(rows)) * 37 % width
+    for targets in (places, torch.where(places % 2 == 0, -1, places), torch.full_like(places, width - 1)):
+        made, wanted = readout(rows, targets, 5), read_logits(rows, targets, 5)
+        assert bool((made.top_token_ids == wanted.top_token_ids).all())
+        assert bool((made.target_rank == wanted.target_rank).all())
+        for name in ("top_logprob_nats", "entropy_nats", "target_logprob_nats"):
+            here, there = getattr(made, name), getattr(wanted, name)
+            assert torch.allclose(here, there, rtol=1e-5, atol=2e-5, equal_nan=True), name
+
+
+def test_a_reading_has_its_bits_in_any_company(readout: CompiledReadout) -> None:
+    (logits,) = drawn((40, 1000))
+    targets = torch.arange(40)
+    whole = readout(logits, targets, 3)
+    for at in (0, 17, 39):
+        alone = readout(logits[at : at + 1], targets[at : at + 1], 3)
+        assert all(bitwise(one, many[at : at + 1]) for one, many in zip(alone, whole, strict=True))
+
+
+def test_readings_of_what_is_no_number(readout: CompiledReadout) -> None:
+    """Not hidden: where a logit is NaN or infinite there is no distribution."""
+    (logits,) = drawn((3, 200))
+    logits[0, 150], logits[1, 3] = torch.nan, torch.inf
+    made = readout(logits, torch.tensor([1, 2, 3]), 3)
+    assert made.entropy_nats.isnan().tolist() == [True, True, False]
+    assert made.target_logprob_nats.isnan().tolist() == [True, True, False]
+
+
+def test_a_wrong_readout_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = build._compile
+    wrong = ("start + i < target", "start + i <= target")
+    monkeypatch.setattr(build, "_compile", lambda source, path: honest(source.replace(*wrong), path))
+    with pytest.raises(CompilerError, match="another target_rank than torch's"):
+        CompiledReadout(tmp_path)
+
+
 def compiled_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CachedLM:
     monkeypatch.setenv("CACHEPROBE_CACHE", str(folder))
     monkeypatch.setattr(wide_product, "is_emulated", lambda dtype, device: dtype == torch.bfloat16)
@@ -148,6 +198,7 @@ def test_a_model_runs_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(CompiledProduct, "__call__", lambda self, *of: (calls.append(1), real(self, *of))[1])
     trace = cp.run(model, PROMPTS, **SMALL, deterministic=True, capture="STCZ")
     assert calls and "below 32 rows" in trace.fingerprint["products_compiled"]
+    assert trace.fingerprint["readings_compiled"] == model.compiled.readout.digest
     assert cp.verify(trace, model, progress=False).is_equal
     with pytest.raises(ValueError, match="products_compiled"):
         cp.verify(trace, cp.load_model(hf_model("llama", torch.bfloat16)), progress=False)

@@ -23,7 +23,7 @@ from cacheprobe.models.facts import one_dtype, platform_facts, sha256_of, stop_t
 from cacheprobe.models.hf_cache import ShapeProbe, staged
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.names import ROTATED, hook_name, resid_pre_name
-from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.compiled.readout import Compiled
 from cacheprobe.ops.wide_product import WIDE_ROWS, is_emulated, wide_product
 
 
@@ -36,7 +36,7 @@ class BridgeLM:
     def __init__(self, bridge: TransformerBridge, name: str, weights_note: str = "") -> None:
         self.bridge, self.name, self.weights_note = bridge, name, weights_note
         self.adapter = ""  # what load_model merged into the weights
-        self.compiled_product: CompiledProduct | None = None  # the twin's, where load_model was asked for it
+        self.compiled: Compiled | None = None  # where load_model was asked for it
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
         self.n_ctx = int(cfg.n_ctx)
@@ -220,6 +220,7 @@ class BridgeLM:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "readings_in_float32": f"from {WIDE_ROWS} rows" if is_emulated(self.dtype, self.device) else "never",
+            **({"readings_compiled": self.compiled.readout.digest} if self.compiled else {}),
             "transformer_lens": getattr(transformer_lens, "__version__", "unknown"),
             **platform_facts(),
         }

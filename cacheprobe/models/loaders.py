@@ -40,8 +40,8 @@ def load_model(
         bridge keeps its own, and another one is refused.
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. It is merged into the
         float32 weights, which are then converted to `dtype`; `weights_note` says so.
-    products: "compiled" lets a C++ compiler of this machine make the products of few rows, for bfloat16 on a CPU that
-        only emulates it: a decode is quicker, other bits come out, and the fingerprint tells.
+    products: "compiled" lets a C++ compiler of this machine make the products of few rows and the statistics of Z, for
+        bfloat16 on a CPU that only emulates it: it is quicker, other bits come out, and the fingerprint tells.
     Raises: ModelError for what cannot be loaded, wrapped, or rolled back, and for an adapter of another model.
     """
     dtype_name = _dtype_name(dtype)
@@ -83,16 +83,16 @@ def load_model(
 
     check_model(wrapped)
     if products == "compiled":
-        wrapped.compiled_product = _compiled_product(wrapped)
+        wrapped.compiled = _compiled(wrapped)
     return wrapped
 
 
-def _compiled_product(model: CachedLM) -> Any:
+def _compiled(model: CachedLM) -> Any:
     import torch
 
     from cacheprobe.models.smollm2 import cache_directory
     from cacheprobe.ops.compiled.build import CompilerError
-    from cacheprobe.ops.compiled.product import compiled_product
+    from cacheprobe.ops.compiled.readout import compiled
     from cacheprobe.ops.wide_product import is_emulated
 
     if model.dtype != torch.bfloat16 or not is_emulated(model.dtype, model.device):
@@ -101,7 +101,7 @@ def _compiled_product(model: CachedLM) -> Any:
             f"{str(model.dtype).removeprefix('torch.')} on {model.device} here; leave it out: torch's own are quicker"
         )
     try:
-        return compiled_product(cache_directory() / "compiled")
+        return compiled(cache_directory() / "compiled")
     except CompilerError as error:
         raise ModelError(f'{model.name}: products="compiled" cannot be had: {error}') from error
 

@@ -55,7 +55,8 @@ class TwinLM:
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = self._all_places()
         self._is_widened = is_emulated(self.dtype, self.device)
-        self._product: Product = origin.compiled_product or (wide_product if self._is_widened else linear)
+        plain = wide_product if self._is_widened else linear
+        self._product: Product = origin.compiled.product if origin.compiled else plain
         if self._product is not linear:
             self._replace_products()
         self._may_be_lean = lean and LeanForward.takes(self.model)
@@ -208,14 +209,14 @@ class TwinLM:
         attention = self.model.config._attn_implementation
         forced = "beyond one slot" if self._may_force_gqa else "never"
         widened = f"from {WIDE_ROWS} rows" if self._is_widened else "never"
-        compiled = self.origin.compiled_product
+        compiled = self.origin.compiled
         return {
             **self.origin.fingerprint(),
             "path": "twin",
             "attention": attention,
             "sdpa_force_gqa": forced,
             "products_in_float32": widened,
-            **({"products_compiled": f"below {COMPILED_ROWS} rows, {compiled.digest}"} if compiled else {}),
+            **({"products_compiled": f"below {COMPILED_ROWS} rows, {compiled.product.digest}"} if compiled else {}),
         }
 
     @property
@@ -231,6 +232,7 @@ class TwinLM:
     d_vocab = property(attrgetter("origin.d_vocab"))
     n_ctx = property(attrgetter("origin.n_ctx"))
     head_shape = property(attrgetter("origin.head_shape"))
+    compiled = property(attrgetter("origin.compiled"))
     dtype = property(attrgetter("origin.dtype"))
     device = property(attrgetter("origin.device"))
     tokenizer = property(attrgetter("origin.tokenizer"))

@@ -37,6 +37,8 @@ class LensReader:
 
     def __init__(self, model: CachedLM, lens: Lens, top_k: int) -> None:
         self.model, self.lens, self.top_k = model, lens, top_k
+        compiled = getattr(model, "compiled", None)  # a model of our own kinds has none
+        self._read = compiled.readout if compiled else read_logits
         self._open: dict[int, list[Queued]] = {}
         self._ready: list[Queued] = []
         self._num_ready = 0
@@ -102,7 +104,7 @@ class LensReader:
         targets = torch.full((LENS_TILE,), -1, device=layers.device)
         targets[:count] = torch.cat([torch.full((len(q.layers),), q.target) for q in taken])
         with torch.inference_mode():
-            readout = read_logits(self.lens.logits(self.model, states, layers), targets, self.top_k)
+            readout = self._read(self.lens.logits(self.model, states, layers), targets, self.top_k)
         rows = torch.cat([torch.full((len(q.layers),), q.row) for q in taken])
         kept = Readout(*(column[:count].cpu() for column in readout))
         self._parts.append((rows, layers[:count].cpu(), targets[:count].cpu(), kept))

@@ -13,7 +13,7 @@ _ROWS_AT_ONCE, _IDS_AT_ONCE = 60, 4096
 """Rows and ids reduced together: few enough for the shared cache, enough that starting each parallel pass does not
 show."""
 
-_BLOCK = 128
+BLOCK = 128
 """Ids whose largest value is taken at once, in looking for the largest of all."""
 
 
@@ -68,23 +68,23 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
     """Of n rows, in one pass over tiles of ids: sums are kept beside the largest value so far, and rescaled with it."""
     rows, width = logits.shape
     is_cpu = logits.device.type == "cpu"
-    size = min(_IDS_AT_ONCE if is_cpu else width, -(-width // _BLOCK) * _BLOCK)
+    size = min(_IDS_AT_ONCE if is_cpu else width, -(-width // BLOCK) * BLOCK)
     has_target = targets >= 0
     target_values = logits.gather(1, targets.clamp(min=0)[:, None]).float()
     best = target_values.new_full((rows, 1), torch.finfo(torch.float32).min)
     total, weighted = torch.zeros_like(best), torch.zeros_like(best)
     before = torch.zeros_like(targets)
     values, weights = (target_values.new_empty(rows, size) for _ in range(2))
-    tops = target_values.new_empty(rows, -(-width // _BLOCK))
+    tops = target_values.new_empty(rows, -(-width // BLOCK))
 
     for start in range(0, width, size):
         end = min(start + size, width)
         if end - start < size:
-            size = -(-(end - start) // _BLOCK) * _BLOCK
+            size = -(-(end - start) // BLOCK) * BLOCK
             values, weights = (values.new_full((rows, size), -torch.inf) for _ in range(2))
         values[:, : end - start] = logits[:, start:end]
-        blocks = tops[:, start // _BLOCK : -(-end // _BLOCK)]
-        torch.amax(values.view(rows, -1, _BLOCK), -1, out=blocks)
+        blocks = tops[:, start // BLOCK : -(-end // BLOCK)]
+        torch.amax(values.view(rows, -1, BLOCK), -1, out=blocks)
         if bool(has_target.any()):
             before += _num_before(values, weights, target_values, targets - start)
 
@@ -100,7 +100,7 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
         total = total * kept + here
 
     logsumexp = total.log() + best
-    top_values, top_ids = _best_of_blocks(logits, tops, top_k)
+    top_values, top_ids = best_of_blocks(logits, tops, top_k)
     return Readout(
         top_ids,
         top_values.float() - logsumexp,
@@ -135,15 +135,15 @@ def lowest_topk(values: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor]:
     Twin: tests.equivalence.lowest_topk_slowly, ==.
     """
     width = values.shape[1]
-    whole = width // _BLOCK * _BLOCK
-    tops = [values[:, :whole].unflatten(1, (-1, _BLOCK)).amax(-1)] if whole else []
+    whole = width // BLOCK * BLOCK
+    tops = [values[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)] if whole else []
     if whole < width:
         tops.append(values[:, whole:].amax(-1, keepdim=True))
-    return _best_of_blocks(values, torch.cat(tops, dim=1).float(), k)
+    return best_of_blocks(values, torch.cat(tops, dim=1).float(), k)
 
 
-def _best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of values [n, v] and their ids, by the largest value of every _BLOCK ids.
+def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of values [n, v] and their ids, by the largest value of every BLOCK ids.
 
     The k largest values lie in the k blocks whose largest values are the largest, the first of those that are equal:
     each block before another holds a value that comes before all of the other's. So few values are sorted.
@@ -152,7 +152,7 @@ def _best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tenso
     k = min(k, width)
     best = _in_order(tops).topk(min(k, tops.shape[1]), dim=1).indices
     blocks = best.sort(dim=1).values  # ids ascend again, so that a lower place is a lower id
-    ids = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=values.device)).flatten(1)
+    ids = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(1)
     candidates = values.gather(1, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -torch.inf)
     order = _in_order(candidates.float()).topk(k, dim=1).indices
     return candidates.gather(1, order), ids.gather(1, order)

@@ -1,32 +1,22 @@
-// values weight^T + bias of bfloat16 numbers, summed in float32, each sum rounded once.
+// values weight^T + bias of bfloat16 numbers, summed in float32, each sum rounded once. Follows lanes.h.
 //
 // A number is the sum of LANES partial sums, lane by lane along the inner dimension, folded in halves at the end: its
 // bits depend on its own row and its own output alone, not on how many rows or threads there are.
 
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-
 #ifdef __AVX512F__
-constexpr int LANES = 16, ROWS = 6, OUTPUTS = 4;  // 24 sums, 4 weights and a value: 29 of 32 registers
+constexpr int ROWS = 6, OUTPUTS = 4;  // 24 sums, 4 weights and a value: 29 of 32 registers
 #else
-constexpr int LANES = 8, ROWS = 2, OUTPUTS = 4;  // 13 of 16
+constexpr int ROWS = 2, OUTPUTS = 4;  // 13 of 16
 #endif
 
-constexpr long TILE = 16;       // outputs whose widened weights stay in a core's first caches
+constexpr long TILE = 16;         // outputs whose widened weights stay in a core's first caches
 constexpr long PANEL = 4 * ROWS;  // rows that do
-
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 static void widen(const uint16_t* from, float* to, long n, long padded) {
     long i = 0;
     for (; i + LANES <= n; i += LANES) {
-        Halves halves;
-        memcpy(&halves, from + i, sizeof halves);
-        Words words = __builtin_convertvector(halves, Words) << 16;
-        memcpy(to + i, &words, sizeof words);
+        Floats some = widened(from + i);
+        memcpy(to + i, &some, sizeof some);
     }
     for (; i < padded; ++i) {
         uint32_t word = i < n ? uint32_t(from[i]) << 16 : 0;
@@ -39,12 +29,6 @@ static uint16_t rounded(float value) {  // to nearest, ties to even, as torch ro
     memcpy(&word, &value, sizeof word);
     if ((word & 0x7fffffff) > 0x7f800000) return 0x7fc0;
     return uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
-}
-
-static float folded(Floats sums) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
-    return sums[0];
 }
 
 template <int rows, int outputs>

@@ -1,7 +1,6 @@
 """Products of few bfloat16 rows, compiled on this machine: several times quicker where a CPU only emulates them."""
 
 import ctypes
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -56,12 +55,6 @@ class CompiledProduct:
         if failed:
             raise MemoryError(f"no memory for a product of {rows} rows of {inner}")
         return out
-
-
-@cache
-def compiled_product(folder: Path) -> CompiledProduct:
-    """The one of this process. Raises: CompilerError."""
-    return CompiledProduct(folder)
 
 
 def _try(product: CompiledProduct) -> None:

@@ -1,0 +1,85 @@
+"""What bfloat16 logits say, compiled on this machine: one pass for the largest, one for the sums, nothing stored."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cacheprobe.ops.compiled.build import CompilerError, library
+from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.readout import BLOCK, Readout, best_of_blocks, read_logits
+
+
+class CompiledReadout:
+    """`read_logits` of bfloat16. Bits of a row depend on that row alone.
+
+    Twin: ops.readout.read_logits: ids and ranks ==, numbers close(1e-5) since sums are reordered.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """folder: where the library is kept. Raises: CompilerError where it cannot be compiled, or is wrong."""
+        loaded, self.digest = library("readout.cpp", folder)
+        self._run = loaded.cacheprobe_readout
+        self._run.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_long] * 2 + [ctypes.c_int]
+        self._run.restype = None
+        _try(self)
+
+    def __repr__(self) -> str:
+        return f"CompiledReadout({self.digest})"
+
+    def __call__(self, logits: Tensor, target_token_ids: Tensor, top_k: int) -> Readout:
+        """logits [n, v], target_token_ids [n], -1 for none. Of other types than bfloat16: `read_logits`."""
+        if logits.dtype != torch.bfloat16:
+            return read_logits(logits, target_token_ids, top_k)
+        logits, targets = logits.contiguous(), target_token_ids.contiguous()
+        rows, width = logits.shape
+        target_values = logits.gather(1, targets.clamp(min=0)[:, None]).float()[:, 0]
+        tops = target_values.new_empty(rows, -(-width // BLOCK))
+        best, total, weighted = (torch.empty_like(target_values) for _ in range(3))
+        before = torch.empty_like(targets)
+        self._run(
+            *(held.data_ptr() for held in (logits, targets, target_values, tops, best, total, weighted, before)),
+            rows,
+            width,
+            torch.get_num_threads(),
+        )
+        logsumexp = total.log() + best
+        values, ids = best_of_blocks(logits, tops, top_k)
+        return Readout(
+            ids,
+            values.float() - logsumexp[:, None],
+            total.log() - weighted / total,
+            before,
+            torch.where(targets >= 0, target_values - logsumexp, torch.nan),
+        )
+
+
+class Compiled(NamedTuple):
+    """What this machine's compiler made."""
+
+    product: CompiledProduct
+    readout: CompiledReadout
+
+
+@cache
+def compiled(folder: Path) -> Compiled:
+    """Those of this process, kept in `folder`. Raises: CompilerError."""
+    return Compiled(CompiledProduct(folder), CompiledReadout(folder))
+
+
+def _try(readout: CompiledReadout) -> None:
+    """A compiler can be wrong: rows with ties and with what cannot occur. Raises: CompilerError."""
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).mul_(4).bfloat16()
+    logits[1, 40:] = -torch.inf
+    targets = torch.tensor([7, 30, -1])
+    for name, made, wanted in zip(
+        Readout._fields, readout(logits, targets, 5), read_logits(logits, targets, 5), strict=True
+    ):
+        if not torch.allclose(made.float(), wanted.float(), rtol=1e-5, atol=1e-5, equal_nan=True):
+            raise CompilerError(
+                f"the compiled readout has another {name} than torch's; name another compiler in CXX, or leave out "
+                'products="compiled"'
+            )
