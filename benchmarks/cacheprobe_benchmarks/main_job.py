@@ -4,7 +4,8 @@ Against Hugging Face `generate` of the same batch with nothing captured, on a se
 attention; end-of-sequence ignored. Hugging Face runs before and after each of our jobs, and a ratio is to the mean of
 the two: a machine that is slower for a while is then slower for both. With half of the requests deterministic, a verify
 pass is a decode of a fixed height in which the others ride along. Batch 1 is one longer coin-flip prompt after another
-with n-gram drafts, each beside Hugging Face's.
+with n-gram drafts, each beside Hugging Face's. Where the processor only emulates bfloat16, every job runs once more
+with `products="compiled"`, under its name with _compiled.
 """
 
 import json
@@ -19,6 +20,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.wide_product import is_emulated
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring
 from cacheprobe_benchmarks.speculation import ALONE, NUM_ALONE
@@ -36,6 +38,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "stcz": dict(capture="STCZ"),
     "stcz_half_deterministic": dict(capture="STCZ", deterministic=0.5),
 }
+COMPILED = "_compiled"
 
 
 def run(rounds: int) -> dict[str, Any]:
@@ -44,27 +47,32 @@ def run(rounds: int) -> dict[str, Any]:
         if not path.exists():
             raise ValueError(f"{path} is missing; run the benchmark from a checkout")
     torch.set_num_threads(2)
-    model, hf = cp.load_model("smollm2-135m", dtype="bfloat16"), HuggingFace()
+    hf, models = HuggingFace(), {"": cp.load_model("smollm2-135m", dtype="bfloat16")}
+    model = models[""]
+    if is_emulated(model.dtype, model.device):
+        models[COMPILED] = cp.load_model("smollm2-135m", dtype="bfloat16", products="compiled")
+    jobs = [(name, end) for name in JOBS for end in models]
     prompts = [example.prompt for example in cp.tasks.load_examples(PROMPTS)]
     ids = [list(model.encode(prompt)) for prompt in prompts]
     alone = [list(model.encode(one["prompt"])) for one in _lines(PROMPTS_ALONE)[:NUM_ALONE]]
     ratios, seconds = defaultdict(list), defaultdict(list)
-    with measuring((rounds + 1) * (len(JOBS) + 1)) as bar:
+    with measuring((rounds + 1) * (len(jobs) + len(models))) as bar:
         for number in range(rounds + 1):
             before = _timed(lambda: hf.generate(ids, NEW_TOKENS))
-            for name, settings in JOBS.items():
-                ours = _timed(lambda settings=settings: _ours(model, ids, NEW_TOKENS, **SHAPE, **settings))
+            for name, end in jobs:
+                ours = _timed(lambda name=name, end=end: _ours(models[end], ids, NEW_TOKENS, **SHAPE, **JOBS[name]))
                 after = _timed(lambda: hf.generate(ids, NEW_TOKENS))
                 if number:  # the first round is not timed: first calls allocate, and the fixed shapes are tried
-                    ratios[name].append(ours / mean((before, after)))
-                    seconds[name].append(ours)
+                    ratios[name + end].append(ours / mean((before, after)))
+                    seconds[name + end].append(ours)
                     seconds["hf"].append(after)
                 before = after
-                bar.advance(note=f"{name} {ours:.1f} s")
-            took = side_by_side({"ours": _drafted(model, alone), "hf": _one_by_one(hf, alone)})
-            if number:
-                ratios["batch1_speculation"].append(took["ours"] / took["hf"])
-            bar.advance(note=f"batch 1 {took['ours']:.1f} s")
+                bar.advance(note=f"{name}{end} {ours:.1f} s")
+            for end in models:
+                took = side_by_side({"ours": _drafted(models[end], alone), "hf": _one_by_one(hf, alone)})
+                if number:
+                    ratios[f"batch1_speculation{end}"].append(took["ours"] / took["hf"])
+                bar.advance(note=f"batch 1{end} {took['ours']:.1f} s")
     return {
         "benchmark": "main-job",
         "prompts": len(prompts),

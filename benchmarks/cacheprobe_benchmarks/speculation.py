@@ -27,7 +27,7 @@ LOOKUP_TOKENS = 8
 ALONE = EngineConfig(window=12, group=1, capacity=444, prefill_chunk=148, max_batch=1)
 """Of windows of 6, 8, 12 and 16: 8 and 12 serve the coin equally, 16 repetition best; two chunks hold a coin prompt."""
 TOGETHER = EngineConfig(window=12, group=8, capacity=192, prefill_group=8, prefill_chunk=64, max_batch=8)
-"""Of windows of 4, 6, 8 and 12 the quickest: from 64 rows on a product is widened."""
+"""Of windows of 4, 6, 8 and 12 the quickest: from 32 rows on a product is widened."""
 
 
 def run(rounds: int) -> dict[str, Any]:

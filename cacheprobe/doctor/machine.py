@@ -12,6 +12,7 @@ import torch
 from cacheprobe.config import DTYPES
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.models.facts import platform_facts
+from cacheprobe.ops.compiled.build import CompilerError, compiler
 
 CPU_INFO = Path("/proc/cpuinfo")
 IN_HARDWARE = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
@@ -36,8 +37,17 @@ def machine() -> list[Finding]:
         Finding("memory", f"{_memory_gib():.1f} GiB"),
         Finding("instruction set", f"{facts['cpu_capability']}, as torch uses it"),
         Finding("threads", f"{facts['threads']} of {cores} cores" + (f"; {told}" if told else "")),
+        _compiler(),
         Finding("GPU", "there is one, which runs do not use" if torch.cuda.is_available() else "none; none is needed"),
     ]
+
+
+def _compiler() -> Finding:
+    """Nothing but an option needs one."""
+    try:
+        return Finding("C++ compiler", f'{compiler()}, for products="compiled"')
+    except CompilerError as error:
+        return Finding("C++ compiler", str(error))
 
 
 def dtypes(seconds_of: "Callable[[str], float] | None" = None) -> list[Finding]:
