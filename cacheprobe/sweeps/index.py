@@ -16,6 +16,8 @@ from cacheprobe.sweeps.plan import size_of
 from cacheprobe.sweeps.store import SHARDS, SweepStore
 
 INDEX = "index/cells.parquet"
+AXIS_COLUMNS = tuple("window_rows" if name == "window" else name for name in AXES)
+"""The axes as columns: a bare `window` is a word of SQL."""
 _LAYER = pa.struct(
     [
         ("layer", pa.int32()),
@@ -33,7 +35,7 @@ _FACTS = {"requests": pa.int64(), "tokens": pa.int64(), "steps": pa.int64(), "dr
 SCHEMA = pa.schema(
     [
         ("digest", pa.string()),
-        *((name, pa.int64() if name in ("window", "seed") else pa.string()) for name in AXES),
+        *((name, pa.int64() if name in ("window_rows", "seed") else pa.string()) for name in AXIS_COLUMNS),
         *_FACTS.items(),
         ("run", pa.string()),
         ("version", pa.string()),
@@ -91,7 +93,7 @@ def _row(manifest: dict[str, Any]) -> dict[str, Any]:
     cell = about["cell"]
     return {
         "digest": about["digest"],
-        **cell["axes"],
+        **dict(zip(AXIS_COLUMNS, (cell["axes"][name] for name in AXES), strict=True)),
         **about["facts"],
         "run": json.dumps(cell["run"], sort_keys=True),
         "version": cell["origin"]["version"],

@@ -13,12 +13,13 @@ count. In both, a shard is there whole or not at all, and committing one twice w
 """
 
 import errno
+import hashlib
 import json
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -126,15 +127,20 @@ class SweepStore:
 
     def fetch(self, digest: str) -> Path:
         """A committed shard as a local directory: itself, or a copy that is kept for as long as this process lives."""
-        manifest = self.manifest(digest)
+        files = (*self.manifest(digest)["files"], MANIFEST)
+        return self.local_files([f"{SHARDS}/{digest}/{name}" for name in files])[0].parent
+
+    def local_files(self, names: Sequence[str]) -> list[Path]:
+        """These files as local ones: themselves, or copies. A digest names bytes, so no copy grows old."""
         if self.is_local:
-            return Path(self.path(SHARDS)) / digest
-        target = Path(_copies().name) / digest
-        if not (target / MANIFEST).exists():
-            target.mkdir(parents=True, exist_ok=True)
-            for name in (*manifest["files"], MANIFEST):
-                (target / name).write_bytes(self.fs.cat_file(self.path(f"{SHARDS}/{digest}/{name}")))
-        return target
+            return [Path(self.path(name)) for name in names]
+        targets = [Path(_copies().name) / hashlib.sha256(self.url.encode()).hexdigest()[:12] / name for name in names]
+        wanted = [(self.path(n), str(t)) for n, t in zip(names, targets, strict=True) if not t.exists()]
+        for _, target in wanted:
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+        if wanted:
+            self.fs.get([path for path, _ in wanted], [target for _, target in wanted])
+        return targets
 
     def clean(self) -> None:
         """Remove what killed workers left half written. Only whoever holds the lock may."""
