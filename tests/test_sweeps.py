@@ -75,22 +75,26 @@ def test_a_shard_is_a_run(serial: Path) -> None:
 def test_tables_are_asked_in_sql(serial: Path) -> None:
     results = cp.load_sweep(serial)
     assert sorted(results.query("select seed from cells").seed) == [0, 1, 2]
-    said = results.query("select seed, count(*) as n from hypotheses join cells using (digest) group by seed order by seed")
+    said = results.query(
+        "select seed, count(*) as n from hypotheses join cells using (digest) group by seed order by seed"
+    )
     each = [len(results.trace(cell.digest).hypotheses()) for cell in results.cells.sort_values("seed").itertuples()]
     assert said.n.tolist() == each
     layers = results.query("select distinct layer from layers order by layer").layer.tolist()
     assert layers == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="cannot be answered"):
         results.query("select nothing from cells")
-    with pytest.raises(ValueError, match="no table thoughts|has a table thoughts"):
+    with pytest.raises(ValueError, match="thoughts does not exist"):
         results.query("select * from thoughts")
 
 
 def test_the_index_is_made_up_from_the_manifests(serial: Path) -> None:
     before = cp.load_sweep(serial).cells
     (serial / INDEX).unlink()
-    assert cp.load_sweep(serial).cells.sort_values("digest", ignore_index=True).equals(
-        before.sort_values("digest", ignore_index=True)
+    assert (
+        cp.load_sweep(serial)
+        .cells.sort_values("digest", ignore_index=True)
+        .equals(before.sort_values("digest", ignore_index=True))
     )
     (serial / INDEX).write_bytes(b"cut short")
     assert len(cp.load_sweep(serial)) == 3
@@ -235,10 +239,15 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_layers_are_spread_and_cells_told_apart_by_all_that_changes_bits() -> None:
-    config = read_config({"grid": {**GRID, "drafter": ["none", "early_exit:layer=0-2"], "intervention": "zero:site=T,layer=1-2"}})
+    config = read_config(
+        {"grid": {**GRID, "drafter": ["none", "early_exit:layer=0-2"], "intervention": "zero:site=T,layer=1-2"}}
+    )
     cells = list(combinations(config))
     assert len(cells) == 8 and cells[3]["drafter"] == "early_exit:layer=0"
-    plans = [make_plan(read_config({**SMALL, **more})) for more in ({}, {"resources": {"threads": 2}}, {"resources": {"workers": 9}})]
+    plans = [
+        make_plan(read_config({**SMALL, **more}))
+        for more in ({}, {"resources": {"threads": 2}}, {"resources": {"workers": 9}})
+    ]
     assert plans[0].digest != plans[1].digest and plans[0].digest == plans[2].digest
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
 
 import cacheprobe as cp
 from cacheprobe.sweeps.lock import LEASE, SweepBusy
 from cacheprobe.sweeps.store import SHARDS, SweepStore
+from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
 from tests.test_sweeps import SMALL, digests
 
 
@@ -63,9 +63,7 @@ def test_ray_commits_the_bytes_that_one_process_commits(serial: Path, tmp_path: 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=1)
-        report = cp.sweep(
-            SMALL, out=tmp_path / "s", backend="ray", address=cluster.address, workers=2, progress=False
-        )
+        report = cp.sweep(SMALL, out=tmp_path / "s", backend="ray", address=cluster.address, workers=2, progress=False)
         assert report.is_complete, report
     finally:
         cluster.shutdown()

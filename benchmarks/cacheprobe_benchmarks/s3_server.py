@@ -31,10 +31,11 @@ def s3_server(folder: Path, *, fail_each: int = 0) -> Iterator[tuple[dict[str, s
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
     port = _free_port()
     command = [program, "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--config", os.devnull]
-    command += ["--vfs-cache-mode", "writes"]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    command += ["--vfs-cache-mode", "off"]
+    said = (folder / "server.log").open("wb")  # a pipe that nobody reads would stop the server once it is full
+    server = subprocess.Popen(command, stdout=said, stderr=said)
     try:
-        _wait_for(port, server)
+        _wait_for(port, server, folder / "server.log")
         with _gate(port, fail_each) as (entrance, count):
             env = {
                 "AWS_ENDPOINT_URL": f"http://127.0.0.1:{entrance}",
@@ -48,6 +49,7 @@ def s3_server(folder: Path, *, fail_each: int = 0) -> Iterator[tuple[dict[str, s
     finally:
         server.kill()
         server.wait()
+        said.close()
 
 
 @contextmanager
@@ -104,7 +106,7 @@ def _free_port() -> int:
         return held.getsockname()[1]
 
 
-def _wait_for(port: int, server: subprocess.Popen[bytes], seconds: float = 30.0) -> None:
+def _wait_for(port: int, server: subprocess.Popen[bytes], log: Path, seconds: float = 30.0) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until and server.poll() is None:
         try:
@@ -112,6 +114,4 @@ def _wait_for(port: int, server: subprocess.Popen[bytes], seconds: float = 30.0)
             return
         except OSError:
             time.sleep(0.05)
-    server.kill()
-    said = server.communicate()[1].decode("utf-8", "replace").strip()
-    raise RuntimeError(f"rclone serves no S3 at port {port}: {said[-300:]}")
+    raise RuntimeError(f"rclone serves no S3 at port {port}: {log.read_text(errors='replace').strip()[-300:]}")

@@ -56,7 +56,9 @@ class Struck:
         for count in range(1, MOST_RESUMES + 1):
             if self.start(*words).wait() == 0:
                 return count
-        raise RuntimeError(f"not complete after {MOST_RESUMES} resumes: {(self.folder / 'log.txt').read_text()[-2000:]}")
+        raise RuntimeError(
+            f"not complete after {MOST_RESUMES} resumes: {(self.folder / 'log.txt').read_text()[-2000:]}"
+        )
 
     def shards(self) -> dict[str, str]:
         return digests(Path(self.url) / "shards")

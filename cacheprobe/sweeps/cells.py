@@ -60,9 +60,7 @@ def combinations(config: SweepConfig) -> Iterator[dict[str, Any]]:
     else:
         listed = [cell.model_dump() for cell in config.cells or ()]
         spread = ([_spread((cell[name],)) for name in AXES] for cell in listed)
-        every = (
-            dict(zip(AXES, chosen, strict=True)) for values in spread for chosen in itertools.product(*values)
-        )
+        every = (dict(zip(AXES, chosen, strict=True)) for values in spread for chosen in itertools.product(*values))
     seen = set()
     for axes in every:
         if (key := canonical(axes)) not in seen:

@@ -74,7 +74,9 @@ def _check_parts(facts: ModelFacts, axes: dict[str, Any]) -> None:
     if axes["intervention"] is not None:
         where = parse_change(axes["intervention"]).where
         if not 0 <= where["layer"] < facts.n_layers:
-            raise ValueError(f"intervention {axes['intervention']!r}: {facts.name} has layers 0 to {facts.n_layers - 1}")
+            raise ValueError(
+                f"intervention {axes['intervention']!r}: {facts.name} has layers 0 to {facts.n_layers - 1}"
+            )
         if not 0 <= where.get("head", 0) < facts.n_heads:
             raise ValueError(f"intervention {axes['intervention']!r}: {facts.name} has heads 0 to {facts.n_heads - 1}")
 

@@ -71,7 +71,9 @@ class Holder:
             trace = run_cell(cell, self._model)
             size = self.store.commit(digest, lambda directory: save_cell(cell, trace, directory))
         except Exception as error:  # a cell's failure is a result: the others go on
-            return Outcome(digest, cause_of(error), _first_line(error), traceback.format_exc(limit=-8), load_seconds=loaded)
+            return Outcome(
+                digest, cause_of(error), _first_line(error), traceback.format_exc(limit=-8), load_seconds=loaded
+            )
         return Outcome(digest, seconds=time.perf_counter() - began - loaded, load_seconds=loaded, size=size)
 
     def _load(self, cell: Cell) -> float:

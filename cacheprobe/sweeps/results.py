@@ -1,5 +1,6 @@
 """`cacheprobe.load_sweep`: what a sweep came to, as tables that SQL is asked of, and as runs."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from cacheprobe.sweeps.plan import PLAN
 from cacheprobe.sweeps.store import SHARDS, SweepStore
 
 SHARD_TABLES = ("hypotheses", "rows", "events", "ledger", "thoughts")
+_NAMED = re.compile(r"(?:\bfrom|\bjoin|,)\s*\"?(\w+)")
+"""What may be a table in a question: a name too many costs a view, and nothing else."""
 _LAYERS = (
     f"select digest, {', '.join(AXIS_COLUMNS)}, unnest(layers, recursive := true) from cells_held where len(layers) > 0"
 )
@@ -65,10 +68,9 @@ class Sweep:
             held.execute("create view cells as select * exclude (layers, tables) from cells_held")
             held.execute(f"create view layers as {_LAYERS}")
             try:
-                asked = set(held.get_table_names(sql))
-                for name in SHARD_TABLES:
-                    if name in asked:
-                        held.execute(f"create view {name} as {self._shard_table(name)}")
+                for name in sorted(set(_NAMED.findall(sql.lower())) & set(SHARD_TABLES)):
+                    if read := self._shard_table(name):
+                        held.execute(f"create view {name} as {read}")
                 return held.execute(sql).df()
             except duckdb.Error as error:
                 raise ValueError(f"the query cannot be answered: {error}") from error
@@ -96,17 +98,15 @@ class Sweep:
         return found[0]
 
     def _shard_table(self, name: str) -> str:
-        """SQL that reads one table of every shard that has it."""
+        """SQL that reads one table of every shard that has it; empty where none has."""
         files = [
             f"{SHARDS}/{digest}/{file}"
-            for digest, listed in zip(
-                self._index["digest"].to_pylist(), self._index["tables"].to_pylist(), strict=True
-            )
+            for digest, listed in zip(self._index["digest"].to_pylist(), self._index["tables"].to_pylist(), strict=True)
             for file in listed
             if file.startswith(f"{name}-")
         ]
         if not files:
-            raise ValueError(f"no shard of {self.store.url} has a table {name}; run.capture says what is kept")
+            return ""
         listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in self.store.local_files(files))
         read = f"read_parquet([{listed}], filename = true, union_by_name = true)"
         return f"select parse_path(filename)[-2] as digest, * exclude (filename) from {read}"

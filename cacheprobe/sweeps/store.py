@@ -27,7 +27,15 @@ from typing import Any
 from cacheprobe.observe.manifest import MANIFEST
 
 SHARDS, STAGING = "shards", ".staging"
-_CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}
+_CLIENTS = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
+}
 """By protocol, fsspec's own client; where it is not installed, obstore takes its place."""
 
 

@@ -41,7 +41,12 @@ def run_cell(cell: Cell, model: CachedLM) -> Trace:
 def save_cell(cell: Cell, trace: Trace, directory: Path) -> Path:
     """Write the shard: a saved run that `load_trace` opens, its file names those of the digest, its times left out."""
     trace.event_table = trace.event_table.assign(seconds=float("nan"))
-    trace.meta["sweep"] = {"digest": cell.digest, "cell": cell.to_json(), "facts": facts(trace), "layers": layers(trace)}
+    trace.meta["sweep"] = {
+        "digest": cell.digest,
+        "cell": cell.to_json(),
+        "facts": facts(trace),
+        "layers": layers(trace),
+    }
     return save_trace(trace, directory, run_id=cell.digest[:8])
 
 

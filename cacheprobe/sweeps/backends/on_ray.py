@@ -58,7 +58,9 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
         import ray
         from ray.exceptions import RayError
     except ModuleNotFoundError:
-        raise ValueError("this backend needs Ray: pip install 'cacheprobe[sweep]'; or use --backend processes") from None
+        raise ValueError(
+            "this backend needs Ray: pip install 'cacheprobe[sweep]'; or use --backend processes"
+        ) from None
     is_mine = not ray.is_initialized()
     if is_mine:
         _join(ray, job)
