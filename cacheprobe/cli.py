@@ -1,4 +1,4 @@
-"""The command line: demo, run, report, verify, prove; the rest in cli_look, cli_sweep, cli_dash, cli_bench, cli_train."""
+"""The command line: demo, run, report, verify, prove; the rest in cli_look and its neighbours."""
 
 import os
 import sys

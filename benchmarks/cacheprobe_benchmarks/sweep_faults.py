@@ -89,7 +89,7 @@ def run(rounds: int) -> dict[str, Any]:
 
 
 Fault = Callable[[Path, random.Random, float], "tuple[dict[str, str], int, int] | str"]
-"""Of (folder, chance, seconds of the serial run): the shards' digests, faults that struck, resumes; or why not tried."""
+"""Of (folder, chance, seconds of the serial run): the shards' digests, times that it struck, resumes; or why not."""
 
 
 def _strike(fault: Fault, rounds: int, folder: Path, wanted: Any, chance: random.Random, seconds: float) -> Any:

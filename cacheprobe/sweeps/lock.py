@@ -2,7 +2,7 @@
 
 In a folder this is a lock of the operating system, which ends with its process however that ends. An object store has
 none: there it is a lease, an object that names its holder and is renewed; a holder that was killed is waited for until
-its lease has run out. Not every store can put on a condition, so none is asked to: two sweeps that start within the same
+its lease has run out. Not every store can put on a condition, so none is asked to: two sweeps that start in the same
 moment may both believe that they hold the lease. They then do the same work twice and commit the same bytes: time is
 lost, and no shard.
 """

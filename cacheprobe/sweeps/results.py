@@ -23,9 +23,9 @@ _LAYERS = (
 class Sweep:
     """The committed cells of a sweep. Tables are read when asked for, states when a run is asked for them.
 
-    cells: one line a cell: digest; its axes (model, dtype, adapter, task, drafter, window_rows, lens, intervention, seed);
-        requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the committed tokens, accuracy,
-        chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and code that made it, bytes.
+    cells: one line a cell: digest; its axes (model, dtype, adapter, task, drafter, window_rows, lens, intervention,
+        seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the committed tokens,
+        accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and code that made it, bytes.
     layers: one line for each cell, layer and status: digest, axes, and the columns of `observe.measures.by_layer`.
     """
 
@@ -82,8 +82,8 @@ class Sweep:
         return load_trace(self.store.fetch(self._full(digest)))
 
     def traces(self, where: str = "true") -> Iterator[tuple[dict[str, Any], Any]]:
-        """(cell, run) of every cell that a condition over `cells` holds for, such as "seed = 0 and drafter is null"; one
-        at a time."""
+        """(cell, run) of every cell that a condition over `cells` holds for, such as "seed = 0 and drafter is null",
+        one at a time."""
         for cell in self.query(f"select * from cells where {where}").to_dict("records"):
             yield cell, self.trace(cell["digest"])
 
