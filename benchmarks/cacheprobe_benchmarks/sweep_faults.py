@@ -1,6 +1,6 @@
 """Does a sweep survive what kills it? Every cell exactly once, byte for byte that of an undisturbed serial run.
 
-Each fault strikes a fresh sweep at a random time, `rounds` times; then the same command is given again until it says
+Each fault strikes a fresh sweep at a random moment of its work, `rounds` times; then the same command is given again until it says
 that it is complete, and the shards are compared.
 """
 
@@ -32,6 +32,7 @@ CONFIG = {
     "run": {"n": 2, "max_new_tokens": 4, "capacity": 128, "capture": "SZ"},
     "resources": {"workers": 2},
 }
+CELLS = 16
 MOST_RESUMES = 5
 SEED = 0
 
@@ -106,7 +107,7 @@ def _strike(fault: Fault, rounds: int, folder: Path, wanted: Any, chance: random
 def _kill_worker(folder: Path, chance: random.Random, seconds: float) -> tuple[dict[str, str], int, int]:
     sweep = Struck(folder)
     driver = sweep.start("--backend", "processes")
-    time.sleep(chance.uniform(0.2, 0.9) * seconds)
+    _await(sweep, driver, chance)
     workers = _children(driver.pid)
     for pid in workers[:1]:
         os.kill(pid, signal.SIGKILL)
@@ -117,7 +118,7 @@ def _kill_worker(folder: Path, chance: random.Random, seconds: float) -> tuple[d
 def _kill_driver(folder: Path, chance: random.Random, seconds: float) -> tuple[dict[str, str], int, int]:
     sweep = Struck(folder)
     driver = sweep.start("--backend", "processes")
-    time.sleep(chance.uniform(0.2, 0.9) * seconds)
+    _await(sweep, driver, chance)
     is_running = driver.poll() is None
     driver.kill()
     code = driver.wait()
@@ -133,7 +134,7 @@ def _kill_ray_node(folder: Path, chance: random.Random, seconds: float) -> "tupl
     with _two_nodes(Cluster) as (cluster, node):
         words = ("--backend", "ray", "--address", cluster.address)
         driver = sweep.start(*words)
-        time.sleep(chance.uniform(0.5, 1.2) * seconds)
+        _await(sweep, driver, chance)
         is_running = driver.poll() is None
         cluster.remove_node(node, allow_graceful=False)
         return _ended(sweep, driver.wait(), int(is_running), *words)
@@ -187,6 +188,14 @@ def _refuse_requests(folder: Path, chance: random.Random, seconds: float) -> "tu
 def _ended(sweep: Struck, code: int, struck: int, *words: str) -> tuple[dict[str, str], int, int]:
     resumes = 0 if code == 0 else sweep.finish(*words)
     return sweep.shards(), struck, resumes
+
+
+def _await(sweep: Struck, driver: subprocess.Popen[bytes], chance: random.Random) -> None:
+    """Until a random number of cells are committed, and a random moment more; or the sweep is over."""
+    wanted, moment = chance.randrange(CELLS - 4), chance.uniform(0, 0.5)
+    while driver.poll() is None and len(list(Path(sweep.url).glob("shards/*"))) < wanted:
+        time.sleep(0.02)
+    time.sleep(moment)
 
 
 def _children(pid: int) -> list[int]:

@@ -73,8 +73,8 @@ def require_room(plan: Plan, store: SweepStore, missing: Mapping[str, Cell]) -> 
     if there + coming > budget * 1e9:
         raise ValueError(
             f"the sweep would take about {(there + coming) / 1e9:.3g} GB ({there / 1e9:.3g} GB are there, "
-            f"{len(missing)} cells are to come), its disk_budget_gb is {budget:g}; keep fewer sites (run.capture), make "
-            "the grid smaller, or raise the budget"
+            f"{len(missing)} cells are to come), its disk_budget_gb is {budget:g}; keep fewer sites (run.capture), "
+            "make the grid smaller, or raise the budget"
         )
 
 

@@ -25,7 +25,8 @@ class Sweep:
 
     cells: one line a cell: digest; its axes (model, dtype, adapter, task, drafter, window_rows, lens, intervention,
         seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the committed tokens,
-        accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and code that made it, bytes.
+        accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and code that made it,
+        bytes.
     layers: one line for each cell, layer and status: digest, axes, and the columns of `observe.measures.by_layer`.
     """
 

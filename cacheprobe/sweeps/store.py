@@ -169,7 +169,8 @@ def _open(url: str) -> tuple[Any, str]:
         if not issubclass(fsspec.registry.get(protocol, object), FsspecStore):
             register(protocol)
     try:
-        return fsspec.core.url_to_fs(url)
+        # a client that is kept would not see that the environment names another server
+        return fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except (ImportError, ValueError) as error:
         raise ValueError(f"{url} cannot be opened: {error}") from error
 

@@ -19,8 +19,8 @@ _NONE = "none"
 
 
 def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agrees_mean") -> go.Figure:
-    """A panel for each value of the axis `rows` (down) and `columns` (across): `value` by layer, the mean over the cells
-    of a panel, of committed rows.
+    """A panel for each value of the axis `rows` (down) and `columns` (across): `value` by layer, the mean over
+    the cells of a panel, of committed rows.
 
     layers: as in `Sweep.layers`.  value: one of its numbers, by default agrees_mean.
     Raises: ValueError for an unknown column, one axis given twice, more than 8 values of an axis, and an empty table.
@@ -44,7 +44,8 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
     titles = [f"{columns}={shorten(str(b), 32)}" for b in across] + [""] * (len(across) * (len(down) - 1))
     figure = make_subplots(
         len(down), len(across), shared_xaxes=True, shared_yaxes=True, figure=Figure(), column_titles=None,
-        subplot_titles=[markup(title) for title in titles], vertical_spacing=0.24 / (3 * len(down)), horizontal_spacing=0.02,
+        subplot_titles=[markup(title) for title in titles], vertical_spacing=0.08 / len(down),
+        horizontal_spacing=0.02,
     )  # fmt: skip
     style = STATUS_STYLES["committed"]
     for i, a in enumerate(down):
@@ -54,7 +55,8 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
             panel = means.loc[(a, b)]
             where = markup(f"{rows}={a}, {columns}={b}")
             figure.add_scatter(
-                x=panel.index.tolist(), y=panel["mean"].tolist(), customdata=panel["size"].tolist(), row=i + 1, col=j + 1,
+                x=panel.index.tolist(), y=panel["mean"].tolist(), customdata=panel["size"].tolist(),
+                row=i + 1, col=j + 1,
                 mode="lines+markers", name=where, showlegend=False, line=dict(color=style["color"], width=2),
                 marker=dict(symbol=style["symbol"], size=5),
                 hovertemplate=f"{where}<br>layer %{{x}}: %{{y:.3f}}, mean of %{{customdata}} cells<extra></extra>",
@@ -63,7 +65,8 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
     figure.update_xaxes(title="layer", row=len(down))
     last = means.groupby([rows, columns]).tail(1)["mean"]
     (a, b, _), best = last.idxmax(), last.max()
-    said = f"Last layer, largest {_SAID.get(value, value)}: {best:.2f} at {rows}={shorten(str(a), 32)}, {columns}={shorten(str(b), 32)}"
+    where = f"{rows}={shorten(str(a), 32)}, {columns}={shorten(str(b), 32)}"
+    said = f"Last layer, largest {_SAID.get(value, value)}: {best:.2f} at {where}"
     figure.update_layout(
         template=layout_template(), title=markup(said), height=120 + 150 * len(down), dragmode=False,
         margin=dict(l=64, r=12, t=84, b=48),
