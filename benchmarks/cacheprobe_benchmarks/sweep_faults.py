@@ -1,7 +1,7 @@
 """Does a sweep survive what kills it? Every cell exactly once, byte for byte that of an undisturbed serial run.
 
-Each fault strikes a fresh sweep at a random moment of its work, `rounds` times; then the same command is given again until it says
-that it is complete, and the shards are compared.
+Each fault strikes a fresh sweep at a random moment of its work, `rounds` times; then the same command is given again
+until it says that it is complete, and the shards are compared.
 """
 
 import hashlib
