@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from cacheprobe.config import CaptureConfig
     from cacheprobe.observe.trace import Trace
     from cacheprobe.records import Request, SamplingParams
+    from cacheprobe.sweeps.engine import sweep
+    from cacheprobe.sweeps.results import load_sweep
 
 __version__ = "0.1.0"
 
@@ -29,12 +31,14 @@ _HOMES = {
     "Trace": "cacheprobe.observe.trace",
     "Request": "cacheprobe.records",
     "SamplingParams": "cacheprobe.records",
+    "sweep": "cacheprobe.sweeps.engine",
+    "load_sweep": "cacheprobe.sweeps.results",
 }
 _MODULES = ("tasks", "drafters", "interventions", "lenses", "patching", "probes", "views")
 
 __all__ = [  # noqa: RUF022
     "load_model", "run", "stream", "reference", "verify", "load_trace", "cache_rows", "diff_rows",
-    "Request", "SamplingParams", "CaptureConfig", "Trace",
+    "sweep", "load_sweep", "Request", "SamplingParams", "CaptureConfig", "Trace",
     "tasks", "drafters", "interventions", "lenses", "patching", "probes", "views",
 ]  # fmt: skip
 

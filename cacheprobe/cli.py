@@ -1,4 +1,4 @@
-"""The command line: demo, run, report, verify, prove; the rest in cli_look, cli_dash, cli_bench, cli_train."""
+"""The command line: demo, run, report, verify, prove; the rest in cli_look and its neighbours."""
 
 import os
 import sys
@@ -24,6 +24,8 @@ for name, said in {
 }.items():
     app.command(f"cacheprobe.cli_look:{name}", name=name, help=said)
 app.command("cacheprobe.cli_bench:bench", name="bench", help="Measure, list or compare benchmarks.")
+app.command("cacheprobe.cli_sweep:sweep", name="sweep", help="Run every combination that a file names.")
+app.command("cacheprobe.cli_sweep:query", name="query", help="Ask the results of a sweep in SQL.")
 app.command("cacheprobe.cli_dash:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
 
 
@@ -159,6 +161,7 @@ def run(
     """
     given = dict(locals())
     import cacheprobe as cp
+    from cacheprobe.registry import make
 
     if bool(prompt) == (task is not None):
         raise ValueError("give either --prompt (once or more) or --task, such as --task coin_flip")
@@ -166,8 +169,8 @@ def run(
     if task is not None:
         settings = {"people": people, "flip_probability": flip_probability, "shots": shots, "chat": chat}
         stated = {name: value for name, value in settings.items() if value is not None}
-        prompts = _plug_in("tasks", task, **stated).examples(n, seed)
-    chosen = _plug_in("drafters", drafter) if drafter else None
+        prompts = make("tasks", task, **stated).examples(n, seed)
+    chosen = make("drafters", drafter) if drafter else None
     trace = cp.run(
         cp.load_model(model, dtype=dtype, adapter=adapter, products=products, progress=progress),
         prompts,
@@ -306,33 +309,6 @@ def _as_given(name: str, given: dict[str, Any]) -> dict[str, Any]:
     file = given["config"]
     settings = {k: v for k, v in given.items() if v not in (None, ()) and k not in ("out", "config", "progress")}
     return {"name": name, "config": file.name if file else None, "settings": settings}
-
-
-def _plug_in(kind: str, text: str, **options: Any) -> Any:
-    """NAME or NAME:key=value,... to the plug-in's object; values are numbers, true or false where they read as such."""
-    from cacheprobe.registry import find
-
-    name, _, listed = text.partition(":")
-    for item in filter(None, listed.split(",")):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"{kind} option {item!r} is not key=value, as in early_exit:layer=20")
-        options[key] = _value(value)
-    try:
-        return find(kind, name)(**options)
-    except TypeError as error:
-        raise ValueError(f"{kind} {name!r} cannot be made from {options}: {error}") from error
-
-
-def _value(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            pass
-    return text
 
 
 def main() -> None:

@@ -28,10 +28,12 @@ def read(path: Path, known: list[str]) -> dict[str, Any]:
     """The settings of a YAML file: a mapping from names as in the flags, with - or _, to values."""
     import yaml
 
+    from cacheprobe.strict_yaml import strict_loader
+
     if not path.is_file():
         raise ValueError(f"there is no config file {path}; give the YAML file of a run's settings")
     try:
-        held = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
+        held = yaml.load(path.read_text(encoding="utf-8"), Loader=strict_loader())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         said = " ".join(str(error).split())
         raise ValueError(f"{path} is not readable as YAML ({said}); write a line `name: value` for each") from error
@@ -52,20 +54,3 @@ def read(path: Path, known: list[str]) -> dict[str, Any]:
         if value is not None:  # nothing said, so the default
             settings[name] = value
     return settings
-
-
-def _loader() -> Any:
-    """YAML without tags that make objects, in which a name may stand once: of two, plain YAML takes the last."""
-    import yaml
-
-    class Strict(yaml.SafeLoader):
-        pass
-
-    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
-        keys = [loader.construct_object(key) for key, _ in node.value]
-        if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)
-        return loader.construct_mapping(node)
-
-    Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    return Strict

@@ -54,6 +54,38 @@ def find(kind: str, name: str) -> Any:
     return plugins[name]
 
 
+def make(kind: str, text: str, **options: Any) -> Any:
+    """NAME or NAME:key=value,... to the plug-in's object. Raises: ValueError where it cannot be made of them."""
+    name, _, listed = text.partition(":")
+    options |= parse_options(listed, kind)
+    try:
+        return find(kind, name)(**options)
+    except TypeError as error:
+        raise ValueError(f"{kind} {name!r} cannot be made from {options}: {error}") from error
+
+
+def parse_options(listed: str, what: str) -> dict[str, Any]:
+    """key=value,... as a mapping; values are numbers, true or false where they read as such."""
+    options = {}
+    for item in filter(None, listed.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{what} option {item!r} is not key=value, as in early_exit:layer=20")
+        options[key] = _value(value)
+    return options
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
+
+
 def _scan(kind: str) -> None:
     """Import the files of the kind's package, once; a file that does not import says so itself."""
     if kind in _scanned:

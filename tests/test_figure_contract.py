@@ -69,6 +69,18 @@ def cells() -> pd.DataFrame:
     )
 
 
+def swept() -> pd.DataFrame:
+    """Of a sweep, by layer."""
+    return pd.DataFrame(
+        [
+            dict(drafter=drafter, seed=seed, layer=layer, status="committed", agrees_mean=0.1 + layer / 4 + seed / 8)
+            for drafter in (None, "ngram")
+            for seed in (0, 1)
+            for layer in (0, 1)
+        ]
+    )
+
+
 def algorithm() -> tuple[pd.DataFrame, pd.DataFrame]:
     """Probes and patched prefixes of one of the stored models."""
     stored = json.loads((ROOT / "analyses/results/s3-algorithm.json").read_text(encoding="utf-8"))
@@ -99,6 +111,9 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
         (t := algorithm()[0].assign(examples=40)), t.assign(accuracy=0.5), dict(patches=algorithm()[1]),
     ),
     "settling_figure": lambda: ((t := trace().settling()), t.assign(settling_layer=0), {}),
+    "sweep_grid": lambda: (
+        (t := swept()), swapped(t, "agrees_mean"), dict(rows="drafter", columns="seed"),
+    ),
     "ways_figure": lambda: (
         (t := by_layer(right=3, examples=40, chance=0.5).assign(way=["cut", "whole"])), t.assign(low=0.6), {},
     ),

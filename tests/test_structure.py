@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (  # imports point to a line above; what shares a line stays apart, except the first line's single files
-    ("records", "names", "config", "registry", "noise", "progress", "terminal", "files"),
+    ("records", "names", "config", "registry", "noise", "progress", "terminal", "files", "strict_yaml"),
     ("ops",),
     ("cache", "tasks"),
     ("models",),
@@ -24,9 +24,10 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart, exc
     ("observe", "training"),
     ("arguments", "probes"),
     ("api", "views"),
+    ("sweeps",),
     ("proof", "doctor", "dash_app"),
     ("cli_config",),
-    ("cli", "cli_train", "cli_look", "cli_dash", "cli_bench", "__main__"),
+    ("cli", "cli_train", "cli_look", "cli_dash", "cli_bench", "cli_sweep", "__main__"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 

@@ -9,6 +9,7 @@ import pandas as pd
 from cacheprobe.dash_app.asking import Answer, Ask, NotAsked, whole
 from cacheprobe.dash_app.figures import graphs
 from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.dash_app.sweep import is_sweep, sweep_view
 from cacheprobe.views.coin_rows import coin_rows_figure
 from cacheprobe.views.page import table
 from cacheprobe.views.patching import patching_grid
@@ -21,6 +22,12 @@ _REMEDY = ("Name a folder of them: ", "cacheprobe dash RUN analyses/results")
 KINDS = (
     ("patching", "Patching", "No patching grid was named", ("Keep one and name its file: ", 'grid.save("grid.json")')),
     ("surgery", "Cache surgery", "No result of cache surgery was named", _REMEDY),
+    (
+        "sweep",
+        "Sweep",
+        "No sweep was named",
+        ("Run one and name its folder: ", "cacheprobe sweep data/sweeps/coin-flip.yaml; cacheprobe dash runs/sweep"),
+    ),
     ("results", "Results", "No other results were named", _REMEDY),
 )
 """Of a stored result: its name in a link, its tab, and what is said where there is none."""
@@ -36,6 +43,8 @@ def kind_of(path: Path) -> str:
         return "results"
     if _is_grid(held):
         return "patching"
+    if is_sweep(held):
+        return "sweep"
     return "surgery" if _having(held, _SURGERY) else "results"
 
 
@@ -43,6 +52,8 @@ def view(shelf: Shelf, ask: Ask) -> str | Answer:
     """The figures of a result with what is said of them, or its numbers as tables."""
     path = shelf.results[whole(ask["result"], "result", len(shelf.results))]
     held = _held(path)
+    if is_sweep(held):
+        return sweep_view(shelf, path.parent, ask)
     figures, note = _figures(path, held)
     if not figures:
         return f"<h2>{markup(path.stem)}</h2>{_tables(held)}"

@@ -7,6 +7,11 @@ from pathlib import Path
 from cacheprobe.dash_app.book import Book
 from cacheprobe.observe.manifest import MANIFEST, TraceError
 from cacheprobe.observe.stored import StoredRun
+from cacheprobe.sweeps.plan import PLAN
+from cacheprobe.sweeps.store import SHARDS
+
+MOST_CELLS = 200
+"""Of a sweep, in the menu of runs."""
 
 
 class NotAsked(ValueError):
@@ -67,6 +72,11 @@ def _place(path: Path, entries: list[Entry], results: list[Path]) -> None:
         results.append(path)
         return
     inside = sorted(path.iterdir()) if path.is_dir() and not (path / MANIFEST).exists() else []
+    if (path / PLAN).exists():  # a sweep: its results in one tab, its first cells among the runs
+        results.append(path / PLAN)
+        shards = sorted((path / SHARDS).glob(f"*/{MANIFEST}"))[:MOST_CELLS]
+        entries += [_entry(manifest.parent) for manifest in shards]
+        return
     runs = [p for p in inside if p.is_dir() and ((p / MANIFEST).exists() or any(p.glob("rows-*.parquet")))]
     files = [p for p in inside if p.is_file() and p.suffix == ".json"]
     results += files

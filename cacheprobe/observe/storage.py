@@ -41,15 +41,19 @@ _TABLES = {
 _THOUGHT_STATES = "thoughts-{}.safetensors"
 
 
-def save_trace(trace: Trace, directory: Path) -> Path:
-    """Write a trace into `directory`, which is made if absent and may hold an earlier run, but nothing else."""
+def save_trace(trace: Trace, directory: Path, *, run_id: str | None = None) -> Path:
+    """Write a trace into `directory`, which is made if absent and may hold an earlier run, but nothing else.
+
+    run_id: what file names end with; drawn at random, so that an earlier run there stays whole until the end. A given
+        one makes the files' names a function of the caller's, for a directory that holds nothing yet.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     strangers = [p.name for p in directory.iterdir() if not _is_ours(p.name)]
     if strangers and not (directory / MANIFEST).exists():
         raise TraceError(
             f"{directory} holds files that are not a trace, such as {strangers[0]}; choose an empty directory"
         )
-    run_id = secrets.token_hex(4)
+    run_id = run_id or secrets.token_hex(4)
     files: dict[str, int] = {}
 
     def write(name: str, fill: Callable[[Path], None]) -> None:

@@ -12,6 +12,7 @@ from cacheprobe.views.probes import foresight_figure, probe_figure
 from cacheprobe.views.report import write_report
 from cacheprobe.views.report_figures import write_figures
 from cacheprobe.views.state_algorithm import state_algorithm_figure
+from cacheprobe.views.sweep_grid import sweep_grid
 from cacheprobe.views.text import token_texts
 from cacheprobe.views.thoughts_picture import thoughts_picture
 from cacheprobe.views.windows import Window, accepted_whole, find_windows, rolled_back
@@ -33,6 +34,7 @@ __all__ = [
     "rolled_back",
     "settling_figure",
     "state_algorithm_figure",
+    "sweep_grid",
     "thoughts_picture",
     "token_texts",
     "ways_figure",

@@ -2,9 +2,9 @@
 (function () {
   "use strict";
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
-    "against", "result", "theme"];
+    "against", "result", "theme", "facet"];
   const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result"]);
-  const SHELVED = ["patching", "surgery", "results"];  // tabs of stored results, each of one kind
+  const SHELVED = ["patching", "surgery", "sweep", "results"];  // tabs of stored results, each of one kind
   const WORDS = {
     tab: ["replay", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"], colour: ["logprob", "entropy", "rank"],
     rows: ["committed", "all"], theme: ["light", "dark"],
@@ -68,6 +68,7 @@
     },
     theme: (at) => { at.theme = at.theme === "dark" ? "light" : "dark"; at.themed = true; },
     result: (at, what) => { at.result = Number(what.result); },
+    open: (at, what) => { set(at, "run", Number(what.run)); at.tab = "replay"; },
     gave: (at) => { at.gave = at.gave ? null : true; },
     pick: (at, what) => {
       if (what.request !== undefined) set(at, "request", Number(what.request));
@@ -159,7 +160,7 @@
     const {run, request, step, position, row = null, site, lens, theme} = at, wanted = {};
     if (run !== null && (facts === null || facts.run !== run)) wanted.facts = {run};
     else if (mine(at, facts) && !(story && story.run === run && story.request === request)) wanted.story = {run, request};
-    if (width && SHELVED.includes(at.tab) && at.result !== null) wanted.result = {result: at.result, theme};
+    if (width && SHELVED.includes(at.tab) && at.result !== null) wanted.result = {result: at.result, theme, ...(at.facet ? {facet: at.facet} : {})};
     if (!width || !mine(at, facts) || !known(at, story)) return wanted;
     if (at.tab === "compare") wanted.compare = {run, against: at.against, request};
     if (at.tab === "thoughts") wanted.thoughts = {run, request, position, step};

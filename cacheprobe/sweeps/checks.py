@@ -1,0 +1,120 @@
+"""What is refused before anything runs: combinations that cannot be, and results that would not fit."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from cacheprobe.config import CaptureConfig, EngineConfig, resolve_layers
+from cacheprobe.lenses.base import LensError
+from cacheprobe.registry import make
+from cacheprobe.sweeps.facts import ModelFacts, model_facts
+from cacheprobe.sweeps.making import lens_folder, parse_change
+from cacheprobe.sweeps.settings import RunSettings
+
+SHOWN = 8
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHARD_BYTES, ROW_BYTES, READING_BYTES = 40_000, 24, 40
+"""Rough sizes on disk: of a shard whatever it holds, of a token's row in the tables, and of one layer's reading."""
+
+
+class Asked(NamedTuple):
+    """A task's prompts for one model."""
+
+    prompt_tokens: tuple[int, ...]
+
+
+def prompts_of(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> tuple[int, ...]:
+    """Tokens of each prompt of a cell; what was counted once is held."""
+    key = (axes["model"], axes["task"], axes["seed"])
+    if key not in held:
+        facts = model_facts(axes["model"])
+        examples = make("tasks", axes["task"]).examples(run.n, axes["seed"])
+        texts = [example.prompt_text(facts.tokenizer) for example in examples]
+        held[key] = tuple(len(facts.tokenizer(text).input_ids) for text in texts)
+    return held[key]
+
+
+def complaint(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> str | None:
+    """Why a cell cannot be run; None where nothing speaks against it that is known before the weights are loaded."""
+    try:
+        facts = model_facts(axes["model"])
+        config = EngineConfig(axes["window"], run.group, run.capacity, run.prefill_chunk, run.prefill_group)
+        resolve_layers(run.layers, facts.n_layers)
+        CaptureConfig(run.capture)
+        _check_model(facts, axes)
+        _check_parts(facts, axes)
+        for tokens in prompts_of(axes, run, held):
+            needed = config.rows_needed(tokens, run.max_new_tokens)
+            if tokens + run.max_new_tokens > facts.n_ctx:
+                return f"prompt of {tokens} + {run.max_new_tokens} new tokens exceed the context of {facts.n_ctx}"
+            if needed > run.capacity:
+                return f"{needed} cache rows are needed, capacity is {run.capacity}; set run.capacity: {needed} or more"
+    except (ValueError, LensError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _check_model(facts: ModelFacts, axes: dict[str, Any]) -> None:
+    if facts.thinking is None:
+        return
+    if axes["adapter"] is not None:
+        raise ValueError(f"{facts.name} is a Thinking States model, which takes no adapter; write adapter: none")
+    chunk, window = facts.thinking.chunk, axes["window"]
+    if facts.thinking.thinks and facts.thinking.think_while_decoding and window % chunk:
+        raise ValueError(f"{facts.name} thinks in chunks of {chunk} tokens, which do not divide a window of {window}")
+
+
+def _check_parts(facts: ModelFacts, axes: dict[str, Any]) -> None:
+    if axes["drafter"] is not None:
+        drafter = make("drafters", axes["drafter"])
+        layer = getattr(drafter, "layer", None)
+        if layer is not None and not 0 <= layer < facts.n_layers - 1:
+            raise ValueError(f"drafter {axes['drafter']!r}: {facts.name} can stop after 0 to {facts.n_layers - 2}")
+    if (folder := lens_folder(axes["lens"])) is not None and not folder.is_dir():
+        raise ValueError(f"lens {axes['lens']!r}: there is no directory {folder}")
+    if axes["intervention"] is not None:
+        where = parse_change(axes["intervention"]).where
+        if not 0 <= where["layer"] < facts.n_layers:
+            raise ValueError(
+                f"intervention {axes['intervention']!r}: {facts.name} has layers 0 to {facts.n_layers - 1}"
+            )
+        if not 0 <= where.get("head", 0) < facts.n_heads:
+            raise ValueError(f"intervention {axes['intervention']!r}: {facts.name} has heads 0 to {facts.n_heads - 1}")
+
+
+def require_possible(combinations: Sequence[dict[str, Any]], run: RunSettings) -> dict[Any, tuple[int, ...]]:
+    """Check all cells; returns the prompts' tokens by (model, task, seed).
+
+    Raises: ValueError that counts the impossible ones, and names the first of each reason.
+    """
+    held: dict[Any, Any] = {}
+    reasons: dict[str, list[dict[str, Any]]] = {}
+    known: dict[Any, str | None] = {}
+    for axes in combinations:
+        key = tuple(axes.values())
+        said = known.setdefault(key, complaint(axes, run, held))
+        if said is not None:
+            reasons.setdefault(said, []).append(axes)
+    if reasons:
+        count = sum(map(len, reasons.values()))
+        said = "; ".join(f"{why} ({_named(which)})" for why, which in list(reasons.items())[:SHOWN])
+        more = f"; and {len(reasons) - SHOWN} reasons more" if len(reasons) > SHOWN else ""
+        raise ValueError(f"{count} of {len(combinations)} cells are impossible, nothing was run: {said}{more}")
+    return held
+
+
+def _named(which: Sequence[dict[str, Any]]) -> str:
+    first = " ".join(f"{name}={value}" for name, value in which[0].items() if value is not None)
+    return first if len(which) == 1 else f"{len(which)} cells, such as {first}"
+
+
+def estimated_bytes(axes: dict[str, Any], run: RunSettings, prompt_tokens: Iterable[int]) -> int:
+    """What a cell's shard will take on disk, roughly and rather too much: every draft is counted as computed twice."""
+    facts = model_facts(axes["model"])
+    layers = len(resolve_layers(run.layers, facts.n_layers))
+    counts = list(prompt_tokens)
+    generated = len(counts) * run.max_new_tokens * 2
+    rows = sum(counts) + generated
+    sites = sum(site in (run.capture or "") for site in "STC")
+    states = rows * sites * layers * facts.d_model * ITEM_BYTES[axes["dtype"]]
+    readings = generated * layers * READING_BYTES if "Z" in (run.capture or "") else 0
+    return SHARD_BYTES + rows * ROW_BYTES + states + readings

@@ -1,0 +1,42 @@
+"""The version of the code that made a shard: a hash of every source file that a run goes through."""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).parents[1]
+_PARTS = (
+    "records.py", "names.py", "config.py", "registry.py", "noise.py", "arguments.py", "api.py", "ops", "cache",
+    "tasks", "models", "lenses", "drafters", "interventions", "engine", "observe", "sweeps/work.py",
+)  # fmt: skip
+"""Views, commands and what schedules a sweep change no bit of a shard, so they are left out."""
+
+
+@cache
+def code_version() -> str:
+    """16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for part in _PARTS:
+        path = _PACKAGE / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.relative_to(_PACKAGE).as_posix().encode() + b"\0")
+            digest.update(file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@cache
+def libraries() -> tuple[tuple[str, str], ...]:
+    """(name, version) of what writes and computes the bytes of a shard."""
+    from importlib.metadata import version
+
+    return tuple((name, version(name)) for name in ("torch", "transformers", "pyarrow", "pandas", "safetensors"))
+
+
+def origin(threads: int, sources: dict[str, Any]) -> dict[str, Any]:
+    """What a cell's bits depend on besides its settings. sources: by name, hashes of models and lenses."""
+    from cacheprobe import __version__
+    from cacheprobe.observe.manifest import FORMAT_VERSION
+
+    own = {"version": __version__, "code": code_version(), "trace_format": FORMAT_VERSION, "threads": threads}
+    return {**own, "libraries": dict(libraries()), "sources": sources}

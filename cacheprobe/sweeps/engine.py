@@ -1,0 +1,153 @@
+"""`cacheprobe.sweep`: check, lock, skip what is committed, run the rest, say what came of it."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cacheprobe.registry import find
+from cacheprobe.sweeps.board import Board
+from cacheprobe.sweeps.events import Event, EventLog
+from cacheprobe.sweeps.holder import FULL, Job, Outcome
+from cacheprobe.sweeps.index import refresh
+from cacheprobe.sweeps.lock import only_sweep
+from cacheprobe.sweeps.plan import PLAN, Plan, make_plan, require_room
+from cacheprobe.sweeps.settings import SweepConfig, read_config
+from cacheprobe.sweeps.store import SweepStore
+from cacheprobe.sweeps.waiting import Waiting
+
+COMPLETE, FAILED, PARTIAL = 0, 1, 3
+"""Exit codes of the command."""
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """What a start of a sweep came to."""
+
+    url: str
+    total: int
+    """Cells of the plan."""
+    skipped: int
+    """Of them, those that were committed before."""
+    committed: int
+    """Those that this start committed."""
+    failures: tuple[Outcome, ...] = ()
+    stopped_by: str = ""
+    """Why cells were left undone: Ctrl-C, a full disk, a lost cluster; empty where none was."""
+    names: dict[str, str] = field(default_factory=dict, repr=False)
+    """Of the cells that are not committed, by digest."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.skipped + self.committed == self.total
+
+    @property
+    def exit_code(self) -> int:
+        """0 complete; 3 partial: going on is worth it; 1 failed: nothing is committed at all."""
+        if self.is_complete:
+            return COMPLETE
+        return PARTIAL if self.skipped + self.committed or self.stopped_by == INTERRUPTED else FAILED
+
+    def __str__(self) -> str:
+        """Which cells are missing and why, and how to go on."""
+        done = self.skipped + self.committed
+        lines = [f"{done} of {self.total} cells are committed in {self.url}, {self.skipped} of them before"]
+        if self.is_complete:
+            return "complete: " + lines[0]
+        word = "partial" if self.exit_code == PARTIAL else "failed"
+        lines[0] = f"{word}: {lines[0]}"
+        for cause, count in Counter(failure.cause for failure in self.failures).most_common():
+            lines.append(f"{count} failed by {cause}:")
+            these = [failure for failure in self.failures if failure.cause == cause]
+            lines += [f"  {f.digest}  {self.names.get(f.digest, '')}: {f.message}" for f in these[:SHOWN]]
+            lines += [f"  and {count - SHOWN} more, in {self.url}/events"] if count > SHOWN else []
+        if left := self.total - done - len(self.failures):
+            lines.append(f"{left} not run{': ' + self.stopped_by if self.stopped_by else ''}")
+        lines.append("to go on, give the same command again: what is committed is skipped")
+        return "\n".join(lines)
+
+
+SHOWN = 5
+INTERRUPTED = "interrupted"
+
+
+def sweep(
+    config: "str | Path | dict[str, Any] | SweepConfig",
+    *,
+    out: "str | Path | None" = None,
+    backend: str = "serial",
+    address: str | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> SweepReport:
+    """Run every cell of a sweep that is not committed yet, and commit each as a shard.
+
+    config: the YAML file of a sweep, or what it would hold.  out: folder or fsspec address, where the file says none or
+        another is wanted.
+    backend: "serial", "processes" or "ray".  address: of a Ray cluster.  workers: instead of the file's.
+    All cells are checked before any runs. A cell that fails is reported and the others go on; Ctrl-C ends the sweep
+    with a report, and what was committed stays.
+    Returns what came of it; `load_sweep` opens the results.
+    Raises: ValueError for settings that cannot be met, SweepBusy where another sweep writes there.
+    """
+    config = read_config(config)
+    url = str(out or config.out or "")
+    if not url:
+        raise ValueError("say where the results go: out: in the sweep's file, or out= (--out)")
+    run_cells = find("sweeps.backends", backend)
+    if address is not None and backend != "ray":
+        raise ValueError(f"an address is that of a Ray cluster; the backend is {backend}")
+    plan, resources = make_plan(config), config.resources
+    store = SweepStore(url)
+    with only_sweep(store):
+        store.clean()
+        there = store.committed()
+        missing = {digest: cell for digest, cell in plan.cells.items() if digest not in there}
+        require_room(plan, store, missing)
+        store.write(PLAN, _json(plan.to_json()))
+        shared = (resources.threads, resources.num_cpus, resources.num_gpus, resources.retries, address)
+        job = Job(store.url if not store.is_local else store.root, workers or resources.workers, *shared)
+        report = _run(run_cells, plan, missing, store, job, backend, progress)
+        refresh(store)
+    return report
+
+
+def _run(
+    run_cells: Any, plan: Plan, missing: dict[str, Any], store: SweepStore, job: Job, backend: str, progress: bool
+) -> SweepReport:
+    names = {digest: str(cell) for digest, cell in missing.items()}
+    failures: list[Outcome] = []
+    committed, stopped_by = 0, ""
+    skipped = len(plan.cells) - len(missing)
+    waiting = Waiting(missing.values())
+    board = Board(len(plan.cells), skipped, names, backend, progress)
+    with EventLog(store) as log, board:
+        log.write(Event("sweep_started"), backend=backend, total=len(plan.cells), skipped=skipped, plan=plan.digest)
+        events = run_cells(waiting, job) if missing else iter(())
+        try:
+            for event in events:
+                log.write(event)
+                board.see(event)
+                if (outcome := event.outcome) is None:
+                    continue
+                names.pop(outcome.digest) if outcome.is_committed else failures.append(outcome)
+                committed += outcome.is_committed
+                if outcome.cause == FULL:  # every other cell would fail alike
+                    waiting.stop()
+                    stopped_by = FULL
+        except KeyboardInterrupt:
+            stopped_by = INTERRUPTED
+        except ConnectionError as error:
+            stopped_by = str(error)
+        finally:
+            if hasattr(events, "close"):
+                events.close()
+        report = SweepReport(store.url, len(plan.cells), skipped, committed, tuple(failures), stopped_by, names)
+        log.write(Event("sweep_ended"), exit_code=report.exit_code, committed=committed, failed=len(failures))
+    return report
+
+
+def _json(held: Any) -> bytes:
+    import json
+
+    return json.dumps(held, ensure_ascii=False).encode()

@@ -1,0 +1,89 @@
+"""What is known of a model before its weights are loaded: enough to refuse a cell that could not run."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cacheprobe.models.base import ModelError
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Of a model by name or directory."""
+
+    name: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_ctx: int
+    tokenizer: Any
+    source: str
+    """Hash of its files, or the revision of a hub name."""
+    thinking: Any = None
+    """The ThinkingConfig of a Thinking States model."""
+
+    @property
+    def model_type(self) -> str:
+        return "Thinking States model" if self.thinking else "model"
+
+
+@cache
+def model_facts(name: str) -> ModelFacts:
+    """Facts of a model that `load_model` takes by name. Raises: ModelError where there is none."""
+    from cacheprobe.models.shipped import shipped_folder
+    from cacheprobe.models.thinking_store import is_thinking_folder
+
+    folder = shipped_folder("checkpoints", name) if "/" not in name else None
+    if folder is None and is_thinking_folder(Path(name)):
+        folder = Path(name)
+    return _thinking_facts(name, folder) if folder else _plain_facts(name)
+
+
+def _thinking_facts(name: str, folder: Path) -> ModelFacts:
+    from cacheprobe.models.thinking_config import ThinkingConfig
+    from cacheprobe.models.thinking_store import TOKENIZER, read_config
+    from cacheprobe.tasks.words import load_tokenizer
+
+    held = read_config(folder)
+    config = ThinkingConfig.from_json(held["config"])
+    shape = (config.n_layers, config.d_model, config.n_heads, config.n_ctx)
+    return ModelFacts(name, *shape, load_tokenizer(folder / TOKENIZER), folder_digest(folder), config)
+
+
+def _plain_facts(name: str) -> ModelFacts:
+    from transformers import AutoConfig, AutoTokenizer
+
+    from cacheprobe.models.loaders import SHIPPED
+
+    source, known = name, ""
+    if name in SHIPPED:
+        from cacheprobe.models.smollm2 import smollm2_directory
+
+        source = str(smollm2_directory(progress=False))
+        known = Path(source).name  # it names the hash of the weights
+    is_local = Path(source).is_dir()
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=is_local)
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"model {name!r} is not to be had with its tokenizer: {first}") from error
+    text = config.get_text_config()
+    digest = known or (folder_digest(Path(source)) if is_local else str(getattr(config, "_commit_hash", "")))
+    shape = (text.num_hidden_layers, text.hidden_size, text.num_attention_heads, text.max_position_embeddings)
+    return ModelFacts(name, *shape, tokenizer, digest)
+
+
+@cache
+def folder_digest(folder: Path) -> str:
+    """Hash of the names and bytes of a folder's files."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no directory {folder}; give an existing one")
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        with path.open("rb") as file:
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:20]

@@ -1,0 +1,104 @@
+"""One table over all committed shards, so that ten thousand of them open as one file.
+
+It holds nothing that the shards' manifests do not say: where it lacks some, or is missing, it is made up from them.
+"""
+
+import io
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cacheprobe.sweeps.cells import AXES
+from cacheprobe.sweeps.plan import size_of
+from cacheprobe.sweeps.store import SHARDS, SweepStore
+
+INDEX = "index/cells.parquet"
+AXIS_COLUMNS = tuple("window_rows" if name == "window" else name for name in AXES)
+"""The axes as columns: a bare `window` is a word of SQL."""
+_LAYER = pa.struct(
+    [
+        ("layer", pa.int32()),
+        ("status", pa.string()),
+        ("rows", pa.int64()),
+        ("rank_median", pa.float64()),
+        ("logprob_nats_mean", pa.float64()),
+        ("agrees_mean", pa.float64()),
+        ("entropy_nats_mean", pa.float64()),
+    ]
+)
+_FACTS = {"requests": pa.int64(), "tokens": pa.int64(), "steps": pa.int64(), "drafted": pa.int64(),
+          "rolled_back": pa.int64(), "acceptance": pa.float64(), "logprob_nats": pa.float64(), "accuracy": pa.float64(),
+          "chance": pa.float64(), "answer_mass": pa.float64(), "forced_accuracy": pa.float64()}  # fmt: skip
+SCHEMA = pa.schema(
+    [
+        ("digest", pa.string()),
+        *((name, pa.int64() if name in ("window_rows", "seed") else pa.string()) for name in AXIS_COLUMNS),
+        *_FACTS.items(),
+        ("run", pa.string()),
+        ("version", pa.string()),
+        ("code", pa.string()),
+        ("bytes", pa.int64()),
+        ("tables", pa.list_(pa.string())),
+        ("layers", pa.list_(_LAYER)),
+    ]
+)
+"""digest; the axes; what `work.facts` says; run: the common settings as JSON; version and code that made it; bytes;
+tables: names of its Parquet files; layers: `measures.by_layer`."""
+
+
+def refresh(store: SweepStore) -> pa.Table:
+    """The index of what is committed now, brought up to date, and stored where that can be done."""
+    there = store.committed()
+    held = _stored(store)
+    known = set(held["digest"].to_pylist())
+    if known == there:
+        return held
+    kept = held.filter(pa.array([digest in there for digest in held["digest"].to_pylist()], pa.bool_()))
+    table = pa.concat_tables([kept, _rows(store, sorted(there - known))])
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    try:
+        store.write(INDEX, sink.getvalue())
+    except OSError:  # a full disk, or somebody else's folder: it is made up again at the next opening
+        pass
+    return table
+
+
+def _stored(store: SweepStore) -> pa.Table:
+    data = store.read(INDEX)
+    if data is not None:
+        try:
+            table = pq.read_table(io.BytesIO(data))
+            if table.schema.equals(SCHEMA):
+                return table
+        except pa.ArrowInvalid:
+            pass
+    return SCHEMA.empty_table()
+
+
+def _rows(store: SweepStore, digests: Iterable[str]) -> pa.Table:
+    if store.is_local:
+        manifests = map(store.manifest, digests)
+    else:
+        paths = [store.path(f"{SHARDS}/{digest}/manifest.json") for digest in digests]
+        manifests = map(json.loads, store.fs.cat(paths).values()) if paths else ()
+    return pa.Table.from_pylist([_row(manifest) for manifest in manifests], schema=SCHEMA)
+
+
+def _row(manifest: dict[str, Any]) -> dict[str, Any]:
+    about = manifest["meta"]["sweep"]
+    cell = about["cell"]
+    return {
+        "digest": about["digest"],
+        **dict(zip(AXIS_COLUMNS, (cell["axes"][name] for name in AXES), strict=True)),
+        **about["facts"],
+        "run": json.dumps(cell["run"], sort_keys=True),
+        "version": cell["origin"]["version"],
+        "code": cell["origin"]["code"],
+        "bytes": size_of(manifest),
+        "tables": [name for name in manifest["files"] if name.endswith(".parquet")],
+        "layers": about["layers"],
+    }

@@ -1,0 +1,83 @@
+"""From a sweep's settings to its cells, all of them checked, and what they will need."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cacheprobe.sweeps.cells import Cell, canonical, combinations
+from cacheprobe.sweeps.checks import estimated_bytes, require_possible
+from cacheprobe.sweeps.code import code_version, origin
+from cacheprobe.sweeps.facts import folder_digest, model_facts
+from cacheprobe.sweeps.making import lens_folder
+from cacheprobe.sweeps.settings import SweepConfig
+from cacheprobe.sweeps.store import SweepStore
+
+PLAN = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done; cells in the order of the grid."""
+
+    config: SweepConfig
+    cells: Mapping[str, Cell]
+    """By digest."""
+    sizes: Mapping[str, int]
+    """Estimated bytes by digest."""
+
+    @property
+    def digest(self) -> str:
+        """Of its cells, whatever their order."""
+        return hashlib.sha256(canonical(sorted(self.cells)).encode()).hexdigest()[:20]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": "cacheprobe sweep",
+            "format_version": 1,
+            "plan": self.digest,
+            "code": code_version(),
+            "config": self.config.model_dump(mode="json"),
+            "digests": list(self.cells),
+        }
+
+
+def make_plan(config: SweepConfig) -> Plan:
+    """Raises: ValueError where any cell is impossible, with all reasons."""
+    chosen = list(combinations(config))
+    prompts = require_possible(chosen, config.run)
+    cells, sizes = {}, {}
+    for axes in chosen:
+        cell = Cell(axes, config.run.model_dump(mode="json"), origin(config.resources.threads, _sources(axes)))
+        cells[cell.digest] = cell
+        tokens = prompts[axes["model"], axes["task"], axes["seed"]]
+        sizes[cell.digest] = estimated_bytes(axes, config.run, tokens)
+    return Plan(config, cells, sizes)
+
+
+def _sources(axes: dict[str, Any]) -> dict[str, str]:
+    """Hashes of what a cell reads besides its settings."""
+    held = {"model": model_facts(axes["model"]).source}
+    if (folder := lens_folder(axes["lens"])) is not None:
+        held["lens"] = folder_digest(folder)
+    return held
+
+
+def require_room(plan: Plan, store: SweepStore, missing: Mapping[str, Cell]) -> None:
+    """Raises: ValueError where the plan's results would exceed its disk budget, those that are there included."""
+    budget = plan.config.disk_budget_gb
+    if budget is None:
+        return
+    there = sum(size_of(store.manifest(digest)) for digest in plan.cells if digest not in missing)
+    coming = sum(plan.sizes[digest] for digest in missing)
+    if there + coming > budget * 1e9:
+        raise ValueError(
+            f"the sweep would take about {(there + coming) / 1e9:.3g} GB ({there / 1e9:.3g} GB are there, "
+            f"{len(missing)} cells are to come), its disk_budget_gb is {budget:g}; keep fewer sites (run.capture), "
+            "make the grid smaller, or raise the budget"
+        )
+
+
+def size_of(manifest: Mapping[str, Any]) -> int:
+    """Bytes of a shard's files, the manifest not counted."""
+    return sum(manifest["files"].values())

@@ -1,0 +1,137 @@
+"""`cacheprobe.load_sweep`: what a sweep came to, as tables that SQL is asked of, and as runs."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+
+from cacheprobe.sweeps.index import AXIS_COLUMNS, refresh
+from cacheprobe.sweeps.plan import PLAN
+from cacheprobe.sweeps.store import SHARDS, SweepStore
+
+SHARD_TABLES = ("hypotheses", "rows", "events", "ledger", "thoughts")
+_NAMED = re.compile(r"(?:\bfrom|\bjoin|,)\s*\"?(\w+)")
+"""What may be a table in a question: a name too many costs a view, and nothing else."""
+_LAYERS = (
+    f"select digest, {', '.join(AXIS_COLUMNS)}, unnest(layers, recursive := true) from cells_held where len(layers) > 0"
+)
+
+
+class Sweep:
+    """The committed cells of a sweep. Tables are read when asked for, states when a run is asked for them.
+
+    cells: one line a cell: digest; its axes (model, dtype, adapter, task, drafter, window_rows, lens, intervention,
+        seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the committed tokens,
+        accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and code that made it,
+        bytes.
+    layers: one line for each cell, layer and status: digest, axes, and the columns of `observe.measures.by_layer`.
+    """
+
+    def __init__(self, store: SweepStore, index: pa.Table, plan: dict[str, Any], all_versions: bool) -> None:
+        self.store, self.plan = store, plan
+        planned = frozenset(plan["digests"])
+        digests = index["digest"].to_pylist()
+        is_planned = [digest in planned for digest in digests]
+        self.num_others = 0 if all_versions else len(digests) - sum(is_planned)
+        """Shards of other plans or versions of the code, left out here."""
+        self._index = index if all_versions else index.filter(pa.array(is_planned, pa.bool_()))
+        self.pending = tuple(digest for digest in plan["digests"] if digest not in set(digests))
+        """Digests of cells that are planned and not committed."""
+
+    def __repr__(self) -> str:
+        others = f"; {self.num_others} shards of other plans or versions are left out" if self.num_others else ""
+        return f"Sweep({self.store.url!r}: {len(self._index)} cells, {len(self.pending)} pending{others})"
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def cells(self) -> pd.DataFrame:
+        return self._index.drop_columns(["layers", "tables"]).to_pandas()
+
+    @property
+    def layers(self) -> pd.DataFrame:
+        return self.query("select * from layers")
+
+    def query(self, sql: str) -> pd.DataFrame:
+        """The answer to a question over the tables cells and layers, and hypotheses, rows, events, ledger and thoughts
+        of all shards, with the cell's digest in front: `... from hypotheses join cells using (digest)`.
+
+        Files of shards are opened only where the question names their table.
+        Raises: ValueError for SQL that DuckDB refuses, with what it says.
+        """
+        duckdb = _duckdb()
+        with duckdb.connect() as held:
+            held.register("cells_held", self._index)
+            held.execute("create view cells as select * exclude (layers, tables) from cells_held")
+            held.execute(f"create view layers as {_LAYERS}")
+            try:
+                for name in sorted(set(_NAMED.findall(sql.lower())) & set(SHARD_TABLES)):
+                    if read := self._shard_table(name):
+                        held.execute(f"create view {name} as {read}")
+                return held.execute(sql).df()
+            except duckdb.Error as error:
+                raise ValueError(f"the query cannot be answered: {error}") from error
+
+    def trace(self, digest: str) -> Any:
+        """The run of one cell, as `load_trace` gives it: its states are read when first asked for."""
+        from cacheprobe.observe.storage import load_trace
+
+        return load_trace(self.store.fetch(self._full(digest)))
+
+    def traces(self, where: str = "true") -> Iterator[tuple[dict[str, Any], Any]]:
+        """(cell, run) of every cell that a condition over `cells` holds for, such as "seed = 0 and drafter is null",
+        one at a time."""
+        for cell in self.query(f"select * from cells where {where}").to_dict("records"):
+            yield cell, self.trace(cell["digest"])
+
+    def folder(self, digest: str) -> Path:
+        """A cell's run as a local directory, for commands that take one; fetched where the sweep is far away."""
+        return self.store.fetch(self._full(digest))
+
+    def _full(self, digest: str) -> str:
+        found = [known for known in self._index["digest"].to_pylist() if known.startswith(digest)]
+        if len(found) != 1 or not digest:
+            raise ValueError(f"{len(found)} cells of {self.store.url} begin with {digest!r}; see the digests in .cells")
+        return found[0]
+
+    def _shard_table(self, name: str) -> str:
+        """SQL that reads one table of every shard that has it; empty where none has."""
+        files = [
+            f"{SHARDS}/{digest}/{file}"
+            for digest, listed in zip(self._index["digest"].to_pylist(), self._index["tables"].to_pylist(), strict=True)
+            for file in listed
+            if file.startswith(f"{name}-")
+        ]
+        if not files:
+            return ""
+        listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in self.store.local_files(files))
+        read = f"read_parquet([{listed}], filename = true, union_by_name = true)"
+        return f"select parse_path(filename)[-2] as digest, * exclude (filename) from {read}"
+
+
+def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
+    """The results of a sweep, complete or not.
+
+    url: its folder or fsspec address.  all_versions: include shards that are not of the newest plan: those of other
+    settings, and of other versions of the code, which the column `code` tells apart.
+    Raises: ValueError where there is no sweep.
+    """
+    store = SweepStore(url)
+    plan = store.read_json(PLAN)
+    if not isinstance(plan, dict) or plan.get("format") != "cacheprobe sweep":
+        raise ValueError(f"{url} holds no sweep (it has no {PLAN}); give the folder that cacheprobe sweep wrote to")
+    if plan["format_version"] != 1:
+        raise ValueError(f"{url} is of sweep format {plan['format_version']}, this cacheprobe reads 1")
+    return Sweep(store, refresh(store), plan, all_versions)
+
+
+def _duckdb() -> Any:
+    try:
+        import duckdb
+    except ModuleNotFoundError:
+        raise ValueError("a query needs duckdb: pip install 'cacheprobe[sweep]'") from None
+    return duckdb

@@ -1,0 +1,159 @@
+"""What a sweep's file may say, checked as a whole: unknown names and wrong kinds are refused with the place."""
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _none(value: Any) -> Any:
+    return None if value == "none" else value
+
+
+Text = Annotated[str, Field(min_length=1)]
+Maybe = Annotated[Text | None, BeforeValidator(_none)]
+DType = Literal["float32", "bfloat16", "float16"]
+Rows = Annotated[int, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Axes(_Strict):
+    """One value of each: what a cell is. Names are those of `cacheprobe run`."""
+
+    model: Text = "smollm2-135m"
+    dtype: DType = "float32"
+    adapter: Maybe = None
+    task: Text = "coin_flip"
+    drafter: Maybe = None
+    window: Rows = 16
+    lens: Text = "logit"
+    """logit, or KIND:DIRECTORY of a stored one, such as tuned:lenses/smollm2."""
+    intervention: Maybe = None
+    """zero, add, mean or resample, such as zero:site=T,layer=3,positions=4-9; of every request."""
+    seed: int = 0
+
+
+def _many(of: Any) -> Any:
+    return Annotated[tuple[of, ...], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class Grid(_Strict):
+    """Lists of values of the same axes; every combination is a cell. layer=0-5 in a text stands for six values."""
+
+    model: _many(Text) = ("smollm2-135m",)  # pyright: ignore[reportInvalidTypeForm]
+    dtype: _many(DType) = ("float32",)  # pyright: ignore[reportInvalidTypeForm]
+    adapter: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
+    task: _many(Text) = ("coin_flip",)  # pyright: ignore[reportInvalidTypeForm]
+    drafter: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
+    window: _many(Rows) = (16,)  # pyright: ignore[reportInvalidTypeForm]
+    lens: _many(Text) = ("logit",)  # pyright: ignore[reportInvalidTypeForm]
+    intervention: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
+    seed: _many(int) = (0,)  # pyright: ignore[reportInvalidTypeForm]
+
+
+class RunSettings(_Strict):
+    """What all cells have in common, named as in `cacheprobe.run`."""
+
+    n: Rows = 8
+    """Examples of the task in each cell."""
+    max_new_tokens: Rows = 32
+    capacity: Rows = 512
+    group: Rows = 4
+    prefill_chunk: Rows = 32
+    prefill_group: Rows = 1
+    deterministic: Annotated[float, Field(ge=0, le=1)] = 0.0
+    capture: str | None = "Z"
+    """Sites to keep, of S, T, C and Z."""
+    layers: tuple[int, ...] | None = None
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    stop: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+
+
+class Resources(_Strict):
+    """Of one worker, which holds one model. They change no bits but for `threads`."""
+
+    workers: Rows = 2
+    num_cpus: Annotated[float, Field(ge=0)] = 1
+    """Of a Ray actor."""
+    num_gpus: Annotated[float, Field(ge=0)] = 0
+    threads: Rows = 1
+    """Of torch. Sums depend on their number, so it is part of a cell's digest."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """How often a cell is tried again whose worker died."""
+
+
+class SweepConfig(_Strict):
+    """A sweep's file."""
+
+    out: str | None = None
+    """Folder or fsspec address of the results, such as s3://bucket/sweep."""
+    grid: Grid | None = None
+    cells: tuple[Axes, ...] | None = None
+    """A list of cells, instead of a grid."""
+    run: RunSettings = RunSettings()
+    resources: Resources = Resources()
+    disk_budget_gb: Annotated[float, Field(gt=0)] | None = None
+    """Refuse a sweep whose results are estimated to be larger."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "SweepConfig":
+        if (self.grid is None) == (self.cells is None):
+            raise ValueError("give either grid: (lists of values) or cells: (a list of combinations)")
+        if self.cells is not None and not self.cells:
+            raise ValueError("cells is empty; give at least one combination")
+        return self
+
+
+def read_config(source: "str | Path | dict[str, Any] | SweepConfig") -> SweepConfig:
+    """A sweep's settings from a YAML file, or from what such a file would hold.
+
+    Raises: ValueError with every name or value that is not understood, and where it stands.
+    """
+    if isinstance(source, SweepConfig):
+        return source
+    where, held = "the sweep's settings", source
+    if isinstance(source, str | Path):
+        where, held = str(source), _read_yaml(Path(source))
+    if not isinstance(held, dict):
+        raise ValueError(f"{where} holds a {type(held).__name__} instead of settings such as `grid: {{seed: [0, 1]}}`")
+    try:
+        return SweepConfig.model_validate(held)
+    except ValidationError as error:
+        raise ValueError("; ".join(_said(item, where) for item in error.errors())) from None
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    from cacheprobe.strict_yaml import strict_loader
+
+    if not path.is_file():
+        raise ValueError(f"there is no sweep file {path}; give the YAML file of a sweep's settings")
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=strict_loader())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not readable as YAML ({' '.join(str(error).split())})") from error
+
+
+def _said(item: Any, where: str) -> str:
+    """One complaint of pydantic in our words."""
+    place = [part for part in item["loc"] if not str(part).startswith(("constrained", "function-"))]
+    if item["type"] != "extra_forbidden":
+        at = f"{'.'.join(map(str, place))} in {where}: " if place else f"{where}: "
+        given = "" if item["type"] == "value_error" else f", got {item['input']!r:.60}"
+        return at + item["msg"].removeprefix("Value error, ") + given
+    holders = {"grid": Grid, "cells": Axes, "run": RunSettings, "resources": Resources}
+    holder = SweepConfig if len(place) == 1 else holders[place[0]]
+    near = get_close_matches(str(place[-1]), holder.model_fields, 1, 0.5)
+    remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(holder.model_fields)}"
+    return f"unknown setting {'.'.join(map(str, place))!r} in {where}; {remedy}"

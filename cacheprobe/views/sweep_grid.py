@@ -1,0 +1,74 @@
+"""A sweep as small multiples: one curve by layer for each pair of values of two axes."""
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
+from cacheprobe.views.text import markup, shorten
+
+MOST = 8
+"""Values of an axis that are drawn."""
+_SAID = {
+    "agrees_mean": "share of first choices that are the committed token",
+    "rank_median": "median rank of the committed token",
+    "logprob_nats_mean": "mean log-probability of the committed token (nats)",
+    "entropy_nats_mean": "mean entropy (nats)",
+}
+_NONE = "none"
+
+
+def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agrees_mean") -> go.Figure:
+    """A panel for each value of the axis `rows` (down) and `columns` (across): `value` by layer, the mean over
+    the cells of a panel, of committed rows.
+
+    layers: as in `Sweep.layers`.  value: one of its numbers, by default agrees_mean.
+    Raises: ValueError for an unknown column, one axis given twice, more than 8 values of an axis, and an empty table.
+    """
+    if rows == columns:
+        raise ValueError(f"rows and columns are both {rows}; give two axes")
+    for name in (rows, columns, value, "layer", "status"):
+        if name not in layers.columns:
+            raise ValueError(f"unknown column {name!r}; the table has {', '.join(map(str, layers.columns))}")
+    table = layers[layers.status == "committed"]
+    if table.empty:
+        raise ValueError("no committed row was read: the table is empty; a sweep whose run.capture has Z fills it")
+    table = table.assign(
+        **{name: table[name].astype(object).where(table[name].notna(), _NONE) for name in (rows, columns)}
+    )
+    down, across = (sorted(table[name].unique(), key=str) for name in (rows, columns))
+    for name, values in ((rows, down), (columns, across)):
+        if len(values) > MOST:
+            raise ValueError(f"{name} has {len(values)} values, at most {MOST} are drawn; choose some of them first")
+    means = table.groupby([rows, columns, "layer"])[value].agg(["mean", "size"])
+    titles = [f"{columns}={shorten(str(b), 32)}" for b in across] + [""] * (len(across) * (len(down) - 1))
+    figure = make_subplots(
+        len(down), len(across), shared_xaxes=True, shared_yaxes=True, figure=Figure(), column_titles=None,
+        subplot_titles=[markup(title) for title in titles], vertical_spacing=0.08 / len(down),
+        horizontal_spacing=0.02,
+    )  # fmt: skip
+    style = STATUS_STYLES["committed"]
+    for i, a in enumerate(down):
+        for j, b in enumerate(across):
+            if (a, b) not in means.index.droplevel("layer"):
+                continue
+            panel = means.loc[(a, b)]
+            where = markup(f"{rows}={a}, {columns}={b}")
+            figure.add_scatter(
+                x=panel.index.tolist(), y=panel["mean"].tolist(), customdata=panel["size"].tolist(),
+                row=i + 1, col=j + 1,
+                mode="lines+markers", name=where, showlegend=False, line=dict(color=style["color"], width=2),
+                marker=dict(symbol=style["symbol"], size=5),
+                hovertemplate=f"{where}<br>layer %{{x}}: %{{y:.3f}}, mean of %{{customdata}} cells<extra></extra>",
+            )  # fmt: skip
+        figure.update_yaxes(title=markup(f"{rows}={shorten(str(a), 24)}"), row=i + 1, col=1)
+    figure.update_xaxes(title="layer", row=len(down))
+    last = means.groupby([rows, columns]).tail(1)["mean"]
+    (a, b, _), best = last.idxmax(), last.max()
+    where = f"{rows}={shorten(str(a), 32)}, {columns}={shorten(str(b), 32)}"
+    said = f"Last layer, largest {_SAID.get(value, value)}: {best:.2f} at {where}"
+    figure.update_layout(
+        template=layout_template(), title=markup(said), height=120 + 150 * len(down), dragmode=False,
+        margin=dict(l=64, r=12, t=84, b=48),
+    )  # fmt: skip
+    return figure

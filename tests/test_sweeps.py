@@ -1,0 +1,257 @@
+"""A sweep's cells are checked before any runs, run once, and committed whole: the same bytes whoever ran them."""
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.registry import names as plug_in_names
+from cacheprobe.sweeps import holder as holding
+from cacheprobe.sweeps.cells import Cell, combinations
+from cacheprobe.sweeps.dry import dry_run
+from cacheprobe.sweeps.engine import COMPLETE, FAILED, PARTIAL, sweep
+from cacheprobe.sweeps.index import INDEX
+from cacheprobe.sweeps.lock import SweepBusy, only_sweep
+from cacheprobe.sweeps.plan import make_plan
+from cacheprobe.sweeps.settings import read_config
+from cacheprobe.sweeps.store import SHARDS, SweepStore
+
+RUN = {"n": 2, "max_new_tokens": 2, "capacity": 128, "capture": "SZ"}
+GRID = {"model": "coinflip-plain", "task": "coin_flip:people=2", "window": 4}
+SMALL = {"grid": {**GRID, "seed": [0, 1, 2]}, "run": RUN}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Hash of every file of every committed shard, by its name below the folder."""
+    files = [path for path in (folder / SHARDS).rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SMALL, run one cell after another, and left as it is."""
+    out = tmp_path_factory.mktemp("serial") / "sweep"
+    report = cp.sweep(SMALL, out=out, progress=False)
+    assert report.exit_code == COMPLETE and (report.committed, report.skipped) == (3, 0)
+    return out
+
+
+def test_processes_commit_the_bytes_that_one_process_commits(serial: Path, tmp_path: Path) -> None:
+    report = cp.sweep(SMALL, out=tmp_path / "s", backend="processes", workers=2, progress=False)
+    assert report.is_complete and digests(tmp_path / "s") == digests(serial)
+
+
+def test_what_is_committed_is_skipped_and_what_is_not_is_made_again(serial: Path, tmp_path: Path) -> None:
+    """A shard without its manifest does not count: an object store may hold half of one."""
+    import shutil
+
+    out = shutil.copytree(serial, tmp_path / "s")
+    broken = next((out / SHARDS).iterdir())
+    (broken / "manifest.json").unlink()
+    report = cp.sweep(SMALL, out=out, progress=False)
+    assert (report.skipped, report.committed) == (2, 1) and digests(out) == digests(serial)
+    assert cp.sweep(SMALL, out=out, progress=False).committed == 0
+
+
+def test_a_shard_does_not_depend_on_what_its_process_ran_before(serial: Path, tmp_path: Path) -> None:
+    backwards = {**SMALL, "grid": {**GRID, "seed": [2, 1, 0]}}
+    cp.sweep(backwards, out=tmp_path / "s", progress=False)
+    assert digests(tmp_path / "s") == digests(serial)
+
+
+def test_a_shard_is_a_run(serial: Path) -> None:
+    results = cp.load_sweep(serial)
+    trace = results.trace(results.cells.digest[0])
+    assert len(trace.requests) == 2 and trace.states("S", 1, 0).shape[1] == 64
+    assert [cell["seed"] for cell, _ in results.traces("seed > 0")] == [1, 2]
+
+
+def test_tables_are_asked_in_sql(serial: Path) -> None:
+    results = cp.load_sweep(serial)
+    assert sorted(results.query("select seed from cells").seed) == [0, 1, 2]
+    said = results.query(
+        "select seed, count(*) as n from hypotheses join cells using (digest) group by seed order by seed"
+    )
+    each = [len(results.trace(cell.digest).hypotheses()) for cell in results.cells.sort_values("seed").itertuples()]
+    assert said.n.tolist() == each
+    layers = results.query("select distinct layer from layers order by layer").layer.tolist()
+    assert layers == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="cannot be answered"):
+        results.query("select nothing from cells")
+    with pytest.raises(ValueError, match="thoughts does not exist"):
+        results.query("select * from thoughts")
+
+
+def test_the_index_is_made_up_from_the_manifests(serial: Path) -> None:
+    before = cp.load_sweep(serial).cells
+    (serial / INDEX).unlink()
+    assert (
+        cp.load_sweep(serial)
+        .cells.sort_values("digest", ignore_index=True)
+        .equals(before.sort_values("digest", ignore_index=True))
+    )
+    (serial / INDEX).write_bytes(b"cut short")
+    assert len(cp.load_sweep(serial)) == 3
+
+
+def test_another_code_version_is_kept_apart(serial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    out = shutil.copytree(serial, tmp_path / "s")
+    monkeypatch.setattr("cacheprobe.sweeps.code.code_version", lambda: "another")
+    monkeypatch.setattr("cacheprobe.sweeps.plan.code_version", lambda: "another")
+    one = {**SMALL, "grid": {**GRID, "seed": 0}}
+    assert cp.sweep(one, out=out, progress=False).committed == 1
+    results = cp.load_sweep(out)
+    assert (len(results), results.num_others) == (1, 3)
+    assert cp.load_sweep(out, all_versions=True).cells.code.nunique() == 2
+
+
+def test_a_failed_cell_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = holding.Holder._load
+
+    def load(self: holding.Holder, cell: Cell) -> float:
+        if cell.axes["seed"] == 1:
+            raise MemoryError("no more of it")
+        return real(self, cell)
+
+    monkeypatch.setattr(holding.Holder, "_load", load)
+    report = sweep(SMALL, out=tmp_path / "s", progress=False)
+    assert report.exit_code == PARTIAL and [f.cause for f in report.failures] == ["MemoryError"]
+    assert "seed=1: no more of it" in str(report) and "give the same command again" in str(report)
+    monkeypatch.setattr(holding.Holder, "_load", real)
+    assert sweep(SMALL, out=tmp_path / "s", progress=False).skipped == 2
+
+
+def test_a_full_disk_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def commit(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(SweepStore, "commit", commit)
+    report = sweep(SMALL, out=tmp_path / "s", progress=False)
+    assert report.exit_code == FAILED and len(report.failures) == 1 and "2 not run: no space left" in str(report)
+
+
+def test_ctrl_c_leaves_a_folder_that_goes_on(serial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = holding.Holder.run, []
+
+    def run(self: holding.Holder, held: dict) -> holding.Outcome:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(held)
+        return real(self, held)
+
+    monkeypatch.setattr(holding.Holder, "run", run)
+    report = sweep(SMALL, out=tmp_path / "s", progress=False)
+    assert report.exit_code == PARTIAL and "2 not run: interrupted" in str(report)
+    monkeypatch.setattr(holding.Holder, "run", real)
+    assert sweep(SMALL, out=tmp_path / "s", progress=False).is_complete and digests(tmp_path / "s") == digests(serial)
+
+
+def test_two_sweeps_do_not_write_one_folder(tmp_path: Path) -> None:
+    program = (
+        "import sys; from cacheprobe.sweeps.lock import only_sweep; from cacheprobe.sweeps.store import SweepStore\n"
+        "with only_sweep(SweepStore(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(SweepBusy, match="another sweep writes"):
+            sweep(SMALL, out=tmp_path, progress=False)
+        other.kill()
+    with only_sweep(SweepStore(tmp_path)):
+        pass
+
+
+def test_the_log_says_what_happened(serial: Path) -> None:
+    (log,) = (serial / "events").glob("*.jsonl")
+    said = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [item["event"] for item in said] == ["sweep_started", *["started", "ended"] * 3, "sweep_ended"]
+    assert said[-1]["exit_code"] == 0 and all(item["seconds"] > 0 for item in said if item["event"] == "ended")
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"grdi": {}}, "unknown setting 'grdi' in .*; did you mean grid?"),
+        ({"grid": {"modle": "x"}}, "unknown setting 'grid.modle' in .*; did you mean model?"),
+        ({"grid": {}, "run": {"capcity": 3}}, "did you mean capacity?"),
+        ({"grid": {}, "cells": [{}]}, "give either grid: .* or cells:"),
+        ({}, "give either grid: .* or cells:"),
+        ({"cells": []}, "cells is empty"),
+        ({"grid": {"window": 0}}, "grid.window.* greater than or equal to 1, got 0"),
+        ({"grid": {"dtype": "int8"}}, "grid.dtype"),
+        ({"grid": {**GRID, "drafter": "early_exit:layer=5-2"}}, "there is no layer from 5 to 2"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_its_place(held: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        sweep(held, out=tmp_path / "s", progress=False)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"drafter": "early_exit:layer=3"}, "can stop after 0 to 2"),
+        ({"drafter": "early_exits:layer=1"}, "unknown name 'early_exits'"),
+        ({"intervention": "zero:site=T,layer=4"}, "has layers 0 to 3"),
+        ({"intervention": "zero:site=T,layer=1,head=9"}, "has heads 0 to 3"),
+        ({"intervention": "zero:site=T,layer=1,haed=1"}, "unknown option 'haed'"),
+        ({"intervention": "swap:site=T,layer=1"}, "a sweep knows zero, add, mean, resample"),
+        ({"intervention": "add:site=T,layer=1"}, "says no value"),
+        ({"lens": "jacobian:x"}, "not stored in a directory"),
+        ({"lens": "tuned:nowhere"}, "there is no directory nowhere"),
+        ({"adapter": "coin-flip"}, "takes no adapter"),
+        ({"task": "coin_flip:people=40"}, "set run.capacity: 2[0-9]+ or more"),
+        ({"task": "coin_flips"}, "unknown name 'coin_flips'"),
+        ({"model": "./no/such"}, "is not to be had"),
+    ],
+)
+def test_impossible_cells_are_refused_before_anything_runs(change: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"[23] of [34] cells are impossible, nothing was run: .*" + message):
+        mixed = [{**GRID}, *({**GRID, **change, "seed": seed} for seed in (0, 1, 2))]
+        sweep({"cells": mixed[:1] + mixed[1:], "run": RUN}, out=tmp_path / "s", progress=False)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_disk_budget_is_kept(serial: Path, tmp_path: Path) -> None:
+    tight = {**SMALL, "disk_budget_gb": 1e-6}
+    with pytest.raises(ValueError, match="would take about .* GB .* 3 cells are to come"):
+        sweep(tight, out=tmp_path / "s", progress=False)
+    assert not (tmp_path / "s" / SHARDS).exists()
+    size = sum(path.stat().st_size for path in (serial / SHARDS).rglob("*") if path.is_file())
+    estimated = sum(make_plan(read_config(SMALL)).sizes.values())
+    assert size / 3 < estimated < 3 * size  # an estimate, of the right order
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    said = dry_run(SMALL, out=tmp_path / "s", backend="processes", workers=3)
+    assert "3 cells, 0 of them committed" in said and "on 3 workers" in said and "disk: about" in said
+    assert not (tmp_path / "s").exists()
+
+
+def test_layers_are_spread_and_cells_told_apart_by_all_that_changes_bits() -> None:
+    config = read_config(
+        {"grid": {**GRID, "drafter": ["none", "early_exit:layer=0-2"], "intervention": "zero:site=T,layer=1-2"}}
+    )
+    cells = list(combinations(config))
+    assert len(cells) == 8 and cells[3]["drafter"] == "early_exit:layer=0"
+    plans = [
+        make_plan(read_config({**SMALL, **more}))
+        for more in ({}, {"resources": {"threads": 2}}, {"resources": {"workers": 9}})
+    ]
+    assert plans[0].digest != plans[1].digest and plans[0].digest == plans[2].digest
+
+
+def test_every_backend_is_a_plug_in() -> None:
+    assert set(plug_in_names("sweeps.backends")) == {"serial", "processes", "ray"}
+    with pytest.raises(ValueError, match="unknown name 'slurm'"):
+        sweep(SMALL, out="nowhere", backend="slurm")
