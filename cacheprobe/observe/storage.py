@@ -23,6 +23,7 @@ import pandas as pd
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe.manifest import FORMAT_VERSION, MANIFEST, TraceError, read_manifest, require_whole
+from cacheprobe.observe.migrate import migrated_events
 from cacheprobe.observe.store import ShardStore, tensor_key
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Request, SamplingParams
@@ -102,14 +103,13 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
         else None
         for name, attribute in _TABLES.items()
     }
+    held["event_table"] = migrated_events(held["event_table"])
     requests = tuple(_request_from_json(item) for item in manifest["requests"])
     return Trace(
         requests=requests,
         tokens={item["request_id"]: item["committed_token_ids"] for item in manifest["requests"]},
         texts={item["request_id"]: item["text"] for item in manifest["requests"]},
-        store=ShardStore(
-            directory, manifest["shards"], manifest["sites"], manifest["layers"], manifest.get("heads", ())
-        ),
+        store=ShardStore(directory, manifest["shards"], manifest["sites"], manifest["layers"], manifest["heads"]),
         meta=manifest["meta"],
         model=model,
         thought_states=_thought_states(directory / _THOUGHT_STATES.format(run_id)),

@@ -40,7 +40,7 @@ def browser_path() -> str | None:
 def require_browser() -> None:
     """Raises: ImageError unless kaleido and a chromium are here."""
     if find_spec("kaleido") is None:
-        raise ImageError("pictures are drawn by kaleido, which is not here; pip install -e '.[dash]' in a checkout")
+        raise ImageError("pictures are drawn by kaleido, which is not here: pip install 'cacheprobe[dash]'")
     if browser_path() is None:
         raise ImageError(
             "pictures are drawn by a chromium, and there is none; as root apt-get install chromium, or name one in the "
