@@ -29,6 +29,7 @@ for name, said in {
     "doctor": "Say what of this machine cacheprobe uses, and what is missing.",
 }.items():
     app.command(f"cacheprobe.cli_look:{name}", name=name, help=said)
+app.command("cacheprobe.cli_import:imports", name="import", help="Make a run of what another program kept.")
 app.command("cacheprobe.cli_bench:bench", name="bench", help="Measure, list or compare benchmarks.")
 app.command("cacheprobe.cli_dash:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
 

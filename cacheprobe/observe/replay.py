@@ -46,6 +46,8 @@ def replay(
 
     Raises: FingerprintMismatch, ValueError where no request was verified.
     """
+    if trace.meta["kind"] == "import":
+        raise ValueError(f"this trace was {trace.meta['path_reason']}: it followed no schedule that could be replayed")
     config = EngineConfig(**trace.meta["config"])
     path = str(trace.fingerprint["path"])
     path = path if path in PATHS else "auto"
