@@ -260,7 +260,7 @@ def import_vllm(
 
 
 def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progress: bool) -> Trace:
-    total = sum(request.sampling.max_new_tokens for request in setup.requests)
+    total = sum(request.sampling.max_new_tokens or 0 for request in setup.requests if request.sampling)
     with ProgressBar(total, enabled=progress) as bar:
         trace = drain(setup.recorded(start, states, bar, **meta))
     if progress and setup.capture.heads:

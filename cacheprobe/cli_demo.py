@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cacheprobe.observe.trace import Trace
@@ -31,7 +31,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
 
-    thinker = cp.load_model(THINKING)
+    thinker: Any = cp.load_model(THINKING)
     asked = cp.tasks.CoinFlip(people=5).examples(n=4, seed=3)
     trace = cp.run(thinker, asked, window=4, deterministic=True, capacity=128, max_new_tokens=4, progress=False)
     beside = out.with_name(f"{out.name}-thinking")

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import Any
+from typing import Any, Self
 
 SECONDS_BETWEEN_LINES = 20.0
 
@@ -27,7 +27,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         self._began = time.monotonic()
         if not self._spent:
             self._spoken = self._began

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformer_lens
@@ -179,12 +179,12 @@ class BridgeLM:
 
     def head_writer(self, layer: int) -> HeadWriter:
         """See CachedLM.head_writer."""
-        attention = self.bridge.blocks[layer].attn
-        projection = getattr(getattr(attention, "o", None), "original_component", None)
+        attention: Any = self.bridge.blocks[layer].attn
+        projection: Any = getattr(getattr(attention, "o", None), "original_component", None)
         if not hasattr(projection, "weight"):
             raise ModelError(f"{self.name}: the heads of layer {layer} have no output projection to be told apart by")
-        place, _, _ = self.bridge.hook_dict[hook_name("T", layer)].name.rpartition(".")
-        behind = self.bridge.get_submodule(place)
+        place, _, _ = str(self.bridge.hook_dict[hook_name("T", layer)].name).rpartition(".")
+        behind: Any = self.bridge.get_submodule(place)
         norm = None if behind is attention else behind.original_component
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, norm)
 
@@ -264,4 +264,4 @@ def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -
     for name, point in points.items():
         is_ours = any(getattr(handle.user_hook, "__module__", "") == __name__ for handle in point.fwd_hooks)
         if name.endswith(ROTATED) and not is_ours:
-            point.add_perma_hook(rounded)
+            point.add_perma_hook(cast(Any, rounded))

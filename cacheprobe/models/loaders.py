@@ -6,7 +6,7 @@ A model is tried out before it is handed over: what our cache cannot serve is re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cacheprobe.config import DTYPES
 from cacheprobe.models.base import CachedLM, ModelError
@@ -14,6 +14,9 @@ from cacheprobe.models.inventory import SMOLLM2, SMOLLM2_ON_HUB
 from cacheprobe.models.masks import sliding_window
 from cacheprobe.models.shipped import shipped_folder, shipped_names
 from cacheprobe.models.thinking_store import is_thinking_folder, load_thinking
+
+if TYPE_CHECKING:  # it loads transformer_lens, which takes seconds
+    from cacheprobe.models.bridge import BridgeLM
 
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Model types whose sliding windows were compared with Hugging Face's own, beyond the window."""
@@ -76,7 +79,7 @@ def load_model(
             )
     from cacheprobe.models.checks import check_model
 
-    check_model(wrapped)
+    check_model(cast("BridgeLM", wrapped))
     return wrapped
 
 

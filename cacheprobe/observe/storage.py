@@ -53,7 +53,7 @@ def save_trace(trace: Trace, directory: Path) -> Path:
     run_id = secrets.token_hex(4)
     files: dict[str, int] = {}
 
-    def write(name: str, fill: Callable[[Path], None]) -> None:
+    def write(name: str, fill: Callable[[Path], Any]) -> None:
         _write_whole(directory / name, fill)
         files[name] = (directory / name).stat().st_size
 
@@ -97,7 +97,7 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     manifest = read_manifest(directory)
     require_whole(directory, manifest)
     run_id = manifest["run_id"]
-    held = {
+    held: dict[str, Any] = {
         attribute: pd.read_parquet(directory / f"{name}-{run_id}.parquet")
         if f"{name}-{run_id}.parquet" in manifest["files"]
         else None
@@ -151,7 +151,7 @@ def _write_states(trace: Trace, run_id: str, write: Callable[[str, Callable[[Pat
     return shards
 
 
-def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
+def _write_whole(path: Path, fill: Callable[[Path], Any]) -> None:
     """Let `fill` write a temporary sibling, flush it to the disk, and rename it into place."""
     temporary = path.with_name(path.name + ".tmp")
     fill(temporary)

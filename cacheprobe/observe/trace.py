@@ -89,12 +89,12 @@ class Trace:
     def committed(self, request_id: SupportsIndex) -> list[int]:
         """The request's committed token ids, without its prompt."""
         self._require(request_id)
-        return list(self.tokens[request_id])
+        return list(self.tokens[int(request_id)])
 
     def text(self, request_id: SupportsIndex) -> str:
         """The committed tokens as text."""
         self._require(request_id)
-        return self.texts[request_id]
+        return self.texts[int(request_id)]
 
     def logprobs(self, request_id: SupportsIndex) -> list[float]:
         """Log-probability, in nats, of each committed token under the logits that chose it, before any processor."""
@@ -326,7 +326,7 @@ class Trace:
                 digest.update(f"{site}.{layer}".encode())
                 kept = self.kept(site, layer, rows)
                 for states in [kept] if isinstance(kept, Tensor) else kept:
-                    digest.update(memoryview(states.contiguous().view(torch.uint8).numpy()).cast("B"))
+                    digest.update(states.contiguous().view(torch.uint8).numpy().data.cast("B"))
         return digest.hexdigest()
 
     def to_activation_cache(self, request_id: SupportsIndex) -> Any:

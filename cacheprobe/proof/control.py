@@ -1,6 +1,7 @@
 """The negative control: unverified, the real model's output must depend on the batch, or nothing was proven."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from cacheprobe.api import run
 from cacheprobe.observe.trace import Trace
@@ -32,7 +33,7 @@ def negative_control(subject: Subject, progress: bool = False) -> dict[str, int]
 
 
 def _num_differing(subject: Subject, requests: Sequence[Request], verified: bool, bar: Progress) -> int:
-    settings = dict(**subject.settings, deterministic=verified, capture=None, progress=False)
+    settings: dict[str, Any] = dict(**subject.settings, deterministic=verified, capture=None, progress=False)
     traces: list[Trace] = []
     for size in BATCHES:
         traces.append(run(subject.model, requests, **settings, max_batch=size))

@@ -82,7 +82,7 @@ def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
         source.write_text(f'<!doctype html><meta charset="utf-8">{page}', encoding="utf-8")
         options = [*_QUIET, f"--user-data-dir={folder}/profile", f"--print-to-pdf={printed}", source.as_uri()]
         try:
-            subprocess.run([browser_path(), *options], capture_output=True, timeout=SECONDS, check=False)
+            subprocess.run([str(browser_path()), *options], capture_output=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
             pass
         if not printed.exists():
