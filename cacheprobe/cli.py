@@ -41,6 +41,7 @@ def run(
     config: Path | None = None,
     model: str = "smollm2-135m",
     dtype: str = "bfloat16",
+    device: str | None = None,
     adapter: str | None = None,
     prompt: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     task: str | None = None,
@@ -79,6 +80,8 @@ def run(
         "smollm2-135m", a hub name or a local directory.
     dtype
         float32, bfloat16 or float16.
+    device
+        cpu, cuda or cuda:1; the CPU by default.
     adapter
         A LoRA adapter to merge: coin-flip, or a directory.
     prompt
@@ -129,7 +132,7 @@ def run(
         prompts = _plug_in("tasks", task, **stated).examples(n, seed)
     chosen = _plug_in("drafters", drafter) if drafter else None
     trace = cp.run(
-        cp.load_model(model, dtype=dtype, adapter=adapter, progress=progress),
+        cp.load_model(model, dtype=dtype, device=device, adapter=adapter, progress=progress),
         prompts,
         drafter=chosen,
         window=window,
@@ -207,11 +210,18 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
         Show progress bars.
     """
     import cacheprobe as cp
+    from cacheprobe.observe.replay import require_run
 
     trace = cp.load_trace(run)
+    require_run(trace)
     finger = trace.fingerprint
-    merged = adapter or finger.get("adapter")
-    loaded = cp.load_model(model or finger["model"], dtype=finger["dtype"], adapter=merged, progress=progress)
+    loaded = cp.load_model(
+        model or finger["model"],
+        dtype=finger["dtype"],
+        device=finger["device"],
+        adapter=adapter or finger.get("adapter"),
+        progress=progress,
+    )
     result = cp.verify(trace, loaded, progress=progress)
     skipped = f"; {result.num_skipped} requests were never verified and are not compared" if result.num_skipped else ""
     if not result.is_equal:

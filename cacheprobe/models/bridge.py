@@ -73,9 +73,19 @@ class BridgeLM:
     def _hook_names(self) -> list[str]:
         return [hook_name(site, layer) for layer in range(self.n_layers) for site in "STC"] + [resid_pre_name(0)]
 
-    @cached_property
+    @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
-        """(heads, key width, value width) of each layer's cache, from one short forward."""
+        """(heads, key width, value width) of each layer's cache."""
+        return [self._layers_seen.layer_shapes[layer] for layer in range(self.n_layers)]
+
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        """Where each layer computes its keys and values, and so where its part of the cache is."""
+        return [self._layers_seen.devices[layer] for layer in range(self.n_layers)]
+
+    @cached_property
+    def _layers_seen(self) -> ShapeProbe:
+        """Of one short forward."""
         probe = ShapeProbe()
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
@@ -88,7 +98,7 @@ class BridgeLM:
                 f"{self.name}: layers {sorted(probe.layer_shapes)} of {self.n_layers} keep keys and values; a model "
                 "with another kind of memory has no rollback here, use a decoder with full attention in every layer"
             )
-        return [probe.layer_shapes[layer] for layer in range(self.n_layers)]
+        return probe
 
     injected_layers: tuple[int, ...] = ()
 
@@ -96,7 +106,7 @@ class BridgeLM:
         """See CachedLM.check_settings: any window will do."""
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        return KVCache(rows, capacity, self.layer_shapes, self.dtype, self.device)
+        return KVCache(rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
 
     @torch.inference_mode()
     def forward(
@@ -208,7 +218,7 @@ class BridgeLM:
             "attention": "eager (TransformerBridge)",
             "compatibility_mode": bool(getattr(self.bridge, "compatibility_mode", False)),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "device": str(self.device),
+            "device": ", ".join(dict.fromkeys(map(str, self.layer_devices))),
             "transformer_lens": getattr(transformer_lens, "__version__", "unknown"),
             **platform_facts(),
         }
