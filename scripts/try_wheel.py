@@ -46,6 +46,7 @@ def _in(folder: Path, is_newest: bool) -> int:
     torch = next((line for line in _pins() if line.startswith("torch==")), "torch")
     _call(python, "-m", "pip", "install", "-q", *pins, "torch" if is_newest else torch)
     _call(python, "-m", "pip", "install", "-q", *pins, wheel)
+    _call(python, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)  # over one that --keep left
     return _tried(python, folder)
 
 
