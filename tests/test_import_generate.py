@@ -1,5 +1,6 @@
 """What Hugging Face's generate returned, beside our own trace of the same prompts; and what of it is refused."""
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,3 +183,20 @@ def test_states_of_another_model_or_layer_are_refused() -> None:
             attention_mask=mask,
             model=loaded(),
         )
+
+
+def test_layers_that_differ_little_are_told_apart() -> None:
+    """In a deep model a block moves the stream by less than other sums in 16 bits do: the nearest layer decides."""
+    live = copy.deepcopy(hf_model())
+    with torch.no_grad():
+        for name, weight in live.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight *= 1e-3
+    prompt = torch.tensor(PROMPTS[:1])
+    outputs = live.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, **ASKED)
+    model = cp.load_model(live)
+    assert cp.import_generate(outputs, model=model).store.layers == (0, 1)
+    moved = [[s[0], s[2], s[1], s[3]] for s in outputs.hidden_states]
+    swapped = SimpleNamespace(sequences=outputs.sequences, hidden_states=moved)
+    with pytest.raises(ImportRefused, match="given as layer 0 lie 0.0. .* from its layer 1"):
+        cp.import_generate(swapped, model=model)
