@@ -1,6 +1,8 @@
 # make demo      set up once, then show the loop on a real model
 # make test      set up once, then run the tests      make test-all   the slow ones too
 # make docs      the documentation, as HTML              make lint       ruff: rules and format
+# make types     basedpyright over the package
+# make wheel-check   build the wheel, and run its demo in an environment that has never seen the source
 # make clean     remove the environment and caches
 # Another interpreter: make PYTHON=python3.12 demo
 
@@ -18,10 +20,10 @@ KEY := $(shell { pwd -P; cat $(INPUTS); } | sha256sum | cut -c1-16)
 STAMP := .venv/.ready-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all docs lint browser clean
+.PHONY: help setup demo test test-all docs lint types wheel-check browser clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -46,6 +48,12 @@ docs: $(STAMP)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(STAMP)
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+wheel-check:
+	@$(PYTHON) scripts/try_wheel.py
 
 clean:
 	rm -rf .venv .setup.* build dist docs/_build .pytest_cache .ruff_cache .hypothesis

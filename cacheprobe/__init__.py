@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cacheprobe import drafters, interventions, lenses, patching, probes, tasks, views
-    from cacheprobe.api import cache_rows, load_model, load_trace, reference, run, stream, verify
+    from cacheprobe.api import (
+        cache_rows,
+        import_generate,
+        import_vllm,
+        load_model,
+        load_trace,
+        reference,
+        run,
+        stream,
+        verify,
+    )
     from cacheprobe.cache.surgery import diff_rows
     from cacheprobe.config import CaptureConfig
     from cacheprobe.observe.trace import Trace
@@ -26,6 +36,8 @@ _HOMES = {
     "reference": "cacheprobe.api",
     "verify": "cacheprobe.api",
     "cache_rows": "cacheprobe.api",
+    "import_generate": "cacheprobe.api",
+    "import_vllm": "cacheprobe.api",
     "diff_rows": "cacheprobe.cache.surgery",
     "CaptureConfig": "cacheprobe.config",
     "Trace": "cacheprobe.observe.trace",
@@ -38,7 +50,8 @@ _MODULES = ("tasks", "drafters", "interventions", "lenses", "patching", "probes"
 
 __all__ = [  # noqa: RUF022
     "load_model", "run", "stream", "reference", "verify", "load_trace", "cache_rows", "diff_rows",
-    "sweep", "load_sweep", "Request", "SamplingParams", "CaptureConfig", "Trace",
+    "sweep", "load_sweep", "import_generate", "import_vllm",
+    "Request", "SamplingParams", "CaptureConfig", "Trace",
     "tasks", "drafters", "interventions", "lenses", "patching", "probes", "views",
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The few names that a notebook needs: load_model, run, stream, reference, verify, load_trace."""
+"""The few names that a notebook needs: load_model, run, stream, reference, verify, load_trace, import_*."""
 
 import warnings
 from collections.abc import Iterable
@@ -15,6 +15,8 @@ from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
+from cacheprobe.observe.import_generate import trace_of_generate
+from cacheprobe.observe.import_vllm import trace_of_vllm
 from cacheprobe.observe.observers import ProgressBar, Silent
 from cacheprobe.observe.replay import Replay, replay
 from cacheprobe.observe.storage import load_trace
@@ -23,7 +25,9 @@ from cacheprobe.observe.summary import behaviour_line
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import SamplingParams
 
-__all__ = ["cache_rows", "load_model", "load_trace", "reference", "run", "stream", "verify"]
+__all__ = [
+    "cache_rows", "import_generate", "import_vllm", "load_model", "load_trace", "reference", "run", "stream", "verify",
+]  # fmt: skip
 
 
 def run(
@@ -193,8 +197,70 @@ def verify(
     return replay(trace, model, reference, progress, given)
 
 
+def import_generate(
+    outputs: Any,
+    *,
+    attention_mask: Any = None,
+    stop_token_ids: "Iterable[int] | None" = None,
+    model: CachedLM | None = None,
+    tokenizer: Any = None,
+    name: str | None = None,
+) -> Trace:
+    """A trace of what Hugging Face's `generate` returned with hidden states: one request for each sequence.
+
+    outputs: of generate(..., return_dict_in_generate=True, output_hidden_states=True), and output_logits=True for
+        log-probabilities; or a safetensors file of `sequences`, `hidden_states.PASS.BLOCK`, `logits.PASS` and
+        `attention_mask`.
+    attention_mask: [b, prompt], as generate was given it; needed where there is more than one sequence.
+    stop_token_ids: what ended a sequence, () where nothing did; by default the model's.
+    model: what generated, loaded here: states of the first prompt are compared with its own, and lenses can be read.
+    tokenizer: for texts, where no model is given.  name: of the model, for the record.
+    S of every block but the last is there; `trace.missing` says what is not, and asking for it is an error.
+    Raises: ImportRefused for beams, drafts, passes without a cache, padding on the right, and states that are not the
+    model's.
+    """
+    return trace_of_generate(
+        outputs,
+        attention_mask=attention_mask,
+        stop_token_ids=stop_token_ids,
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+    )
+
+
+def import_vllm(
+    outputs: Any,
+    layers: "Iterable[int]",
+    *,
+    num_prompt_tokens: "int | Iterable[int] | None" = None,
+    model: CachedLM | None = None,
+    tokenizer: Any = None,
+    name: str | None = None,
+) -> Trace:
+    """A trace of hidden states that vLLM's ExampleHiddenStatesConnector wrote: one request for each file.
+
+    outputs: what `LLM.generate` returned, whose `kv_transfer_params` name the files; or files, or folders of them.
+    layers: the setting eagle_aux_hidden_state_layer_ids; id k is S of layer k - 1 here.
+    num_prompt_tokens: for files alone, how many of their tokens are prompt, one number or one for each; by default all.
+        The last generated token stands in no file: its row does not exist.
+    model, tokenizer, name: as for `import_generate`.
+    `trace.missing` says what is not there, and asking for it is an error.
+    Raises: ImportRefused for another layout, other layers than the file has, values that are no numbers, and states
+    that are not the model's.
+    """
+    return trace_of_vllm(
+        outputs,
+        layers,
+        num_prompt_tokens=num_prompt_tokens,
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+    )
+
+
 def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progress: bool) -> Trace:
-    total = sum(request.sampling.max_new_tokens for request in setup.requests)
+    total = sum(request.sampling.max_new_tokens or 0 for request in setup.requests if request.sampling)
     with ProgressBar(total, enabled=progress) as bar:
         trace = drain(setup.recorded(start, states, bar, **meta))
     if progress and setup.capture.heads:

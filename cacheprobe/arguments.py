@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.cache.surgery import CacheRows, require_fit, require_plain
@@ -96,7 +96,7 @@ class Setup:
 
     def _request(self, item: Any, index: int, chosen: bool) -> Request:
         given = item if isinstance(item, Request) else None
-        prompt = given.prompt if given else item
+        prompt: Any = given.prompt if given else item
         example = given.example if given else None
         if hasattr(prompt, "prompt_text"):
             example, prompt = prompt, prompt.prompt_text(self.model.tokenizer)
@@ -191,7 +191,7 @@ class Setup:
             SequenceState(
                 request,
                 is_all_verified or drafter is not None or request.is_deterministic,
-                request.sampling,
+                request.sampling or self.fallback,
                 self.model.decode,
             )
             for request in self.requests
@@ -229,7 +229,7 @@ class Setup:
             if self.editor is not None:  # first, so that what is recorded is what the model went on with
                 stack.enter_context(model.editing(self.editor.sites, self.editor.edit))
             stack.enter_context(model.capturing(recorder.wanted(), recorder.on_state))
-            yield from start(states, Tee(recorder, *observers))
+            yield from start(states, cast(Observer, Tee(recorder, *observers)))
         fingerprint = schedule_fingerprint(model, self.config, LENS_TILE, self.interventions, self.requests)
         errors = {str(state.request_id): state.error for state in states if state.error}
         meta = {**meta, "path_reason": self.path_reason, "errors": errors}

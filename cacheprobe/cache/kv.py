@@ -32,15 +32,17 @@ class KVCache:
         capacity: int,
         layer_shapes: Sequence[tuple[int, int, int]],
         dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        device: "torch.device | str | Sequence[torch.device]" = "cpu",
     ) -> None:
-        """layer_shapes: (heads, key width, value width) of each layer.
+        """layer_shapes: (heads, key width, value width) of each layer.  device: of all layers, or of each.
 
         Zeros and never `empty`: a NaN in a masked slot would poison every row's attention.
         """
         self.rows, self.capacity = rows, capacity
-        self.keys = [torch.zeros(rows, h, capacity, dk, dtype=dtype, device=device) for h, dk, _ in layer_shapes]
-        self.values = [torch.zeros(rows, h, capacity, dv, dtype=dtype, device=device) for h, _, dv in layer_shapes]
+        of_one = isinstance(device, str | torch.device)
+        places = list(zip(layer_shapes, [device] * len(layer_shapes) if of_one else device, strict=True))
+        self.keys = [torch.zeros(rows, h, capacity, dk, dtype=dtype, device=at) for (h, dk, _), at in places]
+        self.values = [torch.zeros(rows, h, capacity, dv, dtype=dtype, device=at) for (h, _, dv), at in places]
         self.span = capacity
         """Slots that attention runs over: all of them where bits are promised, fewer where nothing lies beyond."""
         self.lengths = torch.zeros(rows, dtype=torch.long)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import Tensor
 
@@ -58,7 +59,11 @@ class SequenceState:
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or list(self.request.prompt_token_ids)
         assert self.sampling.stop_token_ids is not None and self.sampling.stop is not None
-        self.stop_rule = StopRule(frozenset(self.sampling.stop_token_ids), self.sampling.stop, self.decode)
+        self.stop_rule = StopRule(
+            frozenset(cast("tuple[int, ...]", self.sampling.stop_token_ids)),
+            cast("tuple[str, ...]", self.sampling.stop),
+            self.decode,
+        )
 
     def __repr__(self) -> str:
         state = self.finish or ("waiting" if self.row < 0 else "running")

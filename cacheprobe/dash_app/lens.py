@@ -1,5 +1,7 @@
 """The lens grid of the page that holds the chosen position, and what gave a row's logit."""
 
+from typing import Any
+
 import pandas as pd
 
 from cacheprobe.dash_app.asking import Answer, Ask, NotAsked, number, one_of, whole
@@ -20,8 +22,8 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     """Markup of the grid; what holds it says which positions its page has, data-first to data-last."""
     book = shelf.book(ask["run"])
     request = whole(ask["request"], "request", len(book.run.requests))
-    include = one_of(ask["rows"], "rows", ("committed", "all"))
-    colour = one_of(ask["colour"], "colour", ("logprob", "entropy", "rank"))
+    include: Any = one_of(ask["rows"], "rows", ("committed", "all"))
+    colour: Any = one_of(ask["colour"], "colour", ("logprob", "entropy", "rank"))
     site = one_of(ask["site"], "site", ("S", "T", "C"))
     width = number(ask["width"], "width")
     columns = min(max((width - LABEL_WIDTH - 4) // PITCH, 1), MOST_COLUMNS)

@@ -4,12 +4,11 @@ import shutil
 from pathlib import Path
 
 from cacheprobe.doctor.findings import Finding
-from cacheprobe.models.loaders import SMOLLM2_ON_HUB
+from cacheprobe.models.inventory import PLAIN, SMOLLM2, SMOLLM2_ON_HUB, THINKING, smollm2_state
 from cacheprobe.models.shipped import shipped_names
-from cacheprobe.models.smollm2 import cache_directory, converted_directory, is_complete
+from cacheprobe.models.smollm2 import INSTALL, cache_directory
 
 CONVERSION_BYTES = 600_000_000
-DEMO_CHECKPOINT = "coinflip-thinking"
 
 
 def models() -> list[Finding]:
@@ -18,22 +17,20 @@ def models() -> list[Finding]:
 
 
 def _smollm2() -> list[Finding]:
-    cache = cache_directory()
+    state, cache = smollm2_state(), cache_directory()
     free = shutil.disk_usage(_existing(cache)).free
     disk = f"{free / 1e9:.1f} GB free for {cache}"
-    try:
-        target = converted_directory()
-    except FileNotFoundError as absent:
-        if _is_from_hub():
-            return [Finding("smollm2-135m", f"as {SMOLLM2_ON_HUB} in the hub's cache", demo_needs_it=True)]
-        remedy = str(absent).partition(": ")[2]
-        return [Finding("smollm2-135m", "not installed", False, remedy, True), Finding("disk", disk)]
-    if is_complete(target):
-        return [Finding("smollm2-135m", "converted", demo_needs_it=True), Finding("disk", disk)]
+    if state == "hub":
+        return [Finding(SMOLLM2, f"as {SMOLLM2_ON_HUB} in the hub's cache")]
+    if state == "absent":
+        said = f"not installed; the demo runs on {PLAIN} instead"
+        return [Finding(SMOLLM2, said, False, INSTALL), Finding("disk", disk)]
+    if state == "converted":
+        return [Finding(SMOLLM2, "converted"), Finding("disk", disk)]
     has_room = free >= CONVERSION_BYTES
     remedy = f"set CACHEPROBE_CACHE to a folder with {CONVERSION_BYTES / 1e6:.0f} MB free"
     return [
-        Finding("smollm2-135m", "installed; it is converted at its first use, once", demo_needs_it=True),
+        Finding(SMOLLM2, "installed; it is converted at its first use, once"),
         Finding("disk", disk, has_room, "" if has_room else remedy, True),
     ]
 
@@ -43,16 +40,10 @@ def _shipped() -> list[Finding]:
     found = []
     for name, kind in (("checkpoints", "checkpoints"), ("adapters", "adapters")):
         there = shipped_names(kind)
-        is_there = DEMO_CHECKPOINT in there if kind == "checkpoints" else bool(there)
+        is_there = {PLAIN, THINKING} <= set(there) if kind == "checkpoints" else bool(there)
         found.append(Finding(name, ", ".join(there) or "none", is_there, "" if is_there else remedy,
                              kind == "checkpoints"))  # fmt: skip
     return found
-
-
-def _is_from_hub() -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(SMOLLM2_ON_HUB, "model.safetensors"), str)
 
 
 def _existing(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 from cacheprobe.doctor.findings import Finding
+from cacheprobe.doctor.software import INSTALL
 from cacheprobe.views.images import browser_path
 
 _HTML = "reports in HTML need neither"
@@ -13,7 +14,7 @@ def pictures() -> list[Finding]:
     has_kaleido, browser = find_spec("kaleido") is not None, browser_path()
     return [
         Finding("kaleido", "installed" if has_kaleido else f"not installed; {_HTML}", has_kaleido,
-                "" if has_kaleido else "pip install -e '.[dash]' in a checkout"),
+                "" if has_kaleido else INSTALL.format("[dash]")),
         Finding("chromium", browser or f"none that kaleido would find; {_HTML}", browser is not None,
                 "" if browser else "as root apt-get install chromium, or name one in BROWSER_PATH"),
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from packaging.requirements import Requirement
 
 from cacheprobe.doctor.findings import Finding
 
-INSTALL = "pip install -e {} in a checkout, or make setup"
+INSTALL = "pip install 'cacheprobe{0}', or in a checkout pip install -e '.{0}'"
 
 
 def software(project: str = "cacheprobe") -> list[Finding]:
@@ -19,10 +19,10 @@ def software(project: str = "cacheprobe") -> list[Finding]:
             Finding(project, "not installed, used as source: what it needs cannot be looked up", True),
         ]
     base = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]
-    found = [_finding("base", base, INSTALL.format("."), True)]
+    found = [_finding("base", base, INSTALL.format(""), True)]
     for extra in metadata.metadata(project).get_all("Provides-Extra") or ():
         own = [one for one in asked if one not in base and one.marker and one.marker.evaluate({"extra": extra})]
-        found.append(_finding(f"extra {extra}", own, INSTALL.format(f"'.[{extra}]'"), False))
+        found.append(_finding(f"extra {extra}", own, INSTALL.format(f"[{extra}]"), False))
     return found
 
 

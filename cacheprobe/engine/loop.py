@@ -94,5 +94,5 @@ def prepare(
     cache: KVCache = model.new_cache(in_flight + max(config.group, config.prefill_group), config.capacity)
     for state in states:
         length = config.draft_length
-        state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if length == "adaptive" else length
+        state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
     return Stepper(PassRunner(model, cache, observer, editor), config), Scheduler(states, cache, config, in_flight)

@@ -36,15 +36,16 @@ class Intervention:
     site: str
     """S, T, C, or "pre": the residual stream that enters the block."""
     layer: int
-    positions: "int | Iterable[int] | None" = None
-    """Absolute positions of input tokens, the prompt's first is 0; None for every one that is computed."""
+    positions: Any = None
+    """Absolute positions of input tokens, a number or several (a tuple once it is made); the prompt's first is 0. None
+    for every one that is computed."""
     head: int | None = None
     """At site T: change what this head gives to the output projection, [d_head], and not the whole of T."""
     phases: "str | Iterable[str] | None" = None
     """Of prefill (prompts), decode (drafts of the fast path, and all tokens of requests that are never verified) and
     verify; None for all."""
-    steps: "int | Iterable[int] | None" = None
-    """Steps of the run; None for all. Rows that an eviction took away are rewritten as they were."""
+    steps: Any = None
+    """Steps of the run, likewise; None for all. Rows that an eviction took away are rewritten as they were."""
     own_fingerprint: bool = False
     """Must be said where the request is deterministic: it is comparable only with runs of the same interventions."""
     seed: int | None = None

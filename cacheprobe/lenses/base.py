@@ -81,5 +81,5 @@ def unembedding_sha256(model: CachedLM) -> str:
     """
     weight = model.unembedding.detach().to("cpu", torch.float32).contiguous()
     digest = hashlib.sha256(f"{tuple(weight.shape)}".encode())
-    digest.update(memoryview(weight.numpy()).cast("B"))
+    digest.update(weight.numpy().data.cast("B"))
     return digest.hexdigest()

@@ -61,8 +61,9 @@ def merge_adapter(live: Any, name: str, directory: Path) -> str:
     weights = dict(live.named_parameters())
     for module, (down, up) in pairs.items():
         weight = weights.get(f"{module}.weight")
-        is_matrix = weight is not None and weight.dim() == 2
-        expected = ((rank, weight.shape[1]), (weight.shape[0], rank)) if is_matrix else None
+        expected = None
+        if weight is not None and weight.dim() == 2:
+            expected = ((rank, weight.shape[1]), (weight.shape[0], rank))
         if expected != (tuple(down.shape), tuple(up.shape)):
             raise ModelError(
                 f"{directory}: {module} has matrices {tuple(down.shape)} and {tuple(up.shape)}, but {name} takes "

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformer_lens
@@ -77,9 +77,19 @@ class BridgeLM:
     def _hook_names(self) -> list[str]:
         return [hook_name(site, layer) for layer in range(self.n_layers) for site in "STC"] + [resid_pre_name(0)]
 
-    @cached_property
+    @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
-        """(heads, key width, value width) of each layer's cache, from one short forward."""
+        """(heads, key width, value width) of each layer's cache."""
+        return [self._layers_seen.layer_shapes[layer] for layer in range(self.n_layers)]
+
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        """Where each layer computes its keys and values, and so where its part of the cache is."""
+        return [self._layers_seen.devices[layer] for layer in range(self.n_layers)]
+
+    @cached_property
+    def _layers_seen(self) -> ShapeProbe:
+        """Of one short forward."""
         probe = ShapeProbe()
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
@@ -92,7 +102,7 @@ class BridgeLM:
                 f"{self.name}: layers {sorted(probe.layer_shapes)} of {self.n_layers} keep keys and values; a model "
                 "with another kind of memory has no rollback here, use a decoder with full attention in every layer"
             )
-        return [probe.layer_shapes[layer] for layer in range(self.n_layers)]
+        return probe
 
     injected_layers: tuple[int, ...] = ()
 
@@ -100,7 +110,7 @@ class BridgeLM:
         """See CachedLM.check_settings: any window will do."""
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        return KVCache(rows, capacity, self.layer_shapes, self.dtype, self.device)
+        return KVCache(rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
 
     @torch.inference_mode()
     def forward(
@@ -183,12 +193,12 @@ class BridgeLM:
 
     def head_writer(self, layer: int) -> HeadWriter:
         """See CachedLM.head_writer."""
-        attention = self.bridge.blocks[layer].attn
-        projection = getattr(getattr(attention, "o", None), "original_component", None)
+        attention: Any = self.bridge.blocks[layer].attn
+        projection: Any = getattr(getattr(attention, "o", None), "original_component", None)
         if not hasattr(projection, "weight"):
             raise ModelError(f"{self.name}: the heads of layer {layer} have no output projection to be told apart by")
-        place, _, _ = self.bridge.hook_dict[hook_name("T", layer)].name.rpartition(".")
-        behind = self.bridge.get_submodule(place)
+        place, _, _ = str(self.bridge.hook_dict[hook_name("T", layer)].name).rpartition(".")
+        behind: Any = self.bridge.get_submodule(place)
         norm = None if behind is attention else behind.original_component
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, norm)
 
@@ -218,7 +228,7 @@ class BridgeLM:
             "attention": "eager (TransformerBridge)",
             "compatibility_mode": bool(getattr(self.bridge, "compatibility_mode", False)),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "device": str(self.device),
+            "device": ", ".join(dict.fromkeys(map(str, self.layer_devices))),
             "readings_in_float32": f"from {WIDE_ROWS} rows" if is_emulated(self.dtype, self.device) else "never",
             **({"readings_compiled": self.compiled.readout.digest} if self.compiled else {}),
             "transformer_lens": getattr(transformer_lens, "__version__", "unknown"),
@@ -278,4 +288,4 @@ def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -
     for name, point in points.items():
         is_ours = any(getattr(handle.user_hook, "__module__", "") == __name__ for handle in point.fwd_hooks)
         if name.endswith(ROTATED) and not is_ours:
-            point.add_perma_hook(rounded)
+            point.add_perma_hook(cast(Any, rounded))

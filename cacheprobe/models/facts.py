@@ -38,7 +38,7 @@ def platform_facts() -> dict[str, str | int | float]:
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        "mkldnn": torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled),
         "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
     }
 
@@ -47,5 +47,5 @@ def sha256_of(named: list[tuple[str, torch.nn.Parameter]]) -> str:
     digest = hashlib.sha256()
     for name, weight in named:
         digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(memoryview(weight.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B"))
     return digest.hexdigest()[:16]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, device
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cacheprobe.cache.kv import KVCache
@@ -74,14 +74,16 @@ def staged(
 
 
 class ShapeProbe(Cache):
-    """Notes each layer's (heads, key width, value width) in one short forward, and caches nothing."""
+    """Notes each layer's (heads, key width, value width) and device in one short forward, and caches nothing."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.layer_shapes: dict[int, tuple[int, int, int]] = {}
+        self.devices: dict[int, device] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.layer_shapes[layer_idx] = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        self.devices[layer_idx] = key_states.device
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

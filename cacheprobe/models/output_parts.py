@@ -1,7 +1,7 @@
 """What stands between a state and the logits, and between heads and the stream, part by part."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ class HeadWriter(NamedTuple):
     """Behind the projection, in post-norm models."""
 
 
-def head_weights(module: nn.Module, heads: int) -> Tensor:
+def head_weights(module: Any, heads: int) -> Tensor:
     """[h, d, m] of a projection that reads all heads side by side; transformers' Conv1D is the other way round."""
     weight = module.weight.detach()
     rows = weight if type(module).__name__ == "Conv1D" else weight.T

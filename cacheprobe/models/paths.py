@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
         if twin is not None and heads and (refusal := _refusal_of_heads(model, trial, tuple(heads))):
             twin, reason = None, refusal
     if twin is not None:
-        return twin, f"twin: {reason}"
+        return cast(CachedLM, twin), f"twin: {reason}"
     if path == "twin":
         raise ModelError(f"{model.name} cannot run on its twin: {reason}; use path='auto' or 'bridge'")
     return model, f"bridge: {reason}"
@@ -141,7 +141,7 @@ def _distances(model: "BridgeLM", twin: "TwinLM", sites: Sequence[str]) -> tuple
     from cacheprobe.models.checks import LEAST_COSINE, cosine, probe_ids
 
     token_ids = probe_ids(model)
-    theirs, ours = _observed(model, token_ids, sites), _observed(twin, token_ids, sites)
+    theirs, ours = _observed(model, token_ids, sites), _observed(cast(CachedLM, twin), token_ids, sites)
     if model.dtype == torch.float32:
         far = {what: _relative_distance(ours[what], value) for what, value in theirs.items()}
         limit, found = _PARITY, "{:.0e} of the largest value"

@@ -25,7 +25,7 @@ def empty_model(wrapped: nn.Module) -> nn.Module:
     Raises: ModelError where the class cannot be built from its config.
     """
     try:
-        config = copy.deepcopy(wrapped.config)
+        config: Any = copy.deepcopy(wrapped.config)
         config.output_attentions = config.output_hidden_states = False  # set by some bridges; fused attention has none
         with torch.device("meta"):
             try:

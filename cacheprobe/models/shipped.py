@@ -3,7 +3,8 @@
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
-_PLACES = (_PACKAGE.parent / "data", _PACKAGE / "data")
+_PLACES = (_PACKAGE / "data", _PACKAGE.parent / "data")
+"""The wheel's place first: beside an installed package, a folder named data would be somebody else's."""
 
 
 def shipped_folder(kind: str, name: str) -> Path | None:

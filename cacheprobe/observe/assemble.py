@@ -85,7 +85,7 @@ def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, 
     if len({tuple(sorted(r.example.question.answers)) for r in asked}) != 1:
         return None
     score = accuracy([r.example for r in asked], [texts[r.request_id] for r in asked])
-    masses = [recorder.answer_mass.get(r.request_id) for r in asked]
+    masses = [recorder.answer_mass[r.request_id] for r in asked if r.request_id in recorder.answer_mass]
     low, high = score.interval
     known = {
         "num_examples": score.num_examples,
@@ -95,7 +95,7 @@ def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, 
         "num_unparsed": score.num_unparsed,
         "chance": score.chance,
     }
-    if None in masses:
+    if len(masses) < len(asked):
         return {**known, "answer_mass": None, "forced_accuracy": None}
     right = [
         mass[r.example.answers.index(r.example.answer)]

@@ -58,5 +58,5 @@ def _listed(value: Any) -> str | None:
     return json.dumps([_plain(number) for number in value]) if pd.api.types.is_list_like(value) else None
 
 
-def _plain(number: object) -> object:
+def _plain(number: Any) -> object:
     return number.item() if hasattr(number, "item") else number

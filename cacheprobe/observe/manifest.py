@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (2, 3)
-"""2 knew no attention heads."""
+from cacheprobe.observe.migrate import NEWEST, OLDEST, migrated
+
+FORMAT_VERSION = NEWEST
 MANIFEST = "manifest.json"
 
 
@@ -15,7 +15,10 @@ class TraceError(ValueError):
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """What a run's manifest says. Raises: TraceError for a directory without one, or of another version."""
+    """What a run's manifest says, as today's version would say it: see `observe.migrate`.
+
+    Raises: TraceError for a directory without one, or of a version that this code does not know.
+    """
     path = directory / MANIFEST
     if not directory.is_dir():
         raise TraceError(f"{directory} is not a directory; give the directory that a run was saved in")
@@ -27,13 +30,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise TraceError(f"{path} is not readable as JSON ({error}); run it again") from error
     if not isinstance(manifest, dict) or manifest.get("format") != "cacheprobe trace":
         raise TraceError(f"{path} is not a cacheprobe trace")
-    if manifest.get("format_version") not in READABLE_VERSIONS:
-        known = " and ".join(map(str, READABLE_VERSIONS))
+    version = manifest.get("format_version")
+    if type(version) is not int or not OLDEST <= version <= NEWEST:
+        remedy = "a newer cacheprobe wrote it: update" if type(version) is int and version > NEWEST else "run it again"
         raise TraceError(
-            f"{directory} is of trace format {manifest.get('format_version')}, this cacheprobe reads {known}; "
-            "run it again, or open it with the version that wrote it"
+            f"{directory} is of trace format {version}, this cacheprobe reads {OLDEST} to {NEWEST}; {remedy}"
         )
-    return manifest
+    return migrated(manifest)
 
 
 def require_whole(directory: Path, manifest: dict[str, Any]) -> None:

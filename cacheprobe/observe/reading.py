@@ -72,6 +72,11 @@ def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:
     if model is None:
         raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
     here, then = model.fingerprint()["weights_sha256"], trace.fingerprint["weights_sha256"]
+    if not then:
+        raise ValueError(
+            "this trace was imported without a model, so nothing says whose states it holds; import it again with "
+            "model=, which compares them"
+        )
     if here != then:
         raise ValueError(
             f"the trace is of weights {then}, {model.name} has {here}; load {trace.fingerprint['model']} as it was run"

@@ -151,7 +151,7 @@ class Recorder:
             if self.head_blocks is not None and any(self._kept):
                 self.head_blocks.keep(site, layer, value)
             return
-        flat = value.reshape(-1, value.shape[-1])
+        flat = value.reshape(-1, value.shape[-1]).to(self.model.device)  # layers may be on several
         if self._watched is not None:
             self._watched[site, layer] = flat[self._checked_flat]
         index = self.blocks.layer_index.get(layer)

@@ -46,6 +46,7 @@ def replay(
 
     Raises: FingerprintMismatch, ValueError where no request was verified.
     """
+    require_run(trace)
     config = EngineConfig(**trace.meta["config"])
     path = str(trace.fingerprint["path"])
     path = path if path in PATHS else "auto"
@@ -109,6 +110,12 @@ def replay(
             difference, compared = _first_reading_difference(trace, again, request, number)
             num_readings += compared
     return Replay(len(asked), num_tokens, num_states, num_readings, len(trace.requests) - len(asked), difference)
+
+
+def require_run(trace: Trace) -> None:
+    """Raises: ValueError for an import, which followed no schedule of ours."""
+    if trace.meta["kind"] == "import":
+        raise ValueError(f"this trace was {trace.meta['path_reason']}: it followed no schedule that could be replayed")
 
 
 def _as_asked(trace: Trace, request: Request) -> Request:

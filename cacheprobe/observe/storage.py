@@ -23,6 +23,7 @@ import pandas as pd
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe.manifest import FORMAT_VERSION, MANIFEST, TraceError, read_manifest, require_whole
+from cacheprobe.observe.migrate import migrated_events
 from cacheprobe.observe.store import ShardStore, tensor_key
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Request, SamplingParams
@@ -56,7 +57,7 @@ def save_trace(trace: Trace, directory: Path, *, run_id: str | None = None) -> P
     run_id = run_id or secrets.token_hex(4)
     files: dict[str, int] = {}
 
-    def write(name: str, fill: Callable[[Path], None]) -> None:
+    def write(name: str, fill: Callable[[Path], Any]) -> None:
         _write_whole(directory / name, fill)
         files[name] = (directory / name).stat().st_size
 
@@ -100,20 +101,19 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     manifest = read_manifest(directory)
     require_whole(directory, manifest)
     run_id = manifest["run_id"]
-    held = {
+    held: dict[str, Any] = {
         attribute: pd.read_parquet(directory / f"{name}-{run_id}.parquet")
         if f"{name}-{run_id}.parquet" in manifest["files"]
         else None
         for name, attribute in _TABLES.items()
     }
+    held["event_table"] = migrated_events(held["event_table"])
     requests = tuple(_request_from_json(item) for item in manifest["requests"])
     return Trace(
         requests=requests,
         tokens={item["request_id"]: item["committed_token_ids"] for item in manifest["requests"]},
         texts={item["request_id"]: item["text"] for item in manifest["requests"]},
-        store=ShardStore(
-            directory, manifest["shards"], manifest["sites"], manifest["layers"], manifest.get("heads", ())
-        ),
+        store=ShardStore(directory, manifest["shards"], manifest["sites"], manifest["layers"], manifest["heads"]),
         meta=manifest["meta"],
         model=model,
         thought_states=_thought_states(directory / _THOUGHT_STATES.format(run_id)),
@@ -155,7 +155,7 @@ def _write_states(trace: Trace, run_id: str, write: Callable[[str, Callable[[Pat
     return shards
 
 
-def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
+def _write_whole(path: Path, fill: Callable[[Path], Any]) -> None:
     """Let `fill` write a temporary sibling, flush it to the disk, and rename it into place."""
     temporary = path.with_name(path.name + ".tmp")
     fill(temporary)

@@ -59,17 +59,18 @@ class ShardStore:
 
         key = tensor_key(site, layer)
         if key not in self._held:
-            if self._where is None:
-                self._where = {}
+            where = self._where
+            if where is None:
+                where = self._where = {}
                 for shard in self._shards:
                     with safe_open(self._directory / shard, framework="pt") as file:
                         names = set(file.keys())
-                        self._where.update(dict.fromkeys(names, shard))
+                        where.update(dict.fromkeys(names, shard))
                         if key in names:  # opening it again would take longer than reading
                             self._held[key] = file.get_tensor(key)
-        if key not in self._held:
-            with safe_open(self._directory / self._where[key], framework="pt") as file:
-                self._held[key] = file.get_tensor(key)
+            if key not in self._held:
+                with safe_open(self._directory / where[key], framework="pt") as file:
+                    self._held[key] = file.get_tensor(key)
         return self._held[key]
 
 

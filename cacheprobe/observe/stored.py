@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cacheprobe.observe.manifest import TraceError, read_manifest, require_whole
+from cacheprobe.observe.migrate import migrated_events
 
 _REQUESTS_HELD = 8
 """Readings of so many requests stay in memory, in Arrow's compact form."""
@@ -53,7 +54,7 @@ class StoredRun:
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        return self._whole("events")
+        return migrated_events(self._whole("events"))
 
     @cached_property
     def ledger(self) -> pd.DataFrame:

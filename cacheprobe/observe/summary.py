@@ -62,3 +62,10 @@ def thoughts_text(trace: Trace, request_id: int) -> str:
         )
         lines.append(f"  {read:<36} -> {thought.text}{truth}")
     return "\n".join([*lines, f"  answer: {trace.text(request_id)}"])
+
+
+def closing(trace: Trace, is_behaviour_printed: bool) -> str:
+    """What is said at the end of a run; how the model did on its task, where a bar has not said so already."""
+    behaviour = trace.meta["behaviour"]
+    lines = [behaviour_line(behaviour)] if behaviour and not is_behaviour_printed else []
+    return "\n".join([*lines, summary(trace)])

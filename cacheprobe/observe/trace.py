@@ -79,21 +79,27 @@ class Trace:
     def num_rolled_back(self) -> int:
         return int(self.event_table.num_rolled_back.sum())
 
+    @property
+    def missing(self) -> dict[str, str]:
+        """What this trace does not have, and why: of an import, or of a run that an older version stored."""
+        return dict(self.meta.get("missing", {}))
+
     # -- what was said
 
     def committed(self, request_id: SupportsIndex) -> list[int]:
         """The request's committed token ids, without its prompt."""
         self._require(request_id)
-        return list(self.tokens[request_id])
+        return list(self.tokens[int(request_id)])
 
     def text(self, request_id: SupportsIndex) -> str:
         """The committed tokens as text."""
         self._require(request_id)
-        return self.texts[request_id]
+        return self.texts[int(request_id)]
 
     def logprobs(self, request_id: SupportsIndex) -> list[float]:
         """Log-probability, in nats, of each committed token under the logits that chose it, before any processor."""
         self._require(request_id)
+        self._require_there("log-probabilities")
         events = self.event_table[self.event_table.request_id == request_id]
         return [float(nats) for step in events.committed_logprobs_nats for nats in step]
 
@@ -106,6 +112,7 @@ class Trace:
     def ledger(self, request_id: SupportsIndex, step: SupportsIndex | None = None) -> pd.DataFrame:
         """Cache rows of a request after `step` (default: its last): position, provenance, step of the last write."""
         self._require(request_id)
+        self._require_there("ledger")
         return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
 
     def hypotheses(self) -> pd.DataFrame:
@@ -119,6 +126,7 @@ class Trace:
         if self.hypothesis_table is None and spoken is not None:
             return spoken
         if self.hypothesis_table is None:
+            self._require_there("Z")
             capture = self.meta["capture"]
             if "Z" in capture["sites"]:
                 filters = f"positions={capture['positions']}, phases={capture['phases']}"
@@ -318,7 +326,7 @@ class Trace:
                 digest.update(f"{site}.{layer}".encode())
                 kept = self.kept(site, layer, rows)
                 for states in [kept] if isinstance(kept, Tensor) else kept:
-                    digest.update(memoryview(states.contiguous().view(torch.uint8).numpy()).cast("B"))
+                    digest.update(states.contiguous().view(torch.uint8).numpy().data.cast("B"))
         return digest.hexdigest()
 
     def to_activation_cache(self, request_id: SupportsIndex) -> Any:
@@ -368,8 +376,14 @@ class Trace:
                 f"unknown site {site!r}; states are kept at S, T and C, and heads at {', '.join(HEAD_SITES)}"
             )
         held = (*self.store.sites, *self.store.heads)
+        self._require_there(site)
         if site not in held:
             remedy = f"; run it with CaptureConfig(heads=({site!r},))" if site in HEAD_SITES else ""
             raise ValueError(f"site {site} was not captured; this run kept {', '.join(held) or 'no states'}{remedy}")
+        self._require_there(f"{site} of layer {int(layer)}")
         if layer not in self.store.layers:
             raise ValueError(f"layer {layer} was not captured; this run kept layers {list(self.store.layers)}")
+
+    def _require_there(self, what: str) -> None:
+        if reason := self.missing.get(what):
+            raise ValueError(f"this trace has no {what}: {reason}")

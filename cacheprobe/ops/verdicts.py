@@ -79,4 +79,4 @@ def settle_drafts(
         codes[row, frontier : int(lengths[row])] = FREE
         codes[row, frontier:end] = VERIFIED
         lengths[row] = end
-    return Settled(*out, committed)
+    return Settled(out[0], out[1], out[2], committed)

@@ -41,7 +41,7 @@ class Parts:
         """What a finished group's cells said; None where it is still to be run."""
         if self.folder is None or not (path := self._path(name)).exists():
             return None
-        return [Said(*map(float, one[:3]), int(one[3])) for one in _read(path)]
+        return [Said(float(a), float(b), float(c), int(d)) for a, b, c, d in _read(path)]
 
     def put(self, name: str, said: Sequence[Said]) -> None:
         """Keep a finished group."""

@@ -64,9 +64,10 @@ def run_once(
     first = after[1] if after is not None else 0
     cache = model.new_cache(1, len(token_ids))
     cache.allocate()
-    for layer in range(model.n_layers) if after is not None else ():
-        cache.keys[layer][:, :, :first] = after[0].cache.keys[layer][:, :, :first]
-        cache.values[layer][:, :, :first] = after[0].cache.values[layer][:, :, :first]
+    if after is not None:
+        for layer in range(model.n_layers):
+            cache.keys[layer][:, :, :first] = after[0].cache.keys[layer][:, :, :first]
+            cache.values[layer][:, :, :first] = after[0].cache.values[layer][:, :, :first]
     kept: dict[Place, Tensor] = {}
 
     def keep(site: str, layer: int, value: Tensor) -> Tensor | None:

@@ -186,8 +186,9 @@ def _examples(
     about["place"] = "all" if places is None else list(places)
     if words is not None:
         about["word"] = list(words)
-    held = [tuple(sorted({site for site, _ in states})), tuple(sorted({layer for _, layer in states}))]
-    kept = {pair: states[pair] for pair in chosen_pairs(*held, sites, layers) if pair in states}
+    held = tuple(sorted({site for site, _ in states}))
+    wanted = chosen_pairs(held, tuple(sorted({layer for _, layer in states})), sites, layers)
+    kept = {pair: states[pair] for pair in wanted if pair in states}
     for (site, layer), vectors in kept.items():
         if vectors.ndim != 2 or len(vectors) != len(about):
             raise ProbeError(
@@ -204,7 +205,7 @@ def _aligned(untrained: "Trace | States", about: pd.DataFrame, at: "str | Iterab
         columns = ["request_id", "place", "position", "label", "word"]
         if len(same) != len(about) or not same[columns].equals(about[columns]):
             raise ProbeError("the untrained model's run is of other prompts; run it on the same examples")
-        untrained = {pair: untrained.vectors(*pair, same) for pair in pairs}
+        untrained = {(site, layer): untrained.vectors(site, layer, same) for site, layer in pairs}
     for pair in pairs:
         if pair not in untrained or len(untrained[pair]) != len(about):
             raise ProbeError(f"the untrained model's states have no {pair[0]} of layer {pair[1]} for every example")

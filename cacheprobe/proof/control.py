@@ -43,7 +43,7 @@ def negative_control(subject: Subject, progress: bool = False) -> dict[str, int]
 
 
 def _num_differing(subject: Subject, requests: Sequence[Request], verified: bool, bar: Progress) -> int:
-    settings = dict(**subject.settings, deterministic=verified, capture=None, progress=False)
+    settings: dict[str, Any] = dict(**subject.settings, deterministic=verified, capture=None, progress=False)
     traces: list[Trace] = []
     for size in BATCHES:
         traces.append(run(subject.model, requests, **settings, max_batch=size))

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -41,7 +42,7 @@ def answer_of(trace: Trace, request_id: int) -> Answer:
     return Answer(tuple(trace.committed(request_id)), nats, states, readings)
 
 
-def ask(subject: Subject, request: Request, capture: str | None, layers: object) -> Answer:
+def ask(subject: Subject, request: Request, capture: str | None, layers: Any) -> Answer:
     """The oracle's own run of one request, alone."""
     trace = reference(subject.model, [request], **subject.settings, capture=capture, layers=layers, progress=False)
     return answer_of(trace, 0)

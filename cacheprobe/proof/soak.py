@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -143,9 +144,9 @@ def third_party(subject: Subject, tally: Tally, request: Request, answer: Answer
         return
     assert subject.plain is not None
     ids = torch.tensor([list(request.prompt)])
-    stops = list(sampling.stop_token_ids or ()) or None
+    stops = list(cast("tuple[int, ...]", sampling.stop_token_ids or ())) or None
     with torch.inference_mode():
-        out = subject.plain.generate(
+        out = cast(Any, subject.plain).generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=sampling.max_new_tokens,
             eos_token_id=stops, pad_token_id=0,
         )  # fmt: skip

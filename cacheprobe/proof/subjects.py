@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -87,7 +88,7 @@ class Subject:
         return self.build() if self.build else None
 
     @property
-    def settings(self) -> dict[str, int]:
+    def settings(self) -> dict[str, Any]:
         prefill = dict(prefill_chunk=self.prefill_chunk, prefill_group=self.prefill_group)
         return dict(window=self.window, group=self.group, capacity=self.capacity, **prefill)
 

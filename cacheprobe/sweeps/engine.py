@@ -140,8 +140,8 @@ def _run(
         except ConnectionError as error:
             stopped_by = str(error)
         finally:
-            if hasattr(events, "close"):
-                events.close()
+            if (close := getattr(events, "close", None)) is not None:
+                close()
         report = SweepReport(store.url, len(plan.cells), skipped, committed, tuple(failures), stopped_by, names)
         log.write(Event("sweep_ended"), exit_code=report.exit_code, committed=committed, failed=len(failures))
     return report

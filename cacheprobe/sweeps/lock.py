@@ -90,5 +90,6 @@ def _write(store: SweepStore, mine: dict[str, Any]) -> None:
 def _other(store: SweepStore, mine: dict[str, Any]) -> dict[str, Any] | None:
     """Whoever else holds a lease that has not run out."""
     held = store.read_json(LEASE)
-    is_mine = held is None or held["holder"] == mine["holder"]
-    return None if is_mine or held["until"] < time.time() else held
+    if held is None or held["holder"] == mine["holder"] or held["until"] < time.time():
+        return None
+    return held

@@ -187,7 +187,7 @@ class Example:
 
     def _placed_in(self, text: str) -> Rendering:
         changes: list[tuple[int, str | None]] = []
-        cursor = 0
+        cursor = start = 0
         for index, question in enumerate((*self.shots, self.question)):
             start = _find(text, question.text, cursor)
             changes += [(start + end, state) for (_, end), state in zip(question.spans, question.states, strict=True)]

@@ -99,7 +99,9 @@ class CoinFlip(Task):
     names: Sequence[str] = NAMES
     distinct: bool = True
 
-    chance = 0.5
+    @property
+    def chance(self) -> float:
+        return 0.5
 
     def __post_init__(self) -> None:
         check_count("people", self.people, at_least=1)

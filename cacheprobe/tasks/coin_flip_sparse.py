@@ -35,8 +35,13 @@ class CoinFlipSparse(Task):
     flip_probability: float | int = 0.5
     names: Sequence[str] = NAMES
 
-    answers_balanced_over = 2
-    chance = 0.5
+    @property
+    def answers_balanced_over(self) -> int:
+        return 2
+
+    @property
+    def chance(self) -> float:
+        return 0.5
 
     def __post_init__(self) -> None:
         self._coin()

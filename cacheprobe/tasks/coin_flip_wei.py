@@ -87,7 +87,9 @@ class CoinFlipWei(Task):
     names: Sequence[str] = NAMES
     distinct: bool = True
 
-    chance = 0.5
+    @property
+    def chance(self) -> float:
+        return 0.5
 
     def __post_init__(self) -> None:
         self._coin()

@@ -95,7 +95,7 @@ def annotate_all(
         return []
 
     texts = [example.question.text + example.question.answer for example in examples]
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+    encoded: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     say = _encoder(tokenizer)
     annotated = []
     rows = zip(examples, encoded["input_ids"], encoded.encodings, phases or repeat(0), strict=phases is not None)
@@ -111,7 +111,7 @@ def annotate_all(
         front = -(num_prompt + phase) % chunk
         padded = [pad] * front + token_ids[:closing] + [pad] * phase + token_ids[closing:num_prompt]
         chunks = [(front + encoding.char_to_token(end - 1)) // chunk for _, end in question.spans]
-        thoughts: list[tuple[int, ...]] = [(eos,)] * (len(padded) // chunk)
+        thoughts: list[tuple[Any, ...]] = [(eos,)] * (len(padded) // chunk)
         for place, said in _said(question, chunks, len(thoughts), form):
             thought = (*[token_id for text in said for token_id in say(text)], eos)
             if max_thought is not None and len(thought) > max_thought:
@@ -120,7 +120,7 @@ def annotate_all(
                     f"tokens with its end, and max_thought={max_thought}; allow more, or take a smaller chunk"
                 )
             thoughts[place] = thought
-        answer_ids = (*token_ids[num_prompt:], eos)
+        answer_ids: tuple[Any, ...] = (*token_ids[num_prompt:], eos)
         annotated.append(Annotated(tuple(padded), tuple(thoughts), answer_ids, len(question.events)))
     return annotated
 

@@ -30,7 +30,7 @@ def two_coins_question(
     question_first: bool = False,
 ) -> Question:
     """The question for coins that start as `initial`, red then blue, after `events`: (name, coin, whether it flips)."""
-    sides = dict(zip(COINS, initial, strict=True))
+    sides: dict[str, str] = dict(zip(COINS, initial, strict=True))
     question = f"What's the {asked} coin's state?"
     writer = Writer(f"{question} " if question_first else "")
     writer.mark(f"The red coin is {sides['red']} and the blue coin is {sides['blue']}")
@@ -73,8 +73,13 @@ class TwoCoins(Task):
     names: Sequence[str] = NAMES
     distinct: bool = True
 
-    answers_balanced_over = 2
-    chance = 0.5
+    @property
+    def answers_balanced_over(self) -> int:
+        return 2
+
+    @property
+    def chance(self) -> float:
+        return 0.5
 
     def __post_init__(self) -> None:
         check_count("people", self.people, at_least=1)

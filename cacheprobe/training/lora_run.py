@@ -99,7 +99,7 @@ def save_adapter(trainer: LoraTrainer, out: Path, told: dict[str, Any]) -> dict[
     replace_file(out / WEIGHTS, lambda path: path.write_bytes(stored))
     config = trainer.config.to_dict() | {
         "base_model_name_or_path": trainer.settings.model,
-        "target_modules": sorted(trainer.config.target_modules),
+        "target_modules": sorted(trainer.config.target_modules or ()),
         "inference_mode": True,
     }
     _write_json(out / CONFIG, config)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking_config import ThinkingConfig
@@ -34,7 +34,7 @@ class Preset:
 
     def tasks(self) -> list[Task]:
         """The task of the most operations, in each of its variants."""
-        return [replace(self.task(self.operations[-1]), **settings) for settings in self.variants]
+        return [replace(cast(Any, self.task(self.operations[-1])), **settings) for settings in self.variants]
 
     def vocabulary(self) -> tuple[str, ...]:
         """All words of all variants, sorted."""

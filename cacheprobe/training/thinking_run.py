@@ -40,7 +40,7 @@ class Trained:
 
     def items(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> list[Annotated]:
         """Fresh texts of these numbers of operations, drawn uniformly. task: settings of the task to change."""
-        changed = self.preset.task(operations[-1])
+        changed: Any = self.preset.task(operations[-1])
         tasks = replace(changed, **task) if task else changed
         texts = mixed(tasks, operations, n=n, seed=seed)
         config = self.model.config

@@ -100,7 +100,9 @@ def _css(more: str) -> str:
 
 
 def _size(picture: str) -> tuple[float, float]:
-    width, height = re.search(r'viewBox="0 0 (\S+) (\S+)"', picture).groups()
+    found = re.search(r'viewBox="0 0 (\S+) (\S+)"', picture)
+    assert found is not None
+    width, height = found.groups()
     return float(width), float(height)
 
 

@@ -40,7 +40,7 @@ def browser_path() -> str | None:
 def require_browser() -> None:
     """Raises: ImageError unless kaleido and a chromium are here."""
     if find_spec("kaleido") is None:
-        raise ImageError("pictures are drawn by kaleido, which is not here; pip install -e '.[dash]' in a checkout")
+        raise ImageError("pictures are drawn by kaleido, which is not here: pip install 'cacheprobe[dash]'")
     if browser_path() is None:
         raise ImageError(
             "pictures are drawn by a chromium, and there is none; as root apt-get install chromium, or name one in the "
@@ -82,7 +82,7 @@ def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
         source.write_text(f'<!doctype html><meta charset="utf-8">{page}', encoding="utf-8")
         options = [*_QUIET, f"--user-data-dir={folder}/profile", f"--print-to-pdf={printed}", source.as_uri()]
         try:
-            subprocess.run([browser_path(), *options], capture_output=True, timeout=SECONDS, check=False)
+            subprocess.run([str(browser_path()), *options], capture_output=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
             pass
         if not printed.exists():

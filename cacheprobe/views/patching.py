@@ -30,7 +30,7 @@ def patching_grid(grid: Any, *, value: str | None = None, head: int | None = Non
     table = grid if isinstance(grid, pd.DataFrame) else grid.table
     if value is None:
         own = "" if isinstance(grid, pd.DataFrame) else grid.meta["value"]
-        value = own or next((name for name in _SAID if name in table.columns), "nld")
+        value = str(own or next((name for name in _SAID if name in table.columns), "nld"))
     if value not in table.columns or not pd.api.types.is_numeric_dtype(table[value]):
         raise ValueError(f"unknown column {value!r}; a picture shows numbers, the table has {', '.join(table.columns)}")
     if head is not None:

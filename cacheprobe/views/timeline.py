@@ -103,7 +103,7 @@ def step_words(event: Any) -> str:
 
 def _cell(event: Any, x: float, y: float, width: float) -> str:
     tip = f"request {event.request_id}, step {event.step}; {step_words(event)}"
-    whole = dict(radius=3, tip=tip)
+    whole: dict[str, Any] = dict(radius=3, tip=tip)
     if event.phase == "prefill":
         return svg.box(x, y, width, 24, "blue", "ruled-blue", **whole)
     if event.phase == "decode":

@@ -43,7 +43,9 @@ def digest(source: str) -> str:
 
 def library(name: str, folder: Path) -> tuple[ctypes.CDLL, str]:
     """A file of this folder as a library, kept in `folder`; and its digest. Raises: CompilerError."""
-    source = "".join((files(__package__) / part).read_text(encoding="utf-8") for part in ("lanes.h", name))
+    source = "".join(
+        (files("cacheprobe.ops.compiled") / part).read_text(encoding="utf-8") for part in ("lanes.h", name)
+    )
     key = digest(source)
     path = folder / f"{Path(name).stem}-{key}.so"
     if not path.exists():

@@ -35,22 +35,22 @@ class _Worker:
             stderr=self._said,
             env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": _path()},
         )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.asks, self.answers = self.process.stdin, self.process.stdout
 
     def give(self, cell: Cell) -> bool:
         """Whether the process could be told."""
-        assert self.process.stdin is not None
         self.cell, self.held = cell, cell.model_key
         try:
-            self.process.stdin.write(json.dumps(cell.to_json()).encode() + b"\n")
-            self.process.stdin.flush()
+            self.asks.write(json.dumps(cell.to_json()).encode() + b"\n")
+            self.asks.flush()
         except BrokenPipeError:
             return False
         return True
 
     def answer(self) -> Outcome | None:
         """Its outcome; None where the process is gone."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.answers.readline()
         return Outcome(**json.loads(line)) if line.endswith(b"\n") else None
 
     def last_words(self) -> str:
@@ -63,9 +63,9 @@ class _Worker:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self._said):
+        for pipe in (self.asks, self.answers, self._said):
             try:
-                pipe.close()  # pyright: ignore[reportOptionalMemberAccess]
+                pipe.close()
             except BrokenPipeError:
                 pass
 
@@ -78,7 +78,7 @@ def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
     with selectors.DefaultSelector() as ready:
         try:
             for worker in workers:
-                ready.register(worker.process.stdout, selectors.EVENT_READ, worker)
+                ready.register(worker.answers, selectors.EVENT_READ, worker)
                 yield from _hand(worker, waiting)
             while any(worker.cell is not None for worker in workers):
                 for key, _ in ready.select():
@@ -92,7 +92,7 @@ def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
                             continue
                         worker = _Worker(worker.name, job)
                         workers.append(worker)
-                        ready.register(worker.process.stdout, selectors.EVENT_READ, worker)
+                        ready.register(worker.answers, selectors.EVENT_READ, worker)
                     elif cell is not None:
                         worker.cell = None
                         yield Event("ended", cell.digest, worker=worker.name, outcome=outcome)

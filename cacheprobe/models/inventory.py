@@ -1,0 +1,62 @@
+"""Which models are on this machine. Reads names and records; loads no weights, and asks no network."""
+
+from typing import Any, NamedTuple
+
+from cacheprobe.models.adapters import CONFIG, SHIPPED_ADAPTERS
+from cacheprobe.models.shipped import shipped_folder, shipped_names
+from cacheprobe.models.smollm2 import converted_directory, is_complete
+from cacheprobe.models.thinking_store import read_config
+
+SMOLLM2 = "smollm2-135m"
+SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PLAIN, THINKING = "coinflip-plain", "coinflip-thinking"
+"""Models of a fraction of a million parameters, trained here and shipped."""
+
+TESTED_FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt-neox", "phi", "olmo2", "gemma2", "gemma3",
+)  # fmt: skip
+"""Architectures that the tests run in both forms, against Hugging Face's own cache."""
+
+REFUSED = "local or chunked attention, recurrent states, encoder-decoders: their rollback is not defined here"
+
+
+def smollm2_state() -> str:
+    """Where SmolLM2 is: "converted", "installed" (it is converted at its first use), "hub" (in the hub's cache on this
+    machine), or "absent"."""
+    try:
+        target = converted_directory()
+    except FileNotFoundError:
+        return "hub" if is_in_hub_cache(SMOLLM2_ON_HUB) else "absent"
+    return "converted" if is_complete(target) else "installed"
+
+
+def is_in_hub_cache(name: str) -> bool:
+    """Whether the weights of a hub model were downloaded before. Asks no network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "model.safetensors"), str)
+
+
+class Shipped(NamedTuple):
+    """A model that comes with the package."""
+
+    name: str
+    parameters: int
+    made_by: str
+    """The command that trained it."""
+
+
+def shipped_models() -> list[Shipped]:
+    """The Thinking States models and their plain arm, as their records tell of them."""
+    found = []
+    for name in shipped_names("checkpoints"):
+        folder = shipped_folder("checkpoints", name)
+        record: dict[str, Any] = read_config(folder)["record"] if folder is not None else {}
+        found.append(Shipped(name, int(record.get("parameters", 0)), str(record.get("command", "not recorded"))))
+    return found
+
+
+def shipped_adapters() -> list[tuple[str, str]]:
+    """(task, model) of every adapter that comes with the package."""
+    folders = sorted(path.parent.name for path in SHIPPED_ADAPTERS.glob(f"*/{CONFIG}"))
+    return [(name.removesuffix(f"-{SMOLLM2}"), SMOLLM2) for name in folders if name.endswith(SMOLLM2)]

@@ -1,0 +1,60 @@
+"""From the manifest of an older trace format to today's, one version at a time. Loads no torch, and writes nothing.
+
+    1   tokens, rows, readings, events, ledger, states at S, T and C
+    2   arrivals, samples and preemptions; log-probabilities of committed tokens; thoughts
+    3   states of attention heads
+
+A stored run stays as it is on the disk; it is read as today's would be, and what its version did not record is listed
+in `meta["missing"]`, so that asking for it is an error and not an empty answer. `Trace.save` writes today's format.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+
+Manifest = dict[str, Any]
+
+_NO_LOGPROBS = "trace format 1 did not record them; run it again"
+
+
+def _from_1(old: Manifest) -> Manifest:
+    requests = [{"arrival_step": 0, "sample_of": None, **request} for request in old["requests"]]
+    meta = {"preemptions": [], "errors": {}, **old["meta"]}
+    meta["missing"] = {"log-probabilities": _NO_LOGPROBS, **meta.get("missing", {})}
+    return {**old, "format_version": 2, "requests": requests, "meta": meta}
+
+
+def _from_2(old: Manifest) -> Manifest:
+    """Some fields came in the course of version 2, so a run of that version may have them or not."""
+    later = {"errors": {}, "thought_layer": None, "thinking": None, "cache_row_bytes": None}
+    capture = {"heads": (), **old["meta"]["capture"]}
+    return {**old, "format_version": 3, "heads": [], "meta": {**later, **old["meta"], "capture": capture}}
+
+
+_STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2}
+
+OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1
+"""Trace formats that can be read. NEWEST is what is written."""
+
+
+def migrated(manifest: Manifest) -> Manifest:
+    """The manifest as today's version would have written it. Its version must be one of OLDEST to NEWEST."""
+    while manifest["format_version"] < NEWEST:
+        manifest = _STEPS[manifest["format_version"]](manifest)
+    return manifest
+
+
+def migrated_events(events: pd.DataFrame) -> pd.DataFrame:
+    """The events table with every column of today: log-probabilities are empty lists where none were recorded."""
+    if "committed_logprobs_nats" in events.columns:
+        return events
+    at = events.columns.get_loc("committed_token_ids") + 1
+    return pd.concat(
+        [
+            events.iloc[:, :at],
+            pd.Series([[] for _ in range(len(events))], index=events.index, name="committed_logprobs_nats"),
+            events.iloc[:, at:],
+        ],
+        axis=1,
+    )

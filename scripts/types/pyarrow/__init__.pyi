@@ -1,0 +1,6 @@
+# pyarrow makes its compute functions when it is imported.
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...
+
+class Table(Any): ...
