@@ -33,7 +33,7 @@ def sweep(
     dry_run
         Check every cell, try one of each model, and say what the sweep would take; nothing is written.
     progress
-        Show how it goes.
+        Show progress.
     """
     _quiet()
     if dry_run:

@@ -97,7 +97,7 @@ def test_what_is_missing_is_named_before_anything_is_written(
     with pytest.raises(ImageError, match="chromium, and there is none; as root apt-get install chromium"):
         cp.views.write_figures(trace, tmp_path / "new", "pdf", progress=False)
     monkeypatch.setattr(images, "find_spec", lambda name: None)
-    with pytest.raises(ImageError, match="kaleido, which is not here; pip install"):
+    with pytest.raises(ImageError, match="kaleido, which is not here: pip install"):
         cp.views.write_figures(trace, tmp_path / "new", progress=False)
     with pytest.raises(ValueError, match="unknown format 'gif' of figures; choose one of png, svg, pdf"):
         cp.views.write_figures(trace, tmp_path / "new", "gif", progress=False)

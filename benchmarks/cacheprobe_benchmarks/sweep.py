@@ -32,13 +32,16 @@ def run(rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="cacheprobe-bench-") as held:
         folder = Path(held)
         overheads, startups, works, walls = [], [], [], []
-        for number in range(rounds):
-            work = _run(folder / f"serial-{number}", "serial")[0]
-            _, wall, startup = _run(folder / f"processes-{number}", "processes")
-            overheads.append((wall - startup) / (work / WORKERS) - 1)
-            startups.append(startup)
-            works.append(work)
-            walls.append(wall)
+        with measuring(2 * rounds) as bar:
+            for number in range(rounds):
+                work = _run(folder / f"serial-{number}", "serial")[0]
+                bar.advance(note=f"serial {work:.0f} s")
+                _, wall, startup = _run(folder / f"processes-{number}", "processes")
+                bar.advance(note=f"{WORKERS} workers {wall:.0f} s")
+                overheads.append((wall - startup) / (work / WORKERS) - 1)
+                startups.append(startup)
+                works.append(work)
+                walls.append(wall)
         many = _many(folder / "serial-0", folder / "many", rounds)
     return {
         "benchmark": "sweep",

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cacheprobe_benchmarks.machine import machine
+from cacheprobe_benchmarks.machine import machine, measuring
 from cacheprobe_benchmarks.s3_server import s3_server
 
 CONFIG = {
@@ -81,9 +81,10 @@ def run(rounds: int) -> dict[str, Any]:
         whole.finish()
         seconds, wanted = time.perf_counter() - began, whole.shards()
         table = {}
-        for name, fault in FAULTS.items():
-            table[name] = _strike(fault, rounds, folder / name.replace(" ", "-"), wanted, chance, seconds)
-            print(f"{name}: {table[name]}", file=sys.stderr, flush=True)
+        with measuring(len(FAULTS)) as bar:
+            for name, fault in FAULTS.items():
+                table[name] = _strike(fault, rounds, folder / name.replace(" ", "-"), wanted, chance, seconds)
+                bar.advance(note=f"{name}: {table[name]}")
     cells = len({name.split("/")[0] for name in wanted})
     return {"benchmark": "sweep-faults", "rounds": rounds, "cells": cells, "serial_seconds": round(seconds, 1),
             **machine(), "faults": table}  # fmt: skip

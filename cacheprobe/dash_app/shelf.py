@@ -7,8 +7,7 @@ from pathlib import Path
 from cacheprobe.dash_app.book import Book
 from cacheprobe.observe.manifest import MANIFEST, TraceError
 from cacheprobe.observe.stored import StoredRun
-from cacheprobe.sweeps.plan import PLAN
-from cacheprobe.sweeps.store import SHARDS
+from cacheprobe.sweeps.store import PLAN, SHARDS
 
 MOST_CELLS = 200
 """Of a sweep, in the menu of runs."""

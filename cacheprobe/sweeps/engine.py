@@ -11,9 +11,9 @@ from cacheprobe.sweeps.events import Event, EventLog
 from cacheprobe.sweeps.holder import FULL, Job, Outcome
 from cacheprobe.sweeps.index import refresh
 from cacheprobe.sweeps.lock import only_sweep
-from cacheprobe.sweeps.plan import PLAN, Plan, make_plan, require_room
+from cacheprobe.sweeps.plan import Plan, make_plan, require_room
 from cacheprobe.sweeps.settings import SweepConfig, read_config
-from cacheprobe.sweeps.store import SweepStore
+from cacheprobe.sweeps.store import PLAN, SweepStore
 from cacheprobe.sweeps.waiting import Waiting
 
 COMPLETE, FAILED, PARTIAL = 0, 1, 3

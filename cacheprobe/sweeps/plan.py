@@ -13,8 +13,6 @@ from cacheprobe.sweeps.making import lens_folder
 from cacheprobe.sweeps.settings import SweepConfig
 from cacheprobe.sweeps.store import SweepStore
 
-PLAN = "sweep.json"
-
 
 @dataclass(frozen=True)
 class Plan:

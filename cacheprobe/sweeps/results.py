@@ -9,8 +9,7 @@ import pandas as pd
 import pyarrow as pa
 
 from cacheprobe.sweeps.index import AXIS_COLUMNS, refresh
-from cacheprobe.sweeps.plan import PLAN
-from cacheprobe.sweeps.store import SHARDS, SweepStore
+from cacheprobe.sweeps.store import PLAN, SHARDS, SweepStore
 
 SHARD_TABLES = ("hypotheses", "rows", "events", "ledger", "thoughts")
 _NAMED = re.compile(r"(?:\bfrom|\bjoin|,)\s*\"?(\w+)")

@@ -27,6 +27,7 @@ from typing import Any
 from cacheprobe.observe.manifest import MANIFEST
 
 SHARDS, STAGING = "shards", ".staging"
+PLAN = "sweep.json"
 _CLIENTS = {
     "s3": "s3fs",
     "s3a": "s3fs",
