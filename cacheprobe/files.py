@@ -25,6 +25,15 @@ def write_whole(path: Path, fill: Callable[[Path], object]) -> Path:
     return path
 
 
+def fsync(path: Path) -> None:
+    """A file's bytes, or a folder's names, are on the disk when this returns."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

@@ -19,6 +19,8 @@ from typing import Any
 import platformdirs
 from filelock import FileLock
 
+from cacheprobe.files import fsync
+
 WEIGHTS_NOTE = "4-bit dequantised: SmolLM2-135M-Instruct from a Q4_1 GGUF"
 """Belongs to every result from this model: its numbers are not those of the weights as they were trained."""
 
@@ -121,7 +123,7 @@ def commit_directory(build: Callable[[Path], None], target: Path, origin: dict |
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
-        _fsync(target.parent)
+        fsync(target.parent)
     return target
 
 
@@ -142,15 +144,7 @@ def _seal(directory: Path, origin: dict) -> None:
     contents = directory / CONTENTS
     contents.write_text(json.dumps({**origin, "files": sizes}, indent=2) + "\n")
     for path in (*files, contents, directory):
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync(path)
 
 
 def _convert(gguf: Path, directory: Path) -> None:

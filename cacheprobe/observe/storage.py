@@ -21,6 +21,7 @@ from typing import Any
 
 import pandas as pd
 
+from cacheprobe.files import fsync
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe.manifest import FORMAT_VERSION, MANIFEST, TraceError, read_manifest, require_whole
 from cacheprobe.observe.migrate import migrated_events
@@ -159,17 +160,9 @@ def _write_whole(path: Path, fill: Callable[[Path], Any]) -> None:
     """Let `fill` write a temporary sibling, flush it to the disk, and rename it into place."""
     temporary = path.with_name(path.name + ".tmp")
     fill(temporary)
-    _fsync(temporary)
+    fsync(temporary)
     os.replace(temporary, path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    fsync(path.parent)
 
 
 def _is_ours(name: str) -> bool:

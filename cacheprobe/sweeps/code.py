@@ -13,13 +13,17 @@ _PARTS = (
 """Views, commands and what schedules a sweep change no bit of a shard, so they are left out."""
 
 
+_SUFFIXES = {".py", ".cpp", ".h"}
+
+
 @cache
 def code_version() -> str:
     """16 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in _PARTS:
         path = _PACKAGE / part
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        inside = (file for file in path.rglob("*") if file.suffix in _SUFFIXES)
+        for file in sorted(inside) if path.is_dir() else [path]:
             digest.update(file.relative_to(_PACKAGE).as_posix().encode() + b"\0")
             digest.update(file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from cacheprobe.files import fsync
 from cacheprobe.observe.manifest import MANIFEST
 
 SHARDS, STAGING = "shards", ".staging"
@@ -117,7 +118,7 @@ class SweepStore:
     def _rename(self, made: Path, digest: str) -> None:
         target = Path(self.path(SHARDS)) / digest
         target.parent.mkdir(parents=True, exist_ok=True)
-        _fsync(made)
+        fsync(made)
         try:
             os.rename(made, target)
         except OSError as error:
@@ -127,7 +128,7 @@ class SweepStore:
                 return
             shutil.rmtree(target)  # copied here by hand, and not whole
             os.rename(made, target)
-        _fsync(target.parent)
+        fsync(target.parent)
 
     def _put(self, made: Path, digest: str) -> None:
         names = sorted(path.name for path in made.iterdir() if path.name != MANIFEST)
@@ -194,11 +195,3 @@ def _write_through(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
