@@ -117,7 +117,7 @@ class TwinLM:
         if not self.weights.is_current:
             self.weights.bind()
             self._lean = None
-        if self._may_be_lean and self._nothing_acts:
+        if self._may_be_lean and self._nothing_acts and not cache.hidden_parts.concern(rows):
             if self._lean is None:
                 self._lean = LeanForward(self.model, self._product)
             with staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx) as inputs:
