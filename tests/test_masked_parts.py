@@ -90,12 +90,13 @@ def test_parts_are_hidden_in_a_backbone_without_thoughts(changes: dict) -> None:
 def test_all_layers_and_heads_are_the_whole_mask() -> None:
     lm = loaded()
     rows = cp.cache_rows(lm, PROMPT, capacity=96)
+    drafter = cp.drafters.EarlyExit(layer=0)
     whole, parts = rows.masked([1, 2]), rows.masked([1, 2], layers=range(3), heads=range(2))
     assert not parts.hidden and len(parts.hidden_parts) == 12
     traces = [
-        cp.run(lm, [cp.Request(PROMPT, cached=cut, own_fingerprint=True)], drafter=cp.drafters.EarlyExit(layer=0), **LIGHT)
-        for cut in (whole, parts)
-    ]  # fmt: skip
+        cp.run(lm, cp.Request(PROMPT, cached=rows, own_fingerprint=True), drafter=drafter, **LIGHT)
+        for rows in (whole, parts)
+    ]
     assert traces[0].committed(0) == traces[1].committed(0)
     assert close(traces[0].states("S", 2, 0), traces[1].states("S", 2, 0), 1e-6, because="other kernels, same masks")
 

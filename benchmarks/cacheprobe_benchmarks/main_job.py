@@ -4,8 +4,8 @@ Against Hugging Face `generate` of the same batch with nothing captured, on a se
 attention; end-of-sequence ignored. Hugging Face runs before and after each of our jobs, and a ratio is to the mean of
 the two: a machine that is slower for a while is then slower for both. With half of the requests deterministic, a verify
 pass is a decode of a fixed height in which the others ride along. Batch 1 is one longer coin-flip prompt after another
-with n-gram drafts, each beside Hugging Face's. Where the processor only emulates bfloat16, every job runs once more
-with `products="compiled"`, under its name with _compiled.
+with n-gram drafts, each beside Hugging Face's. Where the processor's bfloat16 is no quicker than float32, every job
+runs once more with `products="compiled"`, under its name with _compiled.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.wide_product import is_emulated
+from cacheprobe.ops.wide_product import wide_rows
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring
 from cacheprobe_benchmarks.speculation import ALONE, NUM_ALONE
@@ -49,7 +49,7 @@ def run(rounds: int) -> dict[str, Any]:
     torch.set_num_threads(2)
     hf, models = HuggingFace(), {"": cp.load_model("smollm2-135m", dtype="bfloat16")}
     model = models[""]
-    if is_emulated(model.dtype, model.device):
+    if wide_rows(model.dtype, model.device):
         models[COMPILED] = cp.load_model("smollm2-135m", dtype="bfloat16", products="compiled")
     jobs = [(name, end) for name in JOBS for end in models]
     prompts = [example.prompt for example in cp.tasks.load_examples(PROMPTS)]

@@ -26,7 +26,7 @@ from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
 from cacheprobe.models.twin_heads import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
 from cacheprobe.ops.compiled.product import COMPILED_ROWS
-from cacheprobe.ops.wide_product import WIDE_ROWS, is_emulated, wide_product
+from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
 """Read by transformers in every forward: 1 gives grouped keys and values to the fused attention as they are, 0 copies
@@ -54,8 +54,8 @@ class TwinLM:
         self.model: Any = empty_model(bridge.original_model)
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = self._all_places()
-        self._is_widened = is_emulated(self.dtype, self.device)
-        plain = wide_product if self._is_widened else linear
+        self._wide_rows = wide_rows(self.dtype, self.device)
+        plain = partial(wide_product, from_rows=self._wide_rows) if self._wide_rows else linear
         self._product: Product = origin.compiled.product if origin.compiled else plain
         if self._product is not linear:
             self._replace_products()
@@ -208,14 +208,13 @@ class TwinLM:
         """The bridge's, with what differs: the path, and the attention in use."""
         attention = self.model.config._attn_implementation
         forced = "beyond one slot" if self._may_force_gqa else "never"
-        widened = f"from {WIDE_ROWS} rows" if self._is_widened else "never"
         compiled = self.origin.compiled
         return {
             **self.origin.fingerprint(),
             "path": "twin",
             "attention": attention,
             "sdpa_force_gqa": forced,
-            "products_in_float32": widened,
+            "products_in_float32": widening(self._wide_rows),
             **({"products_compiled": f"below {COMPILED_ROWS} rows, {compiled.product.digest}"} if compiled else {}),
         }
 
