@@ -71,7 +71,8 @@ def _stored(store: SweepStore) -> pa.Table:
     data = store.read(INDEX)
     if data is not None:
         try:
-            table = pq.read_table(io.BytesIO(data))
+            # in this thread alone: one of Arrow's that still holds our bytes when Python ends aborts the process
+            table = pq.ParquetFile(io.BytesIO(data), pre_buffer=False).read(use_threads=False)
             if table.schema.equals(SCHEMA):
                 return table
         except pa.ArrowInvalid:
