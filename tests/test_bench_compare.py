@@ -81,6 +81,12 @@ def test_benchmarks_are_found_and_their_helpers_are_not(capsys: pytest.CaptureFi
         measure("lens", rounds=0)
 
 
+@pytest.mark.parametrize("name", questions())
+def test_every_benchmark_can_be_loaded(name: str) -> None:
+    """`cacheprobe bench sweep` named what was not there, and nothing but running it for minutes said so."""
+    assert callable(benchmark(name))
+
+
 def test_stored_results_can_be_compared() -> None:
     for name in ("determinism", "speculation"):
         held = json.loads((RESULTS / f"{name}.json").read_text())

@@ -41,8 +41,8 @@ class Log:
 
 def run(rounds: int, *, cells: int = CELLS, many: int = MANY) -> dict[str, Any]:
     """wall_over_half_of_serial: wall time of the workers' run after its start-up, over the serial run's work divided by
-    their number; less one, the engine's overhead. It has two parts: cell_in_company, how much longer a cell takes beside
-    another on this machine, which no engine changes; and idle_share, of the workers' time the part in no cell."""
+    their number; less one, the engine's overhead. It has two parts: cell_in_company, how much longer a cell takes
+    beside another on this machine, which no engine changes; idle_share, of the workers' time the part in no cell."""
     settings = {**SETTINGS, "grid": {**SETTINGS["grid"], "seed": list(range(cells))}}
     with tempfile.TemporaryDirectory(prefix="cacheprobe-bench-") as held:
         folder = Path(held)

@@ -21,7 +21,7 @@ from cacheprobe.sweeps.waiting import Waiting
 SECONDS_BETWEEN_LOOKS = 1.0
 """So that Ctrl-C is heard."""
 SECONDS_WITHOUT_HEAD = 20.0
-"""Time for a head node to come back. After 60 s without one Ray ends the program, and nobody hears what is committed."""
+"""Time for a head node to come back. After 60 s without one Ray ends the program, and nobody hears what came of it."""
 
 
 class _Watch:
@@ -146,8 +146,8 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
 
 
 def _bury(slot: _Slot, waiting: Waiting, error: Exception, given_back: set[str]) -> Iterator[Event]:
-    """The cell of a lost actor has failed; but an actor that ran others may have spent its restarts on them, so then the
-    cell is given back, once."""
+    """The cell of a lost actor has failed; but an actor that ran others may have spent its restarts on them: then the cell
+    is given back, once."""
     cell, words = slot.cell, str(error).strip().splitlines()[0]
     assert cell is not None
     yield Event("worker_died", cell.digest, worker=slot.name, message=words)
