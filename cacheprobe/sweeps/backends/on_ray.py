@@ -146,8 +146,8 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
 
 
 def _bury(slot: _Slot, waiting: Waiting, error: Exception, given_back: set[str]) -> Iterator[Event]:
-    """The cell of a lost actor has failed; but one that ran others may have spent its restarts on them: then its cell is
-    given back, once."""
+    """The cell of a lost actor has failed; but where the actor ran others too, and may have spent its restarts on them,
+    the cell is given back, once."""
     cell, words = slot.cell, str(error).strip().splitlines()[0]
     assert cell is not None
     yield Event("worker_died", cell.digest, worker=slot.name, message=words)
