@@ -15,8 +15,8 @@ class RequestDifference:
 
     request_id: int
     what: str
-    """"equal", "tokens", "log-probabilities", "tokens alone" (they are equal, and a run recorded no log-probabilities to
-    compare), "prompt" (another was asked), or "missing" (in one run alone)."""
+    """"equal", "tokens", "log-probabilities", "tokens alone" (they are equal; a run recorded no log-probabilities),
+    "prompt" (another was asked), or "missing" (in one run alone)."""
     place: int | None = None
     """Of the first token that differs, or whose log-probability does; 0 is the first generated one."""
 

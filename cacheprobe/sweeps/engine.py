@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cacheprobe.models.devices import checked_device
 from cacheprobe.registry import find
 from cacheprobe.sweeps.board import Board
 from cacheprobe.sweeps.events import Event, EventLog
@@ -99,6 +100,10 @@ def sweep(
     run_cells = find("sweeps.backends", backend)
     if address is not None and backend != "ray":
         raise ValueError(f"an address is that of a Ray cluster; the backend is {backend}")
+    if backend == "ray" and config.run.device != "cpu" and not config.resources.num_gpus:
+        raise ValueError(f"run.device is {config.run.device}, and Ray gives no GPU; set resources.num_gpus: 1")
+    if backend != "ray":  # Ray's nodes may have what this machine has not
+        checked_device(config.run.device)
     plan, resources = make_plan(config), config.resources
     store = SweepStore(url)
     with only_sweep(store, alone=alone):

@@ -22,10 +22,10 @@ _LAYERS = (
 class Sweep:
     """The committed cells of a sweep. Tables are read when asked for, states when a run is asked for them.
 
-    cells: one line a cell: digest; its axes (model, dtype, adapter, task, drafter, window_rows, lens, intervention,
-        seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the committed tokens,
-        accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and code that made it,
-        bytes.
+    cells: one line a cell: digest; its axes (model, dtype, adapter, products, task, drafter, window_rows, lens,
+        intervention, seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the
+        committed tokens, accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and
+        code that made it, bytes.
     layers: one line for each cell, layer and status: digest, axes, and the columns of `observe.measures.by_layer`.
     """
 
