@@ -13,10 +13,12 @@ from typing import Any
 import cacheprobe as cp
 from cacheprobe.sweeps.cells import Cell
 from cacheprobe.sweeps.index import INDEX
+from cacheprobe.sweeps.results import duckdb
 from cacheprobe.sweeps.store import PLAN, SHARDS, SweepStore
 from cacheprobe_benchmarks.machine import machine, measuring, say
 
 CELLS, WORKERS, MANY = 200, 2, 10_000
+SMALL = {"cells": 4, "many": 200}
 SETTINGS = {
     "grid": {"model": "coinflip-thinking", "task": "coin_flip:people=8", "window": 4},
     "run": {"n": 32, "max_new_tokens": 16, "capacity": 256, "capture": "SZ"},
@@ -43,6 +45,7 @@ def run(rounds: int, *, cells: int = CELLS, many: int = MANY) -> dict[str, Any]:
     """wall_over_half_of_serial: wall time of the workers' run after its start-up, over the serial run's work divided by
     their number; less one, the engine's overhead. It has two parts: cell_in_company, how much longer a cell takes
     beside another on this machine, which no engine changes; idle_share, of the workers' time the part in no cell."""
+    duckdb()  # before minutes are spent
     settings = {**SETTINGS, "grid": {**SETTINGS["grid"], "seed": list(range(cells))}}
     with tempfile.TemporaryDirectory(prefix="cacheprobe-bench-") as held:
         folder = Path(held)

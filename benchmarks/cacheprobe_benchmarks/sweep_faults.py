@@ -21,6 +21,7 @@ from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
 from cacheprobe_benchmarks.struck import Fate, Fault, Struck, digests
 
 SEED = 0
+SMALL = {"only": ("SIGKILL of a worker", "SIGKILL of the driver")}
 
 
 def run(rounds: int, *, only: Sequence[str] = ()) -> dict[str, Any]:
