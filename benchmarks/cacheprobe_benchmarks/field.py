@@ -21,7 +21,7 @@ from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.ops.readout import read_logits
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.main_job import NEW_TOKENS, PROMPTS, SHAPE
+from cacheprobe_benchmarks.main_job import NEW_TOKENS, SHAPE, coin_prompts
 
 RESIDUAL, WRITES = "hook_resid_post", ("hook_attn_out", "hook_mlp_out")
 TOP = 5
@@ -31,7 +31,7 @@ def run(rounds: int) -> dict[str, Any]:
     """Ratios of seconds, medians over rounds; lower is better. kept: what each arm holds at the end, in megabytes."""
     torch.set_num_threads(2)
     hf, model = HuggingFace(), cp.load_model("smollm2-135m", dtype="bfloat16")
-    ids = [list(model.encode(example.prompt)) for example in cp.tasks.load_examples(PROMPTS)]
+    ids = [list(model.encode(prompt)) for prompt in coin_prompts()]
     return measure(hf, model, [prompt[: min(map(len, ids))] for prompt in ids], rounds)
 
 

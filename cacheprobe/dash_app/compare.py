@@ -5,6 +5,7 @@ from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.observe.comparison import compare_requests, first_reading_difference
 from cacheprobe.records import fingerprint_differences
 from cacheprobe.views.run_comparison import (
+    UNCOMPARED,
     comparison_title,
     fingerprint_block,
     request_list,
@@ -40,6 +41,8 @@ def view(shelf: Shelf, ask: Ask) -> str:
 def _about(one) -> str:
     if one.what == "equal":
         return f"Request {one.request_id} is the same in both, log-probabilities included"
+    if one.what == "tokens alone":
+        return f"Request {one.request_id} committed the same tokens in both; {UNCOMPARED}"
     if one.what == "prompt":
         return f"Request {one.request_id} was asked another prompt in each run"
     if one.what == "missing":

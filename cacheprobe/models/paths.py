@@ -1,5 +1,6 @@
 """Which of a model's two forms runs: the bridge, where hooks may edit, or its faster twin, where nothing does."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -42,9 +43,8 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
     """
     if path not in PATHS:
         raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}")
-    from cacheprobe.models.bridge import BridgeLM
-
-    if not isinstance(model, BridgeLM):
+    bridge = sys.modules.get("cacheprobe.models.bridge")  # whoever made a BridgeLM has loaded it
+    if bridge is None or not isinstance(model, bridge.BridgeLM):
         return model, f"{type(model).__name__}: as given"
     if path == "bridge":
         return model, "bridge: as asked"

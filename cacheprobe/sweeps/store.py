@@ -5,7 +5,7 @@
       shards/<digest>/        one cell: a saved run; committed once its manifest.json is there
       index/                  what tables of cells are read from; made anew from the manifests where it is missing
       events/<id>.jsonl       what happened, by start of the sweep
-      logs/                   what the worker processes said (in folders)
+      lease/                  of an object store: who writes there now
 
 In a folder a shard is written beside its place, flushed to the disk, and the directory is renamed into its place. An
 object store has no such rename: the files are put one by one and the manifest last, and a shard without one does not
@@ -65,6 +65,18 @@ class SweepStore:
             write_whole(Path(self.path(name)), lambda path: _write_through(path, data))
         else:
             self.fs.pipe_file(self.path(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put a file on the condition that there is none of its name, in one step where the store's client can do that.
+        False where there is one. Of object stores alone."""
+        try:
+            if any(base.__module__ == "obstore.fsspec" for base in type(self.fs).__mro__):
+                _put_new(self.fs, self.path(name), data)
+            else:
+                self.fs.pipe_file(self.path(name), data, mode="create")
+        except FileExistsError:
+            return False
+        return True
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a file; None where there is none."""
@@ -179,6 +191,28 @@ def _open(url: str) -> tuple[Any, str]:
 
 def _protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _put_new(fs: Any, path: str, data: bytes) -> None:
+    """What obstore's fsspec client leaves out: it takes mode="create" and overwrites all the same.
+
+    Raises: FileExistsError where there is such an object.
+    """
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+    from obstore.store import from_url
+
+    bucket, _, key = path.partition("/")
+    try:
+        obstore.put(from_url(f"{_protocols(fs)[0]}://{bucket}"), key, data, mode="create")
+    except (AlreadyExistsError, PreconditionError) as error:
+        raise FileExistsError(path) from error
+    except BaseError as error:
+        said = str(error).strip().splitlines()[0]
+        raise OSError(
+            f"{path} cannot be put on the condition that it is not there: {said}; where the store knows no such "
+            "condition, and nothing else writes there, give --alone"
+        ) from error
 
 
 _held: list[Any] = []

@@ -10,13 +10,19 @@ _AROUND = 24
 """Tokens shown before and after the first difference."""
 
 
+UNCOMPARED = "log-probabilities are not compared: a run recorded none"
+
+
 def comparison_title(differences: Sequence[Any]) -> str:
     """What the comparison found, as a sentence. differences: as from `observe.comparison.compare_requests`."""
     count, apart = len(differences), [d for d in differences if d.what != "equal"]
     if not apart:
         return f"All {count} requests committed the same tokens, with the same log-probabilities bit for bit"
+    if all(d.what == "tokens alone" for d in differences):
+        return f"All {count} requests committed the same tokens; {UNCOMPARED}"
     words = {"prompt": "have other prompts", "missing": "are in one run alone", "tokens": "committed other tokens",
-             "log-probabilities": "committed the same tokens with other log-probabilities"}  # fmt: skip
+             "log-probabilities": "committed the same tokens with other log-probabilities",
+             "tokens alone": "committed the same tokens, log-probabilities not compared"}  # fmt: skip
     said = [f"{n} {text}" for what, text in words.items() if (n := sum(d.what == what for d in apart))]
     return f"Of {count} requests {', '.join(said)}; {count - len(apart)} equal" if len(apart) < count else (
         f"Of {count} requests {', '.join(said)}"
@@ -40,7 +46,7 @@ def request_list(differences: Sequence[Any], chosen: int) -> str:
     """A button for each request, with how it compares; they carry data-request. Markup."""
     items = []
     for d in differences:
-        tint, sign = ("kept", "=") if d.what == "equal" else ("lost", "≠")
+        tint, sign = ("kept", "=") if d.what in ("equal", "tokens alone") else ("lost", "≠")
         place = f" at +{d.place + 1}" if d.place is not None else ""
         said = d.what if d.what == "equal" else f"{d.what}{place}"
         mine = " chosen" if d.request_id == chosen else ""
