@@ -59,7 +59,8 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
                 row=i + 1, col=j + 1,
                 mode="lines+markers", name=where, showlegend=False, line=dict(color=style["color"], width=2),
                 marker=dict(symbol=style["symbol"], size=5),
-                hovertemplate=f"{where}<br>layer %{{x}}: %{{y:.3f}}, mean of %{{customdata}} cells<extra></extra>",
+                hovertemplate=f"{where}<br>layer %{{x}}: %{{y:.3f}}, committed rows, mean of %{{customdata}} cells"
+                "<extra></extra>",
             )  # fmt: skip
         figure.update_yaxes(title=markup(f"{rows}={shorten(str(a), 24)}"), row=i + 1, col=1)
     figure.update_xaxes(title="layer", row=len(down))
