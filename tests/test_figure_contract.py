@@ -200,6 +200,21 @@ def test_an_empty_table_is_refused(name: str) -> None:
         FIGURES[name](table.iloc[:0], **beside)
 
 
+FREE = {"token", "committed_token", "path", "drafter", "place", "at", "where", "way", "kind"}
+"""Columns of texts that anybody may have written; what the others say is one of a few words of ours."""
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_text_of_the_table_is_no_markup(name: str) -> None:
+    """Plotly acts on <i>, <a> and the like in whatever text it draws, and drops what looks like another tag: <pad>."""
+    table, _, beside = SAMPLES[name]()
+    texts = [c for c in table.columns if c in FREE and not (c == "at" and (table[c] == "event").any())]
+    attacked = table.assign(**{c: table[c].map(lambda said: f"<i>{said}</i>" if isinstance(said, str) else said)
+                               for c in texts})  # fmt: skip
+    drawn = FIGURES[name](attacked, **beside).to_json().replace("\\u003c", "<").replace("\\u003e", ">")
+    assert "<i>" not in drawn
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_it_only_reads(name: str) -> None:
     table, _, beside = SAMPLES[name]()

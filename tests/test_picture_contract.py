@@ -4,6 +4,7 @@ says its finding, tells the pointer whence its parts are, and runs nothing that 
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from html import unescape
 from html.parser import HTMLParser
@@ -134,6 +135,13 @@ SOME = {  # what one of its tips says, at least
 }  # fmt: skip
 
 
+def hostile_thoughts(held: cp.Trace) -> cp.Trace:
+    """The same by a model whose every text and thought is an attack."""
+    table = held.thoughts().assign(true_state=HOSTILE, said=HOSTILE)
+    table["tokens"] = [tuple(HOSTILE for _ in tokens) for tokens in table.tokens]
+    return replace(hostile(held), thought_table=table)
+
+
 def drawn(name: str) -> views.Markup:
     args, beside = SAMPLES[name](drafted(), thinking())[0]
     return PICTURES[name](*args, **beside)
@@ -212,13 +220,7 @@ def test_it_only_reads(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_nothing_that_a_model_wrote_is_markup(name: str) -> None:
-    thoughtful = hostile(thinking())
-    table = thoughtful.thoughts().assign(true_state=HOSTILE)
-    table["tokens"] = [tuple(HOSTILE for _ in tokens) for tokens in table.tokens]
-    table["said"] = HOSTILE
-    attacked = hostile(drafted())
-    args, beside = SAMPLES[name](attacked, thoughtful)[0]
-    args = tuple(table if isinstance(arg, pd.DataFrame) and "said" in arg.columns else arg for arg in args)
+    args, beside = SAMPLES[name](hostile(drafted()), hostile_thoughts(thinking()))[0]
     picture = PICTURES[name](*args, **beside)
     assert "<script" not in picture and "<img" not in picture and not re.search(r"<[^>]*\son(error|load)=", picture)
     if name not in ("cache_picture", "timeline", "decode_grid"):  # which show no texts, or were given none

@@ -21,7 +21,7 @@ from cacheprobe.views.text import shorten, visible
 from cacheprobe.views.windows import accepted_whole, find_windows, pick_request, rolled_back
 from tests.tiny import PROMPTS, SMALL, loaded
 
-HOSTILE = "</script><script>window.hacked=1</script><b>&\n"
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'<b>&\n"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ CARD_CSS = f"""
 .cp.alone .note,.cp.alone figcaption{{font-size:13px;color:var(--muted);margin:2px 0 10px;line-height:1.45}}
 .cp.alone .scroll table{{border-collapse:collapse;font-size:13.5px;width:100%;margin:0}}
 .cp.alone .scroll th,.cp.alone .scroll td{{text-align:left;padding:5px 14px 5px 0;vertical-align:top;
-  border-bottom:1px solid var(--line);overflow-wrap:anywhere}}
+  border-bottom:1px solid var(--line);overflow-wrap:break-word;max-width:60ch}}
 .cp.alone .panels{{grid-template-columns:repeat(auto-fit,minmax(min(205px,100%),1fr));margin-top:8px}}
 .cp .scroll{{overflow-x:auto;max-width:100%;padding-bottom:2px}}
 .cp code{{font-family:{MONO};font-size:.92em;background:none;color:inherit;padding:0}}

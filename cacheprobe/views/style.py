@@ -4,6 +4,7 @@ Blue prefill, yellow candidate or provisional row, green accepted or verified, r
 requests. Each has a texture or a sign beside its colour, so that no picture needs colour vision.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import plotly.graph_objects as go
@@ -60,6 +61,13 @@ class Figure(go.Figure):
 
     def _ipython_display_(self) -> None:
         self.show()
+
+
+def layer_ticks(layers: Iterable[Any], most: int = 8) -> dict[str, Any]:
+    """Of an axis of layers, which are whole numbers: every one, or every second, fifth, tenth where there are many."""
+    places = sorted({int(layer) for layer in layers})
+    span = places[-1] - places[0]
+    return {"tick0": places[0], "dtick": next(step for step in (1, 2, 5, 10, 20, 50, 10**6) if span <= step * most)}
 
 
 def _configured(settings: dict[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def _notes(story: Story, shown: list[int | range], settings: Mapping[str, Any]) 
         said.append(f"{drawn} of {len(columns)} chunks are drawn, changes of mind before others.")
     if story.num_filler:
         count = story.num_filler
-        said.append(f"The first {count} chunk{'s hold' if count > 1 else ' holds'} only filler.")
+        said.append(f"The first {f'{count} chunks hold' if count > 1 else 'chunk holds'} only filler.")
     if not settings["feeds_back"]:
         said.append("This model adds no state to the next chunk: its thoughts are written and not read.")
     elif settings["learned_first_state"]:

@@ -25,8 +25,10 @@ TIMELINE_LEGEND = (
     ("green", "pending", "verifier's own token, its row pending"),
     ("green", "verified", "verified rows rebuilt, nothing decided"),
     ("grey", "ruled-grey", "other request, never verified: prefill"),
-    ("grey", "dotted-grey", "and decode"),
+    ("grey", "dotted-grey", "other request, never verified: decode"),
 )
+_RARE = {"verified", "ruled-grey", "dotted-grey"}
+"""Textures that are explained where they are drawn."""
 
 
 def timeline(
@@ -77,7 +79,8 @@ def timeline_piece(
     is_whole = steps.start <= first and steps.stop > last
     said += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {last}."
     picture = timeline_picture(events, requests, steps, chosen=chosen, at=at, width=width)
-    body = f"<div class='scroll'>{picture}</div>{key(TIMELINE_LEGEND)}"
+    shown = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
+    body = f"<div class='scroll'>{picture}</div>{key(shown)}"
     return Piece(timeline_finding(events), f"{said}{note}", body)
 
 
