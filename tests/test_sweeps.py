@@ -78,6 +78,15 @@ def test_a_shard_is_a_run(serial: Path) -> None:
     assert sorted(cell["seed"] for cell, _ in results.traces("seed > 0")) == [1, 2]
 
 
+def test_cells_of_one_seed_read_the_same_prompts(tmp_path: Path) -> None:
+    grid = {**GRID, "drafter": ["none", "ngram"], "intervention": ["none", "zero:site=T,layer=1"], "seed": [0, 1]}
+    cp.sweep({"grid": grid, "run": RUN}, out=tmp_path / "s", progress=False)
+    prompts: dict[int, set] = {0: set(), 1: set()}
+    for cell, trace in cp.load_sweep(tmp_path / "s").traces():
+        prompts[cell["seed"]].add(tuple(request.prompt_token_ids for request in trace.requests))
+    assert len(prompts[0]) == len(prompts[1]) == 1 and prompts[0] != prompts[1]
+
+
 def test_tables_are_asked_in_sql(serial: Path) -> None:
     results = cp.load_sweep(serial)
     assert sorted(results.query("select seed from cells").seed) == [0, 1, 2]
