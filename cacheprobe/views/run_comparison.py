@@ -38,7 +38,7 @@ def comparison(
     Raises: ValueError for a request that neither run has, and for tables without one.
     """
     pair = [_requests(r, e) for r, e in zip(rows, events, strict=True)]
-    found = compare_requests(*pair, *events)
+    found = compare_requests(pair[0], pair[1], *events)
     if not found:
         raise ValueError("the tables are empty: no request to compare; trace.row_table and trace.events() fill them")
     if request_id is None:
