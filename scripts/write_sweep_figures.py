@@ -38,7 +38,9 @@ def _faults(held: dict[str, Any]) -> list[str]:
             lines.append(f"| {name} | not tried: {row['not_tried']} | | | |")
             continue
         codes = ", ".join(f"{code}: {count}" for code, count in row["exit_codes"].items())
-        lines.append(f"| {name} | {row['struck']} | {codes} | {row['resumes']} | {row['equal_to_serial']} of {row['of']} |")
+        lines.append(
+            f"| {name} | {row['struck']} | {codes} | {row['resumes']} | {row['equal_to_serial']} of {row['of']} |"
+        )
     command = f"cacheprobe bench sweep-faults --rounds {held['rounds']} --json benchmarks/results/sweep-faults.json"
     return ["### Faults", f"`{command}`, {held['cells']} cells; {_machine(held)}:", "\n".join(lines)]
 
