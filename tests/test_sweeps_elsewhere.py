@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import cacheprobe as cp
 from cacheprobe.sweeps.lease import LEASES, SweepBusy, leased, renewed
 from cacheprobe.sweeps.lock import only_sweep
 from cacheprobe.sweeps.store import SHARDS, SweepStore
-from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
+from cacheprobe_benchmarks.s3_server import BUCKET, environment, s3_server
 from tests.test_sweeps import SMALL, digests
 
 
@@ -119,6 +120,31 @@ def test_a_store_that_ignores_conditions_is_refused_by_name(tmp_path: Path, monk
             assert not any(path.is_file() for path in (tmp_path / BUCKET).rglob("*"))
     with pytest.raises(ValueError, match="is a folder, .* leave out alone"):
         cp.sweep(SMALL, out=tmp_path / "s", alone=True, progress=False)
+
+
+def test_a_store_that_lets_nobody_in_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The client's own error is no OSError, and was a page of its innards."""
+
+    class Closed(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        do_PUT = do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Closed)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name, value in environment(server.server_port).items():
+        monkeypatch.setenv(name, value)
+    try:
+        for ask in (lambda url: cp.sweep(SMALL, out=url, progress=False), cp.load_sweep):
+            with pytest.raises(OSError, match=f"s3://{BUCKET}/x does not answer as it should.*403") as refused:
+                ask(f"s3://{BUCKET}/x")
+            assert "\n" not in str(refused.value)
+    finally:
+        server.shutdown()
 
 
 def test_ray_commits_the_bytes_that_one_process_commits(serial: Path, tmp_path: Path) -> None:

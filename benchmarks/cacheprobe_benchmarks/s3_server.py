@@ -44,19 +44,23 @@ def s3_server(
     try:
         _wait_for(port, server, folder / "server.log")
         with _gate(port, fail_each, is_conditional) as (entrance, count):
-            env = {
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{entrance}",
-                "AWS_ALLOW_HTTP": "true",
-                "AWS_SKIP_SIGNATURE": "true",
-                "AWS_REGION": "us-east-1",
-                "AWS_ACCESS_KEY_ID": "none",
-                "AWS_SECRET_ACCESS_KEY": "none",
-            }
-            yield env, count
+            yield environment(entrance), count
     finally:
         server.kill()
         server.wait()
         said.close()
+
+
+def environment(port: int) -> dict[str, str]:
+    """What makes an S3 client ask this port."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_SKIP_SIGNATURE": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "none",
+        "AWS_SECRET_ACCESS_KEY": "none",
+    }
 
 
 @contextmanager

@@ -20,25 +20,15 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from cacheprobe.files import fsync
 from cacheprobe.observe.manifest import MANIFEST
+from cacheprobe.sweeps.clients import opened, put_new
 
 SHARDS, STAGING = "shards", ".staging"
 PLAN = "sweep.json"
-_CLIENTS = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
-}
-"""By protocol, fsspec's own client; where it is not installed, obstore takes its place."""
 
 
 class SweepStore:
@@ -46,8 +36,7 @@ class SweepStore:
 
     def __init__(self, url: "str | Path") -> None:
         self.url = str(url)
-        self.fs, self.root = _open(self.url)
-        self.is_local = "file" in _protocols(self.fs)
+        self.fs, self.root, self.is_local = opened(self.url)
 
     def __repr__(self) -> str:
         return f"SweepStore({self.url!r})"
@@ -70,10 +59,7 @@ class SweepStore:
         """Put a file on the condition that there is none of its name, in one step where the store's client can do that.
         False where there is one. Of object stores alone."""
         try:
-            if any(base.__module__ == "obstore.fsspec" for base in type(self.fs).__mro__):
-                _put_new(self.fs, self.path(name), data)
-            else:
-                self.fs.pipe_file(self.path(name), data, mode="create")
+            put_new(self.fs, self.path(name), data)
         except FileExistsError:
             return False
         return True
@@ -168,51 +154,6 @@ class SweepStore:
         """Remove what killed workers left half written. Only whoever holds the lock may."""
         if self.is_local:
             shutil.rmtree(self.path(STAGING), ignore_errors=True)
-
-
-def _open(url: str) -> tuple[Any, str]:
-    import fsspec
-
-    protocol = url.partition("://")[0] if "://" in url else ""
-    client = _CLIENTS.get(protocol)
-    if client is not None and find_spec(client) is None:
-        if find_spec("obstore") is None:
-            raise ValueError(f"{url}: neither {client} nor obstore is installed; pip install 'cacheprobe[sweep]'")
-        from obstore.fsspec import FsspecStore, register
-
-        if not issubclass(fsspec.registry.get(protocol, object), FsspecStore):
-            register(protocol)
-    try:
-        # a client that is kept would not see that the environment names another server
-        return fsspec.core.url_to_fs(url, skip_instance_cache=True)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{url} cannot be opened: {error}") from error
-
-
-def _protocols(fs: Any) -> tuple[str, ...]:
-    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
-
-
-def _put_new(fs: Any, path: str, data: bytes) -> None:
-    """What obstore's fsspec client leaves out: it takes mode="create" and overwrites all the same.
-
-    Raises: FileExistsError where there is such an object.
-    """
-    import obstore
-    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-    from obstore.store import from_url
-
-    bucket, _, key = path.partition("/")
-    try:
-        obstore.put(from_url(f"{_protocols(fs)[0]}://{bucket}"), key, data, mode="create")
-    except (AlreadyExistsError, PreconditionError) as error:
-        raise FileExistsError(path) from error
-    except BaseError as error:
-        said = str(error).strip().splitlines()[0]
-        raise OSError(
-            f"{path} cannot be put on the condition that it is not there: {said}; where the store knows no such "
-            "condition, and nothing else writes there, give --alone"
-        ) from error
 
 
 _held: list[Any] = []
