@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 from playwright.sync_api import Browser
@@ -282,6 +283,25 @@ def test_answers_to_this_machine_alone(address: str) -> None:
     stranger = urllib.request.Request(address, headers={"Host": "elsewhere.example:80"})
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(stranger)
+
+
+def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent in a chunk of its own, and the connection closed after the last."""
+    let_go = Event()
+
+    def slow(*_: object) -> str:
+        assert let_go.wait(30)
+        return "slow"
+
+    monkeypatch.setattr("cacheprobe.dash_app.timeline.view", slow)
+    body = json.dumps({"facts": {"run": 0}, "timeline": {"run": 0}}).encode()
+    with served(Shelf.of([runs / "a-one"])) as url:
+        sent = urllib.request.Request(f"{url}ask", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(sent, timeout=30) as answer:
+            assert answer.headers["Transfer-Encoding"] == "chunked" and answer.headers["Connection"] == "close"
+            assert json.loads(answer.readline())["view"] == "facts"
+            let_go.set()
+            assert json.loads(answer.readline()) == {"view": "timeline", "html": "slow"}
 
 
 @pytest.mark.parametrize("run", [99, "/etc", True, 4, -1, None])
