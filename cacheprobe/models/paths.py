@@ -47,16 +47,15 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
         return model, f"{type(model).__name__}: as given"
     if path == "bridge":
         return model, "bridge: as asked"
-    wrapped = cast("BridgeLM", model)
-    hook = next(user_hooks(wrapped.bridge), None)
+    hook = next(user_hooks(model.bridge), None)
     if PATTERN in heads:
         twin, reason = None, "attention patterns are asked for, and only the bridge has a hook on them"
     elif hook is not None:
         twin, reason = None, f"{hook} may edit the model, and acts on the bridge alone"
     else:
-        trial = _tried_twin(wrapped)
+        trial = _tried_twin(model)
         twin, reason = trial.twin, trial.reason
-        if twin is not None and heads and (refusal := _refusal_of_heads(wrapped, trial, tuple(heads))):
+        if twin is not None and heads and (refusal := _refusal_of_heads(model, trial, tuple(heads))):
             twin, reason = None, refusal
     if twin is not None:
         return cast(CachedLM, twin), f"twin: {reason}"
