@@ -241,14 +241,22 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
     return 0
 
 
-@app.command
+@app.command(config=fill)
 def prove(
-    *, tokens: int = 20_000, out: Path = Path("runs/proof"), real: bool = True, seed: int = 0, progress: bool = True
+    *,
+    config: Path | None = None,
+    tokens: int = 20_000,
+    out: Path = Path("runs/proof"),
+    real: bool = True,
+    seed: int = 0,
+    progress: bool = True,
 ) -> int:
     """Compare random traffic with the oracle, bit for bit; exit 1 with the first difference, or where it is void.
 
     Parameters
     ----------
+    config
+        A YAML file of settings, named as these flags are; flags win.
     tokens
         Tokens to compare, those of earlier calls with the same --out included.
     out

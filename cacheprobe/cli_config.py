@@ -1,6 +1,7 @@
 """Settings of a command from a YAML file, below those given as flags."""
 
 from difflib import get_close_matches
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     A source of arguments, in cyclopts' words.
     Raises: ValueError for a file that cannot be read as settings, and for a name that the command has not.
     """
+    from cyclopts import Token
     from cyclopts.config import Dict
 
     given = next(argument for argument in arguments if argument.field_info.name == FLAG)
@@ -21,6 +23,15 @@ def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     path = Path(given.tokens[-1].value)
     known = [argument.field_info.name for argument in arguments if argument.field_info.name != FLAG]
     settings = read(path, known)
+    for argument in arguments:
+        # what has no flag is given in its order; cyclopts fills flags alone
+        name, listed = argument.field_info.name, argument.field_info.kind is Parameter.VAR_POSITIONAL
+        if listed and name in settings:
+            value = settings.pop(name)
+            words = value if isinstance(value, list) else [value]
+            if not argument.tokens:
+                for index, word in enumerate(words):
+                    argument.append(Token(value=str(word), source=str(path), index=index))
     Dict(settings, use_commands_as_keys=False, source=str(path))(app, commands, arguments)
 
 
@@ -31,7 +42,7 @@ def read(path: Path, known: list[str]) -> dict[str, Any]:
     from cacheprobe.strict_yaml import strict_loader
 
     if not path.is_file():
-        raise ValueError(f"there is no config file {path}; give the YAML file of a run's settings")
+        raise ValueError(f"there is no config file {path}; give the YAML file of a command's settings")
     try:
         held = yaml.load(path.read_text(encoding="utf-8"), Loader=strict_loader())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

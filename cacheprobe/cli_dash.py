@@ -6,12 +6,17 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-dash = App(name="dash", help="Look at stored runs in a browser, with linked views.", help_format="plaintext")
+from cacheprobe.cli_config import fill
+
+dash = App(
+    name="dash", help="Look at stored runs in a browser, with linked views.", help_format="plaintext", config=fill
+)
 
 
 @dash.default
 def open_runs(
     *runs: Path,
+    config: Path | None = None,
     port: int = 8050,
     host: str = "127.0.0.1",
     model: str | None = None,
@@ -23,6 +28,8 @@ def open_runs(
     ----------
     runs
         Directories of saved runs, directories that hold some, or result files (.json) and folders of them.
+    config
+        A YAML file of settings, named as these flags are, and a list of runs; flags win.
     port
         To listen at; 0 for any that is free.
     host

@@ -5,12 +5,15 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from cacheprobe.cli_config import fill
+
 train = App(name="train", help="Train a model for a task.", help_format="plaintext")
 
 
-@train.command
+@train.command(config=fill)
 def lora(
     *,
+    config: Path | None = None,
     model: str = "smollm2-135m",
     task: str = "coin-flip",
     out: Path = Path("runs/lora-coin-flip"),
@@ -34,6 +37,8 @@ def lora(
 
     Parameters
     ----------
+    config
+        A YAML file of settings, named as these flags are; flags win.
     model
         The base model: smollm2-135m, a hub name or a local directory.
     task
@@ -92,9 +97,10 @@ def lora(
     )
 
 
-@train.command
+@train.command(config=fill)
 def thinking_states(
     *,
+    config: Path | None = None,
     task: str = "coin-flip",
     preset: str = "tiny",
     arm: str = "thinking",
@@ -107,6 +113,8 @@ def thinking_states(
 
     Parameters
     ----------
+    config
+        A YAML file of settings, named as these flags are; flags win.
     task
         coin-flip, variables, s3 or s5.
     preset
@@ -128,9 +136,10 @@ def thinking_states(
     print(summary(train_thinking(task, preset, arm, seed, out, form=form, progress=progress), out))
 
 
-@train.command
+@train.command(config=fill)
 def tuned_lens(
     *,
+    config: Path | None = None,
     model: str = "smollm2-135m",
     out: Path = Path("runs/tuned-lens"),
     steps: int = 250,
@@ -145,6 +154,8 @@ def tuned_lens(
 
     Parameters
     ----------
+    config
+        A YAML file of settings, named as these flags are; flags win.
     model
         smollm2-135m, a hub name or a local directory; it is loaded in float32.
     out

@@ -56,8 +56,8 @@ def figures() -> str:
         varied.table(),
         f"Of {GAP_TEST}, by the longest run of chunks in which the state stays as it is:",
         varied.gaps(),
-        f"{_command('thought_gap')}: per cent of {gap.texts} texts\n"
-        "of which answer and thoughts were all right, with one gap in which nobody flips, or four, each after a flip.",
+        f"{_command('thought_gap')}: per cent of {gap.texts} texts of which\n"
+        "answer and thoughts were all right, with one gap in which nobody flips, or four, each after one who does.",
         gap.table(),
         _listed(gap.limits()),
         "Tests of some of the variations alone:",

@@ -1,6 +1,7 @@
 """A dashboard in this process and a page of it in a real browser, for tests."""
 
 import json
+import shutil
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,39 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+import cacheprobe as cp
 from cacheprobe.dash_app.serve import listen
 from cacheprobe.dash_app.shelf import Shelf
 from tests.test_report_browser import QUIET
+from tests.test_views import hostile
+from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
 PATIENCE = 60_000
 """Milliseconds, for a busy machine."""
-PICTURES = Path(__file__).parents[1] / "build" / "dash"
-"""Screenshots to look at; git ignores the folder."""
+
+EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
+
+
+def save_runs(folder: Path) -> Path:
+    """a-one: of a random model; b-other: of its neighbour; c-thinking: of the shipped tiny model; d-hostile: a-one with
+    an attack in place of every text; e-broken: half written."""
+    one = cp.run(loaded(), PROMPTS, **SMALL, **EARLY)
+    one.save(folder / "a-one")
+    cp.run(perturbed(loaded(), 0.02), PROMPTS, **SMALL, **EARLY).save(folder / "b-other")
+    save_thinking(folder / "c-thinking")
+    hostile(one).save(folder / "d-hostile")
+    shutil.copytree(folder / "a-one", folder / "e-broken")
+    (folder / "e-broken" / "manifest.json").unlink()
+    return folder
+
+
+def save_thinking(folder: Path) -> cp.Trace:
+    examples = cp.tasks.CoinFlip(people=3).examples(2, seed=3)
+    thinker = cp.load_model("coinflip-thinking")
+    quick = dict(window=4, capacity=128, max_new_tokens=4, progress=False)
+    trace = cp.run(thinker, examples, deterministic=True, **quick)
+    trace.save(folder)
+    return trace
 
 
 @contextmanager

@@ -85,11 +85,64 @@ def test_a_file_that_is_not_there_is_named() -> None:
         command("run", "--config", "nowhere.yaml", "--out", "x")
 
 
-def test_the_committed_configs_are_settings_of_run() -> None:
-    known = [argument.field_info.name for argument in app["run"].assemble_argument_collection()]
+def bound(*words: str) -> tuple[str, tuple, dict]:
+    """The command that words lead to, and what it is given."""
+    function, given, *_ = app.parse_args(list(words), exit_on_error=False, print_error=False)
+    return function.__name__, given.args, {k: v for k, v in given.kwargs.items() if k != "config"}
+
+
+def test_the_committed_configs_are_settings_of_their_commands() -> None:
+    """Each names its command in its first line, flags on top and all."""
     files = sorted((ROOT / "data" / "configs").glob("*.yaml"))
-    assert files
+    assert len(files) >= 3
     for path in files:
-        settings = read(path, known)
-        assert {"out", "model", "seed"} <= set(settings)
-        assert f"--config data/configs/{path.name}" in path.read_text()
+        first, *_ = path.read_text().splitlines()
+        words = first.removeprefix("# cacheprobe ").split()
+        config = words.index("--config") + 1
+        assert words[config] == f"data/configs/{path.name}"
+        words[config] = str(path)
+        name, args, given = bound(*words)
+        flag, value = words[-2].removeprefix("--"), words[-1]
+        assert str(given[flag]) == value, first
+        assert name == {"run": "run", "dash": "open_runs", "train": "thinking_states"}[words[0]]
+        held = read(path, [*given, "runs"]) if words[0] != "run" else read(path, _names("run"))
+        for setting, wanted in held.items():
+            if setting not in (flag, "runs") and not isinstance(wanted, list):
+                assert str(given[setting]) == str(wanted), (first, setting)
+        assert [str(run) for run in args] == held.get("runs", [])
+
+
+def _names(command: str) -> list[str]:
+    return [argument.field_info.name for argument in app[command].assemble_argument_collection()]
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "wanted"),
+    [
+        (["prove", "--tokens", "7"], "tokens: 9\nseed: 3\nreal: false", dict(tokens=7, seed=3, real=False)),
+        (["train", "lora", "--steps", "2"], "steps: 9\nfirst-layer: 4\npeople: [1, 2]\nmodel: m",
+         dict(steps=2, first_layer=4, people=(1, 2), model="m")),
+        (["train", "tuned-lens"], "learning_rate: 0.5\nout: x", dict(learning_rate=0.5, out=Path("x"))),
+        (["train", "thinking-states", "--arm", "plain"], "arm: no_feedback\ntask: s3", dict(arm="plain", task="s3")),
+        (["dash", "--lens", "b"], "lens: [a]\nmodel: m\nruns: one", dict(lens=(Path("b"),), model="m")),
+    ],
+)  # fmt: skip
+def test_other_commands_take_a_file_too(tmp_path: Path, words: list[str], text: str, wanted: dict) -> None:
+    (tmp_path / "file.yaml").write_text(text)
+    _, _, given = bound(*words, "--config", str(tmp_path / "file.yaml"))
+    assert {name: given.get(name) for name in wanted} == wanted
+    (tmp_path / "file.yaml").write_text(text + "\nqqqq: 3")
+    with pytest.raises(ValueError, match="unknown setting 'qqqq'"):
+        bound(*words, "--config", str(tmp_path / "file.yaml"))
+
+
+def test_runs_are_named_by_the_file_or_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text("runs: [one, two words]")
+    assert bound("dash", "--config", str(tmp_path / "file.yaml"))[1] == (Path("one"), Path("two words"))
+    assert bound("dash", "three", "--config", str(tmp_path / "file.yaml"))[1] == (Path("three"),)
+
+
+def test_a_proof_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file.yaml").write_text(f"out: {tmp_path / 'proof'}\ntokens: 40\nreal: false\nprogress: false")
+    assert command("prove", "--config", str(tmp_path / "file.yaml")) == 0
+    assert "0 differences in" in capsys.readouterr().out and (tmp_path / "proof").is_dir()

@@ -6,19 +6,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 from playwright.sync_api import Browser
 
 import cacheprobe as cp
 from cacheprobe.dash_app.shelf import Shelf
-from tests.dash_page import PICTURES, answered, asked, at, choose, chromium, opened, served, until
-from tests.test_views import hostile
-from tests.tiny import PROMPTS, SMALL, loaded, perturbed
+from tests.dash_page import answered, asked, at, choose, chromium, opened, save_runs, served, until
+from tests.test_report_browser import PICTURES
+from tests.tiny import PROMPTS, loaded
 
 ROOT = Path(__file__).parents[1]
 STEP = "JSON.parse(document.getElementById('page').dataset.at).step"
-EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +29,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """one: of a random model; other: of its neighbour; thinking: of the shipped tiny model; broken: half written."""
-    folder = tmp_path_factory.mktemp("runs")
-    one = cp.run(loaded(), PROMPTS, **SMALL, **EARLY)
-    one.save(folder / "a-one")
-    cp.run(perturbed(loaded(), 0.02), PROMPTS, **SMALL, **EARLY).save(folder / "b-other")
-    examples = cp.tasks.CoinFlip(people=3).examples(2, seed=3)
-    thinker = cp.load_model("coinflip-thinking")
-    quick = dict(window=4, capacity=128, max_new_tokens=4, progress=False)
-    cp.run(thinker, examples, deterministic=True, **quick).save(folder / "c-thinking")
-    hostile(one).save(folder / "d-hostile")
-    shutil.copytree(folder / "a-one", folder / "e-broken")
-    (folder / "e-broken" / "manifest.json").unlink()
-    return folder
+    return save_runs(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +46,6 @@ def test_opens_and_fits(browser: Browser, address: str, width: int, theme: str) 
             answered(page, name, run=0)
         assert "e-broken" in page.inner_text(".broken") and "not saved to its end" in page.inner_text(".broken")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        page.wait_for_timeout(500)
-        PICTURES.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=PICTURES / f"replay-{width}-{theme}.png", full_page=True)
         paper = page.evaluate("getComputedStyle(document.getElementById('page')).backgroundColor")
         assert (paper == "rgb(255, 255, 255)") == (theme == "light")
         page.click("#theme")
@@ -237,7 +222,7 @@ def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> N
         shutil.copy(ROOT / "analyses" / "results" / f"{name}.json", tmp_path)
     (tmp_path / "broken.json").write_text("[1, 2")
     with served(Shelf.of([tmp_path])) as address, opened(browser, f"{address}?tab=patching") as page:
-        assert "Largest nld" in answered(page, "result", result=0)
+        assert "Largest normalised logit difference" in answered(page, "result", result=0)
         page.wait_for_selector("#result-0 .heatmaplayer", state="attached")
         assert page.locator("#result-list button:visible").all_inner_texts() == ["a-grid"]
         page.click("#tab-surgery")
@@ -298,6 +283,25 @@ def test_answers_to_this_machine_alone(address: str) -> None:
     stranger = urllib.request.Request(address, headers={"Host": "elsewhere.example:80"})
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(stranger)
+
+
+def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent in a chunk of its own, and the connection closed after the last."""
+    let_go = Event()
+
+    def slow(*_: object) -> str:
+        assert let_go.wait(30)
+        return "slow"
+
+    monkeypatch.setattr("cacheprobe.dash_app.timeline.view", slow)
+    body = json.dumps({"facts": {"run": 0}, "timeline": {"run": 0}}).encode()
+    with served(Shelf.of([runs / "a-one"])) as url:
+        sent = urllib.request.Request(f"{url}ask", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(sent, timeout=30) as answer:
+            assert answer.headers["Transfer-Encoding"] == "chunked" and answer.headers["Connection"] == "close"
+            assert json.loads(answer.readline())["view"] == "facts"
+            let_go.set()
+            assert json.loads(answer.readline()) == {"view": "timeline", "html": "slow"}
 
 
 @pytest.mark.parametrize("run", [99, "/etc", True, 4, -1, None])

@@ -16,11 +16,11 @@ from cacheprobe.observe.comparison import RequestDifference
 from cacheprobe.observe.hypotheses import settling
 from cacheprobe.records import fingerprint_differences
 from cacheprobe.views.cache_strip import cache_strip, memory_sentence
-from cacheprobe.views.decode_grid import SIGNS, decode_grid
+from cacheprobe.views.decode_grid import SIGNS, decode_picture
 from cacheprobe.views.run_comparison import comparison_title, fingerprint_block, token_columns
 from cacheprobe.views.style import DIAGRAM_CSS
 from cacheprobe.views.timeline import TIMELINE_LEGEND, timeline_picture
-from cacheprobe.views.token_card import Fate, token_card
+from cacheprobe.views.token_card import Fate, card_parts
 from cacheprobe.views.token_history import standing_at, token_history
 from tests.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -56,7 +56,7 @@ def test_states_can_be_told_apart_without_their_colours(trace: cp.Trace) -> None
     assert len(set(SIGNS.values())) == len(SIGNS)
     step = int(trace.events().query("phase == 'decode'").step.iloc[3])
     standing = standing_at(token_history(trace.events()), step)
-    picture = decode_grid(standing, range(5), range(6), {}, verified=dict.fromkeys(range(5), True), step=step)
+    picture = decode_picture(standing, range(5), range(6), {}, verified=dict.fromkeys(range(5), True), step=step)
     for state, sign in SIGNS.items():
         shown = (standing.state == state) & (standing.place < 6)
         assert not sign or picture.count(f">{sign}</text>") == shown.sum(), state
@@ -69,11 +69,11 @@ def test_the_decode_grid_shows_tokens_and_margins(trace: cp.Trace) -> None:
     step = int(events[events.num_rolled_back.fillna(0) > 0].step.iloc[0])
     standing = standing_at(token_history(events), step)
     verified = dict.fromkeys(range(5), True)
-    picture = decode_grid(standing, range(5), range(6), {}, verified=verified, chosen=(0, 1), step=step)
+    picture = decode_picture(standing, range(5), range(6), {}, verified=verified, chosen=(0, 1), step=step)
     assert picture.count("data-place=") == len(standing[standing.place < 6])
     assert picture.count("url(#cp-rolled-back)") == (standing.state == "rolled_back").sum() > 0
     assert picture.count('class="cursor"') == 1 and 'class="pick new"' in picture
-    grey = decode_grid(standing, range(5), range(6), {}, verified=dict.fromkeys(range(5), False))
+    grey = decode_picture(standing, range(5), range(6), {}, verified=dict.fromkeys(range(5), False))
     assert 'class="box yellow"' not in grey and 'class="box grey"' in grey
 
 
@@ -104,20 +104,20 @@ def test_the_card_of_a_row(trace: cp.Trace) -> None:
     last = own.sort_values("layer").iloc[-1]
     fates = [Fate(3, 5, 7, "rolled_back"), Fate(int(last.token_id), 7, 7, "recovered")]
     about = settling(own).iloc[0].to_dict()
-    card = token_card(own, about, fates, {3: HOSTILE}, HOSTILE)
+    _, card = card_parts(own, about, fates, {3: HOSTILE}, HOSTILE)
     assert "<script" not in card and "window.hacked" in card
     assert "drafted in step 5" in card and "rolled back" in card and "recovered" in card
     assert re.findall(r'<tr data-layer="(\d)"', card) == ["2", "1", "0"]
     assert f"from layer {about['settling_layer']} on" in card
     with pytest.raises(ValueError, match="a card is of one row"):
-        token_card(table, about, [], {}, "x")
+        card_parts(table, about, [], {}, "x")
 
 
 def test_a_comparison_says_what_differs() -> None:
     assert "All 2 requests" in comparison_title([RequestDifference(i, "equal") for i in range(2)])
     found = [RequestDifference(0, "equal"), RequestDifference(1, "tokens", 2), RequestDifference(2, "missing")]
     assert comparison_title(found) == "Of 3 requests 1 are in one run alone, 1 committed other tokens; 1 equal"
-    columns = token_columns([[1, 2, 3], [1, 2]], 2, ("a<b", "b"), [{3: HOSTILE}, {}])
+    columns = token_columns([[1, 2, 3], [1, 2]], 2, ("a<b", "b"), [{3: HOSTILE}, {}], "request 0", 5)
     assert "<script" not in columns and "a&lt;b" in columns and columns.count("ends here") == 1
     assert columns.count('class="pick tok first"') == 1
     differing = fingerprint_differences({"model": "a", "window": 4, "x": 1}, {"model": "b", "window": 8, "x": 1})

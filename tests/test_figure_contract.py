@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -137,19 +138,45 @@ def test_its_title_is_a_finding(name: str) -> None:
     assert all(len(title.split()) >= 4 for title in titles) and titles[0] != titles[1], titles
 
 
+PROVENANCE = {
+    "request_id": r"request \d", "step": r"step \d", "position": r"position (\d|%)",
+    "status": "committed|candidate|rolled.back",
+}  # fmt: skip
+"""What a pointer is told of each part, where the table has the column."""
+OTHERWISE = {("foresight_figure", "position")}
+"""There a column of that name is a control: what the position alone foretells."""
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_pointer_is_told_where_a_number_is_from(name: str) -> None:
-    """Every line, bar and cell names its layer or place, in words and not by a number alone."""
-    figure, _ = made(name)
+    """Every line, bar and cell names its layer or place, in words and not by a number alone; and the request, step,
+    position and status of the rows that its numbers are from, where the figure's table has them."""
+    figure, table = made(name)
+    beside = [held for held in SAMPLES[name]()[2].values() if isinstance(held, pd.DataFrame)]
     told = [drawn for drawn in figure.data if drawn.hoverinfo != "skip"]
     assert told
     for drawn in told:
-        said = [drawn.hovertemplate] if drawn.hovertemplate else []
-        for texts in (drawn.hovertext, drawn.text):
-            said += [] if texts is None else [str(t) for row in texts for t in ([row] if isinstance(row, str) else row)]
-        words = " ".join(said)
-        assert any(place in words for place in ("layer", "position", "%{x}", "%{text}")), (drawn.name, words)
+        # a second table is what maps are drawn from
+        columns = set(table.columns).union(*(t.columns for t in beside if drawn.type == "heatmap"))
+        for said in hovers(drawn):
+            assert any(place in said for place in ("layer", "position", "%{x}", "%{text}")), (drawn.name, said)
+            for column, wanted in PROVENANCE.items():
+                is_known = column in columns and (name, column) not in OTHERWISE
+                assert not is_known or re.search(wanted, said), (drawn.name, column, said)
         assert drawn.hovertemplate is None or drawn.hovertemplate.endswith("<extra></extra>")
+
+
+def hovers(drawn: Any) -> list[str]:
+    """What a pointer is told: the template, with the texts that it names in their place."""
+    texts = drawn.hovertext if drawn.hovertext is not None else drawn.text
+    own = (
+        [] if texts is None else [str(t) for row in texts for t in ([row] if isinstance(row, str) else row) if t != ""]
+    )
+    template = drawn.hovertemplate
+    if template is None:
+        return own
+    place = "%{hovertext}" if "%{hovertext}" in template else "%{text}"
+    return [template.replace(place, text) for text in own] if place in template and own else [template]
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -171,6 +198,21 @@ def test_an_empty_table_is_refused(name: str) -> None:
     table, _, beside = SAMPLES[name]()
     with pytest.raises(ValueError, match=r"empty|there is no |nothing to draw|^no "):
         FIGURES[name](table.iloc[:0], **beside)
+
+
+FREE = {"token", "committed_token", "path", "drafter", "place", "at", "where", "way", "kind"}
+"""Columns of texts that anybody may have written; what the others say is one of a few words of ours."""
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_text_of_the_table_is_no_markup(name: str) -> None:
+    """Plotly acts on <i>, <a> and the like in whatever text it draws, and drops what looks like another tag: <pad>."""
+    table, _, beside = SAMPLES[name]()
+    texts = [c for c in table.columns if c in FREE and not (c == "at" and (table[c] == "event").any())]
+    attacked = table.assign(**{c: table[c].map(lambda said: f"<i>{said}</i>" if isinstance(said, str) else said)
+                               for c in texts})  # fmt: skip
+    drawn = FIGURES[name](attacked, **beside).to_json().replace("\\u003c", "<").replace("\\u003e", ">")
+    assert "<i>" not in drawn
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views.lens_picture import lens_picture
+from cacheprobe.views.lens_picture import readings_picture
 from cacheprobe.views.style import SHADES, THEME_CSS
 from tests.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -32,7 +32,7 @@ def test_cells_are_those_of_the_figure(readings: pd.DataFrame, colour: str, incl
     first = int(readings[readings.request_id == 0].position.min())
     positions = range(first + 2, first + 9)
     given = dict(colour=colour, include=include, positions=positions)
-    figure, picture = cp.views.lens_grid(readings, 0, **given), lens_picture(readings, 0, **given)
+    figure, picture = cp.views.lens_grid(readings, 0, **given), readings_picture(readings, 0, **given)
     heat, meta, columns = figure.data[0], figure.layout.meta, parsed(picture, "column")
     for name, wanted in (("data-row", meta["rows"]), ("data-position", meta["positions"])):
         assert [int(column.get(name, -1)) for column in columns] == wanted
@@ -54,29 +54,29 @@ def test_cells_are_those_of_the_figure(readings: pd.DataFrame, colour: str, incl
 
 
 def test_agreeing_cells_are_framed_and_lost_columns_marked(readings: pd.DataFrame) -> None:
-    picture = lens_picture(readings, 0, include="all")
+    picture = readings_picture(readings, 0, include="all")
     own = readings[readings.request_id == 0]
     heights = [int(frame.get("height", 0)) for frame in parsed(picture, "agrees") if frame.get("x") == "1.5"]
     assert sum((height + 1) // 19 for height in heights) == own.agrees.fillna(False).sum() > 0
     rows = own.drop_duplicates("row").status.value_counts()
     assert picture.count('<path class="red-stroke"') == rows["rolled_back"] > 0
     assert picture.count('<path class="yellow-stroke"') == rows["candidate"] > 0
-    assert "✗ rolled-back row" in picture and "rolled-back row" not in lens_picture(readings, 0)
+    assert "✗ rolled-back row" in picture and "rolled-back row" not in readings_picture(readings, 0)
 
 
 def test_it_fills_its_place(readings: pd.DataFrame) -> None:
     first = int(readings[readings.request_id == 0].position.min())
     for width, pitch in ((0, 50), (34 + 60 * 8, 60), (4000, 76)):
-        columns = parsed(lens_picture(readings, 0, positions=range(first, first + 8), width=width), "column")
+        columns = parsed(readings_picture(readings, 0, positions=range(first, first + 8), width=width), "column")
         assert [int(column.get("data-x", -1)) for column in columns] == [30 + pitch * i for i in range(8)]
 
 
 def test_a_token_cannot_mark_up_the_picture(readings: pd.DataFrame) -> None:
     readings = readings.assign(token=HOSTILE, committed_token=HOSTILE, role='"><script>')
-    picture = lens_picture(readings, 0, include="all")
+    picture = readings_picture(readings, 0, include="all")
     assert "<script" not in picture and "window.hacked" in picture
     last = readings.position == readings.position.max()
     readings.loc[last, ["committed_token_id", "committed_token", "rank", "agrees"]] = pd.NA
-    assert "nothing was committed there" in lens_picture(
+    assert "nothing was committed there" in readings_picture(
         readings, int(readings[last].request_id.iloc[0]), include="all"
     )

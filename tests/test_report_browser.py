@@ -11,6 +11,8 @@ from tests.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+PICTURES = Path(__file__).parents[1] / "build" / "dash"
+"""Screenshots to look at; git ignores the folder."""
 QUIET += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"]
 
 
@@ -54,6 +56,28 @@ def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme
     assert light_ink == (scheme == "dark")
     columns = page.evaluate("getComputedStyle(document.querySelector('.panels')).gridTemplateColumns.split(' ').length")
     assert columns == (4 if width == 1280 else 1)
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=PICTURES / f"report-{width}-{scheme}.png", full_page=True)
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_report_with_thoughts_runs_nothing_and_fits(browser: Browser, tmp_path: Path, width: int) -> None:
+    from tests.test_picture_contract import hostile_thoughts, thinking
+
+    path = cp.views.write_report(hostile_thoughts(thinking()), tmp_path / "report.html", request_id=0)
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    complaints: list[str] = []
+    page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(path.as_uri())
+    page.wait_for_selector("#settling .main-svg")
+    page.evaluate("document.querySelectorAll('details').forEach(box => { box.open = true })")
+    assert "<script>" in page.inner_text(".thoughts") and "hacked" in page.inner_text("details table")
+    assert page.evaluate("window.hacked") is None and page.locator("main img").count() == 0 and complaints == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=PICTURES / f"attack-report-{width}.png", full_page=True)
     page.close()
 
 

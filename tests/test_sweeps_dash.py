@@ -26,7 +26,7 @@ def test_the_sweep_tab(tmp_path: Path) -> None:
     assert [results.kind_of(path) for path in shelf.results] == ["sweep"]
     assert len(shelf.entries) == 4 and all(entry.book is not None for entry in shelf.entries)
     said = results.view(shelf, {"result": 0, "facet": "seed.drafter"})
-    assert said["html"].count('data-intent="open"') == 4 and 'data-value="drafter.seed"' in said["html"]
+    assert said["more"].count('data-intent="open"') == 4 and 'data-value="drafter.seed"' in said["html"]
     curves = said["graphs"][0]["props"]["children"]["props"]["figure"]["data"]
     assert [curve["name"] for curve in curves] == [
         f"seed={seed}, drafter={drafter}" for seed in (0, 1) for drafter in ("ngram", "none")

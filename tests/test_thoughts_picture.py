@@ -15,7 +15,7 @@ from cacheprobe.models.thinking_lm import ThinkingLM
 from cacheprobe.observe.thoughts import says_state
 from cacheprobe.tasks import Variables
 from cacheprobe.views.report import report_html
-from cacheprobe.views.thought_card import thought_card
+from cacheprobe.views.thought_card import chunk_parts
 from cacheprobe.views.thoughts_columns import changes_of_mind, chosen, story_of
 from cacheprobe.views.thoughts_finding import finding
 from cacheprobe.views.thoughts_picture import MOST_PLACES, THOUGHT_COLUMNS, thought_lines
@@ -303,11 +303,10 @@ def test_every_thought_can_be_chosen_and_the_committed_one_is_shown_first(trace:
     thoughts = trace.thoughts()
     request_id = int(thoughts.query("status == 'rolled_back'").request_id.iloc[0])
     story = story_of(thoughts, trace.row_table, trace.events(), request_id)
-    own = thoughts[thoughts.request_id == request_id]
     for place, column in enumerate(c for c in story.columns if c.thought is not None):
         position, step = column.tokens[-1].position, int(column.thought.step)
         for asked in (step, None) if not column.is_rolled_back else (step,):
-            card = thought_card(story, own, position, trace.meta["thinking"], asked)
+            _, card = chunk_parts(story, position, trace.meta["thinking"], asked)
             buttons = re.findall(r'<button class="([^"]*)" data-position="(\d+)" data-step="(\d+)"', card)
             assert [i for i, (classes, _, _) in enumerate(buttons) if "chosen" in classes] == [place]
             assert buttons[place][1:] == (str(position), str(step))

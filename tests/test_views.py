@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views.cache_picture import cache_counts, cache_picture
+from cacheprobe.views.cylinder import cache_counts, cylinder_strokes
 from cacheprobe.views.decode_panel import CONTESTED_NATS, SETTLED_NATS
 from cacheprobe.views.diagram import window_diagram
 from cacheprobe.views.lens_grid import grid_width
@@ -21,7 +21,7 @@ from cacheprobe.views.text import shorten, visible
 from cacheprobe.views.windows import accepted_whole, find_windows, pick_request, rolled_back
 from tests.tiny import PROMPTS, SMALL, loaded
 
-HOSTILE = "</script><script>window.hacked=1</script><b>&\n"
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'<b>&\n"
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_long_drafts_are_cut_in_the_middle() -> None:
 def test_cache_is_counted_by_provenance() -> None:
     ledger = pd.DataFrame(dict(position=range(5), provenance=["prefill"] * 2 + ["decoded"] * 3, step=[0, 0, 1, 2, 3]))
     assert cache_counts(ledger) == {"prefill": 2, "decoded": 3}
-    drawn = "".join(cache_picture(["cache"], ledger))
+    drawn = "".join(cylinder_strokes(["cache"], ledger))
     assert "5 rows" in drawn and "3 decoded" in drawn and 'class="box grey"' in drawn and "box yellow" not in drawn
     with pytest.raises(ValueError, match="unknown provenance 'borrowed'"):
         cache_counts(ledger.assign(provenance="borrowed"))

@@ -11,8 +11,8 @@ from cacheprobe.views.text import markup
 
 Ask = dict[str, Any]
 Answer = dict[str, Any]
-"""html: markup, every text of a run escaped.  graphs: components, as `figures.graphs` makes them.  error: why there is
-nothing else."""
+"""html: markup, every text of a run escaped.  graphs: components, as `figures.graphs` makes them.  more: markup below
+them.  error: why there is nothing else."""
 
 _EXPECTED = (ValueError, KeyError, OSError, ArrowException)
 _log = logging.getLogger(__name__)

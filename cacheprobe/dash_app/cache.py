@@ -3,10 +3,10 @@
 from cacheprobe.dash_app.asking import Ask, number, whole
 from cacheprobe.dash_app.book import Book
 from cacheprobe.dash_app.shelf import Shelf
-from cacheprobe.views import svg
-from cacheprobe.views.cache_picture import CACHE_HEIGHT, cache_counts, cache_picture
-from cacheprobe.views.cache_strip import cache_strip, memory_sentence
-from cacheprobe.views.diagram import decoded_phases, side_by_side, window_phases
+from cacheprobe.views.cache_picture import cache_piece
+from cacheprobe.views.cache_strip import memory_sentence
+from cacheprobe.views.diagram import decoded_finding, decoded_phases, side_by_side, window_finding, window_phases
+from cacheprobe.views.frame import Piece
 from cacheprobe.views.windows import Window
 
 
@@ -28,21 +28,14 @@ def view(shelf: Shelf, ask: Ask) -> str:
         )
     window = _window(book, request, step)
     cut = window.num_truncated if window is not None and window.step == step else 0
-    drawn = cache_picture(["KV cache", f"after step {step}"], ledger, step=step, truncated=cut)
-    label = f"KV cache of request {request} after step {step}"
-    cylinder = svg.picture(290, CACHE_HEIGHT + 8, label, drawn, style="max-width:290px")
-    strip = cache_strip(ledger, step=step, pending=_pending(book, request, step, int(ledger.position.max())))
     config = book.run.meta["config"]
     rows, holders = book.held(step)
     memory = memory_sentence(
         len(ledger), rows, holders, config["capacity"], book.run.meta.get("cache_row_bytes"),
         has_ended=step > int(own.step.max()),
     )  # fmt: skip
-    counts = ", ".join(f"{count} {name}" for name, count in cache_counts(ledger).items())
-    return (
-        f"<h2>{len(ledger)} cache rows: {counts}</h2><div class='cylinder'>{cylinder}</div>"
-        f"<h3>Row by row</h3>{strip}<p class='note'>Underlined: written in this step. {memory}</p>"
-    )
+    pending = _pending(book, request, step, int(ledger.position.max()))
+    return cache_piece(ledger, memory, request_id=request, step=step, pending=pending, truncated=cut).html
 
 
 def window_view(shelf: Shelf, ask: Ask) -> str:
@@ -54,18 +47,13 @@ def window_view(shelf: Shelf, ask: Ask) -> str:
         ledgers = [book.ledger(request, step) for step in window.ledger_steps]
         is_deterministic = bool(book.run.request(request)["is_deterministic"])
         panels = side_by_side(window_phases(window, events, ledgers, texts, is_deterministic=is_deterministic))
-        drafted, kept = len(window.draft_token_ids), window.num_accepted
-        word = f"{drafted - kept} of {drafted} candidates were rolled back" if window.is_rollback else (
-            f"all {drafted} candidates were accepted" if drafted else "nothing was drafted"
-        )  # fmt: skip
-        return f"<h2>The window that ends in step {window.step}: {word}</h2>{panels}"
+        return Piece(window_finding(window), "", panels).html
     own = book.events_of(request)
     prefills = own[own.phase == "prefill"]
     if book.verified[request] or not prefills.committed_token_ids.map(len).any():
         return f"<h2>No verify window of request {request} at or after this step</h2>"
     ledgers = [book.ledger(request, int(prefills.step.max())), book.ledger(request, int(own.step.max()))]
-    panels = side_by_side(decoded_phases(request, events, ledgers, texts))
-    return f"<h2>Request {request} is never verified</h2>{panels}"
+    return Piece(decoded_finding(own), "", side_by_side(decoded_phases(request, events, ledgers, texts))).html
 
 
 def _window(book: Book, request: int, step: int) -> Window | None:

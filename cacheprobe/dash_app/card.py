@@ -1,14 +1,13 @@
 """The card of one row: its choices by layer, and what became of the draft that followed it."""
 
-import pandas as pd
-
 from cacheprobe.dash_app.asking import Ask, NotAsked, number, one_of, whole
 from cacheprobe.dash_app.lens import chosen_row, readings_of
 from cacheprobe.dash_app.reader import Reader
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.dash_app.tokenizers import texts_of
 from cacheprobe.observe.hypotheses import settling
-from cacheprobe.views.token_card import Fate, token_card
+from cacheprobe.views.text import markup
+from cacheprobe.views.token_card import card_parts, fates_at
 
 
 def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
@@ -26,11 +25,6 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     missing = ids - set(named)
     texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **named}
     place = position + 1 - book.prompt_length(request)
-    history = book.history
-    there = history[(history.request_id == request) & (history.place == place)].sort_values("born", kind="stable")
-    fates = [
-        Fate(int(t.token_id), int(t.born), None if pd.isna(t.settled) else int(t.settled),
-             None if pd.isna(t.outcome) else str(t.outcome))
-        for t in there.itertuples()
-    ]  # fmt: skip
-    return token_card(table, settling(table).iloc[0].to_dict(), fates, texts, row.token)
+    fates = fates_at(book.history[book.history.request_id == request], place)
+    title, body = card_parts(table, settling(table).iloc[0].to_dict(), fates, texts, row.token)
+    return f"<h3>{markup(title)}</h3>{body}"

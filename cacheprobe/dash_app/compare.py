@@ -5,6 +5,7 @@ from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.observe.comparison import compare_requests, first_reading_difference
 from cacheprobe.records import fingerprint_differences
 from cacheprobe.views.run_comparison import (
+    about_request,
     comparison_title,
     fingerprint_block,
     request_list,
@@ -27,24 +28,15 @@ def view(shelf: Shelf, ask: Ask) -> str:
     one = found[request]
     parts = [
         f"<h2>{markup(comparison_title(found))}</h2>{request_list(found, request)}",
-        f"<h3>{_about(one)}</h3>",
+        f"<h3>{about_request(one)}</h3>",
     ]
     if one.what not in ("prompt", "missing"):
         pair = [book.run.request(request)["committed_token_ids"] for book in (ours, theirs)]
         place = one.place if one.what == "tokens" else None
-        parts.append(token_columns(pair, place, names, [b.run.token_texts for b in (ours, theirs)]))
+        texts = [book.run.token_texts for book in (ours, theirs)]
+        parts.append(token_columns(pair, place, names, texts, f"request {request}", ours.prompt_length(request)))
         parts.append(_readings(ours, theirs, request))
     return f"{''.join(parts)}<h3>Schedule fingerprints</h3>{schedules}"
-
-
-def _about(one) -> str:
-    if one.what == "equal":
-        return f"Request {one.request_id} is the same in both, log-probabilities included"
-    if one.what == "prompt":
-        return f"Request {one.request_id} was asked another prompt in each run"
-    if one.what == "missing":
-        return f"Request {one.request_id} is in one run alone"
-    return f"Request {one.request_id}: {one.what} differ from generated token {one.place + 1} on"
 
 
 def _readings(ours, theirs, request: int) -> str:

@@ -10,12 +10,11 @@ from cacheprobe.dash_app.figures import graphs
 from cacheprobe.dash_app.reader import RECORDED, Reader
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.views.attribution import attribution
-from cacheprobe.views.lens_picture import LABEL_WIDTH, PITCH, lens_picture
+from cacheprobe.views.lens_picture import LABEL_WIDTH, PITCH, SITE_WORDS, readings_picture
 from cacheprobe.views.lens_table import finding, select
 from cacheprobe.views.text import markup
 
 MOST_COLUMNS = 40
-SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
 
 
 def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
@@ -31,7 +30,7 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     if not page:
         raise NotAsked(f"request {request} has no row that predicts a generated token")
     table = readings_of(book, reader, ask["lens"], site, request, page)
-    picture = lens_picture(table, request, colour=colour, include=include, positions=page, width=width)
+    picture = readings_picture(table, request, colour=colour, include=include, positions=page, width=width)
     shown = select(table, request, include, page)
     lens = book.run.meta["lens"] if ask["lens"] == RECORDED else str(table.lens.iloc[0])
     last = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])

@@ -29,9 +29,9 @@ def _warm(book: Book) -> None:
 
 
 class _Quiet(WSGIRequestHandler):
-    """Says nothing of requests that went well, and keeps a connection for more than one."""
+    """Says nothing of requests that went well. Werkzeug closes the connection after each answer."""
 
-    protocol_version = "HTTP/1.1"
+    protocol_version = "HTTP/1.1"  # which has chunks: an answer's lines are sent as they come, its length not yet known
     disable_nagle_algorithm = True  # an answer is sent in pieces, and none of them waits for the next
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:

@@ -9,7 +9,8 @@ from dash import dcc, html
 from cacheprobe.dash_app.results import KINDS, kind_of
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.views import svg
-from cacheprobe.views.style import DIAGRAM_CSS, THEME_CSS
+from cacheprobe.views.card_style import CARD_CSS
+from cacheprobe.views.style import DIAGRAM_CSS, SHADE_CSS, THEME_CSS
 from cacheprobe.views.text import markup
 from cacheprobe.views.thoughts_strokes import WAITING
 
@@ -27,7 +28,7 @@ def index(shelf: Shelf) -> str:
     about = markup(json.dumps(told)).replace("{%", "&#123;%")
     return (
         '<!DOCTYPE html><html lang="en"><head>{%metas%}<title>{%title%}</title>{%favicon%}'
-        f"<style>{DIAGRAM_CSS}{THEME_CSS}</style>{{%css%}}</head>"
+        f"<style>{DIAGRAM_CSS}{SHADE_CSS}{CARD_CSS}{THEME_CSS}</style>{{%css%}}</head>"
         f'<body class="cp" data-shelf="{about}">{svg.TEXTURES}{WAITING}{{%app_entry%}}'
         "<footer>{%config%}{%scripts%}{%renderer%}</footer></body></html>"
     )
@@ -112,6 +113,7 @@ def _transport() -> Any:
             ),
             html.Div(id="now", role="status"),
         ],
+        id="transport",
         className="transport",
         **{"aria-label": "replay"},
     )  # fmt: skip
@@ -180,7 +182,11 @@ def _lens() -> Any:
 def _results(shelf: Shelf) -> list[Any]:
     kinds = [kind_of(path) for path in shelf.results]
     buttons = [
-        html.Button(path.stem, className="plain", **{"data-intent": "result", "data-result": str(i), "data-kind": kind})
+        html.Button(
+            path.parent.name if kind == "sweep" else path.stem,
+            className="plain",
+            **{"data-intent": "result", "data-result": str(i), "data-kind": kind},
+        )
         for i, (path, kind) in enumerate(zip(shelf.results, kinds, strict=True))
     ]
     empty = [
@@ -201,8 +207,13 @@ def _results(shelf: Shelf) -> list[Any]:
 
 
 def _figure(name: str) -> list[Any]:
-    """A place for what is said of a figure, and one for the figure: plotly is loaded with the first that is drawn."""
-    return [html.Div(id=f"{name}-view"), html.Div(className="plot", id=f"{name}-place", hidden=True)]
+    """A place for what is said of a figure, one for the figure, and one for what stands below it: plotly is loaded with
+    the first that is drawn."""
+    return [
+        html.Div(id=f"{name}-view"),
+        html.Div(className="plot", id=f"{name}-place", hidden=True),
+        html.Div(id=f"{name}-more"),
+    ]
 
 
 def _menu(name: str, label: str, options: Sequence[Any] = ()) -> Any:

@@ -26,17 +26,21 @@ def sweep_view(shelf: Shelf, folder: Path, ask: Ask) -> str | Answer:
     results = load_sweep(folder)
     cells, layers = results.cells, results.layers
     varied = [name for name in AXIS_COLUMNS if 1 < cells[name].nunique(dropna=False) <= MOST]
-    head = f"<h2>{markup(folder.name)}</h2><p class='note'>{markup(repr(results))}</p>"
+    about = f"{len(cells)} cells of the sweep {folder.name}"
+    about += f", {len(results.pending)} more are planned" if results.pending else ""
+    about += f"; {results.num_others} of other plans or versions are left out" if results.num_others else ""
+    note = f"<p class='note'>{markup(about)}. A cell's button opens its run.</p>"
     if len(varied) < 2 or layers.empty:
         why = "No two axes have between 2 and 8 values" if len(varied) < 2 else "No cell kept readings (run.capture: Z)"
-        return f"{head}<p class='note'>{why}, so there is nothing to put side by side.</p>{_cells(shelf, cells)}"
+        return f"<h2>{why}, so there is nothing to put side by side</h2>{note}{_cells(shelf, cells)}"
     pairs = [f"{a}.{b}" for a, b in permutations(varied, 2)]
     facet = ask.get("facet", pairs[0])
     if facet not in pairs:
         raise NotAsked(f"there is no facet {facet!r:.60}; there are {', '.join(pairs)}")
     figure = sweep_grid(layers, *facet.split("."))
-    html = f"{head}<h3>{figure.layout.title.text}</h3>{_facets(pairs, facet)}{_cells(shelf, cells)}"
-    return {"html": html, "graphs": graphs("result", [figure], dark=ask.get("theme") == "dark")}
+    html = f"<h2>{figure.layout.title.text}</h2>{note}{_facets(pairs, facet)}"
+    drawn = graphs("result", [figure], dark=ask.get("theme") == "dark")
+    return {"html": html, "graphs": drawn, "more": _cells(shelf, cells)}
 
 
 def _facets(pairs: list[str], chosen: str) -> str:
@@ -60,11 +64,13 @@ def _cells(shelf: Shelf, cells: Any) -> str:
     for cell in cells.head(MOST_LINES).to_dict("records"):
         said = "".join(f"<td>{markup(_said(cell[name]))}</td>" for name in columns)
         number = runs.get(cell["digest"])
-        button = f'<button class="plain" data-intent="open" data-run="{number}">{cell["digest"][:8]}</button>'
-        lines.append(f"<tr><td>{button if number is not None else cell['digest'][:8]}</td>{said}</tr>")
+        short = markup(cell["digest"][:8])
+        button = f'<button class="plain" data-intent="open" data-run="{number}">{short}</button>'
+        lines.append(f"<tr><td>{button if number is not None else short}</td>{said}</tr>")
     cut = f"<p class='note'>The first {MOST_LINES} of {len(cells)} cells.</p>" if len(cells) > MOST_LINES else ""
     heads = "".join(f"<th>{markup(name)}</th>" for name in ("run", *columns))
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>{cut}"
+    body = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f"<h3>Cells</h3><div class='scroll'>{body}</div>{cut}"
 
 
 def _said(value: Any) -> str:

@@ -3,7 +3,7 @@
 from cacheprobe.dash_app.asking import Ask, number, whole
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.views.text import markup
-from cacheprobe.views.thought_card import thought_card
+from cacheprobe.views.thought_card import chunk_parts
 from cacheprobe.views.thoughts_columns import story_of
 from cacheprobe.views.thoughts_picture import thoughts_block
 
@@ -20,7 +20,7 @@ def view(shelf: Shelf, ask: Ask) -> str:
     story = story_of(thoughts, book.rows_of(request), book.events_of(request), request, book.run.token_texts)
     last = int(book.events_of(request).step.max())
     picture = thoughts_block(story, book.ledger(request, last), book.run.meta["thinking"])
-    own = thoughts[thoughts.request_id == request]
     step = None if ask.get("step") is None else number(ask["step"], "step")
     thinking = book.run.meta["thinking"] or {}
-    return picture + thought_card(story, own, number(ask["position"], "position"), thinking, step)
+    title, card = chunk_parts(story, number(ask["position"], "position"), thinking, step)
+    return f"{picture}<h3>{markup(title)}</h3>{card}"

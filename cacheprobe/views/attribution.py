@@ -26,12 +26,16 @@ def attribution(table: pd.DataFrame) -> go.Figure:
         rows=2 if len(by_head) else 1, shared_xaxes=True, vertical_spacing=0.08,
         row_heights=[0.5, 0.5] if len(by_head) else None, figure=Figure(),
     )  # fmt: skip
+    one = parts.iloc[0]
+    where = (
+        f"<br>request {one.request_id} · {one.status.replace('_', ' ')} row · position {one.position}<extra></extra>"
+    )
     in_layers = parts[parts.layer.notna()].assign(site=lambda t: t.site.replace("T bias", "T"))
     sums = in_layers.groupby(["site", "layer"]).logit.sum()
     for site in ("T", "C"):
         values = sums[site]
         layers = [int(layer) for layer in values.index]
-        hover = f"{_WORDS[site]} of layer %{{x}}: %{{y:+.3f}}<extra></extra>"
+        hover = f"{_WORDS[site]} of layer %{{x}}: %{{y:+.3f}}{where}"
         bar = go.Bar(x=layers, y=values.tolist(), name=site, marker_color=_COLOURS[site], hovertemplate=hover)
         figure.add_trace(bar, row=1, col=1)
     others = parts[parts.layer.isna()]
@@ -39,12 +43,12 @@ def attribution(table: pd.DataFrame) -> go.Figure:
     figure.add_trace(
         go.Bar(
             x=places, y=others.logit.tolist(), name="no layer", marker_color=_COLOURS["other"],
-            text=others.site.tolist(), textposition="none", hovertemplate="%{text}: %{y:+.3f}<extra></extra>",
+            text=others.site.tolist(), textposition="none", hovertemplate=f"%{{text}}: %{{y:+.3f}}{where}",
         ),
         row=1, col=1,
     )  # fmt: skip
     if len(by_head):
-        figure.add_trace(_map(by_head), row=2, col=1)
+        figure.add_trace(_map(by_head, where), row=2, col=1)
         figure.update_yaxes(title="head", showgrid=False, row=2, col=1)
     layers = sorted(int(layer) for layer in in_layers.layer.unique())
     shown = layers[:: 1 if len(layers) <= 16 else 2]
@@ -85,7 +89,7 @@ def _places(names: list[str], last_layer: int) -> list[int]:
     return [-2 if name == "embed" else next(behind) for name in names]
 
 
-def _map(by_head: pd.DataFrame) -> go.Heatmap:
+def _map(by_head: pd.DataFrame, where: str) -> go.Heatmap:
     grid = by_head.pivot(index="head", columns="layer", values="logit").sort_index()
     return go.Heatmap(
         x=[int(layer) for layer in grid.columns],
@@ -94,7 +98,7 @@ def _map(by_head: pd.DataFrame) -> go.Heatmap:
         zmid=0,
         colorscale=_SPREAD,
         colorbar=dict(title=dict(text="share", side="right"), thickness=12, x=1.01, len=0.45, y=0.23),
-        hovertemplate="%{y} of layer %{x}: %{z:+.3f}<extra></extra>",
+        hovertemplate=f"%{{y}} of layer %{{x}}: %{{z:+.3f}}{where}",
         xgap=1,
         ygap=1,
     )

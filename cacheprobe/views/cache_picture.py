@@ -1,77 +1,57 @@
-"""The KV cache of one request as a cylinder, with its rows counted beside it."""
-
-from collections.abc import Iterable
+"""The KV cache of one request after a step: the cylinder by provenance, and its rows one by one."""
 
 import pandas as pd
 
 from cacheprobe.views import svg
-
-PROVENANCE_STYLES = {
-    "prefill": ("blue", None),
-    "edited": ("grey", "crossed-grey"),
-    "decoded": ("grey", None),
-    "verified": ("green", "verified"),
-    "provisional": ("yellow", "provisional"),
-    "truncated": ("gone", None),
-}
-"""Colour and texture of each provenance, from the top of the cylinder down."""
-
-CACHE_HEIGHT = 158
-_WIDTH = 84
-
-
-def cache_counts(ledger: pd.DataFrame) -> dict[str, int]:
-    """Cache rows by provenance, as in `Trace.ledger`; provenances that hold none are left out."""
-    counts = ledger.provenance.value_counts()
-    if unknown := set(counts.index) - set(PROVENANCE_STYLES):
-        raise ValueError(f"unknown provenance {sorted(unknown)[0]!r}; known are {', '.join(PROVENANCE_STYLES)}")
-    return {name: int(counts[name]) for name in PROVENANCE_STYLES if name in counts.index}
+from cacheprobe.views.cache_strip import cache_strip
+from cacheprobe.views.cylinder import CACHE_HEIGHT, cache_counts, cylinder_strokes
+from cacheprobe.views.frame import Markup, Piece
 
 
 def cache_picture(
-    title: Iterable[str], ledger: pd.DataFrame, *, step: int | None = None, truncated: int = 0
-) -> list[str]:
-    """Cylinder and counts, within 280 x CACHE_HEIGHT px.
+    ledger: pd.DataFrame,
+    *,
+    request_id: int | None = None,
+    step: int | None = None,
+    pending: int | None = None,
+    truncated: int = 0,
+) -> Markup:
+    """The cache rows of one request as a cylinder and as a strip, by provenance: blue prefill, yellow provisional,
+    green verified, grey decoded and never verified. Tips say which step wrote them.
 
-    title: its lines.  step: rows written by this step are counted apart.  truncated: rows that were cut off, drawn
-    below the cylinder as a ghost.
+    ledger: trace.ledger(request_id, step).  request_id, step: named in the picture; rows that the step wrote are
+    underlined.  pending: position of a committed token whose row is not written yet, drawn hatched.  truncated: rows
+    that the step cut off again, drawn below the cylinder as a ghost, as `Window.num_truncated` counts them.
+    Raises: ValueError for a ledger without rows.  Source: figure of LLM-42 (arXiv 2601.17768).
     """
-    counts = cache_counts(ledger)
-    new = {} if step is None else cache_counts(ledger[ledger.step == step])
-    rows = sum(counts.values())
-    if truncated:
-        counts["truncated"] = truncated
-    bands = [
-        (*PROVENANCE_STYLES[name], _height(name, count), count if count <= 8 and name != "prefill" else 0)
-        for name, count in counts.items()
-    ]
-    parts = [svg.cylinder(12, 16, _WIDTH, bands)]
-    y = 18.0
-    for line in title:
-        parts.append(svg.text(112, y, line, "strong"))
-        y += 16
-    parts.append(svg.text(112, y + 2, f"{rows} row{'s' * (rows != 1)}"))
-    y += 12
-    for name, count in counts.items():
-        colour, texture = PROVENANCE_STYLES[name]
-        parts.append(swatch(112, y, colour, texture))
-        label = f"{count} {name}"
-        if name == "verified" and 0 < (now := new.get(name, 0)) < count:
-            label += f" ({now} now)"
-        parts.append(svg.text(136, y + 11, label, "red-ink" if colour == "gone" else ""))
-        y += 20
-    return parts
+    return cache_piece(ledger, "", request_id=request_id, step=step, pending=pending, truncated=truncated).alone
 
 
-def swatch(x: float, y: float, colour: str, texture: str | None) -> str:
-    """A small box of one colour and texture."""
-    if colour == "gone":
-        return f'<rect x="{x:g}" y="{y:g}" width="18" height="13" rx="3" class="box red-stroke gone"/>'
-    return svg.box(x, y, 18, 13, colour, texture, radius=3)
-
-
-def _height(name: str, rows: int) -> float:
-    """Not to scale, so that three rows are still seen beside a long prompt."""
-    if name == "prefill":
-        return 56
-    return min(rows * 9, 34 if name in ("verified", "decoded") else 30)
+def cache_piece(
+    ledger: pd.DataFrame,
+    memory: str,
+    *,
+    request_id: int | None,
+    step: int | None,
+    pending: int | None = None,
+    truncated: int = 0,
+) -> Piece:
+    """Of `cache_picture`. memory: markup about all requests."""
+    whose = "the request" if request_id is None else f"request {request_id}"
+    if ledger.empty:
+        raise ValueError(f"the ledger is empty: {whose} holds no cache rows then; give a step at which it does")
+    when = "" if step is None else f" after step {step}"
+    drawn = cylinder_strokes(["KV cache", *([f"after step {step}"] if when else [])], ledger, step=step,
+                             truncated=truncated)  # fmt: skip
+    picture = svg.picture(290, CACHE_HEIGHT + 8, f"KV cache of {whose}{when}", drawn, style="max-width:290px")
+    strip = cache_strip(ledger, request_id=request_id, step=step, pending=pending)
+    count = len(ledger)
+    owner = f"{whose[0].upper()}{whose[1:]}"
+    parts = ", ".join(f"{number} {name}" for name, number in cache_counts(ledger).items())
+    note = " ".join(said for said in ("Underlined: written in this step." if when else "", memory) if said)
+    return Piece(
+        f"{owner} holds {count} cache row{'s' * (count != 1)}{when}: {parts}",
+        "",
+        f"<div class='cylinder'>{picture}</div><h4>Row by row</h4>{strip}"
+        + (f"<p class='note'>{note}</p>" if note else ""),
+    )

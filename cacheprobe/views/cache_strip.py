@@ -5,37 +5,46 @@ from itertools import groupby
 import pandas as pd
 
 from cacheprobe.views import svg
-from cacheprobe.views.cache_picture import PROVENANCE_STYLES
+from cacheprobe.views.cylinder import PROVENANCE_STYLES
 from cacheprobe.views.text import markup
 
 _PITCH, _HEIGHT, _LINE = 9, 18, 34
 
 
 def cache_strip(
-    ledger: pd.DataFrame, *, step: int | None = None, pending: int | None = None, per_line: int = 48
-) -> str:  # fmt: skip
-    """SVG: a cell for each row in order of position, lines of `per_line`, by provenance; tips tell who wrote it.
+    ledger: pd.DataFrame,
+    *,
+    request_id: int | None = None,
+    step: int | None = None,
+    pending: int | None = None,
+    per_line: int = 48,
+) -> str:
+    """SVG: a cell for each row in order of position, lines of `per_line`, by provenance; tips tell which step wrote it.
 
-    ledger: as in `Trace.ledger`, after a step.  step: rows that it wrote are underlined.  pending: position of the
-    committed token whose row is not written yet, drawn hatched.  Runs of equal rows are one shape.
+    ledger: as in `Trace.ledger`, after a step.  request_id: named in the tips.  step: rows that it wrote are
+    underlined.  pending: position of the committed token whose row is not written yet, drawn hatched.
+    Runs of rows that are alike, and were written by one step, are one shape.
     """
-    cells = list(zip(ledger.position, ledger.provenance, ledger.step == step, strict=True))
+    cells = list(zip(ledger.position.tolist(), ledger.provenance, ledger.step.tolist(), strict=True))
     if pending is not None:
-        cells.append((pending, "pending", False))
+        cells.append((pending, "pending", -1))
+    whose = "" if request_id is None else f"request {request_id}, "
     parts: list[str] = []
     lines = 1
-    for (line, kind, is_new), run in groupby(cells, key=lambda cell: (cell[0] // per_line, cell[1], cell[2])):
-        first, *_, last = (positions := [int(cell[0]) for cell in run])[0], positions[-1]
+    for (line, kind, written), run in groupby(cells, key=lambda cell: (cell[0] // per_line, *cell[1:])):
+        first, *_, last = (positions := [cell[0] for cell in run])[0], positions[-1]
         x, y = _PITCH * (first % per_line), _LINE * line
         width = _PITCH * (last - first + 1)
         colour, texture = ("green", "pending") if kind == "pending" else PROVENANCE_STYLES[kind]
         where = f"row {first}" if first == last else f"rows {first} to {last}"
-        tip = f"{where}: {kind}" + (", its token is committed" if kind == "pending" else "")
-        parts.append(svg.box(x + 0.5, y + 2, width - 1, _HEIGHT, colour, texture, radius=3, tip=tip))
+        tip = "its token is committed, and its row not written yet" if written < 0 else f"written in step {written}"
+        parts.append(
+            svg.box(x + 0.5, y + 2, width - 1, _HEIGHT, colour, texture, radius=3, tip=f"{whose}{where}: {kind}, {tip}")
+        )
         ticks = "".join(f"M{x + _PITCH * i} {y + 5}v{_HEIGHT - 6}" for i in range(1, last - first + 1))
         if ticks:
             parts.append(f'<path d="{ticks}" class="{colour}-stroke" fill="none" opacity=".35"/>')
-        if is_new:
+        if written == step:
             parts.append(f'<path d="M{x + 2} {y + 24.5}H{x + width - 2}" class="written"/>')
         lines = max(lines, line + 1)
     width, height = _PITCH * per_line + 1, _LINE * lines

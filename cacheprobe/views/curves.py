@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, layout_template
 from cacheprobe.views.text import markup, shorten
 
 _WORDS = {"committed": "committed", "candidate": "candidate", "rolled_back": "rolled back"}
@@ -37,7 +37,7 @@ def agreement_figure(agreement: pd.DataFrame) -> go.Figure:
     figure.update_layout(
         template=layout_template(), title=_agreement_finding(agreement), height=360, margin=_NARROW, dragmode=False
     )
-    figure.update_xaxes(title="layer")
+    figure.update_xaxes(title="layer", **layer_ticks(agreement.index))
     figure.update_yaxes(title="share of rows", tickformat=".0%", range=[-0.02, 1.04])
     return figure
 
@@ -90,7 +90,7 @@ def settling_figure(settling: pd.DataFrame) -> go.Figure:
     figure.update_layout(
         template=layout_template(), title=_settling_finding(settling), height=height, margin=_NARROW, dragmode=False
     )
-    figure.update_xaxes(title="settling layer")
+    figure.update_xaxes(title="settling layer", **layer_ticks(settling.settling_layer))
     return figure
 
 

@@ -1,13 +1,15 @@
 """The grid of requests by generated tokens, as it stood after one step; each cell by its top-two margin."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
 from cacheprobe.views import svg
 from cacheprobe.views.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
+from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.text import text_of, token_label
-from cacheprobe.views.timeline import LABEL_WIDTH
+from cacheprobe.views.timeline import LABEL_WIDTH, MOST_REQUESTS, key
+from cacheprobe.views.token_history import standing_at, token_history
 
 TOKEN_PITCH = 56
 """Pixels from one token to the next."""
@@ -29,7 +31,81 @@ GRID_LEGEND = (
 )
 
 
+MOST_PLACES = 40
+"""Tokens of a request in one picture."""
+_NOTE = (
+    "Generated tokens by request; texture tells how close the two best tokens were when it was chosen. A bold edge: "
+    "new in this step."
+)
+
+
 def decode_grid(
+    events: pd.DataFrame,
+    step: int,
+    token_texts: Mapping[int, str],
+    *,
+    requests: Iterable[int] | None = None,
+    places: range | None = None,
+    chosen: tuple[int, int] | None = None,
+) -> Markup:
+    """Generated tokens by request, as they stood after one step: candidates, committed, rolled back by this very step;
+    a cell's texture by the margin between the two best tokens of its pass. Tips say since when a token stands.
+
+    events: as in `Trace.events`, of the whole run.  token_texts: as from `token_texts`.  requests, places: which to
+    draw; by default the first 16, and the first 40 generated tokens; 0 is the first.  chosen: (request, place) to
+    frame; the title speaks of that request, else of all that are drawn.
+    Raises: ValueError for an empty table, and for requests and steps that it does not have.
+    Source: figure of LLM-42 (arXiv 2601.17768), the decode grid.
+    """
+    there = sorted(int(r) for r in events.request_id.unique())
+    wanted = there[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
+    if events.empty or not wanted:
+        raise ValueError("the events table is empty, or no request was named; trace.events() fills it")
+    if unknown := sorted(({*wanted, chosen[0]} if chosen else set(wanted)) - set(there)):
+        raise ValueError(f"there is no request {unknown[0]}; the table has {', '.join(map(str, there))}")
+    first, last = int(events.step.min()), int(events.step.max())
+    if not first <= step <= last:
+        raise ValueError(f"there is no step {step}; the table has {first} to {last}")
+    spoken = set(events.request_id[events.phase == "verify"].tolist())
+    history = token_history(events[events.request_id.isin([*wanted, *([chosen[0]] if chosen else [])])])
+    standing = standing_at(history, step)
+    if places is None:
+        drawn = standing[standing.request_id.isin(wanted)]
+        places = range(min(int(drawn.place.max()) + 1, MOST_PLACES) if len(drawn) else 1)
+    return decode_piece(
+        history, standing, wanted, places, step, token_texts, verified={r: r in spoken for r in there}, chosen=chosen
+    ).alone
+
+
+def decode_piece(
+    history: pd.DataFrame,
+    standing: pd.DataFrame,
+    requests: Sequence[int],
+    places: range,
+    step: int,
+    token_texts: Mapping[int, str],
+    *,
+    verified: Mapping[int, bool],
+    chosen: tuple[int, int] | None = None,
+) -> Piece:
+    """Of `decode_grid`. history, standing: as from `token_history`, after the step."""
+    whose = list(requests) if chosen is None else [chosen[0]]
+    own = standing[standing.request_id.isin(whose)].state.value_counts()
+    done = int(own.get("committed", 0) + own.get("pending", 0))
+    said = [f"{done} token{'s' * (done != 1)} committed"]
+    if waiting := int(own.get("candidate", 0)):
+        said.append(f"{waiting} still candidate{'s' * (waiting != 1)}")
+    # not those that still stand: in place of the first one stands what was recovered
+    lost = history.request_id.isin(whose) & (history.settled == step) & (history.outcome == "rolled_back")
+    if lost.any():
+        said.append(f"{lost.sum()} rolled back now")
+    who = f"{len(requests)} requests have" if chosen is None and len(requests) != 1 else f"request {whose[0]} has"
+    picture = decode_picture(standing, requests, places, token_texts, verified=verified, chosen=chosen, step=step)
+    body = f"<div class='scroll'>{picture}</div>{key(STATES_LEGEND)}{key(GRID_LEGEND)}"
+    return Piece(f"After step {step}, {who} {', '.join(said)}", _NOTE, body)
+
+
+def decode_picture(
     standing: pd.DataFrame,
     requests: Sequence[int],
     places: range,
@@ -69,7 +145,11 @@ def _cell(line, x: float, y: float, token: str, is_verified: bool, step: int | N
     known = pd.notna(line.margin_nats)
     margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if known else "margin not known"
     words = "pending: newest committed, its final cache row not written yet" if line.state == "pending" else line.state
-    tip = f"request {line.request_id}, token {line.place + 1}: {token!r}; {words.replace('_', ' ')}; {margin}"
+    steps = f"came in step {line.born}"
+    if line.state != "candidate" and pd.notna(line.settled) and line.settled != line.born:
+        steps += f", decided in step {line.settled}"
+    about = f"request {line.request_id}, token {line.place + 1}: {token!r}"
+    tip = f"{about}; {words.replace('_', ' ')}; {steps}; {margin}"
     texture = margin_texture(line.margin_nats, colour)
     if line.state == "rolled_back":
         texture = "rolled-back"

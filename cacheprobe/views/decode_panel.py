@@ -1,26 +1,37 @@
 """The decode panel: T0, what was proposed after it, and the grid of requests by tokens."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pandas as pd
 
 from cacheprobe.views import svg
-from cacheprobe.views.cache_picture import CACHE_HEIGHT, cache_picture
-from cacheprobe.views.panels import WIDTH, Panel, abridged, step_note
+from cacheprobe.views.cylinder import CACHE_HEIGHT, cylinder_strokes
+from cacheprobe.views.panels import WIDTH, Panel, abridged, step_note, told
 
 SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5
 """A choice is drawn solid from the first margin on, dotted below the second."""
 _MOST_REQUESTS = 8
 
 
+class Drawn(NamedTuple):
+    """A token of the panel."""
+
+    name: str
+    text: str
+    step: int | None
+    """That proposed or committed it; None of T0, whose step is another window's."""
+    position: int
+
+
 def decode_panel(
-    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: str, columns: Sequence[tuple[str, str, int]],
+    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: Drawn, columns: Sequence[Drawn],
     *, is_verified: bool = True,
 ) -> Panel:  # fmt: skip
     """What was proposed after T0, above the grid of requests by tokens.
 
-    newest: text of T0.  columns: (name, text, step) of each token.  is_verified: False where the tokens of this request
-    are committed as they are decoded; they are grey then.
+    newest: T0.  is_verified: False where the tokens of this request are committed as they are decoded; they are grey
+    then.
     """
     colour, texture = ("yellow", "provisional") if is_verified else ("grey", None)
     kind = "candidate" if is_verified else "committed as decoded"
@@ -29,15 +40,16 @@ def decode_panel(
     width = min((WIDTH - 80 - 8 - gap * (len(shown) - 1)) / max(len(shown), 1), 60)
     places = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
     top = CACHE_HEIGHT + 14
-    parts = cache_picture(["KV cache", "after decode"], ledger)
-    parts.append(svg.chip(8, top, 64, "T₀", newest, "green", tip="committed"))
+    parts = cylinder_strokes(["KV cache", "after decode"], ledger)
+    parts.append(svg.chip(8, top, 64, "T₀", newest.text, "green", tip=told(request_id, newest.position, "committed")))
     for x, index in places:
         if index < 0:
             parts.append(svg.text(x + width / 2, top + 24, f"+ {-index}", "muted", "middle"))
             continue
-        name, token, step = columns[index]
-        parts.append(svg.chip(x, top, width, name, token, colour, texture, tip=f"{kind}, step {step}"))
-    steps = [columns[index][2] if index >= 0 else None for index in shown]
+        token = columns[index]
+        tip = told(request_id, token.position, kind, token.step)
+        parts.append(svg.chip(x, top, width, token.name, token.text, colour, texture, tip=tip))
+    steps = [columns[index].step if index >= 0 else None for index in shown]
     grid, height = _grid(events, request_id, steps, [x for x, _ in places], width, top + 54, colour)
     count = len(columns)
     if is_verified and count:
@@ -47,7 +59,7 @@ def decode_panel(
         sentence = "Nothing was drafted: the verifier alone chose the next token."
     else:
         sentence = "This request is never verified: each token is committed as it is decoded, and its rows stay."
-    note = step_note([step for _, _, step in columns])
+    note = step_note([token.step for token in columns if token.step is not None])
     label = f"Decode: T0 and {count} tokens {kind}"
     return Panel("Decode", note, svg.picture(WIDTH, height, label, parts + grid), sentence)
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from cacheprobe.views import svg
-from cacheprobe.views.cache_picture import swatch
-from cacheprobe.views.decode_panel import decode_panel
+from cacheprobe.views.cylinder import swatch
+from cacheprobe.views.decode_panel import Drawn, decode_panel
+from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.panels import Panel, outcome_panel, prefill_panel, token_name, verify_panel
-from cacheprobe.views.style import DIAGRAM_CSS
 from cacheprobe.views.text import text_of
 from cacheprobe.views.windows import Window
 
@@ -23,13 +23,6 @@ _LEGEND = (
 )
 
 
-class Markup(str):
-    """A piece of HTML that a notebook shows as a picture."""
-
-    def _repr_html_(self) -> str:
-        return str(self)
-
-
 def window_diagram(
     window: Window,
     events: pd.DataFrame,
@@ -40,17 +33,51 @@ def window_diagram(
 ) -> Markup:
     """One verify window as four panels, each an SVG of its own, which stack where there is no room beside each other.
 
+    Tips name request, position and step of every token, and which steps wrote the cache rows.
     window: one of `find_windows(trace.events(), request_id)`.  events: the same table, for the other requests.
     ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: as from `token_texts`.
     Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.
     """
     panels = window_phases(window, events, ledgers, token_texts, is_deterministic=is_deterministic)
-    return Markup(framed(side_by_side(panels)))
+    return Piece(window_finding(window), "", side_by_side(panels) + legend()).alone
 
 
-def framed(panels: str) -> str:
-    """Panels with the styles, textures and legend that they need to stand alone."""
-    return f'<div class="cp"><style>{DIAGRAM_CSS}</style>{svg.TEXTURES}{panels}{legend()}</div>'
+def decoded_diagram(
+    request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
+) -> Markup:
+    """A request that is never verified, as two panels: prefill, and the tokens that were committed as decoded.
+
+    events: as in `Trace.events`.  ledgers: trace.ledger(request_id, step) after its last prefill step, and at its end.
+    token_texts: as from `token_texts`.
+    Raises: ValueError for a request that decoded nothing, and for one that has verify windows.
+    """
+    own = events[events.request_id == request_id]
+    if own.empty or not own.committed_token_ids.map(len).any():
+        there = ", ".join(str(number) for number in sorted(events.request_id.unique()))
+        raise ValueError(f"there is no decoding of request {request_id}; the table has events of {there or 'none'}")
+    if (own.phase == "verify").any():
+        raise ValueError(f"request {request_id} is verified; draw one of its windows with window_diagram")
+    panels = decoded_phases(request_id, events, ledgers, token_texts)
+    return Piece(decoded_finding(own), "", side_by_side(panels) + legend()).alone
+
+
+def window_finding(window: Window) -> str:
+    """What came of a window, as a sentence."""
+    drafted, kept = len(window.draft_token_ids), window.num_accepted
+    if window.is_rollback:
+        said = f"{drafted - kept} of {drafted} candidates {'was' if drafted - kept == 1 else 'were'} rolled back"
+    elif drafted:
+        said = f"all {drafted} candidates were accepted" if drafted > 1 else "its one candidate was accepted"
+    else:
+        said = "nothing was drafted"
+    return f"Request {window.request_id}, the window that ends in step {window.step}: {said}"
+
+
+def decoded_finding(own: pd.DataFrame) -> str:
+    """own: events of one request that is never verified."""
+    count = int(own.committed_token_ids.map(len).sum())
+    tokens = f"{count} token{'s' * (count != 1)}"
+    return f"Request {own.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
 
 
 def window_phases(
@@ -64,10 +91,10 @@ def window_phases(
     """The panels of `window_diagram`, in order."""
     after_prefill, after_decode, after_verify = ledgers
     drafted = [
-        (token_name(i + 1, candidate=True), text_of(token_texts, token_id), step)
+        Drawn(token_name(i + 1, candidate=True), text_of(token_texts, token_id), step, window.start + i)
         for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True))
     ]
-    newest = text_of(token_texts, window.newest_token_id)
+    newest = Drawn("T₀", text_of(token_texts, window.newest_token_id), None, window.start - 1)
     name = "deterministic request" if is_deterministic else f"request {window.request_id}"
     return [
         prefill_panel(events, window.request_id, after_prefill, name),
@@ -93,10 +120,16 @@ def decoded_phases(
         for event in own[own.phase == "decode"].itertuples()
         for token_id in event.committed_token_ids
     ]
-    columns = [(token_name(i + 1), text_of(token_texts, token_id), step) for i, (token_id, step) in enumerate(decoded)]
+    count = int(own.committed_token_ids.map(len).sum())
+    start = int(after_decode.position.max()) + 3 - count  # of T1: the newest token has no row yet, all others have
+    columns = [
+        Drawn(token_name(i + 1), text_of(token_texts, token_id), step, start + i)
+        for i, (token_id, step) in enumerate(decoded)
+    ]
+    newest = Drawn("T₀", text_of(token_texts, first), int(own[own.phase == "prefill"].step.max()), start - 1)
     return [
         prefill_panel(events, request_id, after_prefill, f"request {request_id}"),
-        decode_panel(events, request_id, after_decode, text_of(token_texts, first), columns, is_verified=False),
+        decode_panel(events, request_id, after_decode, newest, columns, is_verified=False),
     ]
 
 

@@ -5,7 +5,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from cacheprobe.views.intervals import error_bars, told
-from cacheprobe.views.style import Figure, layout_template
+from cacheprobe.views.style import Figure, layer_ticks, layout_template
+from cacheprobe.views.text import markup
 
 _GREY = "#7b858f"
 _COLORS = ("#7c5fbd", "#2b8cbe", "#c2702b", "#2f9e4f")
@@ -19,6 +20,7 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
     """
     if table.empty:
         raise ValueError("the table of final choices is empty; read some rows")
+    table = table.assign(kind=table.kind.map(markup))
     figure = Figure()
     said = []
     for kind, color in zip(dict.fromkeys(table.kind), _COLORS, strict=False):
@@ -38,7 +40,7 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
             said.append(f"{kind} from layer {half.layer.iloc[0]}")
     title = f"Half hold their final choice: {', '.join(said)}" if said else "No layer has half of the final choices"
     figure.update_layout(title=title, **_TIME)
-    figure.update_xaxes(title="layer")
+    figure.update_xaxes(title="layer", **layer_ticks(table.layer))
     figure.update_yaxes(title="share of rows", tickformat=".0%", range=[-0.02, 1.04])
     return figure
 
@@ -50,6 +52,7 @@ def disagreement_figure(table: pd.DataFrame) -> go.Figure:
     """
     if table.empty:
         raise ValueError("no draft was rejected, so there is nothing to draw")
+    table = table.assign(drafter=table.drafter.map(markup))
     drafters = list(dict.fromkeys(table.drafter))
     figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
     for column, drafter in enumerate(drafters, start=1):
@@ -72,6 +75,6 @@ def disagreement_figure(table: pd.DataFrame) -> go.Figure:
         f"Most hold the rejected token likelier: {', '.join(said)}" if said else "The committed token leads throughout"
     )
     figure.update_layout(title=title, **_TIME)
-    figure.update_xaxes(title="layer")
+    figure.update_xaxes(title="layer", **layer_ticks(table.layer))
     figure.update_yaxes(title="share of rejected drafts", tickformat=".0%", range=[-0.02, 1.04], col=1)
     return figure

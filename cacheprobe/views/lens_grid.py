@@ -1,5 +1,6 @@
 """Layer by position: what every layer would have said, against what was committed."""
 
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from cacheprobe.views.text import markup, token_label, visible
 
 _CELL = (50, 19)
 """Pixels of a cell."""
+_LOWEST = 180
+"""Pixels: what the words beside the colours need."""
 
 
 def lens_grid(
@@ -55,7 +58,7 @@ def lens_grid(
     figure.update_layout(
         template=layout_template(),
         title=dict(text=finding(rows, request_id), y=1, yref="container", yanchor="top", pad=dict(t=14)),
-        height=_CELL[1] * len(layers) + 165,
+        height=max(_CELL[1] * len(layers), _LOWEST) + 165,
         margin=dict(t=78, b=70, l=56, r=20),
         legend=dict(y=1.01),
         dragmode=False,
@@ -102,7 +105,11 @@ def _heatmap(rows: pd.DataFrame, columns: pd.DataFrame, layers: np.ndarray, scal
         zmax=scale.high,
         reversescale=scale.is_reversed,
         colorbar=dict(
-            title=dict(text=scale.title, side="right"), tickvals=places, ticktext=names, thickness=12, x=1.01
+            title=dict(text="<br>".join(textwrap.wrap(scale.title, 26)), side="right", font=dict(size=12)),
+            tickvals=places,
+            ticktext=names,
+            thickness=12,
+            x=1.01,
         ),
         text=_blank_where_missing(grid(first)),
         texttemplate="%{text}",

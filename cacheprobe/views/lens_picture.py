@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.views import svg
-from cacheprobe.views.cache_picture import swatch
+from cacheprobe.views.cylinder import swatch
+from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.lens_table import (
     MARKS,
     SIGNS,
@@ -16,6 +17,7 @@ from cacheprobe.views.lens_table import (
     Scale,
     columns_of,
     committed_label,
+    finding,
     runs_of,
     scale_of,
     select,
@@ -26,6 +28,7 @@ from cacheprobe.views.text import markup, token_label, visible
 LABEL_WIDTH, PITCH, WIDEST = 30, 50, 76
 """Pixels: of the layers' names, and from one column to the next, at least and at most."""
 _ROW, _TOP, _BELOW = 19, 10, 42
+SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
 _TINTS = {"candidate": "yellow", "rolled_back": "red"}
 _OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
 _READ = ["row", "layer", "token", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats", "agrees"]
@@ -33,6 +36,28 @@ _ABOUT = ["row", "request_id", "step", "phase", "role", "status", "position", "c
 
 
 def lens_picture(
+    hypotheses: pd.DataFrame,
+    request_id: int,
+    *,
+    colour: Measure = "logprob",
+    include: Include = "committed",
+    positions: range | None = None,
+) -> Markup:
+    """Layer x position map of one request's lens readings Z: the cells of `lens_grid` without plotly, as the dashboard
+    draws them. Arguments and errors are those of `lens_grid`.
+    """
+    shown = select(hypotheses, request_id, include, positions)
+    first, last = int(shown.position.min()), int(shown.position.max())
+    note = (
+        f"{SITE_WORDS.get(str(shown.site.iloc[0]), 'States')} of every layer through the "
+        f"{markup(str(shown.lens.iloc[0]))} lens, positions {first} to {last}. A cell names the layer's first choice "
+        "for the next token, which stands below."
+    )
+    picture = readings_picture(shown, request_id, colour=colour, include=include, positions=positions, has_tips=True)
+    return Piece(finding(shown, request_id), note, picture).alone
+
+
+def readings_picture(
     readings: pd.DataFrame,
     request_id: int,
     *,
@@ -40,11 +65,13 @@ def lens_picture(
     include: Include = "committed",
     positions: range | None = None,
     width: float = 0,
+    has_tips: bool = False,
 ) -> str:
     """SVG of one request's lens readings, layers upwards, and its key. Arguments and cells are those of `lens_grid`.
 
     Columns carry data-row, data-position and data-born, the step that computed them, and stand at data-x; cells carry
-    data-layer. What a pointer finds stands in data-says. The frame of class `cursor` is for the page to move, to a
+    data-layer. What a pointer finds stands in data-says, for the page to show at once; has_tips: the browser shows it
+    by itself instead. The frame of class `cursor` is for the page to move, to a
     column's data-x, and up from data-low by data-row-height for each of data-layers.
     width: pixels to fill, where columns can be stretched to them.
     """
@@ -62,7 +89,7 @@ def lens_picture(
     ]
     for i, column in enumerate(columns[_ABOUT].itertuples()):
         x = LABEL_WIDTH + pitch * i
-        parts.append(_column(column, own[column.row], heights, x, pitch, height))
+        parts.append(_column(column, own[column.row], heights, x, pitch, height, has_tips))
     parts.append(f'<rect class="cursor" width="{pitch + 1}" height="{_ROW + 1}" rx="3" style="display:none"/>')
     whole = LABEL_WIDTH + pitch * len(columns) + 4
     label = f"Lens readings of request {request_id}: {len(layers)} layers, {len(columns)} rows"
@@ -88,20 +115,25 @@ def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
     return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in found.items()}
 
 
-def _column(column: Any, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int) -> str:
+def _column(
+    column: Any, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
+) -> str:
     says = f"request {column.request_id} · step {column.step} · {column.phase}\n"
     says += f"{column.role} · {column.status.replace('_', ' ')} · position {column.position}"
     committed = None if pd.isna(column.committed_token) else visible(column.committed_token)
     about = f'data-row="{column.row}" data-position="{column.position}" data-born="{column.step}" data-x="{x}"'
-    parts = [f'<g class="column" {about} data-says="{markup(says)}" transform="translate({x} 0)">']
+    of_column = "" if has_tips else f'data-says="{markup(says)}" '
+    parts = [f'<g class="column" {about} {of_column}transform="translate({x} 0)">']
     middle = f'{pitch / 2:g}"'
     for layer, token, nats, entropy, rank, target_nats, _, shade in cells:
         target = f"committed {committed}, rank {rank}, log p {target_nats:.2f} nats"
         said = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
         said += f"{target if committed is not None else 'nothing was committed there'}\nentropy {entropy:.2f} nats"
         y = heights[layer]
+        told = "" if has_tips else f' data-says="{markup(said)}"'
+        tip = f"<title>{markup(says)}\n{markup(said)}</title>" if has_tips else ""
         parts.append(
-            f'<g class="pick v{shade}" data-layer="{layer}" data-says="{markup(said)}"><rect x="1" y="{y + 1}" '
+            f'<g class="pick v{shade}" data-layer="{layer}"{told}>{tip}<rect x="1" y="{y + 1}" '
             f'width="{pitch - 1}" height="{_ROW - 1}"/><text class="token" x="{middle} y="{y + 14}">'
             f"{markup(token_label(token, TOKEN_COLUMNS))}</text></g>"
         )

@@ -35,7 +35,7 @@ code,.prompt{{font-family:{MONO};font-size:.92em;overflow-wrap:anywhere}}
 table{{border-collapse:collapse;font-size:14px;width:100%}}
 table.wide{{min-width:620px}}
 th,td{{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}}
-td{{overflow-wrap:anywhere}}
+td{{overflow-wrap:break-word;max-width:60ch}}
 .number{{text-align:right;font-variant-numeric:tabular-nums}}
 details{{margin-top:24px;border:1px solid var(--line);border-radius:10px;padding:10px 16px}}
 summary{{cursor:pointer;font-weight:600}}

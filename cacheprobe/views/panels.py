@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from cacheprobe.views import svg
-from cacheprobe.views.cache_picture import CACHE_HEIGHT, cache_picture
+from cacheprobe.views.cylinder import CACHE_HEIGHT, cylinder_strokes
 from cacheprobe.views.text import markup, subscript, text_of, token_label
 from cacheprobe.views.windows import Window
 
@@ -40,17 +40,19 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
     beside = passes.request_id.nunique() - 1
     others = events.request_id.nunique() - 1
     y = CACHE_HEIGHT + 34
-    parts = cache_picture(["KV cache", "after prefill"], ledger)
+    read_in = step_note(passes.step)
+    parts = cylinder_strokes(["KV cache", "after prefill"], ledger)
     parts += [
         svg.arrow(54, y - 6, 54, CACHE_HEIGHT - 50),
-        svg.box(12, y, 200, 48, "blue", tip=f"request {request_id}"),
+        svg.box(12, y, 200, 48, "blue", tip=f"request {request_id}: {len(ledger)} prompt tokens, read in {read_in}"),
         svg.text(112, y + 20, name, "strong halo on-blue", "middle"),
         svg.text(112, y + 37, f"{len(ledger)} prompt tokens", "halo on-blue", "middle"),
     ]
     if others:
         stack = min(others, 3)
         for i in reversed(range(stack)):  # the last one stands in front
-            parts.append(svg.box(12 + 9 * i, y + 72 + 7 * (stack - 1 - i), 200, 44, "grey"))
+            tip = f"{_other_requests(others)} of this run; {beside} in these passes"
+            parts.append(svg.box(12 + 9 * i, y + 72 + 7 * (stack - 1 - i), 200, 44, "grey", tip=tip))
         label_y = y + 72 + 7 * (stack - 1) + 26
         parts.append(svg.text(112, label_y, _other_requests(others), "halo on-grey", "middle"))
     count = passes.step.nunique()
@@ -83,14 +85,14 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
         is_wrong = index > window.num_accepted
         fed = ("green", None) if index == 0 else ("red", None) if is_wrong else ("yellow", "provisional")
         fed_sign = "cross" if is_wrong else None
+        request, at, name = window.request_id, window.start - 1 + index, token_name(index, candidate=index > 0)
+        kind = "committed before" if index == 0 else "fed after a wrong one" if is_wrong else "candidate"
+        fed_tip, own_tip = (told(request, at, kind, window.step), told(request, at + 1, verdict, window.step))
+        own = text_of(texts, window.target_token_ids[index])
         parts += [
-            svg.chip(
-                8, y, 70, token_name(index, candidate=index > 0), text_of(texts, inputs[index]), *fed, sign=fed_sign
-            ),
+            svg.chip(8, y, 70, name, text_of(texts, inputs[index]), *fed, sign=fed_sign, tip=fed_tip),
             svg.arrow(84, y + 20, 98, y + 20),
-            svg.chip(
-                104, y, 90, _compared(window, index), text_of(texts, window.target_token_ids[index]), colour, texture
-            ),
+            svg.chip(104, y, 90, _compared(window, index), own, colour, texture, tip=own_tip),
             svg.mark(211, y + 20, sign),
             svg.text(222, y + 24, verdict, "small red-ink" if sign == "cross" else "small"),
         ]
@@ -132,21 +134,27 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     title = (
         ["KV cache restored", "to the final", "accepted token"] if back else ["KV cache after", "accepting all tokens"]
     )
-    parts = cache_picture(title, ledger, step=window.step, truncated=window.num_truncated)
+    parts = cylinder_strokes(title, ledger, step=window.step, truncated=window.num_truncated)
     last = len(window.committed_token_ids)
-    chips = [_Chip("T₀", text_of(texts, window.newest_token_id), "green", tip="committed before this window")]
+    request, start = window.request_id, window.start - 1
+    before = told(request, start, "committed before this window")
+    chips = [_Chip("T₀", text_of(texts, window.newest_token_id), "green", tip=before)]
     for i, (token_id, verdict) in enumerate(zip(window.committed_token_ids, window.verdicts, strict=False), 1):
-        texture, tip = ("pending", "committed; its cache row is not written yet") if i == last else (None, "committed")
+        kind = "committed; its cache row is not written yet" if i == last else "committed"
+        texture, tip = "pending" if i == last else None, told(request, start + i, kind, window.step)
         chips.append(_Chip(token_name(i), text_of(texts, token_id), "green", texture, _VERDICTS[verdict][2], tip))
     y = CACHE_HEIGHT + 26
     parts.append(svg.text(8, y, "sequence", "small muted"))
     placed, y = _flow(chips, y + 12, limit=10)
     parts += placed
     dropped = [
-        _Chip(token_name(i, candidate=True), text_of(texts, token_id), "red", sign="cross", tip="rolled back")
+        _Chip(
+            token_name(i, candidate=True), text_of(texts, token_id), "red", sign="cross",
+            tip=told(request, start + i, "rolled back", window.step),
+        )
         for i, token_id in enumerate(window.draft_token_ids, 1)
         if i > window.num_accepted
-    ]
+    ]  # fmt: skip
     if dropped:
         parts.append(svg.text(8, y + 18, "rolled back", "small muted"))
         placed, y = _flow(dropped, y + 30, limit=5)
@@ -203,6 +211,11 @@ def abridged(count: int, limit: int, around: int | None = None) -> list[int]:
         shown.append(index)
         previous = index
     return shown
+
+
+def told(request_id: int, position: int, kind: str, step: int | None = None) -> str:
+    """What a token's tip says beside its name and text."""
+    return f"{kind}; request {request_id}, position {position}" + ("" if step is None else f", step {step}")
 
 
 def token_name(index: int, *, candidate: bool = False) -> str:

@@ -9,13 +9,15 @@ from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
 from cacheprobe.views.text import markup, token_label, visible
 
 _SAID = {
-    "nld": "normalised logit difference (0 corrupted, 1 clean)",
-    "effect": "probability of the answer, gain over the noisy run",
+    "nld": ("normalised logit difference", "0 corrupted, 1 clean"),
+    "effect": ("gain of the answer's probability", "over the noisy run"),
 }
 _TURNED = {"flip": "the answer turns over", "is_top": "the answer is the first choice again"}
 _COLUMNS = 10
 """Of a token's label."""
 _MOST_TICKS = 16
+_LOWEST = 340
+"""Pixels: what the words beside the colours need."""
 
 
 def patching_grid(grid: Any, *, value: str | None = None, head: int | None = None) -> go.Figure:
@@ -54,7 +56,11 @@ def patching_grid(grid: Any, *, value: str | None = None, head: int | None = Non
             hovertemplate="%{text}<extra></extra>",
             xgap=1,
             ygap=1,
-            colorbar=dict(title=dict(text=markup(_SAID.get(value, value)), side="right"), thickness=12, x=1.01),
+            colorbar=dict(
+                title=dict(text="<br>".join(map(markup, _SAID.get(value, (value,)))), side="right", font=dict(size=12)),
+                thickness=12,
+                x=1.01,
+            ),
         )
     )
     name = next((name for name in _TURNED if name in table.columns), None)
@@ -69,8 +75,8 @@ def patching_grid(grid: Any, *, value: str | None = None, head: int | None = Non
             showlegend=True,
         )
     figure.update_layout(
-        template=layout_template(), title=_finding(cells, value), height=140 + 16 * len(layers), dragmode=False,
-        margin=dict(l=48, r=12, t=72, b=64),
+        template=layout_template(), title=_finding(cells, value), height=max(140 + 16 * len(layers), _LOWEST),
+        dragmode=False, margin=dict(l=48, r=12, t=72, b=64),
     )  # fmt: skip
     ticks = range(0, len(layers), max(1, -(-len(layers) // _MOST_TICKS)))
     tokens = dict(zip(cells.position, cells.token, strict=True))
@@ -109,4 +115,4 @@ def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
 def _finding(cells: pd.DataFrame, value: str) -> str:
     best = cells.loc[cells.value.idxmax()]
     where = f"layer {best.layer}, position {best.position} ({markup(visible(best.token))})"
-    return f"Largest {markup(value)}: {best.value:.2f} at {where}"
+    return f"Largest {markup(_SAID.get(value, (value,))[0])}: {best.value:.2f}, at {where}"

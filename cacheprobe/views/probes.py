@@ -5,10 +5,13 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from cacheprobe.views.intervals import error_bars, told
-from cacheprobe.views.style import Figure, layout_template
+from cacheprobe.views.style import Figure, layer_ticks, layout_template
+from cacheprobe.views.text import markup, shorten
 
 _SITES = {"S": ("#7c5fbd", "circle", "S, residual stream"), "T": ("#2b8cbe", "diamond", "T, attention output"),
           "C": ("#c2702b", "square", "C, MLP output")}  # fmt: skip
+_PANEL_COLUMNS = 22
+"""Of the name over a panel."""
 _BASELINES = {"untrained": ("#7b858f", "dash"), "embedding": ("#7b858f", "dot"), "majority": ("#7b858f", "solid")}
 _CONTROLS = {"position": ("position alone", "dash"), "margin": ("margin alone", "dot"),
              "shuffled": ("labels shuffled", "solid")}  # fmt: skip
@@ -23,7 +26,7 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
     if table.empty:
         raise ValueError("the table of probes is empty; fit some")
     places = list(dict.fromkeys(zip(table["at"], table.place, strict=True)))
-    titles = [_place(*place) for place in places]
+    titles = [_place(*place, most=_PANEL_COLUMNS) for place in places]
     figure = make_subplots(rows=1, cols=len(places), shared_yaxes=True, subplot_titles=titles, figure=Figure())
     for column, (at, place) in enumerate(places, start=1):
         here = table[(table["at"] == at) & (table.place == place)]
@@ -50,16 +53,17 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
     title = f"At {above} of {len(places)} places some layer tells the state better than any baseline"
     figure.update_layout(template=layout_template(), title=title, height=420, margin=dict(l=48, r=12, t=110, b=48))
     figure.update_layout(legend_y=1.09)  # above the names of the panels
-    figure.update_xaxes(title="layer")
+    figure.update_xaxes(title="layer", **layer_ticks(table.layer, 4))
     figure.update_yaxes(range=[0.2, 1.03])
     figure.update_yaxes(title="held-out accuracy", col=1)
     return figure
 
 
-def _place(at: str, place: object) -> str:
+def _place(at: str, place: object, most: int = 200) -> str:
+    """In at most so many columns, escaped."""
     if at == "event":
         return f"operation {place}"
-    return "prompt's last token" if place == -1 else f"{at} {place}"
+    return "prompt's last token" if place == -1 else markup(shorten(f"{at} {place}", most))
 
 
 def foresight_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
@@ -70,6 +74,7 @@ def foresight_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
     rows = table[table.unit == unit] if len(table) else table
     if rows.empty:
         raise ValueError(f"there is no line of unit {unit!r} to draw: too few rollbacks, or another unit was asked for")
+    rows = rows.assign(drafter=rows.drafter.map(markup))
     drafters = list(dict.fromkeys(rows.drafter))
     figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
     for column, drafter in enumerate(drafters, start=1):
@@ -92,7 +97,7 @@ def foresight_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
     whom = ", ".join(better) or "no drafter here"
     title = f"States foretell a rollback better than position or margin for {whom}"
     figure.update_layout(template=layout_template(), title=title, height=400, margin=dict(l=48, r=12, t=110, b=48))
-    figure.update_xaxes(title="layer")
+    figure.update_xaxes(title="layer", **layer_ticks(rows.layer, 6))
     figure.update_yaxes(range=[0.35, 1.02])
     figure.update_yaxes(title=f"AUROC, by {unit}", col=1)
     return figure

@@ -43,7 +43,8 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
         shown = patches[patches.kind == kind].pivot(index="layer", columns="position", values="nld")
         figure.add_heatmap(
             x=shown.columns.tolist(), y=shown.index.tolist(), z=shown.to_numpy(), zmin=0, zmax=1, xgap=1, ygap=1,
-            showscale=column == 2, row=1, col=column, hovertemplate="layer %{y}, up to %{x}: %{z:.3f}<extra></extra>",
+            showscale=column == 2, row=1, col=column,
+            hovertemplate="layer %{y}, clean up to position %{x}: %{z:.3f}<extra></extra>",
             colorbar=dict(title=dict(text="mean NLD (0 corrupted, 1 clean)", side="right"), thickness=12, x=1.01),
         )  # fmt: skip
         figure.update_xaxes(title="clean up to position (tokens)", showgrid=False, row=1, col=column)

@@ -4,6 +4,7 @@ Blue prefill, yellow candidate or provisional row, green accepted or verified, r
 requests. Each has a texture or a sign beside its colour, so that no picture needs colour vision.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import plotly.graph_objects as go
@@ -18,13 +19,13 @@ _LIGHT = {
     "ink": "#1b2027", "muted": "#59636e", "paper": "#ffffff", "card": "#f6f7f9", "line": "#d3d8de",
     "blue": "#cfe2f8", "blue-edge": "#2b6cb0", "yellow": "#fdebae", "yellow-edge": "#a87900",
     "green": "#ccecd2", "green-edge": "#23793a", "red": "#fad6d2", "red-edge": "#bd3127",
-    "grey": "#e3e6ea", "grey-edge": "#7b858f",
+    "grey": "#e3e6ea", "grey-edge": "#7b858f", "violet": "#aa97d6",
 }  # fmt: skip
 _DARK = {
     "ink": "#e7ebf0", "muted": "#9ba6b2", "paper": "#0f1318", "card": "#171c22", "line": "#323a44",
     "blue": "#1c3d63", "blue-edge": "#74b0f0", "yellow": "#4b3c0c", "yellow-edge": "#e6bf45",
     "green": "#184728", "green-edge": "#66cc80", "red": "#55201d", "red-edge": "#f4877e",
-    "grey": "#2d333b", "grey-edge": "#8d97a2",
+    "grey": "#2d333b", "grey-edge": "#8d97a2", "violet": "#5d4b96",
 }  # fmt: skip
 
 STATUS_STYLES = {
@@ -60,6 +61,13 @@ class Figure(go.Figure):
 
     def _ipython_display_(self) -> None:
         self.show()
+
+
+def layer_ticks(layers: Iterable[Any], most: int = 8) -> dict[str, Any]:
+    """Of an axis of layers, which are whole numbers: every one, or every second, fifth, tenth where there are many."""
+    places = sorted({int(layer) for layer in layers})
+    span = places[-1] - places[0]
+    return {"tick0": places[0], "dtick": next(step for step in (1, 2, 5, 10, 20, 50, 10**6) if span <= step * most)}
 
 
 def _configured(settings: dict[str, Any]) -> dict[str, Any]:
@@ -158,17 +166,19 @@ def _shades(dark: bool) -> list[str]:
     return colours
 
 
-_SHADE_CSS = "".join(
-    f":root[data-theme={theme}] .cp .v{i} rect{{fill:{colour}}}"
-    for theme, dark in (("light", False), ("dark", True))
-    for i, colour in enumerate(_shades(dark))
-) + "".join(f".cp svg .v{i} text{{fill:var(--paper)}}" for i in range(SHADES * 11 // 20, SHADES))
+def _shade_rules(page: str, *, dark: bool) -> str:
+    return "".join(f"{page}.cp .v{i} rect{{fill:{colour}}}" for i, colour in enumerate(_shades(dark)))
 
 
-THEME_CSS = (
-    f":root[data-theme=light] .cp{{{_variables(_LIGHT)}color-scheme:light}}"
-    f":root[data-theme=dark] .cp{{{_variables(_DARK)}color-scheme:dark}}"
-    f":root[data-theme=light] .cp{{--violet:{_SCALES[False][2]}}}"
-    f":root[data-theme=dark] .cp{{--violet:{_SCALES[True][2]}}}{_SHADE_CSS}"
+_DARKER_HALF = "".join(f".cp svg .v{i} text{{fill:var(--paper)}}" for i in range(SHADES * 11 // 20, SHADES))
+SHADE_CSS = (
+    f"{_shade_rules('', dark=False)}@media (prefers-color-scheme:dark){{{_shade_rules('', dark=True)}}}{_DARKER_HALF}"
+)
+"""Of these classes, as the browser prefers."""
+
+THEME_CSS = "".join(
+    f":root[data-theme={theme}] .cp{{{_variables(colours)}color-scheme:{theme}}}"
+    + _shade_rules(f":root[data-theme={theme}] ", dark=theme == "dark")
+    for theme, colours in (("light", _LIGHT), ("dark", _DARK))
 )
 """For a page with a switch of its own: data-theme of the document stands before what the browser prefers."""

@@ -3,6 +3,8 @@
 Every text argument is escaped here, and nowhere else.
 """
 
+from typing import NamedTuple
+
 from cacheprobe.views.text import columns_of, markup, token_label
 
 _TOKEN_COLUMN = 6.7
@@ -20,6 +22,7 @@ _TEXTURES = {
     "crossed-green": ("green", 6, 6, '<path d="M0 0 6 6M6 0 0 6" stroke-width="1" opacity=".7"/>'),
     "dotted-green": ("green", 6, 6, '<path d="M3 3h.01" stroke-width="2.2" stroke-linecap="round"/>'),
     "rolled-back": ("red", 7, 7, '<path d="M1 1 6 6M6 1 1 6" stroke-width="1.1" opacity=".55"/>'),
+    "ruled-grey": ("grey", 6, 5, '<path d="M0 2.5h6" stroke-width=".9" opacity=".45"/>'),
     "dotted-grey": ("grey", 6, 6, '<path d="M3 3h.01" stroke-width="2.2" stroke-linecap="round"/>'),
 }
 
@@ -98,19 +101,32 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<path d="M{x1:g} {y1:g} {x2:g} {y2:g}{head}" class="arrow"/>'
 
 
-def cylinder(x: float, y: float, width: float, bands: list[tuple[str, str | None, float, int]]) -> str:
-    """The KV cache. bands, from the top: (colour or "gone", texture, height, rows to rule off; 0 for none)."""
+class Band(NamedTuple):
+    """Of a cylinder."""
+
+    colour: str
+    """"gone" for an empty outline."""
+    texture: str | None
+    height: float
+    rows: int
+    """To rule off; 0 for none."""
+    tip: str = ""
+
+
+def cylinder(x: float, y: float, width: float, bands: list[Band]) -> str:
+    """The KV cache, its bands from the top."""
     rx, ry = width / 2, 9
     parts = []
     top = y
-    for colour, texture, height, rows in bands:
+    for colour, texture, height, rows, tip in bands:
+        title = f"<title>{markup(tip)}</title>" if tip else ""
         path = (
             f"M{x:g} {top:g}V{top + height:g}A{rx:g} {ry} 0 0 0 {x + width:g} {top + height:g}"
             f"V{top:g}A{rx:g} {ry} 0 0 1 {x:g} {top:g}Z"
         )
-        parts.append(f'<path d="{path}" class="box {"red-stroke gone" if colour == "gone" else colour}"/>')
-        if texture:
-            parts.append(f'<path d="{path}" class="texture" style="fill:url(#cp-{texture})"/>')
+        outline = f'<path d="{path}" class="box {"red-stroke gone" if colour == "gone" else colour}"/>'
+        over = f'<path d="{path}" class="texture" style="fill:url(#cp-{texture})"/>' if texture else ""
+        parts.append(f"<g>{outline}{over}{title}</g>")
         for row in range(1, rows):
             line = top + height * row / rows
             ruled = "red-stroke gone" if colour == "gone" else f"{colour}-stroke"
@@ -119,7 +135,7 @@ def cylinder(x: float, y: float, width: float, bands: list[tuple[str, str | None
                 f'class="{ruled}" opacity=".6"/>'
             )
         top += height
-    lid = bands[0][0]
+    lid = bands[0].colour
     parts.append(f'<ellipse cx="{x + rx:g}" cy="{y:g}" rx="{rx:g}" ry="{ry}" class="box {lid}"/>')
     return "".join(parts)
 

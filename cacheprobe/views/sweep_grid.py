@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, layout_template
 from cacheprobe.views.text import markup, shorten
 
 MOST = 8
@@ -15,6 +15,9 @@ _SAID = {
     "logprob_nats_mean": "mean log-probability of the committed token (nats)",
     "entropy_nats_mean": "mean entropy (nats)",
 }
+_SHARES = {"agrees_mean"}
+_NAME = 18
+"""Letters beside a panel, along its height."""
 _NONE = "none"
 
 
@@ -41,7 +44,7 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
         if len(values) > MOST:
             raise ValueError(f"{name} has {len(values)} values, at most {MOST} are drawn; choose some of them first")
     means = table.groupby([rows, columns, "layer"])[value].agg(["mean", "size"])
-    titles = [f"{columns}={shorten(str(b), 32)}" for b in across] + [""] * (len(across) * (len(down) - 1))
+    titles = [shorten(f"{columns}={b}", 32) for b in across] + [""] * (len(across) * (len(down) - 1))
     figure = make_subplots(
         len(down), len(across), shared_xaxes=True, shared_yaxes=True, figure=Figure(), column_titles=None,
         subplot_titles=[markup(title) for title in titles], vertical_spacing=0.08 / len(down),
@@ -59,14 +62,20 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
                 row=i + 1, col=j + 1,
                 mode="lines+markers", name=where, showlegend=False, line=dict(color=style["color"], width=2),
                 marker=dict(symbol=style["symbol"], size=5),
-                hovertemplate=f"{where}<br>layer %{{x}}: %{{y:.3f}}, mean of %{{customdata}} cells<extra></extra>",
+                hovertemplate=f"{where}<br>layer %{{x}}: %{{y:.3f}}, committed rows, mean of %{{customdata}} cells"
+                "<extra></extra>",
             )  # fmt: skip
-        figure.update_yaxes(title=markup(f"{rows}={shorten(str(a), 24)}"), row=i + 1, col=1)
+        figure.update_yaxes(title=markup(shorten(f"{rows}={a}", _NAME)), row=i + 1, col=1)
+    figure.update_xaxes(**layer_ticks(table.layer))
     figure.update_xaxes(title="layer", row=len(down))
+    if value in _SHARES:
+        figure.update_yaxes(range=[-0.04, 1.06])
     last = means.groupby([rows, columns]).tail(1)["mean"]
     (a, b, _), best = last.idxmax(), last.max()
     where = f"{rows}={shorten(str(a), 32)}, {columns}={shorten(str(b), 32)}"
     said = f"Last layer, largest {_SAID.get(value, value)}: {best:.2f} at {where}"
+    if len(last) > 1 and (last == best).all():
+        said = f"Last layer, {_SAID.get(value, value)}: {best:.2f} in every panel"
     figure.update_layout(
         template=layout_template(), title=markup(said), height=120 + 150 * len(down), dragmode=False,
         margin=dict(l=64, r=12, t=84, b=48),

@@ -6,32 +6,57 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.text import markup, visible
-from cacheprobe.views.thoughts_columns import Column, Story
+from cacheprobe.views.thoughts_columns import Column, Story, story_of
 
 
 def thought_card(
-    story: Story, thoughts: pd.DataFrame, position: int, thinking: Mapping[str, Any], step: int | None = None
-) -> str:
-    """Markup: a button for each thought (data-position, of its chunk's last token, and data-step), and S, T, Z and C of
-    the chosen one.
+    thoughts: pd.DataFrame,
+    rows: pd.DataFrame,
+    events: pd.DataFrame,
+    request_id: int,
+    position: int,
+    *,
+    thinking: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    token_texts: Mapping[int, str] | None = None,
+) -> Markup:
+    """One chunk of a Thinking States model in numbers: its S, what T wrote of it as Z, and what C made of that; above
+    them, what was thought of every chunk.
 
-    story: as from `thoughts_columns.story_of`.  thoughts: of the request.  position: any of the chunk's tokens; the
-    last chunk that was thought about stands for one without a thought.  thinking: `meta["thinking"]`.
+    thoughts, rows, events: trace.thoughts(), trace.row_table and trace.events().  position: any of the chunk's tokens;
+    the last chunk that was thought about stands for one without a thought.  thinking: trace.meta["thinking"].
     step: of the chunk's thoughts the one of this step, where it has one; else the committed one.
+    Raises: ValueError for a request without thoughts.
+    """
+    story = story_of(thoughts, rows, events, request_id, token_texts)
+    title, body = chunk_parts(story, position, thinking or {}, step, tag="span")
+    return Piece(title, "", body).alone
+
+
+def chunk_parts(
+    story: Story, position: int, thinking: Mapping[str, Any], step: int | None = None, *, tag: str = "button"
+) -> tuple[str, str]:
+    """Title as plain text, and markup: a button for each thought (data-position, of its chunk's last token, and
+    data-step), and S, T, Z and C of the chosen one. tag: of those buttons, where there is no page that hears them.
+
+    story: as from `thoughts_columns.story_of`.
     """
     columns = [column for column in story.columns if column.thought is not None]
     chunk = next((c.chunk for c in columns if position <= c.tokens[-1].position), columns[-1].chunk)
     there = [c for c in columns if c.chunk == chunk]
     chosen = min(there, key=lambda c: (c.thought.step != step, c.is_rolled_back))
-    buttons = "".join(_button(column, column is chosen) for column in columns)
-    return (
-        f'<h3>Chunk {chosen.chunk + 1} in numbers</h3><div class="verdicts">{buttons}</div>'
-        f'<div class="sites">{_sites(chosen, thinking)}</div>'
-    )
+    buttons = "".join(_button(column, column is chosen, tag) for column in columns)
+    said = visible(chosen.thought.said) if chosen.thought.said else "nothing"
+    truth = "" if pd.isna(chosen.thought.agrees) else (
+        ", which is true" if chosen.thought.agrees else f", and the true state is {visible(chosen.thought.true_state)}"
+    )  # fmt: skip
+    body = f'<div class="verdicts">{buttons}</div><div class="sites">{_sites(chosen, thinking)}</div>'
+    return f"Chunk {chosen.chunk + 1} in numbers: the thought says {said}{truth}", body
 
 
-def _button(column: Column, is_chosen: bool) -> str:
+def _button(column: Column, is_chosen: bool, tag: str) -> str:
     thought = column.thought
     agrees = None if pd.isna(thought.agrees) else bool(thought.agrees)
     tint, sign = {None: ("", "·"), True: ("kept", "✓"), False: ("lost", "✗")}[agrees]
@@ -39,10 +64,12 @@ def _button(column: Column, is_chosen: bool) -> str:
         tint, sign = "lost", "✗"
     said = markup(visible(thought.said)) if thought.said else "nothing"
     mine = " chosen" if is_chosen else ""
+    tip = f"request {thought.request_id}, chunk {column.chunk + 1}, positions {thought.start} to {thought.end}\n"
+    tip += f"step {thought.step}, {thought.phase}, {thought.status.replace('_', ' ')}"
     return (
-        f'<button class="pick verdict {tint}{mine}" data-position="{column.tokens[-1].position}" '
-        f'data-step="{thought.step}"><b>{sign}</b> '
-        f"{column.chunk + 1} <small>{said}</small></button>"
+        f'<{tag} class="pick verdict {tint}{mine}" data-position="{column.tokens[-1].position}" '
+        f'data-step="{thought.step}" title="{markup(tip)}"><b>{sign}</b> '
+        f"{column.chunk + 1} <small>{said}</small></{tag}>"
     )
 
 
@@ -53,8 +80,10 @@ def _sites(column: Column, thinking: Mapping[str, Any]) -> str:
         added = f"what C made of the thought “{markup(visible(source.said)) or '∅'}”; norm {source.state_norm:.2f}"
     else:
         added = "learned" if thinking.get("learned_first_state") else "zero: there was no thought before it"
+    where = f"request {thought.request_id}, step {thought.step}, positions {thought.start} to {thought.end}"
     words = " ".join(
-        f'<code title="log p {nats:.2f} nats">{markup(visible(token))} <small>{np.exp(nats):.0%}</small></code>'
+        f'<code title="{where}: log p {nats:.2f} nats">{markup(visible(token))} '
+        f"<small>{np.exp(nats):.0%}</small></code>"
         for token, nats in zip(thought.tokens, thought.logprobs_nats, strict=True)
     )
     truth = "" if pd.isna(thought.true_state) else (

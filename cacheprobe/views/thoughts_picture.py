@@ -7,9 +7,9 @@ import pandas as pd
 
 from cacheprobe.views import svg
 from cacheprobe.views.alone import Drawing, picture_alone
-from cacheprobe.views.cache_picture import swatch
-from cacheprobe.views.diagram import Markup, key_list
-from cacheprobe.views.style import DIAGRAM_CSS
+from cacheprobe.views.cylinder import swatch
+from cacheprobe.views.diagram import key_list
+from cacheprobe.views.frame import Markup, framed
 from cacheprobe.views.text import markup, visible
 from cacheprobe.views.thoughts_columns import Story, changes_of_mind, chosen, story_of
 from cacheprobe.views.thoughts_finding import finding
@@ -58,8 +58,7 @@ def thoughts_picture(
     Source: figure of Thinking States (arXiv 2602.08332), the coin.
     """
     story = story_of(thoughts, rows, events, request_id, token_texts)
-    block = thoughts_block(story, ledger, thinking)
-    return Markup(f'<div class="cp"><style>{DIAGRAM_CSS}</style>{svg.TEXTURES}{block}</div>')
+    return Markup(framed(thoughts_block(story, ledger, thinking)), finding(story))
 
 
 def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: Mapping[str, Any] | None = None) -> str:
@@ -166,7 +165,7 @@ def _notes(story: Story, shown: list[int | range], settings: Mapping[str, Any]) 
         said.append(f"{drawn} of {len(columns)} chunks are drawn, changes of mind before others.")
     if story.num_filler:
         count = story.num_filler
-        said.append(f"The first {count} chunk{'s hold' if count > 1 else ' holds'} only filler.")
+        said.append(f"The first {f'{count} chunks hold' if count > 1 else 'chunk holds'} only filler.")
     if not settings["feeds_back"]:
         said.append("This model adds no state to the next chunk: its thoughts are written and not read.")
     elif settings["learned_first_state"]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from cacheprobe.views import svg
-from cacheprobe.views.cache_picture import PROVENANCE_STYLES, cache_counts, swatch
+from cacheprobe.views.cylinder import PROVENANCE_STYLES, cache_counts, swatch
 from cacheprobe.views.text import markup, shorten, subscript, token_label, visible
 from cacheprobe.views.thoughts_columns import Column, words_of
 
@@ -200,7 +200,8 @@ def _state(y: float, x: float, column: Column, settings: Mapping[str, Any], name
         tip = f"{added}: the first chunk's state is {kind}"
         below = [svg.text(x + _LEFT, y + 38, kind, "small muted", "middle")]
     else:
-        tip = f"{added}\nmade of {_plainly(source)}, the thought of the chunk before\nnorm {source.state_norm:.3g}"
+        made = f"made of {_plainly(source)}, the thought of the chunk before ({_passed(source)})"
+        tip = f"{added}\n{made}\nnorm {source.state_norm:.3g}"
         below = []
     colour = "sand zero" if source is None and not settings["learned_first_state"] else "sand"
     mid = y + 13
@@ -221,10 +222,11 @@ def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[
     y, bottom = levels.blocks, levels.thought_end
     left, right = x + _LEFT, x + _RIGHT
     read = f"positions {int(thought.start)} to {int(thought.end)}"
-    tip_c = f"C, the compression block, makes S{name} of Z{name}: norm {thought.state_norm:.3g}"
+    tip_c = f"C, the compression block, makes S{name} of Z{name}: norm {thought.state_norm:.3g}\n{_passed(thought)}"
+    tip_t = f"T, the thinking block, writes Z{name} from {read}\n{_passed(thought)}"
     parts = [
         svg.arrow(left, levels.backbone - 1, left, y + 28),
-        _boxed(x, y, 2 * _LEFT, 26, colour, texture, "T", f"T, the thinking block, writes Z{name} from {read}"),
+        _boxed(x, y, 2 * _LEFT, 26, colour, texture, "T", tip_t),
         _boxed(right - _LEFT, y, 2 * _LEFT, 26, colour, texture, "C", tip_c),
         svg.arrow(left, y - 2, left, bottom + 3),
         svg.arrow(right, bottom + 1, right, y - 3),
@@ -261,8 +263,14 @@ def _thought_tip(thought: Any, name: str) -> str:
         verdict = "says nothing of it" if pd.isna(thought.agrees) else "agrees" if thought.agrees else "disagrees"
         lines.append(f"true state {thought.true_state!r}: {verdict}")
     lines.append(f"norm of its state {thought.state_norm:.3g}")
-    lines.append(f"step {int(thought.step)}, {thought.phase}, {thought.status.replace('_', ' ')}")
+    lines.append(_passed(thought))
     return "\n".join(lines)
+
+
+def _passed(thought: Any) -> str:
+    """The pass that a thought was written in."""
+    status = thought.status.replace("_", " ")
+    return f"request {int(thought.request_id)}, step {int(thought.step)}, {thought.phase}, {status}"
 
 
 def _plainly(thought: Any) -> str:

@@ -6,7 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from cacheprobe.observe.hypotheses import settling
+from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.text import markup, text_of, token_label, visible
+from cacheprobe.views.text import token_texts as known_texts
+from cacheprobe.views.token_history import token_history
 
 _COLUMNS = 7
 """Of a token in the ladder."""
@@ -26,15 +30,61 @@ class Fate(NamedTuple):
 
 
 def token_card(
+    hypotheses: pd.DataFrame,
+    rows: pd.DataFrame,
+    events: pd.DataFrame,
+    request_id: int,
+    position: int,
+    *,
+    row: int | None = None,
+    token_texts: Mapping[int, str] | None = None,
+) -> Markup:
+    """What every layer would have said at one position: the first choices of each, when they settled, how often they
+    changed, and what was drafted at the next position with the verdict that it got.
+
+    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: of this position, a
+    candidate's or a rolled-back one; by default the canonical row.  token_texts: as from `token_texts`; lesser choices
+    that no table names stand as their ids.
+    Raises: ValueError where there is no such reading.
+    """
+    own = hypotheses[(hypotheses.request_id == request_id) & (hypotheses.position == position)]
+    own = own[(own.site != "thought") & ((own.status == "committed") if row is None else (own.row == row))]
+    if own.empty:
+        mine = hypotheses[hypotheses.request_id == request_id]
+        there = f"it has positions {mine.position.min()} to {mine.position.max()}" if len(mine) else (
+            f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
+        )  # fmt: skip
+        which = "canonical row" if row is None else f"row {row}"
+        raise ValueError(f"there is no reading of a {which} of request {request_id} at position {position}; {there}")
+    of_request = rows[rows.request_id == request_id]
+    place = position - int(of_request[of_request.role == "prompt"].position.max())
+    history = token_history(events[events.request_id == request_id])
+    texts = {**known_texts(rows, hypotheses), **(token_texts or {})}
+    fed = of_request[of_request.row == own.row.iloc[0]].token.iloc[0]
+    title, body = card_parts(own, settling(own).iloc[0].to_dict(), fates_at(history, place), texts, fed)
+    return Piece(title, "", body).alone
+
+
+def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
+    """What stood at one place of a request, in order. history: as from `token_history`, of that request alone."""
+    there = history[history.place == place].sort_values("born", kind="stable")
+    return [
+        Fate(int(t.token_id), int(t.born), None if pd.isna(t.settled) else int(t.settled),
+             None if pd.isna(t.outcome) else str(t.outcome))
+        for t in there.itertuples()
+    ]  # fmt: skip
+
+
+def card_parts(
     readings: pd.DataFrame,
-    settling: Mapping[str, Any],
+    settled: Mapping[str, Any],
     fates: Sequence[Fate],
     token_texts: Mapping[int, str],
     input_token: str,
-) -> str:
-    """Markup of one row's card. Lines of the ladder carry data-layer.
+) -> tuple[str, str]:
+    """Title as plain text, and markup of one row's card. Lines of the ladder carry data-layer.
 
-    readings: the row's lines of the hypotheses table.  settling: its line of
+    readings: the row's lines of the hypotheses table.  settled: its line of
     `observe.hypotheses.settling`.  fates: what was drafted and committed at the next position, in order.
     token_texts: of all choices; those that are not in it stand as their ids.  input_token: the row's own.
     Raises: ValueError for readings of more than one row, or of none.
@@ -45,22 +95,22 @@ def token_card(
     one = table.iloc[0]
     status = one.status.replace("_", " ")
     facts = [
-        ("read", f"<code>{markup(visible(input_token))}</code> at position {one.position}"),
+        ("read", f"<code>{markup(visible(input_token))}</code> at position {one.position} of request {one.request_id}"),
         ("row", f"{markup(status)}, {markup(one.phase)} in step {one.step}"),
         *(("stood next", _fate(fate, token_texts)) for fate in fates),
-        ("settles", f"from layer {settling['settling_layer']} on, after {_times(int(settling['num_flips']))}"),
-        ("path", f"<code>{markup(settling['path'])}</code>"),
+        ("settles", f"from layer {settled['settling_layer']} on, after {_times(int(settled['num_flips']))}"),
+        ("path", f"<code>{markup(settled['path'])}</code>"),
     ]
     listed = "".join(f"<div><dt>{name}</dt><dd>{said}</dd></div>" for name, said in facts)
-    return f'<h3>{_title(one, settling)}</h3><dl class="facts">{listed}</dl>{_ladder(table, token_texts)}'
+    return _title(one, settled), f'<dl class="facts">{listed}</dl>{_ladder(table, token_texts)}'
 
 
-def _title(one: Any, settling: Mapping[str, Any]) -> str:
-    said = markup(visible(one.token))
-    since = settling["settling_layer"]
+def _title(one: Any, settled: Mapping[str, Any]) -> str:
+    said = visible(one.token)
+    since = settled["settling_layer"]
     if pd.isna(one.committed_token_id):
         return f"“{said}” is the last word of a row after which nothing was committed"
-    committed = markup(visible(one.committed_token))
+    committed = visible(one.committed_token)
     if bool(one.agrees):
         return f"“{committed}” was committed, and settled at layer {since}"
     return f"“{committed}” was committed; this row said “{said}” from layer {since} on"
@@ -82,14 +132,16 @@ def _fate(fate: Fate, token_texts: Mapping[int, str]) -> str:
 def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
     count = max(len(ids) for ids in table.top_token_ids)
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))
-    lines = []
+    one, lines = table.iloc[0], []
+    where = f"request {one.request_id} · step {one.step} · {one.phase} · {one.status.replace('_', ' ')}"
+    where += f" · position {one.position}"
     for line in table.itertuples():
         cells = []
         for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
             share = float(np.exp(nats))
             text = text_of(token_texts, int(token_id))
             is_committed = not pd.isna(line.committed_token_id) and int(token_id) == line.committed_token_id
-            tip = f"{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
+            tip = f"{where} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
             right = ' class="right"' if is_committed else ""
             label = markup(token_label(text, _COLUMNS))
             cells.append(f'<td{right} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')

@@ -9,7 +9,7 @@
   const width = (name) => place(name + "-card").clientWidth - 36;
 
   // Markup comes from the server, which escapes every text of a run.
-  function answer(name, question, {html, graphs}) {
+  function answer(name, question, {html, graphs, more}) {
     const view = place(name + "-view"), side = view.querySelector(".scroll,.ladder,.wide");
     const left = side ? side.scrollLeft : 0;
     view.innerHTML = html;
@@ -20,6 +20,7 @@
     if (figure) {
       figure.hidden = !graphs;
       if (graphs) window.dash_clientside.set_props(name + "-place", {children: graphs});
+      place(name + "-more").innerHTML = more || "";
     }
     frames(current);
   }
@@ -37,10 +38,12 @@
     if (link(at) !== location.search) history.replaceState(null, "", location.pathname + link(at));
     const panel = "panel-" + (SHELVED.includes(at.tab) ? "results" : at.tab);
     document.querySelectorAll(".tab").forEach((tab) => tab.setAttribute("aria-selected", tab.dataset.tab === at.tab));
+    reveal(place("tab-" + at.tab));
     document.querySelectorAll(".tabpanel").forEach((one) => { one.hidden = one.id !== panel; });
     document.querySelectorAll("[data-kind]").forEach((one) => { one.hidden = one.dataset.kind !== at.tab; });
     document.querySelectorAll("#result-list button").forEach((button) =>
       button.classList.toggle("chosen", Number(button.dataset.result) === at.result));
+    place("transport").hidden = at.tab === "compare" || SHELVED.includes(at.tab);  // nothing there has a step
     place("result-card").hidden = at.result === null || at.result === undefined;
     const said = [...at.said, trouble, facts?.run === at.run && facts.error, story?.run === at.run && story.error];
     notice(said.filter(Boolean));
@@ -54,6 +57,13 @@
     if (mine(at, facts) && known(at, story)) now(at, facts, story);
     frames(at);
     place("page").dataset.at = JSON.stringify(at);
+  }
+
+  // A narrow page shows some of the tabs; the chosen one is among them.
+  function reveal(tab) {
+    const row = tab.parentNode, left = tab.offsetLeft - row.offsetLeft, right = left + tab.offsetWidth;
+    if (left < row.scrollLeft) row.scrollLeft = left - 20;
+    else if (right > row.scrollLeft + row.clientWidth) row.scrollLeft = right - row.clientWidth + 20;
   }
 
   function notice(said) {
