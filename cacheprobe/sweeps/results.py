@@ -34,11 +34,12 @@ class Sweep:
         self.store, self.plan = store, plan
         planned = frozenset(plan["digests"])
         digests = index["digest"].to_pylist()
+        there = frozenset(digests)
         is_planned = [digest in planned for digest in digests]
         self.num_others = 0 if all_versions else len(digests) - sum(is_planned)
         """Shards of other plans or versions of the code, left out here."""
         self._index = index if all_versions else index.filter(pa.array(is_planned, pa.bool_()))
-        self.pending = tuple(digest for digest in plan["digests"] if digest not in set(digests))
+        self.pending = tuple(digest for digest in plan["digests"] if digest not in there)
         """Digests of cells that are planned and not committed."""
 
     def __repr__(self) -> str:

@@ -80,9 +80,9 @@ class SweepStore:
     def committed(self) -> frozenset[str]:
         """Digests of the shards that are there whole."""
         if self.is_local:
-            folder = Path(self.path(SHARDS))
-            found = (e.name for e in os.scandir(folder) if e.is_dir()) if folder.is_dir() else ()
-            return frozenset(name for name in found if (folder / name / MANIFEST).exists())
+            folder = self.path(SHARDS)
+            found = (e.name for e in os.scandir(folder) if e.is_dir()) if os.path.isdir(folder) else ()
+            return frozenset(name for name in found if os.path.exists(f"{folder}/{name}/{MANIFEST}"))
         self.fs.invalidate_cache()
         try:
             listed = self.fs.find(self.path(SHARDS))

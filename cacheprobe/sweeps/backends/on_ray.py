@@ -148,8 +148,9 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
 def _bury(slot: _Slot, waiting: Waiting, error: Exception, given_back: set[str]) -> Iterator[Event]:
     """The cell of a lost actor has failed; but where the actor ran others too, and may have spent its restarts on them,
     the cell is given back, once."""
-    cell, words = slot.cell, str(error).strip().splitlines()[0]
+    cell, lines = slot.cell, [line.strip() for line in str(error).strip().splitlines()]
     assert cell is not None
+    words = " ".join(dict.fromkeys((lines[0], lines[-1])))[:500]  # Ray says what, where, and at the end why
     yield Event("worker_died", cell.digest, worker=slot.name, message=words)
     if slot.answered and slot.job.retries and cell.digest not in given_back:
         given_back.add(cell.digest)
