@@ -99,7 +99,13 @@ STORE, CHECKS, LEASE = f"{SWEEPS}.store:SweepStore", f"{SWEEPS}.checks", f"{SWEE
 
 MUTATIONS: list[Mutation] = [
     # -- what is run
-    one("a folder alone is a shard", ("skipping",), f"{STORE}.committed", "if (folder / name / MANIFEST).exists()", ""),
+    one(
+        "a folder alone is a shard",
+        ("skipping",),
+        f"{STORE}.committed",
+        'if os.path.exists(f"{folder}/{name}/{MANIFEST}")',
+        "",
+    ),
     one("shards hold their times", ("order",), f"{SWEEPS}.work:save_cell", 'float("nan")', "1.0 * id(trace)"),
     one(
         "all seeds draw the same prompts",
