@@ -48,7 +48,7 @@ def load_model(
     device_map: instead of device, parts of the model by device, as transformers takes it: a dict or "auto".
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. It is merged into the
         float32 weights, which are then converted to `dtype`; `weights_note` says so.
-    products: "compiled" lets a C++ compiler of this machine make the products of few rows and the statistics of Z, for
+    products: "compiled" lets a C++ compiler of this machine make the blocks' products and the statistics of Z, for
         bfloat16 on a CPU where that is no quicker than float32: it is, other bits come out, and the fingerprint tells.
     Raises: ModelError for what cannot be loaded, wrapped, or rolled back, for an adapter of another model, and for a
     device that is not here.

@@ -26,7 +26,6 @@ from cacheprobe.models.lean_gpt import LeanGPT
 from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
 from cacheprobe.models.twin_heads import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
-from cacheprobe.ops.compiled.product import COMPILED_ROWS
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
@@ -217,8 +216,8 @@ class TwinLM:
             "path": "twin",
             "attention": attention,
             "sdpa_force_gqa": forced,
-            "products_in_float32": widening(self._wide_rows),
-            **({"products_compiled": f"below {COMPILED_ROWS} rows, {compiled.product.digest}"} if compiled else {}),
+            "products_in_float32": widening(None if compiled else self._wide_rows),
+            **({"products_compiled": compiled.product.digest} if compiled else {}),
         }
 
     @property

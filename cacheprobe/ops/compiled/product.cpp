@@ -3,72 +3,67 @@
 // A number is the sum of LANES partial sums, lane by lane along the inner dimension, folded in halves at the end: its
 // bits depend on its own row and its own output alone, not on how many rows or threads there are.
 
-#ifdef __AVX512F__
-constexpr int ROWS = 6, OUTPUTS = 4;  // 24 sums, 4 weights and a value: 29 of 32 registers
-#else
-constexpr int ROWS = 2, OUTPUTS = 4;  // 13 of 16
-#endif
+constexpr int OUTPUTS = 4, ROWS = LANES / OUTPUTS;  // as many sums at once as can be folded at once
+constexpr long PANEL = 1 << 18;                     // widened numbers of rows that stay in a core's second cache
 
-constexpr long TILE = 16;         // outputs whose widened weights stay in a core's first caches
-constexpr long PANEL = 4 * ROWS;  // rows that do
-
-static void widen(const uint16_t* from, float* to, long n, long padded) {
-    long i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        Floats some = widened(from + i);
-        memcpy(to + i, &some, sizeof some);
-    }
-    for (; i < padded; ++i) {
-        uint32_t word = i < n ? uint32_t(from[i]) << 16 : 0;
-        memcpy(to + i, &word, sizeof word);
-    }
+static inline Floats lanes(const uint16_t* from) { return widened(from); }
+static inline Floats lanes(const float* from) {
+    Floats floats;
+    memcpy(&floats, from, sizeof floats);
+    return floats;
 }
 
-static uint16_t rounded(float value) {  // to nearest, ties to even, as torch rounds
-    uint32_t word;
-    memcpy(&word, &value, sizeof word);
-    if ((word & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-    return uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
-}
-
-template <int rows, int outputs>
-static void block(const float* values, const float* weight, long inner, float (*out)[OUTPUTS]) {
-    Floats sums[rows][outputs] = {};
+// Sums of `rows` rows with OUTPUTS outputs, row by row side by side; the rest is zero.
+template <int rows, class Number>
+static inline Floats block(const float* values, const Number* weight, long inner) {
+    Floats sums[LANES] = {};  // where `folded_each` wants them
     for (long i = 0; i < inner; i += LANES) {
-        Floats of_weight[outputs];
+        Floats of_weight[OUTPUTS];
 #pragma GCC unroll 8
-        for (int o = 0; o < outputs; ++o) memcpy(&of_weight[o], weight + o * inner + i, sizeof(Floats));
+        for (int o = 0; o < OUTPUTS; ++o) of_weight[o] = lanes(weight + o * inner + i);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) {
-            Floats value;
-            memcpy(&value, values + r * inner + i, sizeof value);
+            Floats value = lanes(values + r * inner + i);
 #pragma GCC unroll 8
-            for (int o = 0; o < outputs; ++o) sums[r][o] += value * of_weight[o];
+            for (int o = 0; o < OUTPUTS; ++o) sums[mirrored(r * OUTPUTS + o)] += value * of_weight[o];
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 8
-        for (int o = 0; o < outputs; ++o) out[r][o] = folded(sums[r][o]);
+    return folded_each(sums);
 }
 
-template <int rows, int outputs>
-static void some_rows(int num, const float* values, const float* weight, long inner, float (*out)[OUTPUTS]) {
+template <int rows, class Number>
+static inline Floats some_rows(long num, const float* values, const Number* weight, long inner) {
     if constexpr (rows > 1)
-        if (num < rows) return some_rows<rows - 1, outputs>(num, values, weight, inner, out);
-    block<rows, outputs>(values, weight, inner, out);
+        if (num < rows) return some_rows<rows - 1>(num, values, weight, inner);
+    return block<rows>(values, weight, inner);
 }
 
-template <int outputs>
-static void all_rows(const float* values, const float* weight, const float* bias, long rows, long inner, uint16_t* out,
-                     long width) {
-    float sums[ROWS][OUTPUTS];
-    for (long r = 0; r < rows; r += ROWS) {
-        int num = int(rows - r < ROWS ? rows - r : ROWS);
-        some_rows<ROWS, outputs>(num, values + r * inner, weight, inner, sums);
-        for (int i = 0; i < num; ++i)
-            for (int o = 0; o < outputs; ++o)
-                out[(r + i) * width + o] = rounded(bias ? sums[i][o] + bias[o] : sums[i][o]);
+// Rows first..last-1 of OUTPUTS outputs from `start` on. part: room for their widened weights.
+static void fill(const float* wide, const uint16_t* weight, const uint16_t* bias, float* part, uint16_t* out, long first,
+                 long last, long start, long inner, long padded, long width) {
+    const uint16_t* own = weight + start * inner;
+    long here = width - start < OUTPUTS ? width - start : OUTPUTS;
+    bool is_read_once = last - first <= ROWS && here == OUTPUTS && inner == padded;
+    for (long o = 0; o < OUTPUTS && !is_read_once; ++o)
+        widen(own + o * inner, part + o * padded, o < here ? inner : 0, padded);
+    float of_bias[LANES] = {};
+    for (int i = 0; bias && i < LANES; ++i)
+        if (i % OUTPUTS < here) widen(bias + start + i % OUTPUTS, of_bias + i, 1, 1);
+    Floats added = lanes(of_bias);
+    for (long r = first; r < last; r += ROWS) {
+        const float* from = wide + r * padded;
+        Floats sums = is_read_once ? some_rows<ROWS>(last - r, from, own, padded)
+                                   : some_rows<ROWS>(last - r, from, part, padded);
+        Halves made = narrowed(sums + added);
+        uint16_t numbers[LANES];
+        memcpy(numbers, &made, sizeof made);
+        for (long i = 0; i < ROWS && r + i < last; ++i) {
+            uint16_t* to = out + (r + i) * width + start;
+            if (here == OUTPUTS)
+                memcpy(to, numbers + i * OUTPUTS, 2 * OUTPUTS);
+            else
+                memcpy(to, numbers + i * OUTPUTS, 2 * here);
+        }
     }
 }
 
@@ -77,32 +72,24 @@ extern "C" int cacheprobe_product(const uint16_t* values, const uint16_t* weight
                                   long rows, long inner, long width, int threads) {
     long padded = (inner + LANES - 1) / LANES * LANES;
     float* wide = static_cast<float*>(aligned_alloc(64, (rows * padded * 4 + 63) / 64 * 64));
-    float* parts = static_cast<float*>(aligned_alloc(64, threads * (TILE * padded * 4 + 64)));
+    float* parts = static_cast<float*>(aligned_alloc(64, threads * (OUTPUTS * padded * 4 + 64)));
     if (!wide || !parts) {
         free(wide);
         free(parts);
         return 1;
     }
-    for (long r = 0; r < rows; ++r) widen(values + r * inner, wide + r * padded, inner, padded);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int t = 0; t < threads; ++t) {  // a thread's outputs stand together: its weights are read in order
-        float* part = parts + t * (TILE * padded + 16);
-        float of_bias[TILE];
-        long tiles = (width + TILE - 1) / TILE;
-        for (long tile = tiles * t / threads; tile < tiles * (t + 1) / threads; ++tile) {
-            long start = tile * TILE, here = width - start < TILE ? width - start : TILE;
-            for (long o = 0; o < here; ++o) widen(weight + (start + o) * inner, part + o * padded, inner, padded);
-            if (bias) widen(bias + start, of_bias, here, here);
-            for (long r = 0; r < rows; r += PANEL) {
-                long num = rows - r < PANEL ? rows - r : PANEL;
-                uint16_t* to = out + r * width + start;
-                const float* from = wide + r * padded;
-                long o = 0;
-                for (; o + OUTPUTS <= here; o += OUTPUTS)
-                    all_rows<OUTPUTS>(from, part + o * padded, bias ? of_bias + o : nullptr, num, padded, to + o, width);
-                for (; o < here; ++o)
-                    all_rows<1>(from, part + o * padded, bias ? of_bias + o : nullptr, num, padded, to + o, width);
-            }
+    long panel = PANEL / padded / ROWS * ROWS > ROWS ? PANEL / padded / ROWS * ROWS : ROWS;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; ++r) widen(values + r * inner, wide + r * padded, inner, padded);
+#pragma omp for schedule(static)
+        for (int t = 0; t < threads; ++t) {  // a thread's outputs stand together: its weights are read in order
+            long tiles = (width + OUTPUTS - 1) / OUTPUTS;
+            for (long first = 0; first < rows; first += panel)
+                for (long tile = tiles * t / threads; tile < tiles * (t + 1) / threads; ++tile)
+                    fill(wide, weight, bias, parts + t * (OUTPUTS * padded + 16), out, first,
+                         first + panel < rows ? first + panel : rows, tile * OUTPUTS, inner, padded, width);
         }
     }
     free(wide);

@@ -1,4 +1,4 @@
-"""Products of few bfloat16 rows, compiled on this machine: several times quicker where a CPU only emulates them."""
+"""Products of bfloat16, compiled on this machine: for a CPU whose own are emulated or no quicker than float32's."""
 
 import ctypes
 from pathlib import Path
@@ -7,14 +7,10 @@ import torch
 from torch import Tensor
 
 from cacheprobe.ops.compiled.build import CompilerError, library
-from cacheprobe.ops.wide_product import WIDE_ROWS, wide_product, wide_rows
-
-COMPILED_ROWS = 32
-"""Products of fewer rows are compiled; others are torch's, or widened, which is as quick there."""
 
 
 class CompiledProduct:
-    """values weight^T + bias. Bits of a row depend on that row alone, of however few rows it is one.
+    """values weight^T + bias. Bits of a row depend on that row alone, of however many rows it is one.
 
     Twin: torch.nn.functional.linear in float32, rounded once: to one unit in the last place, for the order of sums.
     """
@@ -33,8 +29,6 @@ class CompiledProduct:
     def __call__(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """[... i] and [o i] -> [... o], all bfloat16."""
         rows, inner = values.numel() // values.shape[-1], values.shape[-1]
-        if rows >= COMPILED_ROWS:
-            return wide_product(values, weight, bias, wide_rows(values.dtype, values.device) or WIDE_ROWS)
         if weight.shape[1] != inner:
             raise ValueError(f"values of width {inner} and a weight {tuple(weight.shape)} do not make a product")
         values, weight = values.contiguous(), weight.contiguous()
@@ -60,7 +54,7 @@ class CompiledProduct:
 def _try(product: CompiledProduct) -> None:
     """A compiler can be wrong: shapes with and without remainders, against float32. Raises: CompilerError."""
     generator = torch.Generator().manual_seed(0)
-    for rows, inner, width in ((1, 64, 16), (7, 100, 37), (31, 24, 19)):
+    for rows, inner, width in ((1, 64, 16), (7, 100, 37), (31, 24, 19), (300, 1000, 5)):
         values, weight, bias = (
             torch.randn(size, generator=generator).bfloat16() for size in ((rows, inner), (width, inner), (width,))
         )
