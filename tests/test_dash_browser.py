@@ -122,6 +122,11 @@ def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
         page.locator("#decode-view g.pick[data-request='1'][data-place='1']").click()
         position = len(PROMPTS[1])
         assert f"at position {position}" in answered(page, "card", request=1, position=position)
+        # what is said of the token stays in sight wherever the page is scrolled to
+        assert f"Token at position {position + 1}: " in answered(page, "insight", request=1, position=position)
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        box = page.locator("#insight-view").bounding_box()
+        assert box is not None and 0 <= box["y"] < 200
         answered(page, "grid", request=1)
         first = len(PROMPTS[1]) - 1
         cell = page.locator(f"#grid-view .column[data-position='{first}'] .pick[data-layer='0']").first
@@ -152,7 +157,7 @@ def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, addr
         page.locator("#grid-view .column").nth(2).locator(".pick[data-layer='0']").click()
         assert at(page)["layer"] == 0
         page.wait_for_timeout(100)
-        assert [set(asked) - {"decode"} for asked in sent] == [{"card"}]
+        assert [set(asked) - {"decode"} for asked in sent] == [{"card", "insight"}]
         assert page.locator("#drawn-before").count() == 1
 
 

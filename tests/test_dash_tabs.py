@@ -24,7 +24,7 @@ NAME = "<img src=x onerror=window.hacked=2>'\"&lt;"
 PLANTED = "document.querySelectorAll('#page :is(img,script,b[onerror],pad)').length"
 """Elements that an attack would leave behind, run or not."""
 VIEWS = {
-    "replay": ("timeline", "decode", "cache", "window", "card", "prompt", "grid"), "thoughts": ("thoughts",),
+    "replay": ("insight", "timeline", "decode", "cache", "window", "card", "prompt", "grid"), "thoughts": ("thoughts",),
     "compare": ("compare",), "patching": ("result",), "surgery": ("result",), "sweep": ("result",),
     "results": ("result",),
 }  # fmt: skip

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from cacheprobe.files import write_whole
 from cacheprobe.progress import Progress
 from cacheprobe.views.diagram import legend, side_by_side
+from cacheprobe.views.insight import first_insight
 from cacheprobe.views.lens_grid import grid_width
 from cacheprobe.views.page import figure_block, page, table
 from cacheprobe.views.prompt_block import prompt_block
@@ -41,7 +42,7 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
     has_lens, has_thoughts = trace.hypothesis_table is not None, trace.thought_table is not None
     texts = token_texts(trace.row_table, trace.hypothesis_table)
     sections = [
-        lambda: _head(trace, request_id),
+        lambda: _head(trace, request_id, texts),
         lambda: _prompt(trace, request_id, texts),
         lambda: _windows(trace, request_id, texts),
         *([lambda: _thoughts(trace, request_id, texts)] if has_thoughts else []),
@@ -56,8 +57,13 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
     return page(f"cacheprobe: request {request_id} of {len(trace.requests)}", "\n".join(parts))
 
 
-def _head(trace: "Trace", request_id: int) -> str:
+def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     lead = [run_sentence(trace, request_id), *behaviour_sentences(trace.meta["behaviour"])]
+    events = trace.events()
+    readings = None if trace.hypothesis_table is None else trace.readings()
+    seen = first_insight(readings, events[events.request_id == request_id], texts)
+    if seen:
+        lead.append(f"<strong>One thing to see:</strong> {markup(seen)}.")
     said = "".join(f"<p class='lead'>{sentence}</p>" for sentence in lead)
     return f"<h1>What the model believed before it committed</h1>{said}"
 
