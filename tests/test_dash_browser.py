@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser
 
 import cacheprobe as cp
+from cacheprobe.dash_app.serve import listen
 from cacheprobe.dash_app.shelf import Shelf
 from tests.dash_page import answered, asked, at, choose, chromium, opened, save_runs, served, until
 from tests.test_report_browser import PICTURES
@@ -288,6 +289,15 @@ def test_answers_to_this_machine_alone(address: str) -> None:
     stranger = urllib.request.Request(address, headers={"Host": "elsewhere.example:80"})
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(stranger)
+
+
+def test_a_port_that_is_taken_is_named_with_the_remedy(address: str, runs: Path) -> None:
+    """Werkzeug printed advice of its own, which names no flag of ours, and ended the program."""
+    port = int(address.rsplit(":", 1)[1].strip("/"))
+    with pytest.raises(OSError, match=f"127.0.0.1, port {port}: another program listens there; give another --port, 0"):
+        listen(Shelf.of([runs / "a-one"]), port=port)
+    with pytest.raises(OSError, match="cannot listen at nowhere.invalid, port 0: .*; give another --port"):
+        listen(Shelf.of([runs / "a-one"]), host="nowhere.invalid", port=0)
 
 
 def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
