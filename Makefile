@@ -1,7 +1,7 @@
 # make demo      set up once, then show the loop on a real model
 # make test      set up once, then run the tests      make test-all   the slow ones too
 # make docs      the documentation, as HTML              make lint       ruff: rules and format
-# make types     basedpyright over the package
+# make types     basedpyright over the package      make bench-small    what is quick to measure, printed
 # make wheel-check   build the wheel, and run its demo in an environment that has never seen the source
 # make clean     remove the environment and caches
 # Another interpreter: make PYTHON=python3.12 demo
@@ -20,7 +20,7 @@ KEY := $(shell { pwd -P; cat $(INPUTS); } | sha256sum | cut -c1-16)
 STAMP := .venv/.ready-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all docs lint types wheel-check browser clean
+.PHONY: help setup demo test test-all docs lint types bench-small wheel-check browser clean
 
 help:
 	@sed -n '1,7s/^# //p' Makefile
@@ -51,6 +51,9 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+bench-small: $(STAMP)
+	@for name in lens trace; do OMP_WAIT_POLICY=PASSIVE $(BIN)/cacheprobe bench $$name --rounds 1 || exit 1; done
 
 wheel-check:
 	@$(PYTHON) scripts/try_wheel.py

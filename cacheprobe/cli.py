@@ -88,7 +88,7 @@ def run(
     adapter
         A LoRA adapter to merge: coin-flip, or a directory.
     products
-        compiled: a C++ compiler makes the products of few rows, where the CPU only emulates bfloat16.
+        compiled: a C++ compiler makes the products of few rows, where the CPU's bfloat16 is no quicker than float32.
     prompt
         A prompt's text; repeat for several.
     task

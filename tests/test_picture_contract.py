@@ -159,7 +159,7 @@ def test_every_public_picture_has_a_sample() -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_its_title_is_a_finding(name: str) -> None:
     pictures = [PICTURES[name](*args, **beside) for args, beside in SAMPLES[name](drafted(), thinking())]
-    titles = [picture.title for picture in pictures]
+    titles = [picture.finding for picture in pictures]
     assert all(len(title.split()) >= 4 for title in titles) and titles[0] != titles[1], titles
     for picture, title in zip(pictures, titles, strict=True):
         heading = re.search(r"<h3[^>]*>(.*?)</h3>", picture)
@@ -181,7 +181,7 @@ def test_a_notebook_shows_it(name: str) -> None:
     picture = drawn(name)
     shown, _ = DisplayFormatter().format(picture)
     assert shown["text/html"] == picture
-    assert picture.title in shown["text/plain"] and len(shown["text/plain"]) < 400  # which is stored beside it
+    assert picture.finding in shown["text/plain"] and len(shown["text/plain"]) < 400  # which is stored beside it
 
 
 @pytest.mark.parametrize("name", SAMPLES)

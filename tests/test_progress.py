@@ -176,4 +176,5 @@ def test_every_analysis_shows_progress(name: str) -> None:
     main = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == "main")
     assert "progress" in {argument.arg for argument in run.args.args}, f"{name}.run takes no progress"
     assert "progress=True" in ast.unparse(main), f"{name} shows none when it is run"
-    assert "Progress" in calls(name) or "progress=progress" in source, f"{name} does nothing with it"
+    shown = calls(name) & {"Progress", "TrainingProgress"} or "progress=progress" in source
+    assert shown, f"{name} does nothing with it"

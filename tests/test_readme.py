@@ -90,6 +90,7 @@ def test_numbers_are_those_of_a_stored_measurement() -> None:
         ("write_figures.py", "determinism.md"),
         ("write_thinking_figures.py", "thinking-states.md"),
         ("write_state_figures.py", "analyses.md"),
+        ("write_sweep_figures.py", "sweeps.md"),
     ],
 )
 def test_the_figures_of_a_page_are_what_was_measured(script: str, page: str) -> None:

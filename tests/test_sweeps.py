@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import cacheprobe as cp
+from cacheprobe.ops import wide_product
+from cacheprobe.ops.compiled import build
 from cacheprobe.registry import names as plug_in_names
 from cacheprobe.sweeps import holder as holding
 from cacheprobe.sweeps.cells import Cell, combinations
@@ -25,6 +28,9 @@ from cacheprobe.sweeps.store import SHARDS, SweepStore
 RUN = {"n": 2, "max_new_tokens": 2, "capacity": 128, "capture": "SZ"}
 GRID = {"model": "coinflip-plain", "task": "coin_flip:people=2", "window": 4}
 SMALL = {"grid": {**GRID, "seed": [0, 1, 2]}, "run": RUN}
+
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about a machine without a GPU")
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -70,6 +76,15 @@ def test_a_shard_is_a_run(serial: Path) -> None:
     trace = results.trace(results.cells.digest[0])
     assert len(trace.requests) == 2 and trace.states("S", 1, 0).shape[1] == 64
     assert sorted(cell["seed"] for cell, _ in results.traces("seed > 0")) == [1, 2]
+
+
+def test_cells_of_one_seed_read_the_same_prompts(tmp_path: Path) -> None:
+    grid = {**GRID, "drafter": ["none", "ngram"], "intervention": ["none", "zero:site=T,layer=1"], "seed": [0, 1]}
+    cp.sweep({"grid": grid, "run": RUN}, out=tmp_path / "s", progress=False)
+    prompts: dict[int, set] = {0: set(), 1: set()}
+    for cell, trace in cp.load_sweep(tmp_path / "s").traces():
+        prompts[cell["seed"]].add(tuple(request.prompt_token_ids for request in trace.requests))
+    assert len(prompts[0]) == len(prompts[1]) == 1 and prompts[0] != prompts[1]
 
 
 def test_tables_are_asked_in_sql(serial: Path) -> None:
@@ -189,6 +204,10 @@ def test_the_log_says_what_happened(serial: Path) -> None:
         ({"grid": {"window": 0}}, "grid.window.* greater than or equal to 1, got 0"),
         ({"grid": {"dtype": "int8"}}, "grid.dtype"),
         ({"grid": {**GRID, "drafter": "early_exit:layer=5-2"}}, "there is no layer from 5 to 2"),
+        ({"grid": {**GRID, "products": "fast"}}, "grid.products.* 'torch' or 'compiled', got 'fast'"),
+        ({"grid": GRID, "run": {"device": "tpu"}}, "run.device .*, got 'tpu'"),
+        ({"grid": GRID, "resources": {"num_gpus": 1}}, "takes GPUs, and run.device is the CPU"),
+        pytest.param({"grid": GRID, "run": {"device": "cuda"}}, "finds no CUDA GPU here", marks=WITHOUT_GPU),
     ],
 )
 def test_what_is_not_understood_is_refused_by_its_place(held: dict, message: str, tmp_path: Path) -> None:
@@ -210,6 +229,7 @@ def test_what_is_not_understood_is_refused_by_its_place(held: dict, message: str
         ({"lens": "jacobian:x"}, "not stored in a directory"),
         ({"lens": "tuned:nowhere"}, "there is no directory nowhere"),
         ({"adapter": "coin-flip"}, "takes no adapter"),
+        ({"products": "compiled"}, "whose products are torch's"),
         ({"task": "coin_flip:people=40"}, "set run.capacity: 2[0-9]+ or more"),
         ({"task": "coin_flips"}, "unknown name 'coin_flips'"),
         ({"model": "./no/such"}, "is not to be had"),
@@ -249,6 +269,46 @@ def test_layers_are_spread_and_cells_told_apart_by_all_that_changes_bits() -> No
         for more in ({}, {"resources": {"threads": 2}}, {"resources": {"workers": 9}})
     ]
     assert plans[0].digest != plans[1].digest and plans[0].digest == plans[2].digest
+
+
+def test_compiled_products_are_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other bits, another model to load, and bits that the compiler has a part in."""
+    axes = {"model": "smollm2-135m", "dtype": "bfloat16", "products": ["torch", "compiled"]}
+    config = read_config({"grid": axes, "run": RUN})
+    monkeypatch.setattr(wide_product, "wide_rows", lambda dtype, device: 32 if dtype == torch.bfloat16 else None)
+    torchs, compiled = make_plan(config).cells.values()
+    assert torchs.model_key != compiled.model_key and torchs.digest != compiled.digest
+    assert set(compiled.origin["sources"]) - set(torchs.origin["sources"]) == {"products"}
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    build.compiler.cache_clear()
+    with pytest.raises(ValueError, match="1 of 2 cells are impossible.*no C\\+\\+ compiler was found"):
+        make_plan(config)
+    build.compiler.cache_clear()
+    monkeypatch.setattr(wide_product, "wide_rows", lambda dtype, device: None)
+    with pytest.raises(ValueError, match="1 of 2 cells are impossible.*no quicker than float32"):
+        make_plan(config)
+
+
+@pytest.mark.slow
+def test_a_cell_runs_on_compiled_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_product, "wide_rows", lambda dtype, device: 32 if dtype == torch.bfloat16 else None)
+    axes = {"model": "smollm2-135m", "dtype": "bfloat16", "products": ["torch", "compiled"], "task": GRID["task"]}
+    sweep({"grid": axes, "run": {**RUN, "n": 1}}, out=tmp_path / "s", progress=False)
+    found = {cell["products"]: trace.fingerprint for cell, trace in cp.load_sweep(tmp_path / "s").traces()}
+    assert "products_compiled" in found["compiled"] and "products_compiled" not in found["torch"]
+
+
+def test_a_shard_that_knows_fewer_axes_is_still_read(serial: Path, tmp_path: Path) -> None:
+    """Its version had no such axis."""
+    import shutil
+
+    out = shutil.copytree(serial, tmp_path / "s")
+    (out / INDEX).unlink()
+    path = next((out / SHARDS).glob("*/manifest.json"))
+    manifest = json.loads(path.read_text())
+    del manifest["meta"]["sweep"]["cell"]["axes"]["products"]
+    path.write_text(json.dumps(manifest))
+    assert cp.load_sweep(out).cells["products"].isna().sum() == 1
 
 
 def test_every_backend_is_a_plug_in() -> None:

@@ -2,16 +2,19 @@
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.sweeps.lock import LEASE, SweepBusy
+from cacheprobe.sweeps.lease import LEASES, SweepBusy, leased, renewed
+from cacheprobe.sweeps.lock import only_sweep
 from cacheprobe.sweeps.store import SHARDS, SweepStore
-from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
+from cacheprobe_benchmarks.s3_server import BUCKET, environment, s3_server
 from tests.test_sweeps import SMALL, digests
 
 
@@ -32,11 +35,15 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         assert counts()["refused"] > 0
 
 
+def lease(holder: str, seconds: float) -> bytes:
+    return json.dumps({"holder": holder, "until": time.time() + seconds}).encode()
+
+
 def test_an_object_store_holds_the_bytes_that_a_folder_holds(serial: Path, s3: Path) -> None:
     url = f"s3://{BUCKET}/one"
     assert cp.sweep(SMALL, out=url, progress=False).is_complete
     assert digests(s3 / "one") == digests(serial)
-    assert not (s3 / "one" / LEASE).exists()
+    assert not list((s3 / "one").glob(f"{LEASES}/*"))
     results = cp.load_sweep(url)
     assert len(results.query("select * from rows join cells using (digest)")) == len(
         cp.load_sweep(serial).query("select * from rows")
@@ -50,9 +57,94 @@ def test_a_shard_whose_manifest_was_not_put_does_not_count_and_a_lease_is_kept(s
     store.write(f"{SHARDS}/aa/rows.parquet", b"half")
     store.write(f"{SHARDS}/bb/manifest.json", b"{}")
     assert store.committed() == {"bb"}
-    store.write(LEASE, json.dumps({"holder": "another", "until": time.time() + 9}).encode())
+    store.write(f"{LEASES}/00000007.json", lease("another", 9))
     with pytest.raises(SweepBusy, match="another writes to s3://.* until its lease"):
         cp.sweep(SMALL, out=url, progress=False)
+
+
+@pytest.mark.parametrize("ran_out", [False, True], ids=["of a new place", "that ran out"])
+def test_of_many_that_want_a_lease_at_once_one_gets_it(s3: Path, ran_out: bool) -> None:
+    url = f"s3://{BUCKET}/three"
+    if ran_out:
+        SweepStore(url).write(f"{LEASES}/00000007.json", lease("killed", -1))
+    many, over = 6, threading.Event()
+    together, held, refused = threading.Barrier(many), [], []
+
+    def decided() -> None:
+        if len(held) + len(refused) == many:
+            over.set()
+
+    def want() -> None:
+        store = SweepStore(url)
+        together.wait()
+        try:
+            with leased(store):
+                held.append(store)
+                decided()
+                over.wait()
+        except Exception as error:  # of any kind: nobody may wait for ever
+            refused.append(str(error))
+            decided()
+
+    threads = [threading.Thread(target=want) for _ in range(many)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(held) == 1 and len(refused) == many - 1 and all("writes to" in why or "began" in why for why in refused)
+    assert not list((s3 / "three").glob(f"{LEASES}/*"))
+
+
+def test_a_lease_that_another_took_over_is_not_renewed(s3: Path) -> None:
+    store = SweepStore(f"s3://{BUCKET}/four")
+    with leased(store):
+        (mine,) = store.fs.find(store.path(LEASES))
+        holder = json.loads(store.fs.cat_file(mine))["holder"]
+        name = mine.removeprefix(f"{store.root}/")
+        assert renewed(store, name, holder)
+        store.write(f"{LEASES}/00000002.json", lease("another", 60))
+        assert not renewed(store, name, holder)
+    assert store.read_json(f"{LEASES}/00000002.json")["holder"] == "another"
+
+
+def test_a_store_that_ignores_conditions_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rclone answers a put on a condition with 200 and overwrites."""
+    url = f"s3://{BUCKET}/five"
+    with s3_server(tmp_path, is_conditional=False) as (env, _):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=r"s3://sweeps/five ignores conditions on a put .*--alone"):
+            cp.sweep(SMALL, out=url, progress=False)
+        assert not any(path.is_file() for path in (tmp_path / BUCKET).rglob("*"))
+        with only_sweep(SweepStore(url), alone=True):
+            assert not any(path.is_file() for path in (tmp_path / BUCKET).rglob("*"))
+    with pytest.raises(ValueError, match="is a folder, .* leave out alone"):
+        cp.sweep(SMALL, out=tmp_path / "s", alone=True, progress=False)
+
+
+def test_a_store_that_lets_nobody_in_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The client's own error is no OSError, and was a page of its innards."""
+
+    class Closed(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        do_PUT = do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Closed)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name, value in environment(server.server_port).items():
+        monkeypatch.setenv(name, value)
+    try:
+        for ask in (lambda url: cp.sweep(SMALL, out=url, progress=False), cp.load_sweep):
+            with pytest.raises(OSError, match=f"s3://{BUCKET}/x does not answer as it should.*403") as refused:
+                ask(f"s3://{BUCKET}/x")
+            assert "\n" not in str(refused.value)
+    finally:
+        server.shutdown()
 
 
 def test_ray_commits_the_bytes_that_one_process_commits(serial: Path, tmp_path: Path) -> None:

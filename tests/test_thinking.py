@@ -29,8 +29,9 @@ VARIANTS = {
     "deep-thinking": dict(thinking_layers=2, l_in=0, l_out=3),
     "one-token-chunks": dict(chunk=1),
 }
-CLOSE = dict(rtol=0, atol=2e-5)
-"""Float32 logits of order 1: sums of 32 terms in another order."""
+CLOSE = dict(rtol=0, atol=1e-5)
+"""Float32 logits of up to 6, sums of 32 terms in another order: 7.6e-6 at most with AVX2, less with AVX-512 and without
+either."""
 
 
 def tiny(seed: int = 0, **changes) -> ThinkingModel:

@@ -65,6 +65,30 @@ def test_a_draft_that_is_rolled_back_takes_its_thoughts_with_it() -> None:
         assert torch.equal(trace.thought_states[thought.thought], again)
 
 
+def test_a_trace_holds_what_thought_and_state_can_be_computed_from_again() -> None:
+    """H is the backbone's S below l_out; T over it gives Z's very log-probabilities, C over Z the very state, and their
+    insides are heard on the way: none of them has to be kept."""
+    model = lm(think_while_decoding=True)
+    trace = cp.run(model, PROMPTS, deterministic=True, sampling=FREE, **RUN)
+    table = trace.thoughts()
+    kept = table[table.status == "committed"]
+    assert len(kept) > 10
+    names = ("thinking.blocks.0.hook_mlp_out", "compression.block.hook_attn_out")
+    heard: dict[str, torch.Tensor] = {}
+    hooks = [(name, lambda value, hook: heard.update({hook.name: value})) for name in names]
+    for thought in kept.itertuples():
+        hidden = trace.states("S", model.config.l_out - 1, thought.request_id)[thought.start : thought.end + 1]
+        ids = torch.tensor([[*thought.token_ids, *[0] * (model.config.max_thought - len(thought.token_ids))]])
+        heard.clear()
+        with torch.inference_mode(), model.model.hooks(fwd_hooks=hooks):
+            logits = model.model.think(hidden[None], ids)[0, : len(thought.token_ids)]
+            state = model.model.compress(ids)[0]
+        said = logits.log_softmax(-1)[range(len(thought.token_ids)), list(thought.token_ids)]
+        assert said.tolist() == list(thought.logprobs_nats)
+        assert torch.equal(state, trace.thought_states[thought.thought])
+        assert [heard[name].shape[-1] for name in names] == [32, 32]
+
+
 def test_prompt_thoughts_alone_while_the_answer_is_written() -> None:
     """The paper's models think while the prompt is read; an unfinished last chunk writes no thought."""
     trace = cp.run(lm(), PROMPTS, deterministic=[0, 2], sampling=FREE, **RUN)

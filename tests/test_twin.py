@@ -193,13 +193,13 @@ def test_readings_of_many_rows_are_widened_too(family: str, monkeypatch: pytest.
     monkeypatch.setattr(
         "cacheprobe.models.bridge.wide_product", lambda x, *of: (widened.append(x.shape[1]), wide_product(x, *of))[1]
     )
-    for is_emulated in (True, False):
-        monkeypatch.setattr("cacheprobe.models.bridge.is_emulated", lambda *of, is_emulated=is_emulated: is_emulated)
+    for from_rows in (32, 41, None):
+        monkeypatch.setattr("cacheprobe.models.bridge.wide_rows", lambda *of, from_rows=from_rows: from_rows)
         made = model.read_out(states)
         assert (made - slow).abs().max() <= slow.abs().max() * torch.finfo(torch.bfloat16).eps
-        assert bitwise(made, TwinLM(model).read_out(states)) and (is_emulated or bitwise(made, slow))
-        assert model.fingerprint()["readings_in_float32"] == ("from 32 rows" if is_emulated else "never")
-    assert widened == [40, 40]
+        assert bitwise(made, TwinLM(model).read_out(states)) and (from_rows == 32 or bitwise(made, slow))
+        assert model.fingerprint()["readings_in_float32"] == (f"from {from_rows} rows" if from_rows else "never")
+    assert widened == [40] * 4
 
 
 def test_building_a_twin_draws_no_random_numbers() -> None:
@@ -208,15 +208,15 @@ def test_building_a_twin_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("is_emulated", [True, False])
-def test_products_of_many_rows_are_widened_where_the_processor_emulates_them(
-    is_emulated: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("from_rows", [32, 128, None])
+def test_products_of_many_rows_are_widened_where_the_processor_gains_by_it(
+    from_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheprobe.models.twin.is_emulated", lambda dtype, device: is_emulated)
+    monkeypatch.setattr("cacheprobe.models.twin.wide_rows", lambda dtype, device: from_rows)
     seen = []
 
-    def watched(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        seen.append(weight)
+    def watched(values: Tensor, weight: Tensor, bias: Tensor | None, *, from_rows: int) -> Tensor:
+        seen.append((id(weight), from_rows))
         return torch.nn.functional.linear(values, weight, bias)
 
     monkeypatch.setattr("cacheprobe.models.twin.wide_product", watched)
@@ -225,5 +225,5 @@ def test_products_of_many_rows_are_widened_where_the_processor_emulates_them(
     cache = plain.new_cache(1, 8)
     cache.allocate()
     plain.forward(torch.tensor([[5, 6, 7]]), cache, [0], [0])
-    assert sorted(map(id, seen)) == (sorted(id(m.weight) for m in linears) if is_emulated else [])
-    assert plain.fingerprint()["products_in_float32"] == ("from 32 rows" if is_emulated else "never")
+    assert sorted(seen) == (sorted((id(m.weight), from_rows) for m in linears) if from_rows else [])
+    assert plain.fingerprint()["products_in_float32"] == (f"from {from_rows} rows" if from_rows else "never")

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,18 @@ def questions() -> dict[str, str]:
 
 def benchmark(name: str) -> Benchmark:
     """Raises: ValueError where there is none of this name."""
+    return _module(name).run
+
+
+def small(name: str) -> Benchmark:
+    """The same with the settings of its SMALL. Raises: ValueError where it has none, or there is none of this name."""
+    module = _module(name)
+    if not hasattr(module, "SMALL"):
+        raise ValueError(f"benchmark {name!r} has no small form; leave out --small, and give --rounds 1")
+    return partial(module.run, **module.SMALL)
+
+
+def _module(name: str) -> Any:
     if name not in (known := questions()):
         raise ValueError(f"unknown benchmark {name!r}; there are {', '.join(known)}")
-    return import_module(f"cacheprobe_benchmarks.{name.replace('-', '_')}").run
+    return import_module(f"cacheprobe_benchmarks.{name.replace('-', '_')}")

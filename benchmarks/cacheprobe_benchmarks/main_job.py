@@ -4,8 +4,8 @@ Against Hugging Face `generate` of the same batch with nothing captured, on a se
 attention; end-of-sequence ignored. Hugging Face runs before and after each of our jobs, and a ratio is to the mean of
 the two: a machine that is slower for a while is then slower for both. With half of the requests deterministic, a verify
 pass is a decode of a fixed height in which the others ride along. Batch 1 is one longer coin-flip prompt after another
-with n-gram drafts, each beside Hugging Face's. Where the processor only emulates bfloat16, every job runs once more
-with `products="compiled"`, under its name with _compiled.
+with n-gram drafts, each beside Hugging Face's. Where the processor's bfloat16 is no quicker than float32, every job
+runs once more with `products="compiled"`, under its name with _compiled.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.wide_product import is_emulated
+from cacheprobe.ops.wide_product import wide_rows
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring
 from cacheprobe_benchmarks.speculation import ALONE, NUM_ALONE
@@ -28,8 +28,7 @@ from cacheprobe_benchmarks.speculation import NEW_TOKENS as NEW_TOKENS_ALONE
 from cacheprobe_benchmarks.workload import side_by_side
 
 NEW_TOKENS = 32
-PROMPTS = Path(__file__).parents[2] / "data" / "coin_flip_bench.jsonl"
-PROMPTS_ALONE = Path(__file__).parents[1] / "prompts" / "coin.jsonl"
+PROMPTS_ALONE = Path(__file__).parent / "prompts" / "coin.jsonl"
 SHAPE = dict(capacity=96, window=1, group=16, prefill_group=8, prefill_chunk=40)
 """The capacity holds the longest prompt and its answer; the rest matters to deterministic requests alone."""
 
@@ -41,18 +40,20 @@ JOBS: dict[str, dict[str, Any]] = {
 COMPILED = "_compiled"
 
 
+def coin_prompts() -> list[str]:
+    """Those of data/coin_flip_bench.jsonl, which a wheel does not have."""
+    return [example.prompt for example in cp.tasks.CoinFlip(people=4).examples(n=16, seed=0)]
+
+
 def run(rounds: int) -> dict[str, Any]:
     """Ratios of seconds, medians over rounds; lower is better, 1.0 is Hugging Face with nothing kept."""
-    for path in (PROMPTS, PROMPTS_ALONE):
-        if not path.exists():
-            raise ValueError(f"{path} is missing; run the benchmark from a checkout")
     torch.set_num_threads(2)
     hf, models = HuggingFace(), {"": cp.load_model("smollm2-135m", dtype="bfloat16")}
     model = models[""]
-    if is_emulated(model.dtype, model.device):
+    if wide_rows(model.dtype, model.device):
         models[COMPILED] = cp.load_model("smollm2-135m", dtype="bfloat16", products="compiled")
     jobs = [(name, end) for name in JOBS for end in models]
-    prompts = [example.prompt for example in cp.tasks.load_examples(PROMPTS)]
+    prompts = coin_prompts()
     ids = [list(model.encode(prompt)) for prompt in prompts]
     alone = [list(model.encode(one["prompt"])) for one in _lines(PROMPTS_ALONE)[:NUM_ALONE]]
     ratios, seconds = defaultdict(list), defaultdict(list)

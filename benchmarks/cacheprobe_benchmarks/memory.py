@@ -15,15 +15,13 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.main_job import NEW_TOKENS, PROMPTS, SHAPE
+from cacheprobe_benchmarks.main_job import NEW_TOKENS, SHAPE, coin_prompts
 
 MEGABYTE = 10**6
 
 
 def run(rounds: int) -> dict[str, Any]:
     """beyond_model_mb: peak less model; trace_mb: states in the trace; beyond_trace_mb: the difference of the two."""
-    if not PROMPTS.exists():
-        raise ValueError(f"{PROMPTS} is missing; run the benchmark from a checkout")
     taken: list[dict[str, float]] = []
     command = [sys.executable, "-c", "from cacheprobe_benchmarks.memory import child; child()"]
     with measuring(rounds) as bar:
@@ -46,7 +44,7 @@ def run(rounds: int) -> dict[str, Any]:
 def child() -> None:
     """Print, as JSON, what the main job with S, T, C and Z took; everything in megabytes."""
     torch.set_num_threads(1)  # a second one takes no memory to speak of
-    prompts = [example.prompt for example in cp.tasks.load_examples(PROMPTS)]
+    prompts = coin_prompts()
     model = cp.load_model("smollm2-135m", dtype="bfloat16")
     with open("/proc/self/clear_refs", "w") as file:  # the peak is counted from here: loading a model has its own
         file.write("5")

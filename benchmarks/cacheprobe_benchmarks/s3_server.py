@@ -1,4 +1,7 @@
-"""A local S3 server of a package (rclone's), and a gate before it that refuses requests as a tired server does."""
+"""A local S3 server of a package (rclone's), and a gate before it.
+
+The gate refuses requests as a tired server does, and heeds If-None-Match, as S3 does since 2024 and rclone does not.
+"""
 
 import http.client
 import os
@@ -17,11 +20,15 @@ BUCKET = "sweeps"
 
 
 @contextmanager
-def s3_server(folder: Path, *, fail_each: int = 0) -> Iterator[tuple[dict[str, str], Callable[[], dict[str, int]]]]:
+def s3_server(
+    folder: Path, *, fail_each: int = 0, is_conditional: bool = True
+) -> Iterator[tuple[dict[str, str], Callable[[], dict[str, int]]]]:
     """Serve `folder`/sweeps as the bucket "sweeps"; yields the environment that makes an S3 client find it, and a count
     of requests that were asked and refused.
 
-    fail_each: the gate answers every so many requests with 503 Slow Down; 0 for never.
+    fail_each: the gate answers every so many requests with 503 Slow Down, every other one of them after it was done; 0
+    for never.  is_conditional: whether a put
+    with If-None-Match: * is answered with 412 where there is such an object.
     Raises: ValueError where rclone is not installed, RuntimeError where it does not start.
     """
     beside = Path(sys.executable).parent / "rclone"
@@ -36,25 +43,29 @@ def s3_server(folder: Path, *, fail_each: int = 0) -> Iterator[tuple[dict[str, s
     server = subprocess.Popen(command, stdout=said, stderr=said)
     try:
         _wait_for(port, server, folder / "server.log")
-        with _gate(port, fail_each) as (entrance, count):
-            env = {
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{entrance}",
-                "AWS_ALLOW_HTTP": "true",
-                "AWS_SKIP_SIGNATURE": "true",
-                "AWS_REGION": "us-east-1",
-                "AWS_ACCESS_KEY_ID": "none",
-                "AWS_SECRET_ACCESS_KEY": "none",
-            }
-            yield env, count
+        with _gate(port, fail_each, is_conditional) as (entrance, count):
+            yield environment(entrance), count
     finally:
         server.kill()
         server.wait()
         said.close()
 
 
+def environment(port: int) -> dict[str, str]:
+    """What makes an S3 client ask this port."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_SKIP_SIGNATURE": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "none",
+        "AWS_SECRET_ACCESS_KEY": "none",
+    }
+
+
 @contextmanager
-def _gate(behind: int, fail_each: int) -> Iterator[tuple[int, Callable[[], dict[str, int]]]]:
-    lock, counts = threading.Lock(), {"asked": 0, "refused": 0}
+def _gate(behind: int, fail_each: int, is_conditional: bool) -> Iterator[tuple[int, Callable[[], dict[str, int]]]]:
+    lock, putting, counts = threading.Lock(), threading.Lock(), {"asked": 0, "refused": 0}
 
     class Gate(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -65,14 +76,32 @@ def _gate(behind: int, fail_each: int) -> Iterator[tuple[int, Callable[[], dict[
                 counts["asked"] += 1
                 is_refused = bool(fail_each) and counts["asked"] % fail_each == 0
                 counts["refused"] += is_refused
-            if is_refused:
-                return self._send(503, {}, b"<Error><Code>SlowDown</Code></Error>")
+                is_done = not is_refused or counts["refused"] % 2 == 0
+            said = self._heed(body) if is_done else None
+            if said is None or is_refused:  # every other time it was done all the same: an answer can be lost
+                said = 503, {}, b"<Error><Code>SlowDown</Code></Error>"
+            self._send(*said)
+
+        def _heed(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+            """The server's answer; a put on a condition is one step for all who ask."""
+            if not (is_conditional and self.command == "PUT" and self.headers.get("If-None-Match") == "*"):
+                return self._ask(self.command, body)
+            with putting:
+                if self._ask("HEAD", b"")[0] == 200:
+                    return 412, {}, b"<Error><Code>PreconditionFailed</Code></Error>"
+                return self._ask("PUT", body)
+
+        def _ask(self, command: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+            """What the server behind answers."""
             there = http.client.HTTPConnection("127.0.0.1", behind, timeout=60)
-            headers = {k: v for k, v in self.headers.items() if k.lower() not in ("connection", "expect")}
-            there.request(self.command, self.path, body or None, headers)
+            left = ("connection", "expect") if command == self.command else ("connection", "expect", "content-length")
+            there.request(
+                command, self.path, body or None, {k: v for k, v in self.headers.items() if k.lower() not in left}
+            )
             reply = there.getresponse()
-            self._send(reply.status, dict(reply.getheaders()), reply.read())
+            said = reply.status, dict(reply.getheaders()), reply.read()
             there.close()
+            return said
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
 

@@ -19,7 +19,7 @@ from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring
 from cacheprobe_benchmarks.workload import side_by_side, timed
 
-PROMPTS = Path(__file__).parents[1] / "prompts"
+PROMPTS = Path(__file__).parent / "prompts"
 NEW_TOKENS = 48
 NUM_ALONE = 4
 """Prompts that run one by one."""

@@ -16,17 +16,15 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.main_job import NEW_TOKENS, PROMPTS, SHAPE
+from cacheprobe_benchmarks.main_job import NEW_TOKENS, SHAPE, coin_prompts
 
 READ, OPENS = ("S", 15), 5
 
 
 def run(rounds: int) -> dict[str, Any]:
     """raw_over_save: seconds of the raw write over those of the save, 1.0 is as fast; first_read_ms."""
-    if not PROMPTS.exists():
-        raise ValueError(f"{PROMPTS} is missing; run the benchmark from a checkout")
     torch.set_num_threads(1)  # files are written by one
-    prompts = [example.prompt for example in cp.tasks.load_examples(PROMPTS)]
+    prompts = coin_prompts()
     model = cp.load_model("smollm2-135m", dtype="bfloat16")
     sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=NEW_TOKENS)
     trace = cp.run(model, prompts, sampling=sampling, progress=False, **SHAPE)

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.cache.hidden_parts import HiddenParts
 from cacheprobe.cache.ledger import CacheIntegrityError, Ledger
 
 _SPAN_STEP = 32
@@ -50,6 +51,8 @@ class KVCache:
         """How many of a row's positions are prompt, for models that read a prompt in another way than they write."""
         self.hidden = torch.zeros(rows, capacity, dtype=torch.bool)
         """Slots that no later token attends to: cache surgery hides them."""
+        self.hidden_parts = HiddenParts(capacity)
+        """The same in some layers or heads alone."""
         self.ledger = Ledger(rows, capacity)
         self._taken = [False] * rows
         self._staged: tuple[Tensor, Tensor, slice | Tensor] | None = None
@@ -120,6 +123,7 @@ class KVCache:
         """Store new keys and values at the staged positions; returns the rows' whole span, [b, h, s, d] each."""
         if self._staged is None:
             raise CacheIntegrityError(f"layer {layer} wrote to the cache without a staged position")
+        self.hidden_parts.enter(layer)
         positions, row_index, rows = self._staged
         keys, values = self.keys[layer], self.values[layer]
         if k.shape[0] != positions.shape[0] or k.shape[2] != positions.shape[1]:
@@ -149,6 +153,7 @@ class KVCache:
 
     def unstage(self) -> None:
         self._staged = None
+        self.hidden_parts.leave()
 
     def extend(self, row: int, start: int, end: int, provenance: str) -> None:
         """Slots start..end-1 hold real tokens now. They may rewrite used slots, and may not leave a hole."""
@@ -165,6 +170,7 @@ class KVCache:
             raise CacheIntegrityError(f"cannot truncate cache row {row} of length {int(self.lengths[row])} to {length}")
         self.ledger.mark(row, length, int(self.lengths[row]), "free")
         self.hidden[row, length:] = False
+        self.hidden_parts.truncate(row, length)
         self.lengths[row] = length
 
     def scrub(self, row: int, start: int) -> None:
@@ -192,6 +198,18 @@ class KVCache:
             hidden |= gone[:, None] & (slots != positions[..., None])
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
         return mask[:, None].to(device)
+
+    def mask_by_layer(self, mask: Tensor, num_heads: int) -> Tensor:
+        """The mask, [b, 1, t, s], made [b, num_heads, t, s] and set anew by each layer's write where parts are hidden.
+
+        Raises: ValueError where layers are on several devices, which would each take a copy.
+        """
+        rows = [row for row, _ in self._staged_places]
+        if self._staged is None or not self.hidden_parts.concern(rows):
+            return mask
+        if len({held.device for held in self.keys}) > 1:
+            raise ValueError("rows masked in some layers or heads need a model on one device; hide them in all layers")
+        return self.hidden_parts.follow(mask, rows, num_heads)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless lengths and ledger agree, free rows are empty and every slot is finite."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cacheprobe.cache.hidden_parts import Place
 from cacheprobe.cache.kv import KVCache
 
 EDITED = "edited"
@@ -32,13 +33,16 @@ class CacheRows:
     """Of each position, as in the ledger; "edited" where anything was changed."""
     hidden: frozenset[int] = frozenset()
     """Positions that no later token attends to."""
+    hidden_parts: frozenset[Place] = field(default=frozenset(), repr=False)
+    """(layer, head, position) that no later token attends to there."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def digest(self) -> str:
         """SHA-256 over tokens, keys, values and what is hidden."""
-        digest = hashlib.sha256(repr((self.token_ids, sorted(self.hidden))).encode())
+        said = (self.token_ids, sorted(self.hidden), *([sorted(self.hidden_parts)] if self.hidden_parts else []))
+        digest = hashlib.sha256(repr(said).encode())
         for held in (*self.keys, *self.values):
             digest.update(f"{held.dtype} {tuple(held.shape)}".encode())
             digest.update(held.contiguous().view(torch.uint8).cpu().numpy().tobytes())
@@ -50,7 +54,8 @@ class CacheRows:
             raise ValueError(f"rows of {len(self)} positions cannot be cut to {length}; give 1 to {len(self)}")
         keys, values = (tuple(held[:, :length] for held in part) for part in (self.keys, self.values))
         hidden = frozenset(p for p in self.hidden if p < length)
-        return CacheRows(self.token_ids[:length], keys, values, self.provenance[:length], hidden)
+        parts = frozenset(place for place in self.hidden_parts if place[2] < length)
+        return CacheRows(self.token_ids[:length], keys, values, self.provenance[:length], hidden, parts)
 
     def edited(
         self,
@@ -91,7 +96,7 @@ class CacheRows:
         """
         _require_alike(self, donor)
         where = list(_numbers(positions, len(self), "position"))
-        chosen = list(range(self.keys[0].shape[0]) if heads is None else _numbers(heads, self.keys[0].shape[0], "head"))
+        chosen = list(self._heads(0, heads))
 
         def taken(layer: int, part: str, old: Tensor) -> Tensor:
             source = donor.keys if part == "K" else donor.values
@@ -99,20 +104,37 @@ class CacheRows:
 
         return self._with(taken, where, layers, heads, parts)
 
-    def masked(self, positions: "int | Iterable[int]", *, layers: Any = None, heads: Any = None) -> "CacheRows":
-        """No later token attends to these positions, in any layer or head: the mask is one for all of them.
+    def masked(
+        self,
+        positions: "int | Iterable[int]",
+        *,
+        layers: "int | Iterable[int] | None" = None,
+        heads: "int | Iterable[int] | None" = None,
+    ) -> "CacheRows":
+        """No later token attends to these positions, in these layers and heads.
 
-        Raises: ValueError for a position that there is not, and where layers or heads are given: a forward takes one
-        mask for all of its layers and heads.
+        layers, heads: None for all; heads are those of keys and values: all queries that share one are cut off.
+        Twin: tests.test_masked_parts: attention patterns cut by hooks in a whole forward without a cache.
+        Raises: ValueError for a place that there is not.
         """
-        if layers is not None or heads is not None:
-            raise ValueError(
-                "masked() hides positions in all layers and heads, since a forward takes one mask for all of them; for "
-                "some of them use edited(torch.zeros_like, positions, layers=, heads=, parts='V'), which takes away "
-                "what the rows give, though not the weight that attention puts on them"
-            )
         where = _numbers(positions, len(self), "position")
-        return replace(self, hidden=self.hidden | set(where), provenance=_marked(self.provenance, where))
+        provenance = _marked(self.provenance, where)
+        if layers is None and heads is None:
+            return replace(self, hidden=self.hidden | set(where), provenance=provenance)
+        parts = {
+            (layer, head, position)
+            for layer in self._layers(layers)
+            for head in self._heads(layer, heads)
+            for position in where
+        }
+        return replace(self, hidden_parts=self.hidden_parts | parts, provenance=provenance)
+
+    def _layers(self, layers: "int | Iterable[int] | None") -> Iterable[int]:
+        return range(len(self.keys)) if layers is None else _numbers(layers, len(self.keys), "layer")
+
+    def _heads(self, layer: int, heads: "int | Iterable[int] | None") -> Iterable[int]:
+        count = self.keys[layer].shape[0]
+        return range(count) if heads is None else _numbers(heads, count, "head")
 
     def _with(
         self, change: Callable[[int, str, Tensor], Tensor], positions: Any, layers: Any, heads: Any, parts: str
@@ -120,11 +142,9 @@ class CacheRows:
         if not parts or set(parts) - set("KV"):
             raise ValueError(f"unknown parts {parts!r}; give K, V or KV")
         where = _numbers(positions, len(self), "position")
-        chosen = range(len(self.keys)) if layers is None else _numbers(layers, len(self.keys), "layer")
         held = {"K": list(self.keys), "V": list(self.values)}
-        for layer in chosen:
-            num_heads = self.keys[layer].shape[0]
-            index = torch.tensor(list(range(num_heads) if heads is None else _numbers(heads, num_heads, "head")))
+        for layer in self._layers(layers):
+            index = torch.tensor(list(self._heads(layer, heads)))
             for part in parts:
                 tensor = held[part][layer].clone()
                 place = (index[:, None], torch.tensor(where)[None])
@@ -152,7 +172,8 @@ def take_rows(cache: KVCache, row: int, token_ids: Iterable[int]) -> CacheRows:
         tuple(held[row, :, : len(token_ids)].clone() for held in part) for part in (cache.keys, cache.values)
     )
     hidden = frozenset(cache.hidden[row, : len(token_ids)].nonzero().flatten().tolist())
-    return CacheRows(token_ids, keys, values, tuple(cache.ledger.names(row, len(token_ids))), hidden)
+    parts = cache.hidden_parts.of(row, len(token_ids))
+    return CacheRows(token_ids, keys, values, tuple(cache.ledger.names(row, len(token_ids))), hidden, parts)
 
 
 def put_rows(rows: CacheRows, cache: KVCache, row: int) -> None:
@@ -166,6 +187,7 @@ def put_rows(rows: CacheRows, cache: KVCache, row: int) -> None:
             target[row, :, : len(rows)] = source
     cache.hidden[row] = False
     cache.hidden[row, sorted(rows.hidden)] = True
+    cache.hidden_parts.put(row, rows.hidden_parts, [held.shape[0] for held in rows.keys])
 
 
 def require_fit(rows: CacheRows, cache: KVCache) -> None:

@@ -24,7 +24,7 @@ from cacheprobe.models.hf_cache import ShapeProbe, staged
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.names import ROTATED, hook_name, resid_pre_name
 from cacheprobe.ops.compiled.readout import Compiled
-from cacheprobe.ops.wide_product import WIDE_ROWS, is_emulated, wide_product
+from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 
 class BridgeLM:
@@ -208,10 +208,11 @@ class BridgeLM:
 
         Twin: read_out_with_gradients, equal but where many rows are widened: to one unit in the last place there.
         """
-        if not is_emulated(self.dtype, self.device):
+        from_rows = wide_rows(self.dtype, self.device)
+        if from_rows is None:
             return self.read_out_with_gradients(states)
         _, weight, bias, finish = self.output_parts()
-        return finish(wide_product(self.bridge.ln_final(states[None]), weight, bias))[0]
+        return finish(wide_product(self.bridge.ln_final(states[None]), weight, bias, from_rows))[0]
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
         """See CachedLM.read_out_with_gradients."""
@@ -229,7 +230,7 @@ class BridgeLM:
             "compatibility_mode": bool(getattr(self.bridge, "compatibility_mode", False)),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": ", ".join(dict.fromkeys(map(str, self.layer_devices))),
-            "readings_in_float32": f"from {WIDE_ROWS} rows" if is_emulated(self.dtype, self.device) else "never",
+            "readings_in_float32": widening(wide_rows(self.dtype, self.device)),
             **({"readings_compiled": self.compiled.readout.digest} if self.compiled else {}),
             "transformer_lens": getattr(transformer_lens, "__version__", "unknown"),
             **platform_facts(),

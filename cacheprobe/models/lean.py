@@ -87,13 +87,13 @@ class LeanForward:
         stream = self.model.model.embed_tokens(token_ids)
         turn = _turn(*self.model.model.rotary_emb(stream, position_ids=position_ids))
         if num_layers == 0:
-            _tell(listeners, "pre", 0, stream)
+            tell(listeners, "pre", 0, stream)
             return stream
         for layer, block in enumerate(self.blocks[:num_layers]):
-            _tell(listeners, "pre", layer, stream)
+            tell(listeners, "pre", layer, stream)
             mask = masks if isinstance(masks, Tensor) else masks[block.kind]
             stream = self._block(layer, block, stream, cache, turn, mask, listeners)
-            _tell(listeners, "S", layer, stream)
+            tell(listeners, "S", layer, stream)
         if num_layers is not None:
             return stream
         last = _rms_norm(stream, self.norm)
@@ -121,11 +121,11 @@ class LeanForward:
         q, k = both.split((q.shape[2], k.shape[2]), 2)
         keys, values = cache.write(layer, k.transpose(1, 2), v.transpose(1, 2))
         attended = product(self._attended(q.transpose(1, 2), keys, values, mask), *block.o)
-        _tell(listeners, "T", layer, attended)
+        tell(listeners, "T", layer, attended)
         stream = stream + attended
         read = _rms_norm(stream, block.before_mlp)
         written = product(block.activation(product(read, *block.gate)) * product(read, *block.up), *block.down)
-        _tell(listeners, "C", layer, written)
+        tell(listeners, "C", layer, written)
         return stream + written
 
     def _attended(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -144,7 +144,8 @@ class LeanForward:
         return out.transpose(1, 2).reshape(shape[0], shape[2], -1)
 
 
-def _tell(listeners: Listeners, site: str, layer: int, value: Tensor) -> None:
+def tell(listeners: Listeners, site: str, layer: int, value: Tensor) -> None:
+    """Every listener of that place hears the value."""
     for hear in listeners.get((site, layer), ()):
         hear(value)
 

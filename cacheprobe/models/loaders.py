@@ -49,7 +49,7 @@ def load_model(
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. It is merged into the
         float32 weights, which are then converted to `dtype`; `weights_note` says so.
     products: "compiled" lets a C++ compiler of this machine make the products of few rows and the statistics of Z, for
-        bfloat16 on a CPU that only emulates it: it is quicker, other bits come out, and the fingerprint tells.
+        bfloat16 on a CPU where that is no quicker than float32: it is, other bits come out, and the fingerprint tells.
     Raises: ModelError for what cannot be loaded, wrapped, or rolled back, for an adapter of another model, and for a
     device that is not here.
     """
@@ -103,19 +103,25 @@ def load_model(
     return wrapped
 
 
-def _compiled(model: CachedLM) -> Any:
+def require_compilable(name: str, dtype: Any, device: Any) -> None:
+    """Raises: ModelError where products="compiled" would gain nothing."""
     import torch
 
+    from cacheprobe.ops.wide_product import wide_rows
+
+    if dtype != torch.bfloat16 or not wide_rows(dtype, device):
+        raise ModelError(
+            f'{name}: products="compiled" is for bfloat16 on a CPU where it is no quicker than float32, not for '
+            f"{str(dtype).removeprefix('torch.')} on {device} here; leave it out: torch's own are quicker"
+        )
+
+
+def _compiled(model: CachedLM) -> Any:
     from cacheprobe.models.smollm2 import cache_directory
     from cacheprobe.ops.compiled.build import CompilerError
     from cacheprobe.ops.compiled.readout import compiled
-    from cacheprobe.ops.wide_product import is_emulated
 
-    if model.dtype != torch.bfloat16 or not is_emulated(model.dtype, model.device):
-        raise ModelError(
-            f'{model.name}: products="compiled" is for bfloat16 on a CPU that has no instructions for it, not for '
-            f"{str(model.dtype).removeprefix('torch.')} on {model.device} here; leave it out: torch's own are quicker"
-        )
+    require_compilable(model.name, model.dtype, model.device)
     try:
         return compiled(cache_directory() / "compiled")
     except CompilerError as error:

@@ -18,16 +18,19 @@ def attention_masks(
 ) -> Tensor | dict[str, Tensor]:
     """What to pass as `attention_mask`, additive, [b, 1, t, s] each, for new tokens at `positions`.
 
+    [b, h, t, s] where cache surgery hides something in some layers or heads alone.
+
     Plain causal; one windowed mask where every layer slides (Mistral); a mask for each kind of layer where the config
     lists them in `layer_types` (Qwen2, Qwen3, Gemma2, Gemma3). Hugging Face takes 4-D masks as they are and adds no
     window of its own, so the plain mask would be silently wrong beyond the window.
     Twin: transformers' own masks in an uncached forward; models.checks compares the logits at load.
     """
-    full = cache.mask(positions, dtype, device)
+    heads = int(config.num_attention_heads)
+    full = cache.mask_by_layer(cache.mask(positions, dtype, device), heads)
     window = sliding_window(config)
     if window is None:
         return full
-    sliding = cache.mask(positions, dtype, device, window)
+    sliding = cache.mask_by_layer(cache.mask(positions, dtype, device, window), heads)
     if getattr(config, "layer_types", None):
         return {"full_attention": full, "sliding_attention": sliding}
     return sliding

@@ -1,8 +1,9 @@
 """Which of a model's two forms runs: the bridge, where hooks may edit, or its faster twin, where nothing does."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -42,9 +43,7 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
     """
     if path not in PATHS:
         raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}")
-    from cacheprobe.models.bridge import BridgeLM
-
-    if not isinstance(model, BridgeLM):
+    if not _is_bridge(model):
         return model, f"{type(model).__name__}: as given"
     if path == "bridge":
         return model, "bridge: as asked"
@@ -63,6 +62,12 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
     if path == "twin":
         raise ModelError(f"{model.name} cannot run on its twin: {reason}; use path='auto' or 'bridge'")
     return model, f"bridge: {reason}"
+
+
+def _is_bridge(model: CachedLM) -> "TypeGuard[BridgeLM]":
+    """Without loading what takes seconds: whoever made a BridgeLM has done that."""
+    loaded = sys.modules.get("cacheprobe.models.bridge")
+    return loaded is not None and isinstance(model, loaded.BridgeLM)
 
 
 def user_hooks(bridge: Any) -> Iterator[str]:

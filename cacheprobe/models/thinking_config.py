@@ -14,6 +14,23 @@ class ThinkingConfig:
     """Shapes and choices. What the paper says is the default; what it leaves open is a field with our choice.
 
     Source: Thinking States (arXiv 2602.08332), section 3 and appendix A.1.
+
+    Choices where the sources are silent or disagree, one a line; those that are fields are said again beside them:
+
+    - L_in: S is added to what leaves block 0, before block 1 (`l_in`); as it is, without norm, gate or scale.
+    - L_out: H is the residual stream that leaves the last block but one (`l_out`), before any norm.
+    - c: 4 tokens, shorter than an operation of the coin; the paper's for its state tasks is not public.
+    - T sees the c rows of its own chunk, and nothing of chunks before.
+    - T has no start token: its first token is predicted at the last row of H.
+    - T's unembedding is its own, and tied to nothing; its embedding, and C's, are the backbone's.
+    - T decodes greedily, the lowest id of equals, never a pad; what was cut at `max_thought` is compressed as it is.
+    - T and C have the backbone's kind of positions, counted from 0, and no attention window.
+    - C attends both ways (`compression_is_causal`).
+    - C's pads stand in front, and nobody attends to them; of longer thoughts the first tokens act by attention alone.
+    - S of the last chunk is added to the first c positions of the answer, in training and after it, and nothing beyond.
+    - A prompt's last chunk that is not whole writes no thought; text is padded in front to whole chunks.
+    - L_LM is over the answer and its end alone; both losses are sums over tokens, divided by the number of texts.
+    - Backbone, T and C are trained together, from GPT-2's random weights; gold thoughts carry no noise.
     """
 
     d_vocab: int

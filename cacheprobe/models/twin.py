@@ -22,16 +22,19 @@ from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.hf_cache import staged
 from cacheprobe.models.lean import LeanForward, Product
+from cacheprobe.models.lean_gpt import LeanGPT
 from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
 from cacheprobe.models.twin_heads import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
 from cacheprobe.ops.compiled.product import COMPILED_ROWS
-from cacheprobe.ops.wide_product import WIDE_ROWS, is_emulated, wide_product
+from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
 """Read by transformers in every forward: 1 gives grouped keys and values to the fused attention as they are, 0 copies
 them for every query head; but with one slot a row, 0 packs the queries instead, which is five times faster."""
 
+LEAN = (LeanForward, LeanGPT)
+"""Forwards without modules, each of some families."""
 Place = tuple[nn.Module, str]
 """A module of the plain model, and whether its input or its output is read."""
 
@@ -54,13 +57,13 @@ class TwinLM:
         self.model: Any = empty_model(bridge.original_model)
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = self._all_places()
-        self._is_widened = is_emulated(self.dtype, self.device)
-        plain = wide_product if self._is_widened else linear
+        self._wide_rows = wide_rows(self.dtype, self.device)
+        plain = partial(wide_product, from_rows=self._wide_rows) if self._wide_rows else linear
         self._product: Product = origin.compiled.product if origin.compiled else plain
         if self._product is not linear:
             self._replace_products()
-        self._may_be_lean = lean and LeanForward.takes(self.model)
-        self._lean: LeanForward | None = None
+        self._lean_kind = next((kind for kind in LEAN if lean and kind.takes(self.model)), None)
+        self._lean: LeanForward | LeanGPT | None = None
         self._modules = list(self.model.modules())
         self._listeners: dict[tuple[str, int], list[Callable[[Tensor], object]]] = {}
 
@@ -117,9 +120,9 @@ class TwinLM:
         if not self.weights.is_current:
             self.weights.bind()
             self._lean = None
-        if self._may_be_lean and self._nothing_acts:
+        if self._lean_kind and self._nothing_acts and not cache.hidden_parts.concern(rows):
             if self._lean is None:
-                self._lean = LeanForward(self.model, self._product)
+                self._lean = self._lean_kind(self.model, self._product)
             with staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx) as inputs:
                 where = inputs["position_ids"], inputs["attention_mask"]
                 return self._lean(token_ids.to(self.device), cache, *where, self._listeners, num_layers, logit_slots)
@@ -208,14 +211,13 @@ class TwinLM:
         """The bridge's, with what differs: the path, and the attention in use."""
         attention = self.model.config._attn_implementation
         forced = "beyond one slot" if self._may_force_gqa else "never"
-        widened = f"from {WIDE_ROWS} rows" if self._is_widened else "never"
         compiled = self.origin.compiled
         return {
             **self.origin.fingerprint(),
             "path": "twin",
             "attention": attention,
             "sdpa_force_gqa": forced,
-            "products_in_float32": widened,
+            "products_in_float32": widening(self._wide_rows),
             **({"products_compiled": f"below {COMPILED_ROWS} rows, {compiled.product.digest}"} if compiled else {}),
         }
 

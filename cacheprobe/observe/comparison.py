@@ -15,7 +15,8 @@ class RequestDifference:
 
     request_id: int
     what: str
-    """"equal", "tokens", "log-probabilities", "prompt" (another was asked), or "missing" (in one run alone)."""
+    """"equal", "tokens", "log-probabilities", "tokens alone" (they are equal; a run recorded no log-probabilities),
+    "prompt" (another was asked), or "missing" (in one run alone)."""
     place: int | None = None
     """Of the first token that differs, or whose log-probability does; 0 is the first generated one."""
 
@@ -41,6 +42,9 @@ def compare_requests(
             found.append(RequestDifference(request_id, "tokens", place))
         else:
             pair = [held.get(request_id, []) for held in logprobs]
+            if a["committed_token_ids"] and not all(pair):
+                found.append(RequestDifference(request_id, "tokens alone"))
+                continue
             place = first_difference(*pair)
             found.append(RequestDifference(request_id, "equal" if place is None else "log-probabilities", place))
     return found

@@ -31,9 +31,10 @@ class Cell:
         return hashlib.sha256(canonical(self.to_json()).encode()).hexdigest()[:20]
 
     @property
-    def model_key(self) -> tuple[str, str, str | None]:
-        """Cells of one key can be run with one loaded model."""
-        return self.axes["model"], self.axes["dtype"], self.axes["adapter"]
+    def model_key(self) -> tuple[str, str, str | None, str, str]:
+        """Name, dtype, adapter, products and device: cells of one key can be run with one loaded model."""
+        axes = self.axes
+        return axes["model"], axes["dtype"], axes["adapter"], axes["products"], self.run["device"]
 
     def to_json(self) -> dict[str, Any]:
         return {"axes": dict(self.axes), "run": dict(self.run), "origin": dict(self.origin)}

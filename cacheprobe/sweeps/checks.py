@@ -41,6 +41,7 @@ def complaint(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> s
         resolve_layers(run.layers, facts.n_layers)
         CaptureConfig(run.capture)
         _check_model(facts, axes)
+        _check_products(axes, run, facts.thinking is not None)
         _check_parts(facts, axes)
         for tokens in prompts_of(axes, run, held):
             needed = config.rows_needed(tokens, run.max_new_tokens)
@@ -61,6 +62,23 @@ def _check_model(facts: ModelFacts, axes: dict[str, Any]) -> None:
     chunk, window = facts.thinking.chunk, axes["window"]
     if facts.thinking.thinks and facts.thinking.think_while_decoding and window % chunk:
         raise ValueError(f"{facts.name} thinks in chunks of {chunk} tokens, which do not divide a window of {window}")
+
+
+def _check_products(axes: dict[str, Any], run: RunSettings, is_thinking: bool) -> None:
+    if axes["products"] == "torch":
+        return
+    if is_thinking:
+        raise ValueError(f"{axes['model']} is a Thinking States model, whose products are torch's; leave out products")
+    import torch
+
+    from cacheprobe.models.loaders import require_compilable
+    from cacheprobe.ops.compiled.build import CompilerError, compiler
+
+    require_compilable(axes["model"], getattr(torch, axes["dtype"]), torch.device(run.device))
+    try:
+        compiler()
+    except CompilerError as error:
+        raise ValueError(str(error)) from error
 
 
 def _check_parts(facts: ModelFacts, axes: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cacheprobe.models.devices import checked_device
 from cacheprobe.registry import find
 from cacheprobe.sweeps.board import Board
 from cacheprobe.sweeps.events import Event, EventLog
@@ -78,6 +79,7 @@ def sweep(
     backend: str = "serial",
     address: str | None = None,
     workers: int | None = None,
+    alone: bool = False,
     progress: bool = True,
 ) -> SweepReport:
     """Run every cell of a sweep that is not committed yet, and commit each as a shard.
@@ -85,6 +87,7 @@ def sweep(
     config: the YAML file of a sweep, or what it would hold.  out: folder or fsspec address, where the file says none or
         another is wanted.
     backend: "serial", "processes" or "ray".  address: of a Ray cluster.  workers: instead of the file's.
+    alone: nothing else writes to this object store, which the caller knows, so no lease is asked for.
     All cells are checked before any runs. A cell that fails is reported and the others go on; Ctrl-C ends the sweep
     with a report, and what was committed stays.
     Returns what came of it; `load_sweep` opens the results.
@@ -97,9 +100,13 @@ def sweep(
     run_cells = find("sweeps.backends", backend)
     if address is not None and backend != "ray":
         raise ValueError(f"an address is that of a Ray cluster; the backend is {backend}")
+    if backend == "ray" and config.run.device != "cpu" and not config.resources.num_gpus:
+        raise ValueError(f"run.device is {config.run.device}, and Ray gives no GPU; set resources.num_gpus: 1")
+    if backend != "ray":  # Ray's nodes may have what this machine has not
+        checked_device(config.run.device)
     plan, resources = make_plan(config), config.resources
     store = SweepStore(url)
-    with only_sweep(store):
+    with only_sweep(store, alone=alone):
         store.clean()
         there = store.committed()
         missing = {digest: cell for digest, cell in plan.cells.items() if digest not in there}
@@ -108,6 +115,7 @@ def sweep(
         shared = (resources.threads, resources.num_cpus, resources.num_gpus, resources.retries, address)
         job = Job(store.url if not store.is_local else store.root, workers or resources.workers, *shared)
         report = _run(run_cells, plan, missing, store, job, backend, progress)
+        store.clean()
         refresh(store)
     return report
 

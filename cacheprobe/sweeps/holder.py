@@ -83,8 +83,8 @@ class Holder:
 
         began = time.perf_counter()
         self._key = self._model = None  # the old one goes before the new one comes
-        name, dtype, adapter = cell.model_key
-        self._model = load_model(name, dtype=dtype, adapter=adapter, progress=False)
+        name, dtype, adapter, products, device = cell.model_key
+        self._model = load_model(name, dtype=dtype, device=device, adapter=adapter, products=products, progress=False)
         self._key = cell.model_key
         return time.perf_counter() - began
 

@@ -71,7 +71,8 @@ def _stored(store: SweepStore) -> pa.Table:
     data = store.read(INDEX)
     if data is not None:
         try:
-            table = pq.read_table(io.BytesIO(data))
+            # in this thread alone: one of Arrow's that still holds our bytes when Python ends aborts the process
+            table = pq.ParquetFile(io.BytesIO(data), pre_buffer=False).read(use_threads=False)
             if table.schema.equals(SCHEMA):
                 return table
         except pa.ArrowInvalid:
@@ -89,11 +90,12 @@ def _rows(store: SweepStore, digests: Iterable[str]) -> pa.Table:
 
 
 def _row(manifest: dict[str, Any]) -> dict[str, Any]:
+    """An axis that a shard of an older version does not know is null."""
     about = manifest["meta"]["sweep"]
     cell = about["cell"]
     return {
         "digest": about["digest"],
-        **dict(zip(AXIS_COLUMNS, (cell["axes"][name] for name in AXES), strict=True)),
+        **dict(zip(AXIS_COLUMNS, (cell["axes"].get(name) for name in AXES), strict=True)),
         **about["facts"],
         "run": json.dumps(cell["run"], sort_keys=True),
         "version": cell["origin"]["version"],

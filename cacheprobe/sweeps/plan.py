@@ -54,10 +54,14 @@ def make_plan(config: SweepConfig) -> Plan:
 
 
 def _sources(axes: dict[str, Any]) -> dict[str, str]:
-    """Hashes of what a cell reads besides its settings."""
+    """Hashes of what a cell reads besides its settings, and of what this machine's compiler makes for it."""
     held = {"model": model_facts(axes["model"]).source}
     if (folder := lens_folder(axes["lens"])) is not None:
         held["lens"] = folder_digest(folder)
+    if axes["products"] == "compiled":
+        from cacheprobe.ops.compiled.build import library_digest
+
+        held["products"] = " ".join(library_digest(name) for name in ("product.cpp", "readout.cpp"))
     return held
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ _LAYERS = (
 class Sweep:
     """The committed cells of a sweep. Tables are read when asked for, states when a run is asked for them.
 
-    cells: one line a cell: digest; its axes (model, dtype, adapter, task, drafter, window_rows, lens, intervention,
-        seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the committed tokens,
-        accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and code that made it,
-        bytes.
+    cells: one line a cell: digest; its axes (model, dtype, adapter, products, task, drafter, window_rows, lens,
+        intervention, seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the
+        committed tokens, accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and
+        code that made it, bytes.
     layers: one line for each cell, layer and status: digest, axes, and the columns of `observe.measures.by_layer`.
     """
 
@@ -33,11 +34,12 @@ class Sweep:
         self.store, self.plan = store, plan
         planned = frozenset(plan["digests"])
         digests = index["digest"].to_pylist()
+        there = frozenset(digests)
         is_planned = [digest in planned for digest in digests]
         self.num_others = 0 if all_versions else len(digests) - sum(is_planned)
         """Shards of other plans or versions of the code, left out here."""
         self._index = index if all_versions else index.filter(pa.array(is_planned, pa.bool_()))
-        self.pending = tuple(digest for digest in plan["digests"] if digest not in set(digests))
+        self.pending = tuple(digest for digest in plan["digests"] if digest not in there)
         """Digests of cells that are planned and not committed."""
 
     def __repr__(self) -> str:
@@ -62,8 +64,8 @@ class Sweep:
         Files of shards are opened only where the question names their table.
         Raises: ValueError for SQL that DuckDB refuses, with what it says.
         """
-        duckdb = _duckdb()
-        with duckdb.connect() as held:
+        database = duckdb()
+        with database.connect() as held:
             held.register("cells_held", self._index)
             held.execute("create view cells as select * exclude (layers, tables) from cells_held")
             held.execute(f"create view layers as {_LAYERS}")
@@ -72,7 +74,7 @@ class Sweep:
                     if read := self._shard_table(name):
                         held.execute(f"create view {name} as {read}")
                 return held.execute(sql).df()
-            except duckdb.Error as error:
+            except database.Error as error:
                 raise ValueError(f"the query cannot be answered: {error}") from error
 
     def trace(self, digest: str) -> Any:
@@ -128,9 +130,9 @@ def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
     return Sweep(store, refresh(store), plan, all_versions)
 
 
-def _duckdb() -> Any:
+def duckdb() -> Any:
+    """The library. Raises: ValueError where it is not installed."""
     try:
-        import duckdb
+        return import_module("duckdb")
     except ModuleNotFoundError:
         raise ValueError("a query needs duckdb: pip install 'cacheprobe[sweep]'") from None
-    return duckdb

@@ -18,6 +18,7 @@ def _none(value: Any) -> Any:
 Text = Annotated[str, Field(min_length=1)]
 Maybe = Annotated[Text | None, BeforeValidator(_none)]
 DType = Literal["float32", "bfloat16", "float16"]
+Products = Literal["torch", "compiled"]
 Rows = Annotated[int, Field(ge=1)]
 
 
@@ -31,6 +32,7 @@ class Axes(_Strict):
     model: Text = "smollm2-135m"
     dtype: DType = "float32"
     adapter: Maybe = None
+    products: Products = "torch"
     task: Text = "coin_flip"
     drafter: Maybe = None
     window: Rows = 16
@@ -51,6 +53,7 @@ class Grid(_Strict):
     model: _many(Text) = ("smollm2-135m",)  # pyright: ignore[reportInvalidTypeForm]
     dtype: _many(DType) = ("float32",)  # pyright: ignore[reportInvalidTypeForm]
     adapter: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
+    products: _many(Products) = ("torch",)  # pyright: ignore[reportInvalidTypeForm]
     task: _many(Text) = ("coin_flip",)  # pyright: ignore[reportInvalidTypeForm]
     drafter: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
     window: _many(Rows) = (16,)  # pyright: ignore[reportInvalidTypeForm]
@@ -64,6 +67,8 @@ class RunSettings(_Strict):
 
     n: Rows = 8
     """Examples of the task in each cell."""
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    """cpu, cuda or cuda:1. An actor of Ray sees the GPUs that `resources.num_gpus` gives it, counted from 0."""
     max_new_tokens: Rows = 32
     capacity: Rows = 512
     group: Rows = 4
@@ -111,6 +116,12 @@ class SweepConfig(_Strict):
             raise ValueError("give either grid: (lists of values) or cells: (a list of combinations)")
         if self.cells is not None and not self.cells:
             raise ValueError("cells is empty; give at least one combination")
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_are_used(self) -> "SweepConfig":
+        if self.resources.num_gpus and self.run.device == "cpu":
+            raise ValueError("resources.num_gpus takes GPUs, and run.device is the CPU; write run: {device: cuda}")
         return self
 
 

@@ -5,7 +5,7 @@
       shards/<digest>/        one cell: a saved run; committed once its manifest.json is there
       index/                  what tables of cells are read from; made anew from the manifests where it is missing
       events/<id>.jsonl       what happened, by start of the sweep
-      logs/                   what the worker processes said (in folders)
+      lease/                  of an object store: who writes there now
 
 In a folder a shard is written beside its place, flushed to the disk, and the directory is renamed into its place. An
 object store has no such rename: the files are put one by one and the manifest last, and a shard without one does not
@@ -20,25 +20,15 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from cacheprobe.files import fsync
 from cacheprobe.observe.manifest import MANIFEST
+from cacheprobe.sweeps.clients import opened, put_new
 
 SHARDS, STAGING = "shards", ".staging"
 PLAN = "sweep.json"
-_CLIENTS = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
-}
-"""By protocol, fsspec's own client; where it is not installed, obstore takes its place."""
 
 
 class SweepStore:
@@ -46,8 +36,7 @@ class SweepStore:
 
     def __init__(self, url: "str | Path") -> None:
         self.url = str(url)
-        self.fs, self.root = _open(self.url)
-        self.is_local = "file" in _protocols(self.fs)
+        self.fs, self.root, self.is_local = opened(self.url)
 
     def __repr__(self) -> str:
         return f"SweepStore({self.url!r})"
@@ -66,6 +55,15 @@ class SweepStore:
         else:
             self.fs.pipe_file(self.path(name), data)
 
+    def create(self, name: str, data: bytes) -> bool:
+        """Put a file on the condition that there is none of its name, in one step where the store's client can do that.
+        False where there is one. Of object stores alone."""
+        try:
+            put_new(self.fs, self.path(name), data)
+        except FileExistsError:
+            return False
+        return True
+
     def read(self, name: str) -> bytes | None:
         """The bytes of a file; None where there is none."""
         try:
@@ -82,9 +80,9 @@ class SweepStore:
     def committed(self) -> frozenset[str]:
         """Digests of the shards that are there whole."""
         if self.is_local:
-            folder = Path(self.path(SHARDS))
-            found = (e.name for e in os.scandir(folder) if e.is_dir()) if folder.is_dir() else ()
-            return frozenset(name for name in found if (folder / name / MANIFEST).exists())
+            folder = self.path(SHARDS)
+            found = (e.name for e in os.scandir(folder) if e.is_dir()) if os.path.isdir(folder) else ()
+            return frozenset(name for name in found if os.path.exists(f"{folder}/{name}/{MANIFEST}"))
         self.fs.invalidate_cache()
         try:
             listed = self.fs.find(self.path(SHARDS))
@@ -156,29 +154,6 @@ class SweepStore:
         """Remove what killed workers left half written. Only whoever holds the lock may."""
         if self.is_local:
             shutil.rmtree(self.path(STAGING), ignore_errors=True)
-
-
-def _open(url: str) -> tuple[Any, str]:
-    import fsspec
-
-    protocol = url.partition("://")[0] if "://" in url else ""
-    client = _CLIENTS.get(protocol)
-    if client is not None and find_spec(client) is None:
-        if find_spec("obstore") is None:
-            raise ValueError(f"{url}: neither {client} nor obstore is installed; pip install 'cacheprobe[sweep]'")
-        from obstore.fsspec import FsspecStore, register
-
-        if not issubclass(fsspec.registry.get(protocol, object), FsspecStore):
-            register(protocol)
-    try:
-        # a client that is kept would not see that the environment names another server
-        return fsspec.core.url_to_fs(url, skip_instance_cache=True)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{url} cannot be opened: {error}") from error
-
-
-def _protocols(fs: Any) -> tuple[str, ...]:
-    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
 _held: list[Any] = []

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking_config import ThinkingConfig
-from cacheprobe.tasks import CoinFlip, Permutations, Task, Variables
+from cacheprobe.tasks import FORMATS, CoinFlip, Permutations, Task, Variables
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.thinking_states import ARMS
 
@@ -22,6 +22,7 @@ class Preset:
     variants: tuple[dict[str, Any], ...] = ({},)
     """Settings of the task, each trained on as often, so that no regularity of one is learned as the rule."""
     form: str = "restate"
+    """One of FORMATS: thoughts in every chunk, after operations alone ("state"), or on changes alone ("delta")."""
     reach: int = 6_000
     """Positions jump by up to this many between chunks in training; see `skipping_positions`. 0: they do not."""
     pool: int = 12_000
@@ -103,10 +104,15 @@ PRESETS: dict[str, dict[str, Preset]] = {
 }
 
 
-def preset_of(task: str, name: str) -> Preset:
-    """Raises: ModelError for a task or preset that is not there, naming those that are."""
+def preset_of(task: str, name: str, form: str | None = None) -> Preset:
+    """form: how thoughts are written, where it is not to be the preset's own.
+
+    Raises: ModelError for a task, preset or form that is not there, naming those that are.
+    """
     if task not in PRESETS:
         raise ModelError(f"no presets for task {task!r}; there are some for {', '.join(PRESETS)}")
     if name not in PRESETS[task]:
         raise ModelError(f"no preset {name!r} for {task}; choose one of {', '.join(PRESETS[task])}")
-    return PRESETS[task][name]
+    if form is not None and form not in FORMATS:
+        raise ModelError(f"unknown form {form!r} of thoughts; choose one of {', '.join(FORMATS)}")
+    return replace(PRESETS[task][name], form=form or PRESETS[task][name].form)

@@ -1,5 +1,6 @@
 """Train one arm of one preset from a seed, and say what it came to."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ class Trained:
     """Of this process, one thread: steps alone, data and checks apart."""
     cpu_seconds_to_99: float | None
     """Until 99 % of fresh texts of the trained lengths were wholly right, twice running; None if never."""
+    cpu_seconds_to_100: float | None = None
+    """Until all of them were, twice running."""
 
     def items(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> list[Annotated]:
         """Fresh texts of these numbers of operations, drawn uniformly. task: settings of the task to change."""
@@ -54,7 +57,7 @@ class Trained:
 def load_trained(folder: Path, preset: Preset, arm: str, seed: int) -> tuple[Trained, dict[str, Any]]:
     """A trained arm that `save_thinking` wrote, and its record."""
     record, lm = read_config(folder)["record"], load_thinking(folder)
-    seconds = record["cpu_seconds"], record["cpu_seconds_to_99"]
+    seconds = record["cpu_seconds"], record["cpu_seconds_to_99"], record.get("cpu_seconds_to_100")
     return Trained(lm.model, lm.tokenizer, preset, arm, seed, *seconds), record
 
 
@@ -64,10 +67,13 @@ def train(
     seed: int = 0,
     folder: Path | None = None,
     report: Callable[[Progress, float | None], None] = lambda progress, accuracy: None,
+    seconds: float = math.inf,
 ) -> Trained:
     """Train an arm. folder: for checkpoints, from which the same call goes on.
 
     report: called after every step, with the accuracy on fresh texts of the trained lengths where it was taken.
+    seconds: of the processor, after which no further step is begun; the schedule stays that of all steps.
+    Raises: ValueError where the folder holds a training of another arm or of other texts.
     """
     tokenizer = word_tokenizer(preset.vocabulary())
     model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
@@ -76,6 +82,13 @@ def train(
     pool = _annotated(preset, tokenizer, model.config, preset.pool, seed)
     fresh = _annotated(preset, tokenizer, model.config, CHECK_TEXTS, TEST_SEED + seed)
     loop = Loop(model, settings, folder)
+    of = {"arm": arm, "form": preset.form, "reach": reach, "config": model.config.to_json()}
+    held = loop.notes.setdefault("of", of)
+    if other := [name for name, value in of.items() if held[name] != value]:
+        raise ValueError(
+            f"{folder} holds a training with {other[0]} {held[other[0]]!r}, not {of[other[0]]!r}; give another "
+            "folder, or delete this one"
+        )
 
     def losses_of(step: int) -> dict[str, torch.Tensor]:
         draw = Random(f"{seed}/{step}")
@@ -88,11 +101,15 @@ def train(
         if progress.step % CHECK_EVERY == 0 or progress.step == settings.steps:
             with torch.inference_mode():
                 accuracy = sum(follows_gold(model, fresh, arm)) / len(fresh)
-            loop.notes["good"] = loop.notes.get("good", 0) + 1 if accuracy >= 0.99 else 0
-            if loop.notes["good"] == 2:
-                loop.notes.setdefault("to_99", progress.cpu_seconds)
+            for good, least, to in (("good", 0.99, "to_99"), ("perfect", 1.0, "to_100")):
+                loop.notes[good] = loop.notes.get(good, 0) + 1 if accuracy >= least else 0
+                if loop.notes[good] == 2:
+                    loop.notes.setdefault(to, progress.cpu_seconds)
         report(progress, accuracy)
-    return Trained(model.eval(), tokenizer, preset, arm, seed, loop.cpu_seconds, loop.notes.get("to_99"))
+        if progress.cpu_seconds >= seconds:
+            break
+    to_99, to_100 = loop.notes.get("to_99"), loop.notes.get("to_100")
+    return Trained(model.eval(), tokenizer, preset, arm, seed, loop.cpu_seconds, to_99, to_100)
 
 
 def _annotated(preset: Preset, tokenizer: Any, config: ThinkingConfig, n: int, seed: int) -> list[Annotated]:

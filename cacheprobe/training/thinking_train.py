@@ -9,7 +9,7 @@ from cacheprobe.models.thinking_store import save_thinking
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.presets import preset_of
 from cacheprobe.training.progress import TrainingProgress
-from cacheprobe.training.thinking_run import Trained, train
+from cacheprobe.training.thinking_run import CHECK_TEXTS, Trained, train
 from cacheprobe.training.threads import one_thread
 
 TESTS = 50
@@ -17,9 +17,14 @@ TESTS = 50
 
 
 @one_thread()
-def train_thinking(task: str, preset: str, arm: str, seed: int, out: Path, *, progress: bool = True) -> dict[str, Any]:
-    """Train, or go on with, one arm; test it by its own thoughts within and beyond its lengths; save it in `out`."""
-    chosen = preset_of(task, preset)
+def train_thinking(
+    task: str, preset: str, arm: str, seed: int, out: Path, *, form: str | None = None, progress: bool = True
+) -> dict[str, Any]:
+    """Train, or go on with, one arm; test it by its own thoughts within and beyond its lengths; save it in `out`.
+
+    form: how thoughts are written, where it is not to be the preset's own.
+    """
+    chosen = preset_of(task, preset, form)
     total = chosen.loop_of(arm, seed).steps
     with TrainingProgress(total, 0, progress) as show:
 
@@ -36,11 +41,13 @@ def train_thinking(task: str, preset: str, arm: str, seed: int, out: Path, *, pr
         "arm": arm,
         "seed": seed,
         "form": chosen.form,
-        "command": f"cacheprobe train thinking-states --task {task} --preset {preset} --arm {arm} --seed {seed}",
+        "command": f"cacheprobe train thinking-states --task {task} --preset {preset} --arm {arm} --seed {seed}"
+        + (f" --form {form}" if form else ""),
         "steps": total,
         "parameters": trained.model.num_parameters,
         "cpu_seconds": round(trained.cpu_seconds, 1),
         "cpu_seconds_to_99": trained.cpu_seconds_to_99 and round(trained.cpu_seconds_to_99, 1),
+        "cpu_seconds_to_100": trained.cpu_seconds_to_100 and round(trained.cpu_seconds_to_100, 1),
         "torch": torch.__version__,
         "tests": tests(trained),
     }
@@ -72,10 +79,13 @@ def tests(trained: Trained) -> list[dict[str, Any]]:
 
 def summary(record: dict[str, Any], out: Path) -> str:
     """The record as lines for a terminal."""
-    to_99 = record["cpu_seconds_to_99"]
+    reached = [
+        f"{share} % after {seconds} s" if (seconds := record[f"cpu_seconds_to_{share}"]) else f"never {share} %"
+        for share in (99, 100)
+    ]
     lines = [
-        f"{record['steps']} steps, {record['parameters']:,} parameters: {record['cpu_seconds']} s of one core; "
-        + (f"99 % of fresh texts wholly right after {to_99} s" if to_99 else "never at 99 % of fresh texts")
+        f"{record['steps']} steps, {record['parameters']:,} parameters: {record['cpu_seconds']} s of one core; of "
+        f"{CHECK_TEXTS} fresh texts, wholly right twice running: {', '.join(reached)}"
     ]
     lines += [
         f"{test['operations']:>5} operations: accuracy {test['accuracy']:.3f} (95 % {test['low']:.3f} to "

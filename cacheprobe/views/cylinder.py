@@ -43,11 +43,14 @@ def cylinder_strokes(
         counts["truncated"] = truncated
     bands = [
         svg.Band(
-            *PROVENANCE_STYLES[name], _height(name, count), count if count <= 8 and name != "prefill" else 0,
-            _told(ledger, name, count),
+            colour=PROVENANCE_STYLES[name][0],
+            texture=PROVENANCE_STYLES[name][1],
+            height=_height(name, count),
+            rows=count if count <= 8 and name != "prefill" else 0,
+            tip=_told(ledger, name, count),
         )
         for name, count in counts.items()
-    ]  # fmt: skip
+    ]
     parts = [svg.cylinder(12, 16, _WIDTH, bands)]
     y = 18.0
     for line in title:

@@ -11,12 +11,12 @@ from cacheprobe.views.text import markup
 class Markup(str):
     """A piece of HTML that a notebook shows as a picture. Its text is the HTML, to be written to a file."""
 
-    title: str
+    finding: str
     """What it shows, as plain text."""
 
-    def __new__(cls, html: str, title: str = "") -> "Markup":
+    def __new__(cls, html: str, finding: str = "") -> "Markup":
         made = super().__new__(cls, html)
-        made.title = title
+        made.finding = finding
         return made
 
     def _repr_html_(self) -> str:
@@ -24,7 +24,7 @@ class Markup(str):
 
     def __repr__(self) -> str:
         """Short: a notebook keeps it beside the picture."""
-        return f"Markup({self.title!r}, {len(self)} characters of HTML)"
+        return f"Markup({self.finding!r}, {len(self)} characters of HTML)"
 
 
 class Piece(NamedTuple):

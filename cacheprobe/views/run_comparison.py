@@ -15,6 +15,8 @@ from cacheprobe.views.text import token_texts as known_texts
 _AROUND = 24
 """Tokens shown before and after the first difference."""
 
+UNCOMPARED = "log-probabilities are not compared: a run recorded none"
+
 Pair = tuple[pd.DataFrame, pd.DataFrame]
 
 
@@ -36,7 +38,7 @@ def comparison(
     Raises: ValueError for a request that neither run has, and for tables without one.
     """
     pair = [_requests(r, e) for r, e in zip(rows, events, strict=True)]
-    found = compare_requests(*pair, *events)
+    found = compare_requests(pair[0], pair[1], *events)
     if not found:
         raise ValueError("the tables are empty: no request to compare; trace.row_table and trace.events() fill them")
     if request_id is None:
@@ -73,6 +75,8 @@ def about_request(one: RequestDifference) -> str:
     """How one request fared, in a sentence."""
     if one.what == "equal":
         return f"Request {one.request_id} is the same in both, log-probabilities included"
+    if one.what == "tokens alone":
+        return f"Request {one.request_id} committed the same tokens in both; {UNCOMPARED}"
     if one.what == "prompt":
         return f"Request {one.request_id} was asked another prompt in each run"
     if one.what == "missing" or one.place is None:
@@ -85,8 +89,11 @@ def comparison_title(differences: Sequence[Any]) -> str:
     count, apart = len(differences), [d for d in differences if d.what != "equal"]
     if not apart:
         return f"All {count} requests committed the same tokens, with the same log-probabilities bit for bit"
+    if all(d.what == "tokens alone" for d in differences):
+        return f"All {count} requests committed the same tokens; {UNCOMPARED}"
     words = {"prompt": "have other prompts", "missing": "are in one run alone", "tokens": "committed other tokens",
-             "log-probabilities": "committed the same tokens with other log-probabilities"}  # fmt: skip
+             "log-probabilities": "committed the same tokens with other log-probabilities",
+             "tokens alone": "committed the same tokens, log-probabilities not compared"}  # fmt: skip
     said = [f"{n} {text}" for what, text in words.items() if (n := sum(d.what == what for d in apart))]
     return f"Of {count} requests {', '.join(said)}; {count - len(apart)} equal" if len(apart) < count else (
         f"Of {count} requests {', '.join(said)}"
@@ -113,7 +120,7 @@ def request_list(differences: Sequence[Any], chosen: int, *, tag: str = "button"
     """
     items = []
     for d in differences:
-        tint, sign = ("kept", "=") if d.what == "equal" else ("lost", "≠")
+        tint, sign = ("kept", "=") if d.what in ("equal", "tokens alone") else ("lost", "≠")
         place = f" at +{d.place + 1}" if d.place is not None else ""
         said = d.what if d.what == "equal" else f"{d.what}{place}"
         mine = " chosen" if d.request_id == chosen else ""

@@ -15,6 +15,7 @@ from cacheprobe.cache.kv import KVCache
 from cacheprobe.engine import consistency
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.tiny import TWINS, tiny_model
 from cacheprobe.models.twin import TwinLM
 from tests.tiny import hf_model, loaded
 
@@ -167,6 +168,12 @@ def rounding_by_shape(strength: float = 0.05) -> TwinLM:
         layer.self_attn.register_forward_pre_hook(round_off, with_kwargs=True)
     twin.model.lm_head.register_forward_hook(round_logits)
     return twin
+
+
+@cache
+def near_twins() -> CachedLM:
+    """A model in float32 whose tokens come in pairs that all but tie: other sums for other batches show in tokens."""
+    return choose_path(cp.load_model(tiny_model("llama", torch.float32, size=TWINS)), "twin")[0]
 
 
 @cache

@@ -7,7 +7,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe.records import Request, SamplingParams
-from tests.invariants.machines import Spy, rounding_by_shape, tiny, wide_bfloat16
+from tests.invariants.machines import Spy, near_twins, rounding_by_shape, tiny, wide_bfloat16
 from tests.invariants.runs import (
     CHUNK,
     HOT,
@@ -179,10 +179,13 @@ def test_invariant_24_selectivity_riders_fill_places_and_take_none() -> None:
 
 
 def test_invariant_27_negative_control() -> None:
-    """With verification off, real kernels in bfloat16 give other tokens in other batches; on, they do not."""
-    model = wide_bfloat16()
+    """With verification off, real kernels give other tokens in other batches; on, they do not.
+
+    In float32: there are processors on which no product in bfloat16 depends on the batch.
+    """
+    model = near_twins()
     rng = random.Random(0)
-    prompts = [[rng.randrange(499) for _ in range(rng.randrange(1, 20))] for _ in range(9)]
+    prompts = [[rng.randrange(256) for _ in range(rng.randrange(1, 20))] for _ in range(9)]
     settings = {**RUN, "max_new_tokens": 40, "capture": None}
     together = cp.run(model, prompts, **settings)
     smaller = cp.run(model, prompts[1:6], **settings)

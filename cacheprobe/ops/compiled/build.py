@@ -41,11 +41,14 @@ def digest(source: str) -> str:
     return hashlib.sha256("\0".join((source, *FLAGS, said, _processor())).encode()).hexdigest()[:16]
 
 
+def library_digest(name: str) -> str:
+    """The digest of what `library` would make of a file of this folder. Raises: CompilerError."""
+    return digest(_source(name))
+
+
 def library(name: str, folder: Path) -> tuple[ctypes.CDLL, str]:
     """A file of this folder as a library, kept in `folder`; and its digest. Raises: CompilerError."""
-    source = "".join(
-        (files("cacheprobe.ops.compiled") / part).read_text(encoding="utf-8") for part in ("lanes.h", name)
-    )
+    source = _source(name)
     key = digest(source)
     path = folder / f"{Path(name).stem}-{key}.so"
     if not path.exists():
@@ -54,6 +57,11 @@ def library(name: str, folder: Path) -> tuple[ctypes.CDLL, str]:
         return ctypes.CDLL(str(path)), key
     except OSError as error:
         raise CompilerError(f"{path} cannot be loaded ({error}); remove it, and it is compiled again") from error
+
+
+def _source(name: str) -> str:
+    folder = files("cacheprobe.ops.compiled")
+    return "".join((folder / part).read_text(encoding="utf-8") for part in ("lanes.h", name))
 
 
 def _compile(source: str, path: Path) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from cacheprobe.ops.compiled.build import CompilerError, library
-from cacheprobe.ops.wide_product import wide_product
+from cacheprobe.ops.wide_product import WIDE_ROWS, wide_product, wide_rows
 
 COMPILED_ROWS = 32
-"""Products of fewer rows are compiled; others are widened, which is as quick there."""
+"""Products of fewer rows are compiled; others are torch's, or widened, which is as quick there."""
 
 
 class CompiledProduct:
@@ -34,7 +34,7 @@ class CompiledProduct:
         """[... i] and [o i] -> [... o], all bfloat16."""
         rows, inner = values.numel() // values.shape[-1], values.shape[-1]
         if rows >= COMPILED_ROWS:
-            return wide_product(values, weight, bias)
+            return wide_product(values, weight, bias, wide_rows(values.dtype, values.device) or WIDE_ROWS)
         if weight.shape[1] != inner:
             raise ValueError(f"values of width {inner} and a weight {tuple(weight.shape)} do not make a product")
         values, weight = values.contiguous(), weight.contiguous()

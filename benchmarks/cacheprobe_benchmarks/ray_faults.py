@@ -1,0 +1,111 @@
+"""Faults of a Ray cluster: of an actor, of a node, of the head node, and of the node that a sweep started itself."""
+
+import os
+import random
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cacheprobe_benchmarks.struck import Fate, Struck
+
+NOT_HERE = "Ray is not installed"
+
+
+@contextmanager
+def two_nodes(port: int = 0) -> Iterator[tuple[Any, Any]]:
+    """(cluster, its worker node), of one CPU each, so that two actors need both. port: of the head node; 0 for any.
+
+    Raises: ModuleNotFoundError without Ray.
+    """
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    head = {"num_cpus": 1, "include_dashboard": False, **({"gcs_server_port": port} if port else {})}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        yield cluster, cluster.add_node(num_cpus=1)
+    finally:
+        cluster.shutdown()
+
+
+def kill_actor(folder: Path, chance: random.Random) -> Fate | str:
+    """SIGKILL of one of the processes that hold a model. Ray starts another."""
+    try:
+        with two_nodes() as (cluster, node):
+            sweep = Struck(folder, "--backend", "ray", "--address", cluster.address)
+            driver = sweep.start()
+            sweep.await_moment(driver, chance)
+            raylets = [one.all_processes["raylet"][0].process.pid for one in (cluster.head_node, node)]
+            actors = [pid for raylet in raylets for pid in children(raylet, "ray::Holder")]
+            for pid in actors[:1]:
+                os.kill(pid, signal.SIGKILL)
+            return sweep.fate(driver.wait(), len(actors[:1]))
+    except ModuleNotFoundError:
+        return NOT_HERE
+
+
+def lose_node(folder: Path, chance: random.Random) -> Fate | str:
+    """SIGKILL of a worker node. What its actor was at is done on the other."""
+    try:
+        with two_nodes() as (cluster, node):
+            sweep = Struck(folder, "--backend", "ray", "--address", cluster.address)
+            driver = sweep.start()
+            is_running = sweep.await_moment(driver, chance)
+            cluster.remove_node(node, allow_graceful=False)
+            return sweep.fate(driver.wait(), int(is_running))
+    except ModuleNotFoundError:
+        return NOT_HERE
+
+
+def lose_head(folder: Path, chance: random.Random) -> Fate | str:
+    """SIGKILL of the head node, which no sweep outlives; the command is given again to a new cluster at its address."""
+    try:
+        port = _free_port()
+        with two_nodes(port) as (cluster, _):
+            sweep = Struck(folder, "--backend", "ray", "--address", cluster.address)
+            driver = sweep.start()
+            is_running = sweep.await_moment(driver, chance)
+            cluster.remove_node(cluster.head_node, allow_graceful=False)
+            code = driver.wait()
+        with two_nodes(port):
+            return sweep.fate(code, int(is_running))
+    except ModuleNotFoundError:
+        return NOT_HERE
+
+
+def kill_own_node(folder: Path, chance: random.Random) -> Fate | str:
+    """SIGKILL of all processes of the Ray node that a sweep without an address starts on this machine."""
+    try:
+        import ray  # noqa: F401
+    except ModuleNotFoundError:
+        return NOT_HERE
+    sweep = Struck(folder, "--backend", "ray")
+    driver = sweep.start()
+    sweep.await_moment(driver, chance)
+    node = children(driver.pid, f"{os.sep}ray{os.sep}")
+    for pid in node:
+        os.kill(pid, signal.SIGKILL)
+    return sweep.fate(driver.wait(), int(bool(node)))
+
+
+def children(pid: int, said: str) -> list[int]:
+    """Processes that this one started, whose command line says so."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+            words = (path.parent / "cmdline").read_text()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and said in words:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("", 0))
+        return held.getsockname()[1]
