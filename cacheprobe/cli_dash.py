@@ -58,5 +58,5 @@ def open_runs(
     for entry in shelf.entries:
         print(f"{entry.name}: {'cannot be opened, ' + entry.reason if entry.book is None else repr(entry.book.run)}")
     shown = f"[{host}]" if ":" in host else host
-    print(f"listening at http://{shown}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+    print(f"listening at http://{shown}:{server.port}/ (Ctrl-C ends it)", flush=True)
     server.serve_forever()

@@ -29,7 +29,8 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
 
     trace = _on_shipped(progress) if smollm2_state() == "absent" else _on_smollm2(progress)
     trace.save(out)
-    seen = first_insight(trace.readings(), trace.events(), token_texts(trace.row_table, trace.hypothesis_table))
+    rows, readings = trace.row_table, trace.readings()
+    seen = first_insight(readings, rows, trace.events(), token_texts(rows, readings))
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
 
@@ -43,7 +44,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     print(thoughts_text(trace, 0))
     print(f"run: {beside}\nreport: {write_report(trace, beside / 'report.html')}")
     print(f"\none thing to see: {seen}" if seen else "")
-    print(f"to see it, and what every layer held at every token: {_program()} dash {out} {beside}")
+    print(f"to look at it, and at every layer at every token, in a browser: {_program()} dash {out} {beside}")
 
 
 def _on_smollm2(progress: bool) -> "Trace":

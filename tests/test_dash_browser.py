@@ -158,7 +158,7 @@ def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, addr
         page.locator("#grid-view .column").nth(2).locator(".pick[data-layer='0']").click()
         assert at(page)["layer"] == 0
         page.wait_for_timeout(100)
-        assert [set(asked) - {"decode"} for asked in sent] == [{"card", "insight"}]
+        assert [set(asked) - {"decode", "insight"} for asked in sent] == [{"card"}]
         assert page.locator("#drawn-before").count() == 1
 
 
@@ -296,8 +296,8 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(address: str, runs: Path)
     port = int(address.rsplit(":", 1)[1].strip("/"))
     with pytest.raises(OSError, match=f"127.0.0.1, port {port}: another program listens there; give another --port, 0"):
         listen(Shelf.of([runs / "a-one"]), port=port)
-    with pytest.raises(OSError, match="cannot listen at nowhere.invalid, port 0: .*; give another --port"):
-        listen(Shelf.of([runs / "a-one"]), host="nowhere.invalid", port=0)
+    with pytest.raises(OSError, match="cannot listen at 192.0.2.1, port 0: .*; give another --port"):
+        listen(Shelf.of([runs / "a-one"]), host="192.0.2.1", port=0)
 
 
 def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

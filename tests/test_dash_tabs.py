@@ -85,11 +85,15 @@ def test_every_tab_fits_and_is_kept_as_a_picture(browser: Browser, address: str,
             page.screenshot(path=PICTURES / f"tab-{tab}-{width}-{theme}.png", full_page=True)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
             assert page.locator(".refused:visible").count() == 0, tab
+            assert page.locator("#insight-view").is_visible() == (tab == "replay")  # whose token it speaks of
+            assert page.evaluate(WHOLE), tab
             for fault in (CLIPPED, UNSTYLED):
                 found = page.evaluate(fault)
                 assert found == [], (tab, found)
 
 
+WHOLE = "(one => one.scrollHeight <= one.clientHeight + 1)(document.getElementById('insight-view'))"
+"""On a narrow page the sentence lost its end, which was the finding."""
 CLIPPED = """[...document.querySelectorAll('#page h2, #page h3, #page h4, #page p, #page button, #page dd, #page li')]
     .filter(one => one.checkVisibility() && !one.closest('.scroll,.ladder,.wide,.tabs,.plot,.dash-dropdown,.tokens'))
     .filter(one => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== 'inline')

@@ -17,36 +17,46 @@ TEXTS = {1: "A", 2: " A", 3: "\n"}
 
 def readings(*first: int) -> pd.DataFrame:
     """First choices from layer 0 on."""
-    return pd.DataFrame({"layer": range(len(first)), "token_id": first}).sample(frac=1, random_state=0)
+    table = pd.DataFrame({"layer": range(len(first)), "lens": "logit", "token_id": first})
+    return table.sample(frac=1, random_state=0)
+
+
+ROWS = pd.DataFrame({"step": [24, 23, 3], "num_layers": [6, 5, 6]})
+"""Of one position: the verifier's, one that stopped after layer 4, and a whole one."""
 
 
 LOST, KEPT = Fate(2, 23, 24, "rolled_back"), Fate(1, 24, 24, "recovered")
-DRAFT = "“␣A”, drafted in step 23, was rolled back in step 24, and “A” committed in its place"
+DRAFT = "“␣A”, drafted in step 23 from layer 4, was rolled back in step 24, and “A” committed in its place"
+LENS, LAST = "Through the logit lens", "the last read,"
 
 
 @pytest.mark.parametrize(
     ("first", "fates", "said"),
     [
         ((3, 2, 3, 2, 2, 1), (LOST, KEPT),
-         f"{DRAFT}. Layers 3 to 4 had “␣A” first; only the last layer, 5, had “A” first"),
-        ((3, 2, 3, 1, 1), (LOST, KEPT), f"{DRAFT}. Layer 1 had “␣A” first; “A” is first from layer 3 on"),
-        ((1, 3, 1), (LOST, KEPT), f"{DRAFT}. Only the last layer, 2, had “A” first"),
-        ((3, 2, 2), (LOST, KEPT), f"{DRAFT}. Layers 1 to 2 had “␣A” first; the last layer had “␣A” first"),
+         f"{DRAFT}. {LENS}, layers 3 to 4 had “␣A” first; layer 5, the last read, alone had “A” first"),
+        ((3, 2, 3, 1, 1), (LOST, KEPT), f"{DRAFT}. {LENS}, layer 1 had “␣A” first; “A” is first from layer 3 on"),
+        ((1, 3, 1), (LOST, KEPT), f"{DRAFT}. {LENS}, layer 2, the last read, alone had “A” first"),
+        ((3, 2, 2), (LOST, KEPT), f"{DRAFT}. {LENS}, layers 1 to 2, {LAST} had “␣A” first"),
+        ((2, 2, 1, 2), (LOST, KEPT),
+         f"{DRAFT}. {LENS}, layers 0 to 1 had “␣A” first; layer 3, {LAST} had “␣A” first"),
+        ((2, 1, 3), (LOST, KEPT), f"{DRAFT}. {LENS}, layer 0 had “␣A” first; layer 2, {LAST} had “⏎” first"),
         ((1, 1), (Fate(1, 3, 5, "accepted"),),
-         "“A”, drafted in step 3, was accepted in step 5. “A” is first from layer 0 on"),
+         f"“A”, drafted in step 3, was accepted in step 5. {LENS}, “A” is first from layer 0 on"),
         ((), (Fate(1, 3, 5, "accepted"),), "“A”, drafted in step 3, was accepted in step 5"),
         ((3, 1), (Fate(1, 5, 5, "bonus"),),
-         "“A” was committed in step 5, as the verifier's own. Only the last layer, 1, had “A” first"),
+         f"“A” was committed in step 5, as the verifier's own. {LENS}, layer 1, {LAST} alone had “A” first"),
         ((), (Fate(1, 0, 0, "committed"),), "“A” was committed in step 0, as it was computed"),
         ((1,), (Fate(1, 4, None, None),), "“A” was drafted in step 4, and no verdict was spoken"),
-        ((), (LOST, Fate(1, 30, 34, "accepted")), f"{DRAFT} in step 34"),
+        ((), (LOST, Fate(2, 30, 34, "accepted")),
+         f"{DRAFT.split(', and')[0]} behind an earlier mismatch; “␣A” was committed in step 34"),
         ((), (Fate(2, 1, 3, "given_up"),), "nothing was committed here"),
         ((), (), "nothing was committed here"),
         ((), (Fate(77, 0, 0, "committed"),), "“<77>” was committed in step 0, as it was computed"),
     ],
 )  # fmt: skip
 def test_each_fate_has_its_words(first: tuple[int, ...], fates: tuple[Fate, ...], said: str) -> None:
-    assert insight(readings(*first), fates, TEXTS) == said
+    assert insight(readings(*first), ROWS, fates, TEXTS) == said
 
 
 def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
@@ -58,7 +68,7 @@ def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
                if e.phase == "verify" and 0 < e.num_accepted < len(e.draft_token_ids)]  # fmt: skip
     assert (at.step, at.request_id) == min(partial)
     texts = cp.views.token_texts(trace.row_table, trace.hypothesis_table)
-    said = first_insight(trace.readings(), events, texts)
+    said = first_insight(trace.readings(), trace.row_table, events, texts)
     assert said.startswith(f"request {at.request_id}, step {at.step}: ") and f"rolled back in step {at.step}" in said
     # the reading is of the row whose next token the verifier put in the draft's place
     place = at.position + 1 - len(PROMPTS[at.request_id])
@@ -66,9 +76,9 @@ def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
     assert f"and “{texts[token]}” committed in its place" in said
     own = fates_at(token_history(events[events.request_id == at.request_id]), place)
     assert [fate.outcome for fate in own][-1] == "recovered"
-    assert first_insight(None, events, texts) == said.split(". ")[0]
+    assert first_insight(None, trace.row_table, events, texts) == said.split(". ")[0]
     nothing = cp.run(loaded(), PROMPTS[:1], **SMALL)
-    assert opening(nothing.events()) is None and first_insight(None, nothing.events(), {}) == ""
+    assert opening(nothing.events()) is None and first_insight(None, nothing.row_table, nothing.events(), {}) == ""
 
 
 def test_a_whole_window_that_ends_its_request_has_no_token_of_the_verifiers_own() -> None:
@@ -83,9 +93,12 @@ def test_a_whole_window_that_ends_its_request_has_no_token_of_the_verifiers_own(
                         committed_token_ids=[1]),
         ]
     )  # fmt: skip
+    rows = pd.DataFrame(columns=["request_id", "position", "step", "num_layers"])
     at = opening(events)
     assert at is not None and at.position == 8
-    assert first_insight(None, events, TEXTS) == "request 0, step 2: “A”, drafted in step 1, was accepted in step 2"
+    assert (
+        first_insight(None, rows, events, TEXTS) == "request 0, step 2: “A”, drafted in step 1, was accepted in step 2"
+    )
 
 
 def test_the_report_begins_with_it_escaped() -> None:

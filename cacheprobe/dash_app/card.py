@@ -42,5 +42,6 @@ def sentence(shelf: Shelf, ask: Ask) -> str:
         table = book.readings(request, range(position, position + 1))
         table = table[(table.status == "committed") & (table.site != "thought")]
     fates = fates_at(book.history[book.history.request_id == request], position + 1 - book.prompt_length(request))
-    said = markup(insight(table, fates, book.run.token_texts))
-    return f"<b>Token at position {position + 1}:</b> {said}."
+    rows = book.rows_of(request)
+    said = insight(table, rows[rows.position == position], fates, book.run.token_texts)
+    return f"<b>Token at position {position + 1}:</b> {markup(said)}."

@@ -14,7 +14,7 @@ from cacheprobe.views.coin_rows import coin_rows_figure
 from cacheprobe.views.page import table
 from cacheprobe.views.patching import patching_grid
 from cacheprobe.views.probes import probe_figure
-from cacheprobe.views.text import markup
+from cacheprobe.views.text import markup, shorten
 
 MOST_BYTES = 20 * 2**20
 MOST_LINES = 200
@@ -133,4 +133,4 @@ def _plain(held: Any, name: str = "") -> list[tuple[str, object]]:
 
 
 def _cell(value: Any) -> object:
-    return value if isinstance(value, int | float | str) else json.dumps(value, ensure_ascii=False)[:120]
+    return value if isinstance(value, int | float | str) else shorten(json.dumps(value, ensure_ascii=False), 120)

@@ -14,6 +14,7 @@ from cacheprobe.views.prose import behaviour_sentences, run_sentence
 from cacheprobe.views.report_figures import report_figures, report_panels, shown_positions
 from cacheprobe.views.text import markup, token_texts
 from cacheprobe.views.thoughts_columns import story_of
+from cacheprobe.views.thoughts_finding import finding as thoughts_finding
 from cacheprobe.views.thoughts_picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
 from cacheprobe.views.windows import accepted_whole, find_windows, pick_request, rolled_back
 
@@ -59,13 +60,19 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
 
 def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     lead = [run_sentence(trace, request_id), *behaviour_sentences(trace.meta["behaviour"])]
-    events = trace.events()
-    readings = None if trace.hypothesis_table is None else trace.readings()
-    seen = first_insight(readings, events[events.request_id == request_id], texts)
-    if seen:
-        lead.append(f"<strong>One thing to see:</strong> {markup(seen)}.")
+    if seen := _seen(trace, request_id, texts):
+        lead.append(f"<strong>One thing to see:</strong> {markup(seen)}{'' if seen.endswith('…') else '.'}")
     said = "".join(f"<p class='lead'>{sentence}</p>" for sentence in lead)
     return f"<h1>What the model believed before it committed</h1>{said}"
+
+
+def _seen(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    """What the request thought, where it did; else what became of a draft of its."""
+    events = trace.events()
+    if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
+        return thoughts_finding(story_of(trace.thoughts(), trace.row_table, events, request_id, texts))
+    readings = None if trace.hypothesis_table is None else trace.readings()
+    return first_insight(readings, trace.row_table, events[events.request_id == request_id], texts)
 
 
 _NO_LENS = (
@@ -97,9 +104,10 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     drafted = sum(len(window.draft_token_ids) for window in windows)
     accepted = sum(window.num_accepted for window in windows)
     note = (
-        f"<p class='note'>Request {request_id} went through {len(windows)} verify passes; {accepted} of its {drafted} "
-        "candidates were accepted. Below, the window with the longest draft that was accepted whole, and one that was "
-        "rolled back. T′ is a candidate, T the verifier's own token at that place.</p>"
+        f"<p class='note'>Request {request_id} went through {len(windows)} verify pass{'es' * (len(windows) != 1)}; "
+        f"{accepted} of its {drafted} candidate{'s' * (drafted != 1)} {'was' if accepted == 1 else 'were'} accepted. "
+        "Below, the window with the longest draft that was accepted whole and one that was rolled back, if there are "
+        "any. T′ is a candidate, T the verifier's own token at that place.</p>"
     )
     parts = [head, note, legend()]
     for kind in ("accepted whole", "rolled back"):

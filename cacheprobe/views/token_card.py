@@ -55,7 +55,8 @@ def token_card(
     fed = of_request[of_request.row == own.row.iloc[0]].token.iloc[0]
     fates = fates_at(history, place)
     title, body = card_parts(own, settling(own).iloc[0].to_dict(), fates, texts, fed)
-    note = "" if (own.status != "committed").any() else markup(insight(own, fates, texts)) + "."
+    there = of_request[of_request.position == position]
+    note = "" if (own.status != "committed").any() else markup(insight(own, there, fates, texts)) + "."
     return Piece(title, note, body).alone
 
 
