@@ -1,7 +1,11 @@
 """The dashboard in a real browser, over runs of tiny models: replay, clicks, menus, links, keys, both themes."""
 
 import json
+import re
 import shutil
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -298,6 +302,30 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(address: str, runs: Path)
         listen(Shelf.of([runs / "a-one"]), port=port)
     with pytest.raises(OSError, match="cannot listen at 192.0.2.1, port 0: .*; give another --port"):
         listen(Shelf.of([runs / "a-one"]), host="192.0.2.1", port=0)
+
+
+def test_the_command_says_what_it_opened_and_where(runs: Path) -> None:
+    command = [sys.executable, "-m", "cacheprobe", "dash", str(runs), "--port"]
+    with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            said: list[str] = []
+            for line in running.stdout:
+                said.append(line.strip())
+                if line.startswith("listening"):
+                    break
+            assert [line.split(":")[0] for line in said[:-1]] == sorted(path.name for path in runs.iterdir())
+            assert any(line.startswith("e-broken: cannot be opened, ") for line in said)
+            found = re.fullmatch(r"listening at (http://127\.0\.0\.1:(\d+)/) \(Ctrl-C ends it\)", said[-1])
+            assert found is not None
+            with urllib.request.urlopen(found[1]) as answer:
+                assert b"cacheprobe" in answer.read()
+            second = subprocess.run([*command, found[2]], capture_output=True, text=True, check=False)
+            assert second.returncode == 2 and second.stdout == ""
+            assert "another program listens there" in second.stderr and "Traceback" not in second.stderr
+        finally:
+            running.send_signal(signal.SIGINT)
+    assert running.returncode == 0
 
 
 def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

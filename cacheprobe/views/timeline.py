@@ -95,8 +95,9 @@ def timeline_finding(events: pd.DataFrame) -> str:
         return f"All {drafted} candidates were accepted" if drafted else "Nothing was drafted: the verifier went alone"
     kept = 100 * (drafted - int(lost.sum())) / drafted
     most = lost[lost == lost.max()]
-    who = f"request {most.index[0]} lost most, " if len(most) == 1 else f"{len(most)} requests lost most, each "
-    return f"{kept:.0f} % of {drafted} candidates were accepted; {who}{int(lost.max())}"
+    who = f"request {most.index[0]}" if len(most) == 1 else f"{len(most)} requests"
+    each = "" if len(most) == 1 else " each"
+    return f"{kept:.0f} % of {drafted} candidates were accepted; {who} lost most, {int(lost.max())}{each}"
 
 
 def timeline_picture(
