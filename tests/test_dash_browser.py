@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -240,15 +239,17 @@ def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> N
         for i in range(2):  # by span and by row
             page.wait_for_selector(f"#result-{i} .barlayer", state="attached")
         page.screenshot(path=PICTURES / "surgery-1280.png", full_page=True)
+        page.click("#tab-probes")
+        assert answered(page, "result", result=3).startswith("coinflip-thinking: At 4 of 4 places")
+        page.wait_for_selector("#result-1 .scatterlayer", state="attached")
+        assert "smollm2-135m + coin-flip: " in page.inner_text("#result-place h3")  # every model that was asked
         page.click("#tab-results")
         assert "not readable as JSON" in answered(page, "result", result=1)
         names = page.locator("#result-list button:visible")
-        assert names.all_inner_texts() == ["broken", "coin-state-probe", "when-settles"]
+        assert names.all_inner_texts() == ["broken", "when-settles"]
         names.nth(1).click()
-        answered(page, "result", result=3)
-        page.wait_for_selector("#result-0 .scatterlayer", state="attached")
-        assert "tab=results&result=3" in page.url.replace("&site=S&lens=recorded&colour=logprob&rows=all", "")
-        names.nth(2).click()
+        answered(page, "result", result=4)
+        assert "tab=results&result=4" in page.url.replace("&site=S&lens=recorded&colour=logprob&rows=all", "")
         assert "behaviour · num_examples" in answered(page, "result", result=4)
     with served(Shelf.of([tmp_path / "a-grid.json"])) as address, opened(browser, f"{address}?tab=surgery") as page:
         until(page, "document.querySelector('.card[data-kind=surgery]').checkVisibility()")
@@ -324,8 +325,7 @@ def test_the_command_says_what_it_opened_and_where(runs: Path) -> None:
             assert second.returncode == 2 and second.stdout == ""
             assert "another program listens there" in second.stderr and "Traceback" not in second.stderr
         finally:
-            running.send_signal(signal.SIGINT)
-    assert running.returncode == 0
+            running.terminate()  # an interrupt is ignored by what was started in a shell's background
 
 
 def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

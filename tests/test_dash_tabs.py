@@ -25,8 +25,8 @@ PLANTED = "document.querySelectorAll('#page :is(img,script,b[onerror],pad)').len
 """Elements that an attack would leave behind, run or not."""
 VIEWS = {
     "replay": ("insight", "timeline", "decode", "cache", "window", "card", "prompt", "grid"), "thoughts": ("thoughts",),
-    "compare": ("compare",), "patching": ("result",), "surgery": ("result",), "sweep": ("result",),
-    "results": ("result",),
+    "compare": ("compare",), "patching": ("result",), "surgery": ("result",), "probes": ("result",),
+    "sweep": ("result",), "results": ("result",),
 }  # fmt: skip
 """By tab: the views that it asks for."""
 
@@ -62,7 +62,7 @@ def shown(page: Page, tab: str, **asked: object) -> None:
     until(page, f"document.getElementById('tab-{tab}').getAttribute('aria-selected') === 'true'")
     for name in VIEWS[tab]:
         answered(page, name, **asked)
-    if VIEWS[tab] == ("result",):
+    if VIEWS[tab] == ("result",) and tab != "results":  # which are tables
         page.wait_for_selector("#result-0 .main-svg", state="attached")
     until(page, "document.querySelectorAll('.asking').length === 0")
     page.wait_for_timeout(400)  # a figure is drawn again when its place has grown
@@ -273,15 +273,17 @@ def test_no_attack_is_run_in_any_tab(browser: Browser, attacked: str, width: int
             assert page.get_by_role("option").first.inner_text() == f"a{NAME}"
             page.keyboard.press("Escape")
             page.screenshot(path=PICTURES / f"attack-{tab}-{width}.png", full_page=True)
-        page.goto(f"{attacked}?tab=results")
-        answered(page, "result")
-        names = page.locator("#result-list button:visible")
-        for i in range(names.count()):
-            names.nth(i).click()
-            answered(page, "result", result=int(names.nth(i).get_attribute("data-result") or -1))
-            page.wait_for_timeout(300)
-            assert page.evaluate(PLANTED) == 0
-            page.screenshot(path=PICTURES / f"attack-results-{i}-{width}.png", full_page=True)
+        for tab in ("results", "probes"):
+            page.goto(f"{attacked}?tab={tab}")
+            answered(page, "result")
+            names = page.locator("#result-list button:visible")
+            assert names.count()
+            for i in range(names.count()):
+                names.nth(i).click()
+                answered(page, "result", result=int(names.nth(i).get_attribute("data-result") or -1))
+                page.wait_for_timeout(300)
+                assert page.evaluate(PLANTED) == 0
+                page.screenshot(path=PICTURES / f"attack-{tab}-{i}-{width}.png", full_page=True)
         shown(page, "sweep")
         assert "hacked" in page.inner_text("#result-view") and "hacked" in page.inner_text("#result-more")
         assert "drafter=</script>…" in (page.text_content("#result-place") or "")

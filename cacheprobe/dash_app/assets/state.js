@@ -4,7 +4,7 @@
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
     "against", "result", "theme", "facet"];
   const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result"]);
-  const SHELVED = ["patching", "surgery", "sweep", "results"];  // tabs of stored results, each of one kind
+  const SHELVED = ["patching", "surgery", "probes", "sweep", "results"];  // tabs of stored results, each of one kind
   const WORDS = {
     tab: ["replay", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"], colour: ["logprob", "entropy", "rank"],
     rows: ["committed", "all"], theme: ["light", "dark"],
