@@ -301,6 +301,18 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
+def test_a_dry_run_takes_times_from_the_log_and_counts_the_loading(tmp_path: Path) -> None:
+    """The time of a small sweep was given as that of its cells, and loading the model took longer than all of them."""
+    assert cp.sweep({**SMALL, "grid": {**GRID, "seed": 0}}, out=tmp_path / "s", progress=False).is_complete
+    (log,) = (tmp_path / "s" / "events").glob("*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps({**said, "seconds": 20.0, "load_seconds": 100.0}) + "\n" for said in lines))
+    said = dry_run(SMALL, out=tmp_path / "s")
+    assert "3 cells, 1 of them committed" in said and "2 cells of 20.00 s, by its log; 100 s to load it" in said
+    assert "time: about 2.3 min on 1 worker" in said  # 2 x 20 s and 100 s
+    assert "time: about 2.0 min on 2 workers" in dry_run(SMALL, out=tmp_path / "s", backend="processes")
+
+
 def test_layers_are_spread_and_cells_told_apart_by_all_that_changes_bits() -> None:
     config = read_config(
         {"grid": {**GRID, "drafter": ["none", "early_exit:layer=0-2"], "intervention": "zero:site=T,layer=1-2"}}

@@ -71,6 +71,7 @@ GUARDS: dict[str, Callable[[Place], None]] = {
     "log": _log,
     "disk budget": lambda p: sweeps.test_a_disk_budget_is_kept(p.finished, p.empty),
     "dry run": lambda p: sweeps.test_a_dry_run_writes_nothing(p.empty),
+    "dry times": lambda p: sweeps.test_a_dry_run_takes_times_from_the_log_and_counts_the_loading(p.empty),
     "tables": lambda p: sweeps.test_tables_are_asked_in_sql(p.finished),
     "traces": lambda p: sweeps.test_a_shard_is_a_run(p.finished),
     "digests": lambda p: sweeps.test_layers_are_spread_and_cells_told_apart_by_all_that_changes_bits(),
@@ -155,6 +156,13 @@ MUTATIONS: list[Mutation] = [
         f"{SWEEPS}.dry:dry_run",
         "store = SweepStore(url)",
         'store = SweepStore(url)\n        store.write("sweep.json", b"{}")',
+    ),
+    one(
+        "a dry run loads in no time",
+        ("dry times",),
+        f"{SWEEPS}.dry:dry_run",
+        " + loading / min(hands, max(len(counts), 1))",
+        "",
     ),
     one(
         "every cell loads its model",
