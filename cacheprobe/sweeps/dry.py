@@ -44,11 +44,8 @@ def dry_run(
     budget = f", of a budget of {settings.disk_budget_gb:g} GB" if settings.disk_budget_gb else ""
     # every worker loads a model, and as long as there are more models than workers, each is loaded once
     seconds = work / hands + loading / min(hands, max(len(counts), 1))
-    lines = [
-        total,
-        *lines,
-        f"time: about {duration(seconds)} on {hands} worker{'s' if hands > 1 else ''}, once started",
-    ]
+    on = f"{hands} worker{'s' if hands > 1 else ''}, once started"
+    lines = [total, *lines, f"time: about {duration(seconds)} on {on}"]
     return "\n".join([*lines, f"disk: about {size / 1e9:.3g} GB more{budget}"])
 
 
