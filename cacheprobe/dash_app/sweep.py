@@ -103,7 +103,7 @@ def _cells(shelf: Shelf, cells: Any, every: Any) -> str:
     it."""
     from cacheprobe.sweeps.index import AXIS_COLUMNS
 
-    runs = {entry.name: number for number, entry in enumerate(shelf.entries)}
+    runs = shelf.numbers()
     axes = [name for name in AXIS_COLUMNS if every[name].nunique(dropna=False) > 1]
     columns = [*axes, "tokens", "acceptance", "accuracy"]
     lines = []
