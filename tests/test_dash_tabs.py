@@ -151,6 +151,33 @@ def test_the_sweep_leads_to_a_run_and_back(browser: Browser, address: str, swept
         answered(page, "prompt", run=run)
 
 
+def test_a_cell_that_the_menu_does_not_hold_is_opened(
+    browser: Browser, swept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first two hundred cells of a sweep led to their runs."""
+    monkeypatch.setattr("cacheprobe.dash_app.shelf.MOST_CELLS", 2)
+    shelf = Shelf.of([swept])
+    assert len(shelf.entries) == len(shelf.more) == 2
+    with served(shelf) as url, opened(browser, f"{url}?tab=sweep") as page:
+        answered(page, "result")
+        assert page.locator("#result-more button").count() == 4
+        page.locator('#result-more button[data-run="3"]').click()
+        for name in VIEWS["replay"]:
+            answered(page, name, run=3)
+        digest = shelf.more[1].name
+        assert at(page)["run"] == 3 and digest in page.inner_text(".menu-run")
+        link = page.url
+        page.click("#tab-sweep")
+        answered(page, "result")
+        page.locator('#result-more button[data-run="0"]').click()
+        for name in VIEWS["replay"]:
+            answered(page, name, run=0)
+        assert shelf.entries[0].name in page.inner_text(".menu-run") and digest not in page.inner_text(".menu-run")
+        with opened(browser, link) as again:
+            answered(again, "prompt", run=3)
+            assert digest in again.inner_text(".menu-run")
+
+
 def test_a_wrong_facet_of_a_link_is_refused(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?tab=sweep&facet=seed.%3Cscript%3E") as page:
         answered(page, "result")
