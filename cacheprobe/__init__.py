@@ -56,12 +56,14 @@ __all__ = [  # noqa: RUF022
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return import_module(f"cacheprobe.{name}")
-    raise AttributeError(f"module 'cacheprobe' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pass
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        if name in _MODULES:
+            return import_module(f"cacheprobe.{name}")
+        raise AttributeError(f"module 'cacheprobe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

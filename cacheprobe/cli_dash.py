@@ -52,11 +52,12 @@ def open_runs(
             require_tuned_lens(directory)
     from cacheprobe.dash_app.serve import listen
     from cacheprobe.dash_app.shelf import Shelf
+    from cacheprobe.views.text import plain
 
     shelf = Shelf.of(runs, model, lens)
     server = listen(shelf, host, port)
     for entry in shelf.entries:
-        print(f"{entry.name}: {'cannot be opened, ' + entry.reason if entry.book is None else repr(entry.book.run)}")
+        print(plain(f"{entry.name}: {f'cannot be opened, {entry.reason}' if entry.book is None else entry.book.run}"))
     shown = f"[{host}]" if ":" in host else host
-    print(f"listening at http://{shown}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+    print(f"listening at http://{shown}:{server.port}/ (Ctrl-C ends it)", flush=True)
     server.serve_forever()

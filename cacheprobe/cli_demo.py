@@ -24,10 +24,13 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     import cacheprobe as cp
     from cacheprobe.models.inventory import THINKING, smollm2_state
     from cacheprobe.observe.summary import closing, thoughts_text
-    from cacheprobe.views import write_report
+    from cacheprobe.views import token_texts, write_report
+    from cacheprobe.views.insight import first_insight
 
     trace = _on_shipped(progress) if smollm2_state() == "absent" else _on_smollm2(progress)
     trace.save(out)
+    rows, readings = trace.row_table, trace.readings()
+    seen = first_insight(readings, rows, trace.events(), token_texts(rows, readings))
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
 
@@ -40,7 +43,8 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     print(f"thinks while it reads, a thought after every {thinker.chunk} tokens:")
     print(thoughts_text(trace, 0))
     print(f"run: {beside}\nreport: {write_report(trace, beside / 'report.html')}")
-    print(f"\nto look at both in a browser: {_program()} dash {out} {beside}")
+    print(f"\none thing to see: {seen}" if seen else "")
+    print(f"to look at it, and at every layer at every token, in a browser: {_program()} dash {out} {beside}")
 
 
 def _on_smollm2(progress: bool) -> "Trace":

@@ -76,6 +76,12 @@ for name, ids in (("drafted", window.draft_token_ids), ("the verifier's own", wi
     print(f"{name:18}", [texts[token_id] for token_id in ids])
 print("verdicts          ", list(window.verdicts))
 
+# %% [markdown]
+# Where it stands in the run: a cell is one pass of one request.
+
+# %%
+cp.views.timeline(events, chosen=window.request_id, step=window.step)
+
 # %%
 ledgers = [trace.ledger(window.request_id, step) for step in window.ledger_steps]
 window_diagram(window, events, ledgers, texts, is_deterministic=True)
@@ -108,6 +114,13 @@ here[["row", "step", "phase", "role", "status", "position", "num_layers"]]
 beliefs = trace.hypotheses()
 around = range(window.start - 1, window.start + len(window.draft_token_ids))
 cp.views.lens_grid(beliefs, window.request_id, include="all", positions=around)
+
+# %% [markdown]
+# The row in which the draft failed, with the first choices of every layer and what became of the token after it:
+
+# %%
+failed = window.start + window.num_accepted - 1
+cp.views.token_card(beliefs, trace.row_table, events, window.request_id, failed, token_texts=texts)
 
 # %% [markdown]
 # The draft pass stopped after its layer, so its columns end there. Where a candidate was accepted, the verifier read

@@ -56,7 +56,7 @@ def dash_picture(browser: Browser, runs: list[Path], folder: Path) -> None:
     Thread(target=server.serve_forever, daemon=True).start()
     page = browser.new_page(viewport={"width": WIDTH, "height": 900})
     page.set_default_timeout(PATIENCE)
-    page.goto(f"http://127.0.0.1:{server.server_port}/")
+    page.goto(f"http://127.0.0.1:{server.port}/")
     for place in ("#prompt-view[data-answer]", ".menu-lens .dash-dropdown-value", "[role=slider]"):
         page.wait_for_selector(place, state="attached")
     page.wait_for_timeout(500)

@@ -59,13 +59,16 @@ def main() -> None:
     for source in sorted(FOLDER.glob("[0-9]*.py")):
         if asked.names and not source.name.startswith(tuple(asked.names)):
             continue
-        start = time.perf_counter()
+        start, before = time.perf_counter(), os.times()
         target = source.with_suffix(".ipynb")
         if asked.prose:
             notebook = with_outputs_of(paired(source), nbformat.read(target, as_version=4))
         else:
             notebook = executed(paired(source))
-        print(f"{source.stem}: {time.perf_counter() - start:.0f} s", flush=True)
+        after = os.times()  # the notebook's process has ended, so its seconds are among those of children
+        processor = sum(after[2:4]) - sum(before[2:4])
+        seconds = time.perf_counter() - start
+        print(f"{source.stem}: {seconds:.0f} s, {processor:.0f} s of processor", flush=True)
         if is_stored:
             nbformat.write(notebook, target)
 

@@ -3,23 +3,47 @@
     make wheel-check, or python scripts/try_wheel.py [--keep DIR] [--newest]
 
 The wheel is built from the unpacked sdist, so a file that the sdist lacks is missed here. The commands run in an empty
-folder with a home of its own, without PYTHONPATH and without network; SmolLM2 is not installed there. Needs nothing but
-the standard library. Exits 1 with the first command that did not do what was expected of it.
+folder with a home of its own, without PYTHONPATH and without network; SmolLM2 is not installed there. A program that
+uses cacheprobe is checked by basedpyright against the installed wheel, and every extra is resolved by its name. Needs
+nothing but the standard library. Exits 1 with the first command that did not do what was expected of it.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tarfile
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = "import sys, hatchling.build as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 INSIDE = "import cacheprobe, pathlib; print(pathlib.Path(cacheprobe.__file__).parent)"
 TYPED = "import cacheprobe, pathlib; print((pathlib.Path(cacheprobe.__file__).parent / 'py.typed').is_file())"
+USED = """from typing import assert_type
+
+import cacheprobe as cp
+from cacheprobe.observe.stream import Stream
+from cacheprobe.sweeps.engine import SweepReport
+from cacheprobe.sweeps.results import Sweep
+
+model = cp.load_model("coinflip-plain", dtype="float32")
+trace = cp.run(model, cp.tasks.CoinFlip(people=2).examples(n=2, seed=0), drafter=cp.drafters.NGram(), window=4)
+assert_type(trace, cp.Trace)
+assert_type(trace.committed(0), list[int])
+assert_type(cp.stream(model, ["a"]), Stream)
+assert_type(cp.sweep({}, out="swept"), SweepReport)
+assert_type(cp.load_sweep("swept"), Sweep)
+"""
+"""What somebody writes who has installed the package; no error is to be found in it."""
+WRONG = {  # what is added to it, and the rule that must object
+    "words: str = trace.committed(0)": "reportAssignmentType",
+    'cp.run(model, ["a"], windw=4)': "reportCallIssue",
+    "cp.rnu": "reportAttributeAccessIssue",
+}
 GREATEST_WHEEL_BYTES = 10_000_000
 SWEEP = "{out: swept, grid: {model: coinflip-plain, window: 4, seed: [0, 1]}, run: {n: 2, max_new_tokens: 2}}"
 
@@ -48,7 +72,7 @@ def _in(folder: Path, is_newest: bool) -> int:
     _call(python, "-m", "pip", "install", "-q", *pins, "torch" if is_newest else torch)
     _call(python, "-m", "pip", "install", "-q", *pins, wheel)
     _call(python, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)  # over one that --keep left
-    return _tried(python, folder)
+    return _tried(python, folder) or _typed(python, folder) or _resolved(python, wheel, pins)
 
 
 def _built(folder: Path) -> Path:
@@ -113,6 +137,43 @@ def _tried(python: Path, folder: Path) -> int:
         _say("FAILED: the demo left no report")
         return 1
     _say("the wheel does what it should in an environment that has never seen the source")
+    return 0
+
+
+def _typed(python: Path, folder: Path) -> int:
+    """Check a program against the installed package: 0 where nothing is found in it, and what is wrong is found."""
+    checker = _environment(folder / "checker")
+    pin = next((line for line in _pins() if line.startswith("basedpyright==")), "basedpyright")
+    _call(checker, "-m", "pip", "install", "-q", pin)
+    where = folder / "downstream"
+    where.mkdir(exist_ok=True)
+    (where / "pyproject.toml").write_text('[tool.basedpyright]\ntypeCheckingMode = "standard"\n')
+    for added, rule in {"": "0 errors", **WRONG}.items():
+        (where / "used.py").write_text(f"{USED}{added}\n")
+        command = [checker.with_name("basedpyright"), "--pythonpath", python, "used.py"]
+        done = subprocess.run(
+            [str(word) for word in command], cwd=where, env=_surroundings(folder), capture_output=True, text=True
+        )
+        if done.returncode != bool(added) or rule not in done.stdout:
+            print(done.stdout + done.stderr, file=sys.stderr)
+            _say(f"FAILED: basedpyright exits {done.returncode} on a program with {added!r}; expected {rule}")
+            return 1
+        _say(f"basedpyright says {rule}{': ' * bool(added)}{added}")
+    return 0
+
+
+def _resolved(python: Path, wheel: Path, pins: Sequence[object]) -> int:
+    """Ask for every extra by its name, and install nothing."""
+    held = "import importlib.metadata as m; print(*m.metadata('cacheprobe').get_all('Provides-Extra'))"
+    for extra in _call(python, "-c", held).split():
+        asked = ["-m", "pip", "install", "--dry-run", "-q", *pins, "--report", "-", f"{wheel}[{extra}]"]
+        done = subprocess.run([str(python), *map(str, asked)], capture_output=True, text=True, check=False)
+        if done.returncode or "does not provide the extra" in done.stderr:  # pip says so and goes on
+            print(done.stderr, file=sys.stderr)
+            _say(f"FAILED: cacheprobe[{extra}] cannot be installed")
+            return 1
+        more = [item["metadata"]["name"] for item in json.loads(done.stdout)["install"]]
+        _say(f"cacheprobe[{extra}] would add {len(more) - 1} packages")
     return 0
 
 

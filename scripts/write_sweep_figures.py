@@ -31,6 +31,18 @@ def figures() -> str:
     return "\n\n".join(part for name, shown in PARTS.items() if (held := _read(name)) for part in shown(held))
 
 
+def _backends(held: dict[str, Any]) -> list[str]:
+    lines = ["| where | cells | files | workers | digest of all files |", "|---|---|---|---|---|"]
+    for name, row in held["backends"].items():
+        if "not_tried" in row:
+            lines.append(f"| {name} | not tried: {row['not_tried']} | | | |")
+        else:
+            lines.append(f"| {name} | {row['cells']} | {row['files']} | {row['workers']} | `{row['digest']}` |")
+    command = f"cacheprobe bench sweep-backends --rounds {held['rounds']} --json benchmarks/results/sweep-backends.json"
+    said = "all equal" if held["are_equal"] else "**not all equal**"
+    return ["### The same bytes everywhere", f"`{command}`; {_machine(held)}: {said}.", "\n".join(lines)]
+
+
 def _faults(held: dict[str, Any]) -> list[str]:
     lines = ["| fault | struck | exit codes | resumes | equal to serial |", "|---|---|---|---|---|"]
     for name, row in held["faults"].items():
@@ -52,7 +64,7 @@ def _cost(held: dict[str, Any]) -> list[str]:
     return ["### What the engine costs", f"`{command}`; {_machine(held)}:", table]
 
 
-PARTS = {"sweep-faults": _faults, "sweep": _cost}
+PARTS = {"sweep-backends": _backends, "sweep-faults": _faults, "sweep": _cost}
 
 
 def _machine(held: dict[str, Any]) -> str:

@@ -14,12 +14,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 import cacheprobe as cp
 from cacheprobe.dash_app.serve import listen
 from cacheprobe.dash_app.shelf import Shelf
-from tests.test_report_browser import QUIET
+from tests.test_report_browser import PATIENCE, QUIET
 from tests.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
-
-PATIENCE = 60_000
-"""Milliseconds, for a busy machine."""
 
 EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
 
@@ -53,7 +50,7 @@ def served(shelf: Shelf) -> Iterator[str]:
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/"
+        yield f"http://127.0.0.1:{server.port}/"
     finally:
         server.shutdown()
         server.server_close()

@@ -1,7 +1,10 @@
 """The dashboard in a real browser, over runs of tiny models: replay, clicks, menus, links, keys, both themes."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ import pytest
 from playwright.sync_api import Browser
 
 import cacheprobe as cp
+from cacheprobe.dash_app.serve import listen
 from cacheprobe.dash_app.shelf import Shelf
 from tests.dash_page import answered, asked, at, choose, chromium, opened, save_runs, served, until
 from tests.test_report_browser import PICTURES
@@ -122,6 +126,11 @@ def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
         page.locator("#decode-view g.pick[data-request='1'][data-place='1']").click()
         position = len(PROMPTS[1])
         assert f"at position {position}" in answered(page, "card", request=1, position=position)
+        # what is said of the token stays in sight wherever the page is scrolled to
+        assert f"Token at position {position + 1}: " in answered(page, "insight", request=1, position=position)
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        box = page.locator("#insight-view").bounding_box()
+        assert box is not None and 0 <= box["y"] < 200
         answered(page, "grid", request=1)
         first = len(PROMPTS[1]) - 1
         cell = page.locator(f"#grid-view .column[data-position='{first}'] .pick[data-layer='0']").first
@@ -152,7 +161,7 @@ def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, addr
         page.locator("#grid-view .column").nth(2).locator(".pick[data-layer='0']").click()
         assert at(page)["layer"] == 0
         page.wait_for_timeout(100)
-        assert [set(asked) - {"decode"} for asked in sent] == [{"card"}]
+        assert [set(asked) - {"decode", "insight"} for asked in sent] == [{"card"}]
         assert page.locator("#drawn-before").count() == 1
 
 
@@ -230,15 +239,17 @@ def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> N
         for i in range(2):  # by span and by row
             page.wait_for_selector(f"#result-{i} .barlayer", state="attached")
         page.screenshot(path=PICTURES / "surgery-1280.png", full_page=True)
+        page.click("#tab-probes")
+        assert answered(page, "result", result=3).startswith("coinflip-thinking: At 4 of 4 places")
+        page.wait_for_selector("#result-1 .scatterlayer", state="attached")
+        assert "smollm2-135m + coin-flip: " in page.inner_text("#result-place h3")  # every model that was asked
         page.click("#tab-results")
         assert "not readable as JSON" in answered(page, "result", result=1)
         names = page.locator("#result-list button:visible")
-        assert names.all_inner_texts() == ["broken", "coin-state-probe", "when-settles"]
+        assert names.all_inner_texts() == ["broken", "when-settles"]
         names.nth(1).click()
-        answered(page, "result", result=3)
-        page.wait_for_selector("#result-0 .scatterlayer", state="attached")
-        assert "tab=results&result=3" in page.url.replace("&site=S&lens=recorded&colour=logprob&rows=all", "")
-        names.nth(2).click()
+        answered(page, "result", result=4)
+        assert "tab=results&result=4" in page.url.replace("&site=S&lens=recorded&colour=logprob&rows=all", "")
         assert "behaviour · num_examples" in answered(page, "result", result=4)
     with served(Shelf.of([tmp_path / "a-grid.json"])) as address, opened(browser, f"{address}?tab=surgery") as page:
         until(page, "document.querySelector('.card[data-kind=surgery]').checkVisibility()")
@@ -283,6 +294,38 @@ def test_answers_to_this_machine_alone(address: str) -> None:
     stranger = urllib.request.Request(address, headers={"Host": "elsewhere.example:80"})
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(stranger)
+
+
+def test_a_port_that_is_taken_is_named_with_the_remedy(address: str, runs: Path) -> None:
+    """Werkzeug printed advice of its own, which names no flag of ours, and ended the program."""
+    port = int(address.rsplit(":", 1)[1].strip("/"))
+    with pytest.raises(OSError, match=f"127.0.0.1, port {port}: another program listens there; give another --port, 0"):
+        listen(Shelf.of([runs / "a-one"]), port=port)
+    with pytest.raises(OSError, match="cannot listen at 192.0.2.1, port 0: .*; give another --port"):
+        listen(Shelf.of([runs / "a-one"]), host="192.0.2.1", port=0)
+
+
+def test_the_command_says_what_it_opened_and_where(runs: Path) -> None:
+    command = [sys.executable, "-m", "cacheprobe", "dash", str(runs), "--port"]
+    with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            said: list[str] = []
+            for line in running.stdout:
+                said.append(line.strip())
+                if line.startswith("listening"):
+                    break
+            assert [line.split(":")[0] for line in said[:-1]] == sorted(path.name for path in runs.iterdir())
+            assert any(line.startswith("e-broken: cannot be opened, ") for line in said)
+            found = re.fullmatch(r"listening at (http://127\.0\.0\.1:(\d+)/) \(Ctrl-C ends it\)", said[-1])
+            assert found is not None
+            with urllib.request.urlopen(found[1]) as answer:
+                assert b"cacheprobe" in answer.read()
+            second = subprocess.run([*command, found[2]], capture_output=True, text=True, check=False)
+            assert second.returncode == 2 and second.stdout == ""
+            assert "another program listens there" in second.stderr and "Traceback" not in second.stderr
+        finally:
+            running.terminate()  # an interrupt is ignored by what was started in a shell's background
 
 
 def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

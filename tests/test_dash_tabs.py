@@ -24,9 +24,9 @@ NAME = "<img src=x onerror=window.hacked=2>'\"&lt;"
 PLANTED = "document.querySelectorAll('#page :is(img,script,b[onerror],pad)').length"
 """Elements that an attack would leave behind, run or not."""
 VIEWS = {
-    "replay": ("timeline", "decode", "cache", "window", "card", "prompt", "grid"), "thoughts": ("thoughts",),
-    "compare": ("compare",), "patching": ("result",), "surgery": ("result",), "sweep": ("result",),
-    "results": ("result",),
+    "replay": ("insight", "timeline", "decode", "cache", "window", "card", "prompt", "grid"), "thoughts": ("thoughts",),
+    "compare": ("compare",), "patching": ("result",), "surgery": ("result",), "probes": ("result",),
+    "sweep": ("result",), "results": ("result",),
 }  # fmt: skip
 """By tab: the views that it asks for."""
 
@@ -62,7 +62,7 @@ def shown(page: Page, tab: str, **asked: object) -> None:
     until(page, f"document.getElementById('tab-{tab}').getAttribute('aria-selected') === 'true'")
     for name in VIEWS[tab]:
         answered(page, name, **asked)
-    if VIEWS[tab] == ("result",):
+    if VIEWS[tab] == ("result",) and tab != "results":  # which are tables
         page.wait_for_selector("#result-0 .main-svg", state="attached")
     until(page, "document.querySelectorAll('.asking').length === 0")
     page.wait_for_timeout(400)  # a figure is drawn again when its place has grown
@@ -85,11 +85,15 @@ def test_every_tab_fits_and_is_kept_as_a_picture(browser: Browser, address: str,
             page.screenshot(path=PICTURES / f"tab-{tab}-{width}-{theme}.png", full_page=True)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
             assert page.locator(".refused:visible").count() == 0, tab
+            assert page.locator("#insight-view").is_visible() == (tab == "replay")  # whose token it speaks of
+            assert page.evaluate(WHOLE), tab
             for fault in (CLIPPED, UNSTYLED):
                 found = page.evaluate(fault)
                 assert found == [], (tab, found)
 
 
+WHOLE = "(one => one.scrollHeight <= one.clientHeight + 1)(document.getElementById('insight-view'))"
+"""On a narrow page the sentence lost its end, which was the finding."""
 CLIPPED = """[...document.querySelectorAll('#page h2, #page h3, #page h4, #page p, #page button, #page dd, #page li')]
     .filter(one => one.checkVisibility() && !one.closest('.scroll,.ladder,.wide,.tabs,.plot,.dash-dropdown,.tokens'))
     .filter(one => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== 'inline')
@@ -145,6 +149,33 @@ def test_the_sweep_leads_to_a_run_and_back(browser: Browser, address: str, swept
         assert at(page)["run"] == run  # the cell stays chosen
     with opened(browser, link) as page:
         answered(page, "prompt", run=run)
+
+
+def test_a_cell_that_the_menu_does_not_hold_is_opened(
+    browser: Browser, swept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first two hundred cells of a sweep led to their runs."""
+    monkeypatch.setattr("cacheprobe.dash_app.shelf.MOST_CELLS", 2)
+    shelf = Shelf.of([swept])
+    assert len(shelf.entries) == len(shelf.more) == 2
+    with served(shelf) as url, opened(browser, f"{url}?tab=sweep") as page:
+        answered(page, "result")
+        assert page.locator("#result-more button").count() == 4
+        page.locator('#result-more button[data-run="3"]').click()
+        for name in VIEWS["replay"]:
+            answered(page, name, run=3)
+        digest = shelf.more[1].name
+        assert at(page)["run"] == 3 and digest in page.inner_text(".menu-run")
+        link = page.url
+        page.click("#tab-sweep")
+        answered(page, "result")
+        page.locator('#result-more button[data-run="0"]').click()
+        for name in VIEWS["replay"]:
+            answered(page, name, run=0)
+        assert shelf.entries[0].name in page.inner_text(".menu-run") and digest not in page.inner_text(".menu-run")
+        with opened(browser, link) as again:
+            answered(again, "prompt", run=3)
+            assert digest in again.inner_text(".menu-run")
 
 
 def test_a_wrong_facet_of_a_link_is_refused(browser: Browser, address: str) -> None:
@@ -269,15 +300,17 @@ def test_no_attack_is_run_in_any_tab(browser: Browser, attacked: str, width: int
             assert page.get_by_role("option").first.inner_text() == f"a{NAME}"
             page.keyboard.press("Escape")
             page.screenshot(path=PICTURES / f"attack-{tab}-{width}.png", full_page=True)
-        page.goto(f"{attacked}?tab=results")
-        answered(page, "result")
-        names = page.locator("#result-list button:visible")
-        for i in range(names.count()):
-            names.nth(i).click()
-            answered(page, "result", result=int(names.nth(i).get_attribute("data-result") or -1))
-            page.wait_for_timeout(300)
-            assert page.evaluate(PLANTED) == 0
-            page.screenshot(path=PICTURES / f"attack-results-{i}-{width}.png", full_page=True)
+        for tab in ("results", "probes"):
+            page.goto(f"{attacked}?tab={tab}")
+            answered(page, "result")
+            names = page.locator("#result-list button:visible")
+            assert names.count()
+            for i in range(names.count()):
+                names.nth(i).click()
+                answered(page, "result", result=int(names.nth(i).get_attribute("data-result") or -1))
+                page.wait_for_timeout(300)
+                assert page.evaluate(PLANTED) == 0
+                page.screenshot(path=PICTURES / f"attack-{tab}-{i}-{width}.png", full_page=True)
         shown(page, "sweep")
         assert "hacked" in page.inner_text("#result-view") and "hacked" in page.inner_text("#result-more")
         assert "drafter=</script>…" in (page.text_content("#result-place") or "")

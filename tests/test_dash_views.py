@@ -17,11 +17,12 @@ from cacheprobe.observe.hypotheses import settling
 from cacheprobe.records import fingerprint_differences
 from cacheprobe.views.cache_strip import cache_strip, memory_sentence
 from cacheprobe.views.decode_grid import SIGNS, decode_picture
+from cacheprobe.views.page import table
 from cacheprobe.views.run_comparison import comparison_title, fingerprint_block, token_columns
 from cacheprobe.views.style import DIAGRAM_CSS
-from cacheprobe.views.timeline import TIMELINE_LEGEND, timeline_picture
-from cacheprobe.views.token_card import Fate, card_parts
-from cacheprobe.views.token_history import standing_at, token_history
+from cacheprobe.views.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
+from cacheprobe.views.token_card import card_parts
+from cacheprobe.views.token_history import Fate, standing_at, token_history
 from tests.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -47,6 +48,22 @@ def test_the_timeline_fills_its_place_and_says_where_steps_stand(trace: cp.Trace
     narrow, broad = (timeline_picture(trace.events(), [0], range(20), at=5, width=w) for w in (0, 640))
     assert 'data-pitch="18"' in narrow and 'data-pitch="27"' in broad
     assert f'class="cursor" x="{86 + 27 * 5 - 2}"' in broad
+
+
+def test_the_timeline_names_who_lost_most_where_one_did() -> None:
+    """It named the first of several that had lost as much."""
+    one = dict(phase="verify", draft_token_ids=[1, 2, 3])
+    lost = [dict(request_id=n, num_rolled_back=count, **one) for n, count in enumerate([1, 2, 2, 0])]
+    assert timeline_finding(pd.DataFrame(lost)) == "58 % of 12 candidates were accepted; 2 requests lost most, 2 each"
+    assert timeline_finding(pd.DataFrame(lost[:2])).endswith("; request 1 lost most, 2")
+
+
+def test_a_column_of_numbers_stands_to_the_right_with_its_head() -> None:
+    """Heads stood to the left of it, and single numbers were torn from a column of words."""
+    shown = table(["name", "n", "value"], [["a", 1, 2000], ["b", "—", "<i>"]])
+    assert shown.count("<th>") == 2 and '<th class="number">n</th>' in shown
+    assert '<td>a</td><td class="number">1</td><td>2,000</td>' in shown and "<td>&lt;i&gt;</td>" in shown
+    assert "<th>name</th></tr>" in table(["name"], [])
 
 
 def test_states_can_be_told_apart_without_their_colours(trace: cp.Trace) -> None:

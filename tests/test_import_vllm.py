@@ -4,6 +4,8 @@ The files are written here in the connector's layout, with states of a real tiny
 Source: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py, `_submit_async_write`.
 """
 
+import fcntl
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +81,30 @@ def test_a_file_alone_can_be_split(ours: cp.Trace, tmp_path: Path) -> None:
     assert trace.committed(0) == ours.committed(0)[:-1]
     assert trace.rows(0).role.tolist() == ["prompt"] * 5 + ["committed"] * (NEW - 1)
     assert trace.rows(0).step.tolist() == [0] * 5 + list(range(1, NEW))
+
+
+def test_a_file_that_vllm_is_still_at_is_waited_for(
+    ours: cp.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives its outputs before their files are whole: half of one was read, and refused."""
+    path = written(tmp_path, ours, 0, False)
+    data = path.read_bytes()
+    path.write_bytes(data[:-8])
+    with path.with_name(path.name + ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr("cacheprobe.observe.import_vllm.SECONDS_TO_WAIT", 0.1)
+        with pytest.raises(ImportRefused, match="is still being written after 0 s"):
+            cp.import_vllm(path, IDS)
+        monkeypatch.setattr("cacheprobe.observe.import_vllm.SECONDS_TO_WAIT", 60.0)
+
+        def finish() -> None:
+            path.write_bytes(data)
+            lock.close()
+
+        writer = threading.Timer(0.3, finish)
+        writer.start()
+        assert cp.import_vllm(tmp_path, IDS).requests[0].prompt_token_ids == tuple(PROMPTS[0])
+        writer.join()
 
 
 @pytest.mark.parametrize(

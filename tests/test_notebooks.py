@@ -48,7 +48,10 @@ def test_it_was_executed_from_top_to_bottom(source: Path) -> None:
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
     shown = [output.get("data", {}) for output in outputs]
     assert [data for data in shown if "image/png" in data or "<svg" in data.get("text/html", "")], "no picture"
-    assert all("image/png" in data for data in shown if "application/vnd.plotly.v1+json" in data)
+    figures = [data for data in shown if "application/vnd.plotly.v1+json" in data]
+    assert all("image/png" in data for data in figures)
+    configs = [data["application/vnd.plotly.v1+json"].get("config", {}) for data in figures]
+    assert all(config.get("showSendToCloud") is False for config in configs)  # plotly offers it where nothing is said
 
 
 @every_notebook

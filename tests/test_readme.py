@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,12 @@ def test_numbers_are_those_of_a_stored_measurement() -> None:
     for name in ("stc_ratio", "stcz_ratio"):
         assert f"`{name}` | {stored[name]} |" in section
     assert stored["cpu"] in section and stored["torch"] in section
+
+
+def test_every_extra_is_documented() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(extras)
 
 
 @pytest.mark.parametrize(

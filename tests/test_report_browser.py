@@ -10,6 +10,8 @@ import cacheprobe as cp
 from tests.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 
+PATIENCE = 60_000
+"""Milliseconds, for a busy machine."""
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 PICTURES = Path(__file__).parents[1] / "build" / "dash"
 """Screenshots to look at; git ignores the folder."""
@@ -34,6 +36,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme: str) -> None:
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.set_default_timeout(PATIENCE)
     complaints: list[str] = []
     requested: list[str] = []
     page.on(

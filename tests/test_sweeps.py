@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,15 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.models.adapters import adapter_directory
 from cacheprobe.ops import wide_product
 from cacheprobe.ops.compiled import build
 from cacheprobe.registry import names as plug_in_names
 from cacheprobe.sweeps import holder as holding
-from cacheprobe.sweeps.cells import Cell, combinations
+from cacheprobe.sweeps.cells import Cell, combinations, told_apart
 from cacheprobe.sweeps.dry import dry_run
 from cacheprobe.sweeps.engine import COMPLETE, FAILED, PARTIAL, sweep
+from cacheprobe.sweeps.facts import model_facts
 from cacheprobe.sweeps.index import INDEX
 from cacheprobe.sweeps.lock import SweepBusy, only_sweep
 from cacheprobe.sweeps.plan import make_plan
@@ -55,8 +58,6 @@ def test_processes_commit_the_bytes_that_one_process_commits(serial: Path, tmp_p
 
 def test_what_is_committed_is_skipped_and_what_is_not_is_made_again(serial: Path, tmp_path: Path) -> None:
     """A shard without its manifest does not count: an object store may hold half of one."""
-    import shutil
-
     out = shutil.copytree(serial, tmp_path / "s")
     broken = next((out / SHARDS).iterdir())
     (broken / "manifest.json").unlink()
@@ -116,8 +117,6 @@ def test_the_index_is_made_up_from_the_manifests(serial: Path) -> None:
 
 
 def test_another_code_version_is_kept_apart(serial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
     out = shutil.copytree(serial, tmp_path / "s")
     monkeypatch.setattr("cacheprobe.sweeps.code.code_version", lambda: "another")
     monkeypatch.setattr("cacheprobe.sweeps.plan.code_version", lambda: "another")
@@ -139,7 +138,8 @@ def test_a_failed_cell_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr(holding.Holder, "_load", load)
     report = sweep(SMALL, out=tmp_path / "s", progress=False)
     assert report.exit_code == PARTIAL and [f.cause for f in report.failures] == ["MemoryError"]
-    assert "seed=1: no more of it" in str(report) and "give the same command again" in str(report)
+    assert f"  {report.failures[0].digest}  seed=1: no more of it" in str(report).splitlines()
+    assert "give the same command again" in str(report)
     monkeypatch.setattr(holding.Holder, "_load", real)
     assert sweep(SMALL, out=tmp_path / "s", progress=False).skipped == 2
 
@@ -204,6 +204,11 @@ def test_the_log_says_what_happened(serial: Path) -> None:
         ({"grid": {"window": 0}}, "grid.window.* greater than or equal to 1, got 0"),
         ({"grid": {"dtype": "int8"}}, "grid.dtype"),
         ({"grid": {**GRID, "drafter": "early_exit:layer=5-2"}}, "there is no layer from 5 to 2"),
+        ({"grid": {**GRID, "seed": -1}}, "grid.seed.0 .* greater than or equal to 0, got -1"),
+        ({"grid": {**GRID, "seed": [0, "1"]}}, "grid.seed.1 .* valid integer, got '1'"),
+        ({"grid": {**GRID, "seed": "9-0"}}, "'9-0' should go from the smaller seed to the larger"),
+        ({"grid": {**GRID, "seed": "0-999999"}}, "over 100000 at most"),
+        ({"grid": GRID, "run": {"stop": [""]}}, "run.stop.0 .* at least 1 character"),
         ({"grid": {**GRID, "products": "fast"}}, "grid.products.* 'torch' or 'compiled', got 'fast'"),
         ({"grid": GRID, "run": {"device": "tpu"}}, "run.device .*, got 'tpu'"),
         ({"grid": GRID, "resources": {"num_gpus": 1}}, "takes GPUs, and run.device is the CPU"),
@@ -220,18 +225,29 @@ def test_what_is_not_understood_is_refused_by_its_place(held: dict, message: str
     ("change", "message"),
     [
         ({"drafter": "early_exit:layer=3"}, "can stop after 0 to 2"),
+        ({"drafter": "early_exit:layer=last"}, "can stop after 0 to 2"),
+        ({"drafter": "draft_model:length=3"}, "made of a loaded model; use cp.run with it"),
         ({"drafter": "early_exits:layer=1"}, "unknown name 'early_exits'"),
         ({"intervention": "zero:site=T,layer=4"}, "has layers 0 to 3"),
         ({"intervention": "zero:site=T,layer=1,head=9"}, "has heads 0 to 3"),
         ({"intervention": "zero:site=T,layer=1,haed=1"}, "unknown option 'haed'"),
         ({"intervention": "swap:site=T,layer=1"}, "a sweep knows zero, add, mean, resample"),
         ({"intervention": "add:site=T,layer=1"}, "says no value"),
+        ({"intervention": "add:site=T,layer=1,value=x"}, "value must be a number, got 'x'"),
+        ({"intervention": "zero:site=T,layer=1.5"}, "layer must be a whole number, got 1.5"),
+        ({"intervention": "zero:site=T,layer=1,head=first"}, "head must be a whole number, got 'first'"),
+        ({"intervention": "resample:site=T,layer=1,seed=x"}, "seed must be a whole number, got 'x'"),
+        ({"intervention": "zero:site=T,layer=1,positions=0-21"}, "position 21 lies outside a prompt of 20 "),
         ({"lens": "jacobian:x"}, "not stored in a directory"),
         ({"lens": "tuned:nowhere"}, "there is no directory nowhere"),
+        ({"lens": "tuned:tests"}, "tests holds no tuned lens"),
+        ({"lens": "tuned:tests/tuned_lens_package"}, r"is for \(layers, width\) .*, coinflip-plain has \(4, 64\)"),
         ({"adapter": "coin-flip"}, "takes no adapter"),
         ({"products": "compiled"}, "whose products are torch's"),
         ({"task": "coin_flip:people=40"}, "set run.capacity: 2[0-9]+ or more"),
         ({"task": "coin_flips"}, "unknown name 'coin_flips'"),
+        ({"task": "boxes"}, "the word 'Box' .* is not in the task vocabulary"),
+        ({"model": "smollm2-135m", "adapter": "nowhere"}, "unknown adapter 'nowhere'"),
         ({"model": "./no/such"}, "is not to be had"),
     ],
 )
@@ -240,6 +256,33 @@ def test_impossible_cells_are_refused_before_anything_runs(change: dict, message
         mixed = [{**GRID}, *({**GRID, **change, "seed": seed} for seed in (0, 1, 2))]
         sweep({"cells": mixed[:1] + mixed[1:], "run": RUN}, out=tmp_path / "s", progress=False)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("name", ["coinflip-thinking", "smollm2-135m"])
+def test_prompts_are_counted_as_the_model_counts_them(name: str) -> None:
+    """A token put in front was not counted: a cell that lacked one row was planned, and failed."""
+    model, task = cp.load_model(name, progress=False), cp.tasks.CoinFlip(people=2)
+    texts = [example.prompt_text(model.tokenizer) for example in task.examples(4, 0)]
+    assert [model_facts(name).count_tokens(text) for text in texts] == [len(model.encode(text)) for text in texts]
+
+
+def test_cells_know_the_bytes_of_their_adapter(tmp_path: Path) -> None:
+    shipped = adapter_directory("coin-flip", "smollm2-135m")
+    for name in ("copy", "other"):
+        shutil.copytree(shipped, tmp_path / name)
+    (tmp_path / "other" / "adapter_config.json").write_text("{}")
+    adapters = ["coin-flip", str(tmp_path / "copy"), str(tmp_path / "other")]
+    plan = make_plan(read_config({"grid": {"adapter": adapters}, "run": {"n": 1}}))
+    ours, copied, other = (cell.origin["sources"]["adapter"] for cell in plan.cells.values())
+    assert ours == copied != other
+
+
+def test_seeds_are_given_as_a_range_and_cells_named_by_what_differs() -> None:
+    cells = make_plan(read_config({**SMALL, "grid": {**GRID, "drafter": ["none", "ngram"], "seed": ["0-2", 7]}})).cells
+    said = sorted(told_apart(cells).values())
+    assert said[:4] == [f"drafter=ngram seed={seed}" for seed in (0, 1, 2, 7)] and said[4] == "drafter=none seed=0"
+    one = dict(list(cells.items())[:1])
+    assert told_apart(one) == {digest: str(cell) for digest, cell in one.items()}
 
 
 def test_a_disk_budget_is_kept(serial: Path, tmp_path: Path) -> None:
@@ -256,6 +299,18 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     said = dry_run(SMALL, out=tmp_path / "s", backend="processes", workers=3)
     assert "3 cells, 0 of them committed" in said and "on 3 workers" in said and "disk: about" in said
     assert not (tmp_path / "s").exists()
+
+
+def test_a_dry_run_takes_times_from_the_log_and_counts_the_loading(tmp_path: Path) -> None:
+    """The time of a small sweep was given as that of its cells, and loading the model took longer than all of them."""
+    assert cp.sweep({**SMALL, "grid": {**GRID, "seed": 0}}, out=tmp_path / "s", progress=False).is_complete
+    (log,) = (tmp_path / "s" / "events").glob("*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps({**said, "seconds": 20.0, "load_seconds": 100.0}) + "\n" for said in lines))
+    said = dry_run(SMALL, out=tmp_path / "s")
+    assert "3 cells, 1 of them committed" in said and "2 cells of 20.00 s, by its log; 100 s to load it" in said
+    assert "time: about 2.3 min on 1 worker" in said  # 2 x 20 s and 100 s
+    assert "time: about 2.0 min on 2 workers" in dry_run(SMALL, out=tmp_path / "s", backend="processes")
 
 
 def test_layers_are_spread_and_cells_told_apart_by_all_that_changes_bits() -> None:
@@ -300,8 +355,6 @@ def test_a_cell_runs_on_compiled_products(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_shard_that_knows_fewer_axes_is_still_read(serial: Path, tmp_path: Path) -> None:
     """Its version had no such axis."""
-    import shutil
-
     out = shutil.copytree(serial, tmp_path / "s")
     (out / INDEX).unlink()
     path = next((out / SHARDS).glob("*/manifest.json"))

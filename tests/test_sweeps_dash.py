@@ -7,6 +7,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.dash_app import results
 from cacheprobe.dash_app.shelf import NotAsked, Shelf
+from cacheprobe.views.sweep_grid import in_order
 
 SETTINGS = {
     "grid": {
@@ -34,3 +35,29 @@ def test_the_sweep_tab(tmp_path: Path) -> None:
     with pytest.raises(NotAsked, match=r"no facet 'seed.seed'; there are drafter.seed, seed.drafter"):
         results.view(shelf, {"result": 0, "facet": "seed.seed"})
     assert shelf.book(2).run is not None
+
+
+def test_an_axis_of_many_values_is_shown_in_stretches(tmp_path: Path) -> None:
+    """An axis of more than eight values was no facet at all, and layer=10 stood before layer=2."""
+    grid = {**SETTINGS["grid"], "drafter": "none", "intervention": ["none", "zero:site=T,layer=0-3"], "seed": "0-9"}
+    assert cp.sweep({**SETTINGS, "grid": grid}, out=tmp_path / "s", progress=False).is_complete
+    shelf = Shelf.of([tmp_path / "s"])
+
+    def shown(facet: str) -> tuple[set[str], str, str]:
+        said = results.view(shelf, {"result": 0, "facet": facet})
+        curves = said["graphs"][0]["props"]["children"]["props"]["figure"]["data"]
+        return {curve["name"].split(", ")[1] for curve in curves}, said["html"], said["more"]
+
+    names, html, more = shown("intervention.seed")
+    assert names == {f"seed={seed}" for seed in range(8)} and more.count("<tr><td>") == 40
+    assert 'data-value="intervention.seed.0.1">8 to 9</button>' in html and "intervention.seed.1." not in html
+    names, html, more = shown("intervention.seed.0.1")
+    assert names == {"seed=8", "seed=9"} and more.count("<tr><td>") == 10
+    assert 'class="plain chosen" data-intent="set" data-name="facet" data-value="intervention.seed.0.1"' in html
+    for wrong in ("intervention.seed.0.2", "intervention.seed.1.0", "intervention.seed.0.-1", "intervention.seed.0.²"):
+        with pytest.raises(NotAsked, match=r"there is no stretch '.*' of (seed|intervention); there are 0 to [01]"):
+            results.view(shelf, {"result": 0, "facet": wrong})
+    with pytest.raises(NotAsked, match="there is no facet 'intervention.seed.0'"):
+        results.view(shelf, {"result": 0, "facet": "intervention.seed.0"})
+    values = ["zero:layer=10", "none", "zero:layer=9", 16, 4]
+    assert in_order(values) == [4, 16, "none", "zero:layer=9", "zero:layer=10"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ from cacheprobe.sweeps.plan import make_plan
 from cacheprobe.sweeps.settings import read_config
 from cacheprobe.sweeps.store import SweepStore
 from cacheprobe.sweeps.waiting import Waiting
+from cacheprobe_benchmarks import sweep_backends
 from cacheprobe_benchmarks.ray_faults import children
+from cacheprobe_benchmarks.struck import CELLS
 from cacheprobe_benchmarks.sweep_faults import FAULTS, run
 from tests.test_sweeps import RUN, SMALL, digests
 
@@ -102,6 +105,30 @@ def test_a_dead_workers_cell_is_the_cell_of_an_undisturbed_run(tmp_path: Path) -
     job = Job(str(tmp_path / "s"), 1, 1, 1, 0, 1)
     killing(processes(Waiting(plan.cells.values()), job), 1)
     assert digests(tmp_path / "s") == digests(tmp_path / "serial")
+
+
+def test_the_benchmark_of_backends_compares_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one shard, and it does not call them equal."""
+
+    def copied(folder: Path, places: list[sweep_backends.Place], flipped: int) -> sweep_backends.Place:
+        shutil.copytree(places[0].held, folder)
+        shard = next(folder.glob("shards/*/rows-*.parquet"))
+        data = bytearray(shard.read_bytes())
+        data[-20] ^= flipped
+        shard.write_bytes(data)
+        return places[0]._replace(held=folder)
+
+    places: list[sweep_backends.Place] = []
+    for flipped in (0, 1):
+
+        def real(folder: Path) -> sweep_backends.Place:
+            places[:] = [sweep_backends._serial(tmp_path / folder.parent.parent.name)]
+            return places[0]
+
+        backends = {"real": real, "copied": lambda folder, flipped=flipped: copied(folder, places, flipped)}
+        monkeypatch.setattr(sweep_backends, "BACKENDS", backends)
+        said = sweep_backends.run(1)
+        assert said["are_equal"] == (not flipped) and said["backends"]["copied"]["cells"] == CELLS
 
 
 @pytest.mark.slow

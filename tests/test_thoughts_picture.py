@@ -317,8 +317,12 @@ def test_the_report_shows_thoughts_after_the_windows(trace: cp.Trace) -> None:
     heads = re.findall(r"<h2>(.*?)</h2>", html)
     assert heads.index("What was thought of every chunk") == heads.index("From draft to commit") + 1
     assert html.count('<figure class="thoughts">') == 1 and "The same in numbers" in html
+    title = re.search(r'<figure class="thoughts"><h3>(.*?)</h3>', html)
+    assert title is not None and f"One thing to see:</strong> {title[1]}</p>" in html
     silent = replace(trace, thought_table=trace.thoughts().query("request_id != 0"))
-    assert "Request 0 wrote no thoughts; requests that did: 1." in report_html(silent, 0)
+    unthought = report_html(silent, 0)
+    assert "Request 0 wrote no thoughts; requests that did: 1." in unthought
+    assert "One thing to see:</strong> request 0, step" in unthought
     other = report_html(cp.run(loaded(), PROMPTS[:1], **SMALL), 0)
     assert "thought of every chunk" not in other and "cp-undone" not in other and "--sand" not in other
 

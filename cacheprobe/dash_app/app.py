@@ -47,6 +47,7 @@ def _views(shelf: Shelf, reader: Reader) -> Views:
         "cache": partial(cache.view, shelf),
         "window": partial(cache.window_view, shelf),
         "card": partial(card.view, shelf, reader),
+        "insight": partial(card.sentence, shelf),
         "thoughts": partial(thoughts.view, shelf),
         "compare": partial(compare.view, shelf),
         "prompt": partial(facts.prompt_view, shelf),

@@ -8,6 +8,7 @@ import pandas as pd
 
 from cacheprobe.observe.ledgers import ledger_at, rows_in_use
 from cacheprobe.observe.stored import StoredRun
+from cacheprobe.views.insight import opening
 from cacheprobe.views.timeline import step_words
 from cacheprobe.views.token_history import standing_at, token_history
 from cacheprobe.views.windows import Window, find_windows
@@ -112,13 +113,11 @@ class Book:
     def opening(self) -> dict[str, int]:
         """The request and step to open with: the first rollback that accepted something, else any verify pass."""
         events = self.run.events
-        verdicts = events[events.phase == "verify"]
-        lost = verdicts[verdicts.num_rolled_back > 0]
-        for pick in (lost[lost.num_accepted > 0], lost, verdicts, events):
-            if len(pick):
-                one = pick.iloc[0]
-                return {"request": int(one.request_id), "step": int(one.step)}
-        return {"request": 0, "step": 0}
+        if (at := opening(events)) is not None:
+            return {"request": at.request_id, "step": at.step}
+        if events.empty:
+            return {"request": 0, "step": 0}
+        return {"request": int(events.request_id.iloc[0]), "step": int(events.step.iloc[0])}
 
     def page(self, request_id: int, position: int, include: str, columns: int) -> range:
         """Positions of the page of the lens grid that holds `position`: at most `columns` rows, one position at least.

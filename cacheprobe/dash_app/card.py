@@ -1,4 +1,4 @@
-"""The card of one row: its choices by layer, and what became of the draft that followed it."""
+"""The card of one row: its choices by layer, and what became of the draft that followed it; and that in a sentence."""
 
 from cacheprobe.dash_app.asking import Ask, NotAsked, number, one_of, whole
 from cacheprobe.dash_app.lens import chosen_row, readings_of
@@ -6,8 +6,10 @@ from cacheprobe.dash_app.reader import Reader
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.dash_app.tokenizers import texts_of
 from cacheprobe.observe.hypotheses import settling
+from cacheprobe.views.insight import insight
 from cacheprobe.views.text import markup
-from cacheprobe.views.token_card import card_parts, fates_at
+from cacheprobe.views.token_card import card_parts
+from cacheprobe.views.token_history import fates_at
 
 
 def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
@@ -28,3 +30,18 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     fates = fates_at(book.history[book.history.request_id == request], place)
     title, body = card_parts(table, settling(table).iloc[0].to_dict(), fates, texts, row.token)
     return f"<h3>{markup(title)}</h3>{body}"
+
+
+def sentence(shelf: Shelf, ask: Ask) -> str:
+    """What became of the token after a position, and which layers had said so, as recorded."""
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    position = number(ask["position"], "position")
+    table = book.run.events.iloc[:0]
+    if book.run.has_readings:
+        table = book.readings(request, range(position, position + 1))
+        table = table[(table.status == "committed") & (table.site != "thought")]
+    fates = fates_at(book.history[book.history.request_id == request], position + 1 - book.prompt_length(request))
+    rows = book.rows_of(request)
+    said = insight(table, rows[rows.position == position], fates, book.run.token_texts)
+    return f"<b>Token at position {position + 1}:</b> {markup(said)}."

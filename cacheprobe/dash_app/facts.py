@@ -17,6 +17,7 @@ def run_facts(shelf: Shelf, reader: Reader, ask: Ask) -> dict[str, Any]:
     book = shelf.book(ask["run"])
     run = book.run
     return {
+        "name": book.name,
         "says": sentence(book),
         "requests": [_request_label(r) for r in run.requests],
         "first": book.steps.start,

@@ -14,14 +14,16 @@ from cacheprobe.views.coin_rows import coin_rows_figure
 from cacheprobe.views.page import table
 from cacheprobe.views.patching import patching_grid
 from cacheprobe.views.probes import probe_figure
-from cacheprobe.views.text import markup
+from cacheprobe.views.text import markup, shorten
 
 MOST_BYTES = 20 * 2**20
 MOST_LINES = 200
+MOST_FIGURES = 6
 _REMEDY = ("Name a folder of them: ", "cacheprobe dash RUN analyses/results")
 KINDS = (
     ("patching", "Patching", "No patching grid was named", ("Keep one and name its file: ", 'grid.save("grid.json")')),
     ("surgery", "Cache surgery", "No result of cache surgery was named", _REMEDY),
+    ("probes", "Probes", "No result of a probe was named", _REMEDY),
     (
         "sweep",
         "Sweep",
@@ -45,7 +47,9 @@ def kind_of(path: Path) -> str:
         return "patching"
     if is_sweep(held):
         return "sweep"
-    return "surgery" if _having(held, _SURGERY) else "results"
+    if _having(held, _SURGERY):
+        return "surgery"
+    return "probes" if _having(held, _PROBE) else "results"
 
 
 def view(shelf: Shelf, ask: Ask) -> str | Answer:
@@ -86,9 +90,12 @@ def _figures(path: Path, held: Any) -> tuple[list[Any], str]:
         )
         return [coin_rows_figure(effects, unit=unit) for unit in effects.unit.unique()], markup(note)
     if found := _having(held, _PROBE):
-        name, lines = found[0]
-        more = f" {len(found) - 1} more of {path.name} are not drawn." if len(found) > 1 else ""
-        return [probe_figure(pd.DataFrame(lines))], markup(f"{name}, of {path.name}.{more}")
+        figures = [probe_figure(pd.DataFrame(lines)) for _, lines in found[:MOST_FIGURES]]
+        for figure, (name, _) in zip(figures, found, strict=False):
+            if len(found) > 1:
+                figure.update_layout(title_text=f"{markup(name.removesuffix(' · lines'))}: {figure.layout.title.text}")
+        more = f" {len(found) - len(figures)} more are not drawn." if len(found) > len(figures) else ""
+        return figures, markup(f"Of {path.name}.{more}")
     return [], ""
 
 
@@ -133,4 +140,4 @@ def _plain(held: Any, name: str = "") -> list[tuple[str, object]]:
 
 
 def _cell(value: Any) -> object:
-    return value if isinstance(value, int | float | str) else json.dumps(value, ensure_ascii=False)[:120]
+    return value if isinstance(value, int | float | str) else shorten(json.dumps(value, ensure_ascii=False), 120)

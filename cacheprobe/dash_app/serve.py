@@ -1,6 +1,8 @@
 """The server: one process, its address printed once it listens."""
 
+import socket
 from contextlib import suppress
+from errno import EADDRINUSE
 from threading import Thread
 
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
@@ -13,13 +15,25 @@ from cacheprobe.dash_app.shelf import Shelf
 def listen(shelf: Shelf, host: str = "127.0.0.1", port: int = 8050) -> BaseWSGIServer:
     """A server that is bound and answers from `serve_forever()` on. port: 0 for any that is free.
 
-    Raises: OSError where the port is taken.
+    Raises: OSError where the address cannot be had, with what to give instead.
     """
     app = make_app(shelf)
     guard(app, host)
     if shelf.entries and (book := shelf.entries[shelf.first].book) is not None:
         Thread(target=_warm, args=(book,), daemon=True).start()
-    return make_server(host, port, app.server, threaded=True, request_handler=_Quiet)
+    with _bound(host, port) as held:  # werkzeug, which makes a copy, would end the program where the port is taken
+        return make_server(host, port, app.server, threaded=True, request_handler=_Quiet, fd=held.fileno())
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        why = "another program listens there" if error.errno == EADDRINUSE else error.strerror or str(error)
+        raise OSError(
+            f"cannot listen at {host}, port {port}: {why}; give another --port, 0 for any that is free, or --host"
+        ) from error
 
 
 def _warm(book: Book) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from cacheprobe.dash_app.book import Book
@@ -36,22 +37,32 @@ class Shelf:
     """Of the command line: what to read states with where a run's own model cannot be loaded."""
     lenses: tuple[Path, ...] = field(default=())
     """Directories of tuned lenses."""
+    more: tuple[Path, ...] = ()
+    """Cells of sweeps beyond those in the menu of runs: numbered behind the entries, and opened when asked for."""
 
     @classmethod
     def of(cls, paths: Iterable[Path], model: str | None = None, lenses: Sequence[Path] = ()) -> "Shelf":
         """A directory is a run, or holds runs and result files; a .json file is a result."""
         entries: list[Entry] = []
         results: list[Path] = []
+        more: list[Path] = []
         for path in paths:
-            _place(path, entries, results)
-        return cls(tuple(entries), tuple(results), model, tuple(lenses))
+            _place(path, entries, results, more)
+        return cls(tuple(entries), tuple(results), model, tuple(lenses), tuple(more))
 
     def book(self, number: object) -> Book:
         """The run of this number. Raises: NotAsked for another number, or one whose run cannot be opened."""
-        entry = self.entries[whole(number, "run", len(self.entries))]
+        place = whole(number, "run", len(self.entries) + len(self.more))
+        count = len(self.entries)
+        entry = self.entries[place] if place < count else _opened(self.more[place - count])
         if entry.book is None:
             raise NotAsked(f"{entry.name} cannot be opened: {entry.reason}")
         return entry.book
+
+    def numbers(self) -> dict[str, int]:
+        """Of every run, by the name of its directory."""
+        names = [*(entry.name for entry in self.entries), *(path.name for path in self.more)]
+        return {name: number for number, name in enumerate(names)}
 
     @property
     def first(self) -> int:
@@ -66,15 +77,16 @@ def whole(value: object, what: str, count: int) -> int:
     return value
 
 
-def _place(path: Path, entries: list[Entry], results: list[Path]) -> None:
+def _place(path: Path, entries: list[Entry], results: list[Path], more: list[Path]) -> None:
     if path.is_file() and path.suffix == ".json":
         results.append(path)
         return
     inside = sorted(path.iterdir()) if path.is_dir() and not (path / MANIFEST).exists() else []
     if (path / PLAN).exists():  # a sweep: its results in one tab, its first cells among the runs
         results.append(path / PLAN)
-        shards = sorted((path / SHARDS).glob(f"*/{MANIFEST}"))[:MOST_CELLS]
-        entries += [_entry(manifest.parent) for manifest in shards]
+        shards = [manifest.parent for manifest in sorted((path / SHARDS).glob(f"*/{MANIFEST}"))]
+        entries += [_entry(shard) for shard in shards[:MOST_CELLS]]
+        more += shards[MOST_CELLS:]
         return
     runs = [p for p in inside if p.is_dir() and ((p / MANIFEST).exists() or any(p.glob("rows-*.parquet")))]
     files = [p for p in inside if p.is_file() and p.suffix == ".json"]
@@ -83,6 +95,11 @@ def _place(path: Path, entries: list[Entry], results: list[Path]) -> None:
         entries += [_entry(p) for p in runs]
     else:
         entries.append(_entry(path))
+
+
+@lru_cache(maxsize=32)
+def _opened(path: Path) -> Entry:
+    return _entry(path)
 
 
 def _entry(path: Path) -> Entry:

@@ -112,6 +112,7 @@ def _transport() -> Any:
                 className="slide",
             ),
             html.Div(id="now", role="status"),
+            html.Div(id="insight-view", role="status"),
         ],
         id="transport",
         className="transport",

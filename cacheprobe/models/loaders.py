@@ -79,12 +79,12 @@ def load_model(
 
         if type(model).__name__ == "TransformerBridge":
             model.eval()
-            _refuse_unknown_memory(model.original_model.config, type(model.original_model).__name__)
+            refuse_unknown_memory(model.original_model.config, type(model.original_model).__name__)
             wrapped = BridgeLM(model, _name_of(model))
             if tokenizer is not None:
                 wrapped.tokenizer = tokenizer
         elif hasattr(model, "config") and hasattr(model, "forward"):
-            _refuse_unknown_memory(model.config, type(model).__name__)
+            refuse_unknown_memory(model.config, type(model).__name__)
             wrapped = BridgeLM.wrap(model, tokenizer, _name_of(model))
         else:
             raise ModelError(
@@ -205,7 +205,7 @@ def plain_model(
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=is_local)
         architecture = (config.architectures or [type(config).__name__])[0]
-        _refuse_unknown_memory(config, architecture)
+        refuse_unknown_memory(config, architecture)
         with _without_progress_bars():
             live = AutoModelForCausalLM.from_pretrained(
                 source, dtype=getattr(torch, dtype_name), local_files_only=is_local, device_map=device_map
@@ -265,7 +265,7 @@ def _tokenizer_or_none(auto_tokenizer: Any, source: str, is_local: bool) -> Any:
     return auto_tokenizer.from_pretrained(source, local_files_only=is_local) if has_one or not is_local else None
 
 
-def _refuse_unknown_memory(config: Any, architecture: str) -> None:
+def refuse_unknown_memory(config: Any, architecture: str) -> None:
     """Refuse by name what plain full attention over our cache would get silently wrong, or cannot roll back."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")

@@ -4,9 +4,14 @@ A file holds `hidden_states` [tokens, layers, m] and `token_ids` [tokens]. The l
 `eagle_aux_hidden_state_layer_ids`, which the file does not name, in the order in which they run: id k is the residual
 stream that enters block k, so S of layer k - 1 here; the number of blocks is the last block's, before the final norm.
 Tokens are the prompt's; where the request said include_output_tokens, the generated ones but the last follow.
+
+vLLM writes a file after it has given the output, and holds an exclusive lock on NAME.lock until it is whole.
+Source: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py, `load_hidden_states`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,8 @@ from cacheprobe.observe.trace import Trace
 _PROGRAM = "vLLM"
 _SETTING = "eagle_aux_hidden_state_layer_ids"
 _KEYS = ("hidden_states", "token_ids")
+SECONDS_TO_WAIT = 60.0
+"""For a file that vLLM is at; its own loader waits without end."""
 
 
 def trace_of_vllm(
@@ -117,6 +124,40 @@ def _split(states: Tensor, prompt: Sequence[int], generated: Sequence[int], ids:
     return Generation(tuple(prompt), tuple(generated), by_layer)
 
 
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Wait until vLLM has written this file, where it keeps a lock beside it.
+
+    Raises: ImportRefused where that takes longer than SECONDS_TO_WAIT.
+    """
+    try:
+        lock = path.with_name(path.name + ".lock").open("rb")
+    except OSError:
+        yield
+        return
+    with lock:
+        until = time.monotonic() + SECONDS_TO_WAIT
+        while not _is_shared(lock):
+            if time.monotonic() > until:
+                raise ImportRefused(
+                    f"{path} is still being written after {SECONDS_TO_WAIT:.0f} s (its .lock is held); import it once "
+                    "vLLM is done with it"
+                )
+            time.sleep(0.05)
+        yield
+
+
+def _is_shared(lock: Any) -> bool:
+    """Whether the writer has let go of a lock; its readers share it until they close it."""
+    import fcntl
+
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
     """States [t, l, m] and token ids of a file. Raises: ImportRefused for another layout, naming what was expected."""
     from safetensors import SafetensorError
@@ -125,7 +166,8 @@ def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
     if path.suffix == ".zst" or (not path.exists() and path.with_name(path.name + ".zst").exists()):
         raise ImportRefused(f"{path} is compressed; unpack it first, with zstd -d")
     try:
-        held = load_file(path)
+        with _whole(path):
+            held = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ImportRefused(f"{path} cannot be read as safetensors ({error!s:.120}); is vLLM still at it?") from error
     if lacking := [key for key in _KEYS if key not in held]:

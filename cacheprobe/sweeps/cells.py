@@ -48,6 +48,16 @@ class Cell:
         return " ".join(f"{name}={value}" for name, value in self.axes.items() if value is not None)
 
 
+def told_apart(cells: Mapping[str, Cell]) -> dict[str, str]:
+    """A name for each of these cells, by digest: the axes that differ among them; all that are set, where none does."""
+    varied = [name for name in AXES if len({canonical(cell.axes[name]) for cell in cells.values()}) > 1]
+    return {digest: _said(cell.axes, varied) if varied else str(cell) for digest, cell in cells.items()}
+
+
+def _said(axes: Mapping[str, Any], names: list[str]) -> str:
+    return " ".join(f"{name}={'none' if axes[name] is None else axes[name]}" for name in names)
+
+
 def canonical(held: Any) -> str:
     """JSON with sorted names and no spaces: equal values give equal text."""
     return json.dumps(held, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

@@ -1,25 +1,23 @@
 """What is refused before anything runs: combinations that cannot be, and results that would not fit."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from cacheprobe.config import CaptureConfig, EngineConfig, resolve_layers
 from cacheprobe.lenses.base import LensError
-from cacheprobe.registry import make
+from cacheprobe.lenses.tuned_files import require_tuned_lens
+from cacheprobe.registry import make, parse_options
 from cacheprobe.sweeps.facts import ModelFacts, model_facts
 from cacheprobe.sweeps.making import lens_folder, parse_change
 from cacheprobe.sweeps.settings import RunSettings
 
 SHOWN = 8
+NEEDS_OBJECTS = {"draft_model": "a loaded model", "scripted": "a function"}
+"""Drafters that no text stands for, and what they are made of."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARD_BYTES, ROW_BYTES, READING_BYTES = 40_000, 24, 40
 """Rough sizes on disk: of a shard whatever it holds, of a token's row in the tables, and of one layer's reading."""
-
-
-class Asked(NamedTuple):
-    """A task's prompts for one model."""
-
-    prompt_tokens: tuple[int, ...]
 
 
 def prompts_of(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> tuple[int, ...]:
@@ -29,7 +27,7 @@ def prompts_of(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> 
         facts = model_facts(axes["model"])
         examples = make("tasks", axes["task"]).examples(run.n, axes["seed"])
         texts = [example.prompt_text(facts.tokenizer) for example in examples]
-        held[key] = tuple(len(facts.tokenizer(text).input_ids) for text in texts)
+        held[key] = tuple(map(facts.count_tokens, texts))
     return held[key]
 
 
@@ -43,7 +41,13 @@ def complaint(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> s
         _check_model(facts, axes)
         _check_products(axes, run, facts.thinking is not None)
         _check_parts(facts, axes)
+        last_changed = _last_changed(axes)
         for tokens in prompts_of(axes, run, held):
+            if last_changed > (last := tokens + run.max_new_tokens - 2):  # the newest token is never fed
+                return (
+                    f"intervention {axes['intervention']!r}: position {last_changed} lies outside a prompt of {tokens} "
+                    f"+ {run.max_new_tokens} new tokens, which computes 0 to {last} at most"
+                )
             needed = config.rows_needed(tokens, run.max_new_tokens)
             if tokens + run.max_new_tokens > facts.n_ctx:
                 return f"prompt of {tokens} + {run.max_new_tokens} new tokens exceed the context of {facts.n_ctx}"
@@ -56,6 +60,10 @@ def complaint(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> s
 
 def _check_model(facts: ModelFacts, axes: dict[str, Any]) -> None:
     if facts.thinking is None:
+        if axes["adapter"] is not None:
+            from cacheprobe.models.adapters import adapter_directory
+
+            adapter_directory(axes["adapter"], axes["model"])
         return
     if axes["adapter"] is not None:
         raise ValueError(f"{facts.name} is a Thinking States model, which takes no adapter; write adapter: none")
@@ -83,12 +91,17 @@ def _check_products(axes: dict[str, Any], run: RunSettings, is_thinking: bool) -
 
 def _check_parts(facts: ModelFacts, axes: dict[str, Any]) -> None:
     if axes["drafter"] is not None:
-        drafter = make("drafters", axes["drafter"])
-        layer = getattr(drafter, "layer", None)
-        if layer is not None and not 0 <= layer < facts.n_layers - 1:
+        name, _, listed = axes["drafter"].partition(":")
+        if name in NEEDS_OBJECTS:
+            raise ValueError(
+                f"drafter {axes['drafter']!r}: {name} is made of {NEEDS_OBJECTS[name]}; use cp.run with it"
+            )
+        layer = parse_options(listed, "drafters").get("layer")
+        if layer is not None and (type(layer) is not int or not 0 <= layer < facts.n_layers - 1):
             raise ValueError(f"drafter {axes['drafter']!r}: {facts.name} can stop after 0 to {facts.n_layers - 2}")
-    if (folder := lens_folder(axes["lens"])) is not None and not folder.is_dir():
-        raise ValueError(f"lens {axes['lens']!r}: there is no directory {folder}")
+        make("drafters", axes["drafter"])
+    if (folder := lens_folder(axes["lens"])) is not None:
+        _check_stored_lens(facts, axes["lens"], folder)
     if axes["intervention"] is not None:
         where = parse_change(axes["intervention"]).where
         if not 0 <= where["layer"] < facts.n_layers:
@@ -97,6 +110,24 @@ def _check_parts(facts: ModelFacts, axes: dict[str, Any]) -> None:
             )
         if not 0 <= where.get("head", 0) < facts.n_heads:
             raise ValueError(f"intervention {axes['intervention']!r}: {facts.name} has heads 0 to {facts.n_heads - 1}")
+
+
+def _check_stored_lens(facts: ModelFacts, text: str, folder: Path) -> None:
+    """Its directory and shape; whose unembedding it is for is known once the weights are."""
+    if not folder.is_dir():
+        raise ValueError(f"lens {text!r}: there is no directory {folder}")
+    held = require_tuned_lens(folder)
+    shape = (held.get("n_layers", held.get("num_hidden_layers")), held.get("d_model"))
+    if shape != (facts.n_layers, facts.d_model):
+        raise ValueError(
+            f"lens {text!r} is for (layers, width) {shape}, {facts.name} has {(facts.n_layers, facts.d_model)}"
+        )
+
+
+def _last_changed(axes: dict[str, Any]) -> int:
+    """The last position that the cell's intervention names; -1 where it names none."""
+    where = parse_change(axes["intervention"]).where if axes["intervention"] is not None else {}
+    return max(where.get("positions") or (-1,))
 
 
 def require_possible(combinations: Sequence[dict[str, Any]], run: RunSettings) -> dict[Any, tuple[int, ...]]:

@@ -8,6 +8,7 @@ from typing import Any
 from cacheprobe.models.devices import checked_device
 from cacheprobe.registry import find
 from cacheprobe.sweeps.board import Board
+from cacheprobe.sweeps.cells import told_apart
 from cacheprobe.sweeps.events import Event, EventLog
 from cacheprobe.sweeps.holder import FULL, Job, Outcome
 from cacheprobe.sweeps.index import refresh
@@ -123,7 +124,8 @@ def sweep(
 def _run(
     run_cells: Any, plan: Plan, missing: dict[str, Any], store: SweepStore, job: Job, backend: str, progress: bool
 ) -> SweepReport:
-    names = {digest: str(cell) for digest, cell in missing.items()}
+    every = told_apart(plan.cells)
+    names = {digest: every[digest] for digest in missing}
     failures: list[Outcome] = []
     committed, stopped_by = 0, ""
     skipped = len(plan.cells) - len(missing)

@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from cacheprobe.sweeps.holder import Outcome
@@ -82,9 +83,13 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8")
 
 
-def seconds_by_model(store: SweepStore, keys: dict[str, Any]) -> dict[Any, float]:
-    """Mean seconds of the committed cells in a sweep's logs, by model key. keys: the model key of each digest."""
+def seconds_by_model(store: SweepStore, keys: dict[str, Any]) -> dict[Any, tuple[float, float]]:
+    """Mean seconds of the committed cells in a sweep's logs, and of loading their model, by model key.
+
+    keys: the model key of each digest.
+    """
     sums: dict[Any, list[float]] = {}
+    loads: dict[Any, list[float]] = {}
     try:
         names = store.fs.find(store.path("events"))
     except FileNotFoundError:
@@ -97,4 +102,6 @@ def seconds_by_model(store: SweepStore, keys: dict[str, Any]) -> dict[Any, float
                 continue
             if said.get("event") == "ended" and not said.get("cause") and said.get("digest") in keys:
                 sums.setdefault(keys[said["digest"]], []).append(said.get("seconds", 0.0))
-    return {key: sum(values) / len(values) for key, values in sums.items()}
+                if load := said.get("load_seconds"):
+                    loads.setdefault(keys[said["digest"]], []).append(load)
+    return {key: (fmean(values), fmean(loads.get(key, [0.0]))) for key, values in sums.items()}

@@ -24,9 +24,21 @@ class ModelFacts:
     thinking: Any = None
     """The ThinkingConfig of a Thinking States model."""
 
-    @property
-    def model_type(self) -> str:
-        return "Thinking States model" if self.thinking else "model"
+    def count_tokens(self, text: str) -> int:
+        """How many tokens the loaded model makes of a prompt, those that it puts in front included.
+
+        Raises: ValueError for a word that the vocabulary of a Thinking States model does not hold.
+        Twin: CachedLM.encode, ==.
+        """
+        if self.thinking is None:
+            return len(self.tokenizer(text).input_ids)
+        from cacheprobe.tasks.words import encode_strictly
+
+        try:
+            count = len(encode_strictly(self.tokenizer, text))
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+        return count + -count % self.thinking.chunk
 
 
 @cache
@@ -55,7 +67,7 @@ def _thinking_facts(name: str, folder: Path) -> ModelFacts:
 def _plain_facts(name: str) -> ModelFacts:
     from transformers import AutoConfig, AutoTokenizer
 
-    from cacheprobe.models.loaders import SHIPPED
+    from cacheprobe.models.loaders import SHIPPED, refuse_unknown_memory
 
     source, known = name, ""
     if name in SHIPPED:
@@ -67,9 +79,12 @@ def _plain_facts(name: str) -> ModelFacts:
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=is_local)
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local)
+        if tokenizer.bos_token is not None:  # as the bridge does it, whatever the model's own settings say
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local, add_bos_token=True)
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"model {name!r} is not to be had with its tokenizer: {first}") from error
+    refuse_unknown_memory(config, (config.architectures or [config.model_type])[0])
     text = config.get_text_config()
     digest = known or (folder_digest(Path(source)) if is_local else str(getattr(config, "_commit_hash", "")))
     shape = (text.num_hidden_layers, text.hidden_size, text.num_attention_heads, text.max_position_embeddings)

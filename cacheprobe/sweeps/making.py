@@ -9,6 +9,9 @@ from cacheprobe.registry import names as plug_in_names
 
 MADE_HERE = ("zero", "add", "mean", "resample")
 NEEDS_STATES = ("mean", "resample")
+_WHOLE = ((int,), "a whole number")
+_NUMBERS = {"layer": _WHOLE, "head": _WHOLE, "seed": _WHOLE, "value": ((int, float), "a number")}
+"""Options of an intervention that are numbers: the kinds that they may be read as."""
 
 
 class Change(NamedTuple):
@@ -39,6 +42,9 @@ def parse_change(text: str) -> Change:
         raise ValueError(f"intervention {text!r}: unknown option {unknown[0]!r}; there are {', '.join(known)}")
     if missing := [key for key in ("site", "layer", *(("value",) if name == "add" else ())) if key not in options]:
         raise ValueError(f"intervention {text!r} says no {missing[0]}; write it as in zero:site=T,layer=3")
+    for key, (kinds, wanted) in _NUMBERS.items():
+        if key in options and type(options[key]) not in kinds:
+            raise ValueError(f"intervention {text!r}: {key} must be {wanted}, got {options[key]!r}")
     if options["site"] not in EDITED_SITES:
         raise ValueError(f"intervention {text!r}: unknown site; sites to change are {', '.join(EDITED_SITES)}")
     if "head" in options and options["site"] != "T":

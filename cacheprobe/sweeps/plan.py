@@ -56,6 +56,10 @@ def make_plan(config: SweepConfig) -> Plan:
 def _sources(axes: dict[str, Any]) -> dict[str, str]:
     """Hashes of what a cell reads besides its settings, and of what this machine's compiler makes for it."""
     held = {"model": model_facts(axes["model"]).source}
+    if axes["adapter"] is not None:
+        from cacheprobe.models.adapters import adapter_directory
+
+        held["adapter"] = folder_digest(adapter_directory(axes["adapter"], axes["model"]))
     if (folder := lens_folder(axes["lens"])) is not None:
         held["lens"] = folder_digest(folder)
     if axes["products"] == "compiled":

@@ -1,5 +1,6 @@
 """What a sweep's file may say, checked as a whole: unknown names and wrong kinds are refused with the place."""
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +20,8 @@ Text = Annotated[str, Field(min_length=1)]
 Maybe = Annotated[Text | None, BeforeValidator(_none)]
 DType = Literal["float32", "bfloat16", "float16"]
 Products = Literal["torch", "compiled"]
-Rows = Annotated[int, Field(ge=1)]
+Rows = Annotated[int, Field(ge=1, strict=True)]
+Seed = Annotated[int, Field(ge=0, strict=True)]
 
 
 class _Strict(BaseModel):
@@ -40,15 +42,36 @@ class Axes(_Strict):
     """logit, or KIND:DIRECTORY of a stored one, such as tuned:lenses/smollm2."""
     intervention: Maybe = None
     """zero, add, mean or resample, such as zero:site=T,layer=3,positions=4-9; of every request."""
-    seed: int = 0
+    seed: Seed = 0
 
 
-def _many(of: Any) -> Any:
-    return Annotated[tuple[of, ...], BeforeValidator(_listed), Field(min_length=1)]
+def _many(of: Any, listed: Any = _listed) -> Any:
+    return Annotated[tuple[of, ...], BeforeValidator(listed), Field(min_length=1)]
+
+
+def _seeds(value: Any) -> Any:
+    return [seed for given in _listed(value) for seed in _span(given)]
+
+
+def _span(given: Any) -> Any:
+    """0-99 as a hundred seeds; another value as it is, to be judged by its kind."""
+    found = _RANGE.fullmatch(given) if isinstance(given, str) else None
+    if found is None:
+        return [given]
+    first, last = int(found[1]), int(found[2])
+    if not 0 <= last - first < MOST_SEEDS:
+        raise ValueError(f"{given!r} should go from the smaller seed to the larger, over {MOST_SEEDS} at most")
+    return range(first, last + 1)
+
+
+_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
+MOST_SEEDS = 100_000
+"""Of one range: more would be a slip of the pen, and fill the memory before it is refused."""
 
 
 class Grid(_Strict):
-    """Lists of values of the same axes; every combination is a cell. layer=0-5 in a text stands for six values."""
+    """Lists of values of the same axes; every combination is a cell. layer=0-5 in a text stands for six values, and a
+    seed of 0-5 for six seeds."""
 
     model: _many(Text) = ("smollm2-135m",)  # pyright: ignore[reportInvalidTypeForm]
     dtype: _many(DType) = ("float32",)  # pyright: ignore[reportInvalidTypeForm]
@@ -59,7 +82,7 @@ class Grid(_Strict):
     window: _many(Rows) = (16,)  # pyright: ignore[reportInvalidTypeForm]
     lens: _many(Text) = ("logit",)  # pyright: ignore[reportInvalidTypeForm]
     intervention: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
-    seed: _many(int) = (0,)  # pyright: ignore[reportInvalidTypeForm]
+    seed: _many(Seed, _seeds) = (0,)  # pyright: ignore[reportInvalidTypeForm]
 
 
 class RunSettings(_Strict):
@@ -77,11 +100,11 @@ class RunSettings(_Strict):
     deterministic: Annotated[float, Field(ge=0, le=1)] = 0.0
     capture: str | None = "Z"
     """Sites to keep, of S, T, C and Z."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Annotated[int, Field(strict=True)], ...] | None = None
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, strict=True)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    stop: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()
 
 
 class Resources(_Strict):
@@ -93,7 +116,7 @@ class Resources(_Strict):
     num_gpus: Annotated[float, Field(ge=0)] = 0
     threads: Rows = 1
     """Of torch. Sums depend on their number, so it is part of a cell's digest."""
-    retries: Annotated[int, Field(ge=0)] = 2
+    retries: Annotated[int, Field(ge=0, strict=True)] = 2
     """How often a cell is tried again whose worker died."""
 
 

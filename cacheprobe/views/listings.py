@@ -8,7 +8,7 @@ import pandas as pd
 
 from cacheprobe.observe.hypotheses import agreement_by_layer
 from cacheprobe.terminal import Listing
-from cacheprobe.views.text import columns_of, shorten, text_of, token_texts, visible
+from cacheprobe.views.text import columns_of, plain, shorten, text_of, token_texts, visible
 from cacheprobe.views.thoughts_columns import story_of
 from cacheprobe.views.thoughts_picture import THOUGHT_COLUMNS, thought_lines
 from cacheprobe.views.windows import Window, find_windows
@@ -47,14 +47,14 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
     texts = token_texts(trace.row_table, trace.hypothesis_table)
     about = [
         ("prompt", _prompt(trace, request_id, texts)),
-        ("text", _plain(text)),
+        ("text", plain(text)),
         ("tokens", f"{request.num_prompt_tokens} of the prompt, {len(trace.committed(request_id))} committed"),
         ("deterministic", "yes" if request.is_deterministic else "no"),
         ("finish", _finish(trace, request_id)),
         ("arrived", f"at step {request.arrival_step}"),
     ]
     if request.example is not None:
-        about.append(("right answer", _plain(request.example.answer.strip())))
+        about.append(("right answer", plain(request.example.answer.strip())))
     sampling = request.sampling
     if sampling is not None:
         fields = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
@@ -86,11 +86,11 @@ def _about(trace: "Trace") -> list[tuple[str, str]]:
     steps = trace.event_table.drop_duplicates("step").phase.value_counts()
     capture = ", ".join((*trace.store.sites, *trace.store.heads)) or "no states"
     about = [
-        ("model", _plain(str(finger["model"]))),
-        ("weights", _plain(meta["weights_note"] or "as they were loaded")),
+        ("model", plain(str(finger["model"]))),
+        ("weights", plain(meta["weights_note"] or "as they were loaded")),
         ("kind", meta["kind"]),
-        ("drafter", _plain(meta["drafter"]) if meta["drafter"] else "the fast path, for deterministic requests"),
-        ("lens", _plain(meta["lens"]) if trace.hypothesis_table is not None else "none was read"),
+        ("drafter", plain(meta["drafter"]) if meta["drafter"] else "the fast path, for deterministic requests"),
+        ("lens", plain(meta["lens"]) if trace.hypothesis_table is not None else "none was read"),
         ("states", f"{capture} of {len(trace.store.layers)} layers"),
         ("steps", ", ".join(f"{int(steps.get(phase, 0))} {phase}" for phase in _PHASES)),
         ("rows", _counts(trace.row_table.status)),
@@ -111,7 +111,7 @@ def _task(trace: "Trace") -> str:
     if not asked:
         return "none: prompts of their own"
     answers = sorted({answer.strip() for example in asked for answer in example.answers})
-    return f"{len(asked)} questions; answers: {shorten(_plain(', '.join(answers)), 2 * _WIDTH)}"
+    return f"{len(asked)} questions; answers: {shorten(plain(', '.join(answers)), 2 * _WIDTH)}"
 
 
 def _requests(trace: "Trace") -> Listing:
@@ -129,7 +129,7 @@ def _requests(trace: "Trace") -> Listing:
                 str(number),
                 "deterministic" if request.is_deterministic else verified,
                 _ending(_prompt(trace, number, texts)),
-                shorten(_plain(trace.text(number)), _WIDTH),
+                shorten(plain(trace.text(number)), _WIDTH),
                 str(len(trace.committed(number))),
                 *((str(drafted), str(drafted - lost), str(lost)) if verified == "verified" else ("-", "-", "-")),
                 _finish(trace, number),
@@ -185,13 +185,13 @@ def _window_line(window: Window, texts: dict[int, str]) -> tuple[str, ...]:
 def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     request = trace.requests[request_id]
     if isinstance(request.prompt, str):
-        return _plain(request.prompt)
+        return plain(request.prompt)
     return " ".join(visible(text_of(texts, int(token_id))) for token_id in request.prompt_token_ids or ())
 
 
 def _finish(trace: "Trace", request_id: int) -> str:
     error = trace.meta["errors"].get(str(request_id))
-    return f"error: {_plain(error)}" if error else str(trace.meta["finish"].get(str(request_id), "unknown"))
+    return f"error: {plain(error)}" if error else str(trace.meta["finish"].get(str(request_id), "unknown"))
 
 
 def _ending(text: str) -> str:
@@ -204,16 +204,11 @@ def _counts(column: pd.Series) -> str:
 
 
 def _pairs(values: dict[Any, Any] | Iterable[tuple[Any, Any]]) -> list[tuple[str, str]]:
-    return [(_plain(str(name)), _said(value)) for name, value in dict(values).items()]
+    return [(plain(str(name)), _said(value)) for name, value in dict(values).items()]
 
 
 def _said(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return _plain(text) if text else '""'
-
-
-def _plain(text: str) -> str:
-    """Visible, on one line, its spaces as they are."""
-    return visible(text).replace("␣", " ")
+    return plain(text) if text else '""'

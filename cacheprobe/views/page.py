@@ -36,7 +36,7 @@ table{{border-collapse:collapse;font-size:14px;width:100%}}
 table.wide{{min-width:620px}}
 th,td{{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}}
 td{{overflow-wrap:break-word;max-width:60ch}}
-.number{{text-align:right;font-variant-numeric:tabular-nums}}
+td.number,th.number{{text-align:right;font-variant-numeric:tabular-nums}}
 details{{margin-top:24px;border:1px solid var(--line);border-radius:10px;padding:10px 16px}}
 summary{{cursor:pointer;font-weight:600}}
 .js-plotly-plot .main-svg{{border-radius:6px}}
@@ -91,18 +91,26 @@ def figure_block(figure: go.Figure, name: str, note: str, *, min_width: int = 0)
 
 
 def table(columns: list[str], rows: list[list[object]]) -> str:
-    """A plain table; numbers to the right, everything escaped. Of more than two columns it scrolls on a narrow page."""
+    """A plain table; columns of numbers to the right, with their heads; everything escaped. Of more than two columns it
+    scrolls on a narrow page."""
 
-    def cell(value: object) -> str:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return (
-                f'<td class="number">{value:,.3g}</td>'
-                if isinstance(value, float)
-                else f'<td class="number">{value:,}</td>'
-            )
-        return f"<td>{markup(str(value))}</td>"
+    def is_number(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
 
-    head = "".join(f"<th>{markup(name)}</th>" for name in columns)
-    lines = "".join(f"<tr>{''.join(cell(value) for value in row)}</tr>" for row in rows)
+    def text(value: object) -> str:
+        if not is_number(value):
+            return markup(str(value))
+        return f"{value:,.3g}" if isinstance(value, float) else f"{value:,}"
+
+    columns_of_numbers = [
+        any(map(is_number, values)) and all(is_number(value) or value == "—" for value in values)
+        for values in zip(*rows, strict=True)
+    ]
+    sides = [' class="number"' if right else "" for right in columns_of_numbers] or [""] * len(columns)
+    head = "".join(f"<th{side}>{markup(name)}</th>" for side, name in zip(sides, columns, strict=True))
+    lines = "".join(
+        f"<tr>{''.join(f'<td{side}>{text(value)}</td>' for side, value in zip(sides, row, strict=True))}</tr>"
+        for row in rows
+    )
     wide = ' class="wide"' if len(columns) > 2 else ""
     return f'<div class="scroll"><table{wide}><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from cacheprobe.files import write_whole
 from cacheprobe.progress import Progress
 from cacheprobe.views.diagram import legend, side_by_side
+from cacheprobe.views.insight import first_insight
 from cacheprobe.views.lens_grid import grid_width
 from cacheprobe.views.page import figure_block, page, table
 from cacheprobe.views.prompt_block import prompt_block
@@ -13,6 +14,7 @@ from cacheprobe.views.prose import behaviour_sentences, run_sentence
 from cacheprobe.views.report_figures import report_figures, report_panels, shown_positions
 from cacheprobe.views.text import markup, token_texts
 from cacheprobe.views.thoughts_columns import story_of
+from cacheprobe.views.thoughts_finding import finding as thoughts_finding
 from cacheprobe.views.thoughts_picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
 from cacheprobe.views.windows import accepted_whole, find_windows, pick_request, rolled_back
 
@@ -41,7 +43,7 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
     has_lens, has_thoughts = trace.hypothesis_table is not None, trace.thought_table is not None
     texts = token_texts(trace.row_table, trace.hypothesis_table)
     sections = [
-        lambda: _head(trace, request_id),
+        lambda: _head(trace, request_id, texts),
         lambda: _prompt(trace, request_id, texts),
         lambda: _windows(trace, request_id, texts),
         *([lambda: _thoughts(trace, request_id, texts)] if has_thoughts else []),
@@ -56,10 +58,21 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
     return page(f"cacheprobe: request {request_id} of {len(trace.requests)}", "\n".join(parts))
 
 
-def _head(trace: "Trace", request_id: int) -> str:
+def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     lead = [run_sentence(trace, request_id), *behaviour_sentences(trace.meta["behaviour"])]
+    if seen := _seen(trace, request_id, texts):
+        lead.append(f"<strong>One thing to see:</strong> {markup(seen)}{'' if seen.endswith('…') else '.'}")
     said = "".join(f"<p class='lead'>{sentence}</p>" for sentence in lead)
     return f"<h1>What the model believed before it committed</h1>{said}"
+
+
+def _seen(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    """What the request thought, where it did; else what became of a draft of its."""
+    events = trace.events()
+    if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
+        return thoughts_finding(story_of(trace.thoughts(), trace.row_table, events, request_id, texts))
+    readings = None if trace.hypothesis_table is None else trace.readings()
+    return first_insight(readings, trace.row_table, events[events.request_id == request_id], texts)
 
 
 _NO_LENS = (
@@ -91,9 +104,10 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     drafted = sum(len(window.draft_token_ids) for window in windows)
     accepted = sum(window.num_accepted for window in windows)
     note = (
-        f"<p class='note'>Request {request_id} went through {len(windows)} verify passes; {accepted} of its {drafted} "
-        "candidates were accepted. Below, the window with the longest draft that was accepted whole, and one that was "
-        "rolled back. T′ is a candidate, T the verifier's own token at that place.</p>"
+        f"<p class='note'>Request {request_id} went through {len(windows)} verify pass{'es' * (len(windows) != 1)}; "
+        f"{accepted} of its {drafted} candidate{'s' * (drafted != 1)} {'was' if accepted == 1 else 'were'} accepted. "
+        "Below, the window with the longest draft that was accepted whole and one that was rolled back, if there are "
+        "any. T′ is a candidate, T the verifier's own token at that place.</p>"
     )
     parts = [head, note, legend()]
     for kind in ("accepted whole", "rolled back"):

@@ -1,5 +1,9 @@
 """A sweep as small multiples: one curve by layer for each pair of values of two axes."""
 
+import re
+from collections.abc import Iterable
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -18,7 +22,17 @@ _SAID = {
 _SHARES = {"agrees_mean"}
 _NAME = 18
 """Letters beside a panel, along its height."""
-_NONE = "none"
+NONE = "none"
+_PARTS = re.compile(r"\d+|\D+")
+
+
+def in_order(values: Iterable[Any]) -> list[Any]:
+    """Values of an axis as they are drawn: layer=9 before layer=10, numbers before texts."""
+    return sorted(values, key=lambda value: [(*_number(part), part) for part in _PARTS.findall(str(value))])
+
+
+def _number(part: str) -> tuple[bool, int]:
+    return (False, int(part)) if part.isdecimal() else (True, 0)
 
 
 def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agrees_mean") -> go.Figure:
@@ -37,9 +51,9 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
     if table.empty:
         raise ValueError("no committed row was read: the table is empty; a sweep whose run.capture has Z fills it")
     table = table.assign(
-        **{name: table[name].astype(object).where(table[name].notna(), _NONE) for name in (rows, columns)}
+        **{name: table[name].astype(object).where(table[name].notna(), NONE) for name in (rows, columns)}
     )
-    down, across = (sorted(table[name].unique(), key=str) for name in (rows, columns))
+    down, across = (in_order(table[name].unique()) for name in (rows, columns))
     for name, values in ((rows, down), (columns, across)):
         if len(values) > MOST:
             raise ValueError(f"{name} has {len(values)} values, at most {MOST} are drawn; choose some of them first")

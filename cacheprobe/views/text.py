@@ -17,6 +17,11 @@ def visible(text: str) -> str:
     return "".join(_VISIBLE.get(c) or (c if c.isprintable() else f"<U+{ord(c):04X}>") for c in text)
 
 
+def plain(text: str) -> str:
+    """For a terminal: on one line, its spaces as they are, and nothing in it that a terminal would act on."""
+    return visible(text).replace("␣", " ")
+
+
 def columns_of(text: str) -> int:
     """Width of a text in columns of a monospaced font."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

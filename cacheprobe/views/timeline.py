@@ -94,8 +94,10 @@ def timeline_finding(events: pd.DataFrame) -> str:
     if not lost.sum():
         return f"All {drafted} candidates were accepted" if drafted else "Nothing was drafted: the verifier went alone"
     kept = 100 * (drafted - int(lost.sum())) / drafted
-    most = int(lost.idxmax())
-    return f"{kept:.0f} % of {drafted} candidates were accepted; request {most} lost most, {int(lost.max())}"
+    most = lost[lost == lost.max()]
+    who = f"request {most.index[0]}" if len(most) == 1 else f"{len(most)} requests"
+    each = "" if len(most) == 1 else " each"
+    return f"{kept:.0f} % of {drafted} candidates were accepted; {who} lost most, {int(lost.max())}{each}"
 
 
 def timeline_picture(

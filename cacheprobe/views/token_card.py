@@ -1,16 +1,17 @@
 """What every layer would have said at one row: its first choices, when they settled, and what became of the draft."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from cacheprobe.observe.hypotheses import settling
 from cacheprobe.views.frame import Markup, Piece
+from cacheprobe.views.insight import insight
 from cacheprobe.views.text import markup, text_of, token_label, visible
 from cacheprobe.views.text import token_texts as known_texts
-from cacheprobe.views.token_history import token_history
+from cacheprobe.views.token_history import Fate, fates_at, token_history
 
 _COLUMNS = 7
 """Of a token in the ladder."""
@@ -18,15 +19,6 @@ _VERDICTS = {
     "accepted": "accepted", "rolled_back": "rolled back", "recovered": "recovered", "bonus": "bonus",
     "committed": "committed as computed", "given_up": "given up before a verdict",
 }  # fmt: skip
-
-
-class Fate(NamedTuple):
-    """A token that once stood where the reading looks, and what became of it."""
-
-    token_id: int
-    born: int
-    settled: int | None
-    outcome: str | None
 
 
 def token_card(
@@ -61,18 +53,11 @@ def token_card(
     history = token_history(events[events.request_id == request_id])
     texts = {**known_texts(rows, hypotheses), **(token_texts or {})}
     fed = of_request[of_request.row == own.row.iloc[0]].token.iloc[0]
-    title, body = card_parts(own, settling(own).iloc[0].to_dict(), fates_at(history, place), texts, fed)
-    return Piece(title, "", body).alone
-
-
-def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
-    """What stood at one place of a request, in order. history: as from `token_history`, of that request alone."""
-    there = history[history.place == place].sort_values("born", kind="stable")
-    return [
-        Fate(int(t.token_id), int(t.born), None if pd.isna(t.settled) else int(t.settled),
-             None if pd.isna(t.outcome) else str(t.outcome))
-        for t in there.itertuples()
-    ]  # fmt: skip
+    fates = fates_at(history, place)
+    title, body = card_parts(own, settling(own).iloc[0].to_dict(), fates, texts, fed)
+    there = of_request[of_request.position == position]
+    note = "" if (own.status != "committed").any() else markup(insight(own, there, fates, texts)) + "."
+    return Piece(title, note, body).alone
 
 
 def card_parts(

@@ -1,5 +1,7 @@
 """Every token that a run proposed or committed, with the steps between which it stood: what a replay is drawn from."""
 
+from typing import NamedTuple
+
 import pandas as pd
 
 COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "settled", "outcome"]
@@ -75,3 +77,22 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     newest = last[last.state == "committed"].groupby("request_id").place.transform("max")
     is_newest = last.place == newest.reindex(last.index)
     return last.assign(state=last.state.mask(is_newest, "pending")).drop(columns="rank").reset_index(drop=True)
+
+
+class Fate(NamedTuple):
+    """A token that once stood where the reading looks, and what became of it."""
+
+    token_id: int
+    born: int
+    settled: int | None
+    outcome: str | None
+
+
+def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
+    """What stood at one place of a request, in order. history: as from `token_history`, of that request alone."""
+    there = history[history.place == place].sort_values("born", kind="stable")
+    return [
+        Fate(int(t.token_id), int(t.born), None if pd.isna(t.settled) else int(t.settled),
+             None if pd.isna(t.outcome) else str(t.outcome))
+        for t in there.itertuples()
+    ]  # fmt: skip

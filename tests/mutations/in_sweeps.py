@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cacheprobe.sweeps import facts
 from cacheprobe.sweeps.store import SweepStore
 from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
 from tests import test_sweeps as sweeps
@@ -49,6 +50,14 @@ def _log(p: Place) -> None:
     sweeps.test_the_log_says_what_happened(p.empty / "s")
 
 
+def _counted_anew(p: Place) -> None:
+    facts.model_facts.cache_clear()
+    try:
+        sweeps.test_prompts_are_counted_as_the_model_counts_them("smollm2-135m")
+    finally:
+        facts.model_facts.cache_clear()
+
+
 GUARDS: dict[str, Callable[[Place], None]] = {
     "skipping": lambda p: sweeps.test_what_is_committed_is_skipped_and_what_is_not_is_made_again(p.finished, p.empty),
     "order": lambda p: sweeps.test_a_shard_does_not_depend_on_what_its_process_ran_before(p.finished, p.empty),
@@ -62,6 +71,7 @@ GUARDS: dict[str, Callable[[Place], None]] = {
     "log": _log,
     "disk budget": lambda p: sweeps.test_a_disk_budget_is_kept(p.finished, p.empty),
     "dry run": lambda p: sweeps.test_a_dry_run_writes_nothing(p.empty),
+    "dry times": lambda p: sweeps.test_a_dry_run_takes_times_from_the_log_and_counts_the_loading(p.empty),
     "tables": lambda p: sweeps.test_tables_are_asked_in_sql(p.finished),
     "traces": lambda p: sweeps.test_a_shard_is_a_run(p.finished),
     "digests": lambda p: sweeps.test_layers_are_spread_and_cells_told_apart_by_all_that_changes_bits(),
@@ -71,6 +81,15 @@ GUARDS: dict[str, Callable[[Place], None]] = {
     "heads": _refused({"intervention": "zero:site=T,layer=1,head=9"}, "has heads 0 to 3"),
     "options": _refused({"intervention": "zero:site=T,layer=1,haed=1"}, "unknown option 'haed'"),
     "lenses": _refused({"lens": "tuned:nowhere"}, "there is no directory nowhere"),
+    "other lenses": _refused({"lens": "tuned:tests/tuned_lens_package"}, r"is for \(layers, width\)"),
+    "numbers": _refused({"intervention": "add:site=T,layer=1,value=x"}, "value must be a number, got 'x'"),
+    "positions": _refused({"intervention": "zero:site=T,layer=1,positions=0-21"}, "position 21 lies outside"),
+    "objects": _refused({"drafter": "draft_model:length=3"}, "made of a loaded model"),
+    "adapters": _refused({"model": "smollm2-135m", "adapter": "nowhere"}, "unknown adapter 'nowhere'"),
+    "adapters' bytes": lambda p: sweeps.test_cells_know_the_bytes_of_their_adapter(p.empty),
+    "pads": lambda p: sweeps.test_prompts_are_counted_as_the_model_counts_them("coinflip-thinking"),
+    "first tokens": _counted_anew,
+    "ranges of seeds": lambda p: sweeps.test_seeds_are_given_as_a_range_and_cells_named_by_what_differs(),
     "capacity": _refused({"task": "coin_flip:people=40"}, "set run.capacity: 2[0-9]+ or more"),
     "products": _refused({"products": "compiled"}, "whose products are torch's"),
     "grouping": lambda p: workers.test_a_worker_goes_on_with_the_model_that_it_holds("abc", 1, 3),
@@ -139,6 +158,13 @@ MUTATIONS: list[Mutation] = [
         'store = SweepStore(url)\n        store.write("sweep.json", b"{}")',
     ),
     one(
+        "a dry run loads in no time",
+        ("dry times",),
+        f"{SWEEPS}.dry:dry_run",
+        " + loading / min(hands, max(len(counts), 1))",
+        "",
+    ),
+    one(
         "every cell loads its model",
         ("loading",),
         f"{SWEEPS}.holder:Holder._load",
@@ -147,6 +173,13 @@ MUTATIONS: list[Mutation] = [
     ),
     # -- who is told apart
     one("threads are no part of a digest", ("digests",), f"{SWEEPS}.code:origin", '"threads": threads', '"threads": 1'),
+    one(
+        "adapters are told apart by name",
+        ("adapters' bytes",),
+        f"{SWEEPS}.plan:_sources",
+        "folder_digest(adapter_directory(",
+        "str(adapter_directory(",
+    ),
     one("ranges end early", ("digests",), f"{SWEEPS}.cells:_spread", "last + 1", "last"),
     one(
         "the compiler is no part of a digest",
@@ -175,8 +208,8 @@ MUTATIONS: list[Mutation] = [
         "an exit after the last layer",
         ("drafters",),
         f"{CHECKS}:_check_parts",
-        "facts.n_layers - 1:",
-        "facts.n_layers:",
+        "facts.n_layers - 1)",
+        "facts.n_layers)",
     ),
     one(
         "a layer too many",
@@ -187,7 +220,40 @@ MUTATIONS: list[Mutation] = [
     ),
     one("heads are not counted", ("heads",), f"{CHECKS}:_check_parts", "< facts.n_heads", "< 99"),
     one("options are not read", ("options",), f"{SWEEPS}.making:parse_change", "set(options) - set(known)", "()"),
-    one("a lens is believed", ("lenses",), f"{CHECKS}:_check_parts", "not folder.is_dir()", "False"),
+    one("a lens is believed", ("lenses",), f"{CHECKS}:_check_stored_lens", "not folder.is_dir()", "False"),
+    one("a lens fits all", ("other lenses",), f"{CHECKS}:_check_stored_lens", "if shape !=", "if False and shape !="),
+    one("words are numbers", ("numbers",), f"{SWEEPS}.making:parse_change", "type(options[key]) not in kinds", "False"),
+    one("positions have no end", ("positions",), f"{CHECKS}:complaint", "if last_changed >", "if -9 >"),
+    one(
+        "an object is made of a text",
+        ("objects",),
+        f"{CHECKS}:_check_parts",
+        "if name in NEEDS_OBJECTS:",
+        "if False:",
+    ),
+    one(
+        "adapters are looked for later",
+        ("adapters",),
+        f"{CHECKS}:_check_model",
+        'adapter_directory(axes["adapter"], axes["model"])',
+        "pass",
+    ),
+    one(
+        "tokens in front are not counted",
+        ("pads",),
+        f"{SWEEPS}.facts:ModelFacts.count_tokens",
+        "count + -count % self.thinking.chunk",
+        "count",
+    ),
+    one(
+        "no token stands in front",
+        ("first tokens",),
+        f"{SWEEPS}.facts:_plain_facts",
+        "add_bos_token=True",
+        "add_bos_token=False",
+    ),
+    one("seeds end early", ("ranges of seeds",), f"{SWEEPS}.settings:_span", "last + 1", "last"),
+    one("names say all", ("ranges of seeds",), f"{SWEEPS}.cells:told_apart", "> 1]", "> 0]"),
     one("rows are not counted", ("capacity",), f"{CHECKS}:complaint", "if needed > run.capacity:", "if False:"),
     one("a thinking model compiles", ("products",), f"{CHECKS}:_check_products", "if is_thinking:", "if False:"),
     one("a budget is no limit", ("disk budget",), f"{SWEEPS}.plan:require_room", "if there + coming >", "if 0 >"),

@@ -44,6 +44,7 @@
     document.querySelectorAll("#result-list button").forEach((button) =>
       button.classList.toggle("chosen", Number(button.dataset.result) === at.result));
     place("transport").hidden = at.tab === "compare" || SHELVED.includes(at.tab);  // nothing there has a step
+    place("insight-view").hidden = at.tab !== "replay";  // it is of the token chosen there
     place("result-card").hidden = at.result === null || at.result === undefined;
     const said = [...at.said, trouble, facts?.run === at.run && facts.error, story?.run === at.run && story.error];
     notice(said.filter(Boolean));

@@ -4,7 +4,7 @@
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
     "against", "result", "theme", "facet"];
   const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result"]);
-  const SHELVED = ["patching", "surgery", "sweep", "results"];  // tabs of stored results, each of one kind
+  const SHELVED = ["patching", "surgery", "probes", "sweep", "results"];  // tabs of stored results, each of one kind
   const WORDS = {
     tab: ["replay", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"], colour: ["logprob", "entropy", "rank"],
     rows: ["committed", "all"], theme: ["light", "dark"],
@@ -171,6 +171,7 @@
     const top = REQUESTS_A_PAGE * Math.floor(request / REQUESTS_A_PAGE);
     const left = tokens * Math.floor(Math.max(place, 0) / tokens);
     const requests = [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
+    wanted.insight = {run, request, position};
     wanted.timeline = {run, requests, steps: [first, Math.min(first + steps, facts.last + 1)], width: wide};
     wanted.cache = {run, request, step};
     wanted.card = {run, request, position, row, site, lens};

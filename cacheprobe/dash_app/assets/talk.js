@@ -96,12 +96,24 @@
   const held = {}, echoes = {};
   let shown = null;
 
+  // A cell that the menu of runs does not hold: its option comes with its facts, and the value with the option.
+  const is_late = (run) => run !== null && !shelf.runs.some((one) => one.value === run);
+  let was_late = false;
+
+  function runs() {
+    const late = is_late(at.run);
+    if (!late && !was_late) return {};
+    was_late = late;
+    return {options: late ? [...shelf.runs, {value: at.run, label: facts.name}] : shelf.runs};
+  }
+
   function show() {
     const {set_props} = window.dash_clientside;
     const new_facts = mine(at, facts) && shown !== facts;
     for (const name of CONTROLS) {
       const props = new_facts ? options(name) : {};
-      const value = FREE.includes(name) || mine(at, facts) ? at[name] : null;  // none before there are options
+      const is_free = FREE.includes(name) && !(name === "run" && is_late(at.run));
+      const value = is_free || mine(at, facts) ? at[name] : null;  // none before there are options
       if (value !== undefined && value !== null && value !== held[name] && !(name in echoes)) {
         props.value = held[name] = echoes[name] = value;
       }
@@ -111,6 +123,7 @@
   }
 
   function options(name) {
+    if (name === "run") return runs();
     if (name === "request") return {options: facts.requests.map((label, value) => ({label, value}))};
     if (name === "lens") return {options: facts.lenses};
     if (name === "step") return {min: facts.first, max: facts.last};
