@@ -1,5 +1,6 @@
 """Where a number was measured."""
 
+import os
 import platform
 import sys
 from importlib.metadata import version
@@ -29,5 +30,7 @@ def machine() -> dict[str, str | int]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_in_hardware": bool(names) and "avx512_bf16" in cpu_info.read_text(),
         "threads": torch.get_num_threads(),
+        # threads that sleep between two products are late for small ones, by as long as these take
+        "threads_wait": os.environ.get("OMP_WAIT_POLICY", "default"),
         **{name: version(name) for name in ("torch", "transformers", "transformer-lens")},
     }
