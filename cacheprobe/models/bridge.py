@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from importlib.metadata import version
 from typing import Any, cast
 
 import torch
-import transformer_lens
 from torch import Tensor
 from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
@@ -232,7 +232,7 @@ class BridgeLM:
             "device": ", ".join(dict.fromkeys(map(str, self.layer_devices))),
             "readings_in_float32": widening(wide_rows(self.dtype, self.device)),
             **({"readings_compiled": self.compiled.readout.digest} if self.compiled else {}),
-            "transformer_lens": getattr(transformer_lens, "__version__", "unknown"),
+            "transformer_lens": version("transformer-lens"),
             **platform_facts(),
         }
 
