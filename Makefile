@@ -53,7 +53,7 @@ types: $(STAMP)
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 bench-small: $(STAMP)
-	@for name in lens trace; do OMP_WAIT_POLICY=PASSIVE $(BIN)/cacheprobe bench $$name --rounds 1 || exit 1; done
+	@for name in lens trace; do $(BIN)/cacheprobe bench $$name --rounds 1 || exit 1; done
 
 wheel-check:
 	@$(PYTHON) scripts/try_wheel.py

@@ -285,8 +285,6 @@ def _as_given(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point. Errors of use are one line on stderr and exit code 2."""
-    # before torch starts its threads: workers that wait for each other should not burn a shared core
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         result = app(result_action="return_value")

@@ -11,10 +11,12 @@ from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.twin import TwinLM
 from cacheprobe.ops import wide_product
 from cacheprobe.ops.compiled import build
+from cacheprobe.ops.compiled.block import CompiledBlock
 from cacheprobe.ops.compiled.build import CompilerError
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.readout import CompiledReadout
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.ops.plain import rms_norm
 from cacheprobe.ops.readout import read_logits
 from tests.tiny import PROMPTS, SMALL, hf_model
 
@@ -126,6 +128,58 @@ def test_a_wrong_product_is_not_taken(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture(scope="module")
+def block(folder: Path) -> CompiledBlock:
+    return CompiledBlock(folder)
+
+
+@pytest.mark.parametrize("width", [2, 16, 30, 64, 576, 1000])
+def test_norms_and_rotations_equal_their_twins(block: CompiledBlock, width: int) -> None:
+    """The norm to a unit in the last place of either of its two roundings; the rotation bit for bit."""
+    rows, weight, heads, cos, sin = drawn(
+        (70, width), (width,), (2, 35, 3, width), (2, 35, 1, width), (1, 35, 1, width)
+    )
+    rows[1], rows[2] = rows[1] * 1e-20, rows[2] * 1e18
+    made, wanted = block.rms_norm(rows, weight, 1e-6), rms_norm(rows, weight, 1e-6)
+    assert bool(((made.float() - wanted.float()).abs() <= wanted.float().abs() * 2**-7).all())
+    first, second = heads.chunk(2, -1)
+    turned = (heads * cos) + torch.cat((second, first), -1) * sin
+    assert bitwise(block.turn_(heads.clone(), cos, sin), turned)
+
+
+def test_a_norm_has_its_bits_in_any_company(block: CompiledBlock) -> None:
+    rows, weight = drawn((300, 576), (576,))
+    whole = block.rms_norm(rows, weight, 1e-5)
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert bitwise(torch.cat([block.rms_norm(row[None], weight, 1e-5) for row in rows]), whole)
+    torch.set_num_threads(before)
+
+
+def test_norms_and_rotations_of_what_they_are_not_for(block: CompiledBlock) -> None:
+    rows, weight, heads, cos = drawn((3, 8), (8,), (1, 4, 2, 8), (1, 4, 1, 8))
+    rows[0, 1] = torch.nan
+    assert block.rms_norm(rows, weight, 1e-5).isnan().any(-1).tolist() == [True, False, False]
+    with pytest.raises(TypeError, match="bfloat16, not torch.float32"):
+        block.rms_norm(rows.float(), weight, 1e-5)
+    with pytest.raises(ValueError, match="width 8 are not scaled by 7"):
+        block.rms_norm(rows, weight[:7], 1e-5)
+    with pytest.raises(ValueError, match="in order"):
+        block.turn_(heads.transpose(1, 2), cos, cos)
+
+
+def test_a_wrong_norm_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = build._compile
+    monkeypatch.setattr(
+        build,
+        "_compile",
+        lambda source, path: honest(source.replace("folded(squares) / width", "folded(squares)"), path),
+    )
+    with pytest.raises(CompilerError, match="norm or rotation"):
+        CompiledBlock(tmp_path)
+
+
+@pytest.fixture(scope="module")
 def readout(folder: Path) -> CompiledReadout:
     return CompiledReadout(folder)
 
@@ -187,6 +241,7 @@ def test_a_model_runs_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(CompiledProduct, "__call__", lambda self, *of: (calls.append(1), real(self, *of))[1])
     trace = cp.run(model, PROMPTS, **SMALL, deterministic=True, capture="STCZ")
     assert calls and trace.fingerprint["products_compiled"] == model.compiled.product.digest
+    assert trace.fingerprint["norms_compiled"] == model.compiled.block.digest
     assert trace.fingerprint["readings_compiled"] == model.compiled.readout.digest
     assert cp.verify(trace, model, progress=False).is_equal
     with pytest.raises(ValueError, match="products_compiled"):

@@ -5,6 +5,7 @@ Knows nothing about hooks: whoever listens is handed in.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from cacheprobe.cache.kv import KVCache
+from cacheprobe.ops.compiled.block import CompiledBlock
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -54,9 +56,14 @@ class LeanForward:
     Twin: the model's own modules (`TwinLM` with lean=False), bitwise, for logits, states, keys and values.
     """
 
-    def __init__(self, model: Any, product: Product = linear) -> None:
-        """product: what makes values weight^T + bias. Tensors of the model are not copied."""
+    def __init__(self, model: Any, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
+        """product: what makes values weight^T + bias.  compiled: what norms and rotates, for torch's own operations.
+
+        Tensors of the model are not copied.
+        """
         self.model, self.product = model, product
+        self._rms_norm = partial(_compiled_norm, compiled) if compiled else _rms_norm
+        self._turned = partial(_compiled_turn, compiled) if compiled else _turned
         config, decoder = model.config, model.model
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
         self.blocks = [_block(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)]
@@ -96,7 +103,7 @@ class LeanForward:
             tell(listeners, "S", layer, stream)
         if num_layers is not None:
             return stream
-        last = _rms_norm(stream, self.norm)
+        last = self._rms_norm(stream, self.norm)
         if logit_slots is not None:
             last = last[:, torch.tensor(list(logit_slots), device=last.device)]
         return self.product(last, *self.unembed)
@@ -112,18 +119,17 @@ class LeanForward:
         listeners: Listeners,
     ) -> Tensor:
         product, heads = self.product, (*stream.shape[:2], -1, self.d_head)
-        read = _rms_norm(stream, block.before_attention)
+        read = self._rms_norm(stream, block.before_attention)
         q, k = product(read, *block.q).view(heads), product(read, *block.k).view(heads)
         if block.q_norm is not None and block.k_norm is not None:
-            q, k = _rms_norm(q, block.q_norm), _rms_norm(k, block.k_norm)
+            q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
         v = product(read, *block.v).view(heads)
-        both = _turned(torch.cat((q, k), 2), turn)
-        q, k = both.split((q.shape[2], k.shape[2]), 2)
+        q, k = self._turned(q, k, turn)
         keys, values = cache.write(layer, k.transpose(1, 2), v.transpose(1, 2))
         attended = product(self._attended(q.transpose(1, 2), keys, values, mask), *block.o)
         tell(listeners, "T", layer, attended)
         stream = stream + attended
-        read = _rms_norm(stream, block.before_mlp)
+        read = self._rms_norm(stream, block.before_mlp)
         written = product(block.activation(product(read, *block.gate)) * product(read, *block.up), *block.down)
         tell(listeners, "C", layer, written)
         return stream + written
@@ -164,10 +170,21 @@ def _turn(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
 
 
-def _turned(values: Float[Tensor, "b t h d"], turn: tuple[Tensor, Tensor]) -> Tensor:
+def _turned(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], turn: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
     cos, sin = turn
-    first, second = values.chunk(2, -1)
-    return (values * cos).add_(torch.cat((second, first), -1).mul_(sin))
+    both = torch.cat((q, k), 2)
+    first, second = both.chunk(2, -1)
+    turned = (both * cos).add_(torch.cat((second, first), -1).mul_(sin))
+    return turned.split((q.shape[2], k.shape[2]), 2)
+
+
+def _compiled_norm(compiled: CompiledBlock, values: Tensor, norm: _Norm) -> Tensor:
+    return compiled.rms_norm(values, *norm)
+
+
+def _compiled_turn(compiled: CompiledBlock, q: Tensor, k: Tensor, turn: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+    """In place: both are fresh products, or norms of them, that nothing else holds."""
+    return compiled.turn_(q, *turn), compiled.turn_(k, *turn)
 
 
 def _linear(module: Any) -> _Linear:

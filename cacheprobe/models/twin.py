@@ -26,6 +26,7 @@ from cacheprobe.models.lean_gpt import LeanGPT
 from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
 from cacheprobe.models.twin_heads import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
+from cacheprobe.ops.compiled.block import CompiledBlock
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
@@ -61,6 +62,9 @@ class TwinLM:
         self._product: Product = origin.compiled.product if origin.compiled else plain
         if self._product is not linear:
             self._replace_products()
+        self._compiled_block = origin.compiled.block if origin.compiled and LeanForward.takes(self.model) else None
+        if self._compiled_block is not None:
+            self._replace_norms(self._compiled_block)
         self._lean_kind = next((kind for kind in LEAN if lean and kind.takes(self.model)), None)
         self._lean: LeanForward | LeanGPT | None = None
         self._modules = list(self.model.modules())
@@ -73,6 +77,12 @@ class TwinLM:
         for module in self.model.modules():
             if type(module) is nn.Linear:
                 vars(module)["forward"] = partial(_linear_by, self._product, module)
+
+    def _replace_norms(self, block: CompiledBlock) -> None:
+        """Those of llama-like models, which are all of one kind."""
+        for module in self.model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                vars(module)["forward"] = partial(_norm_by, block, module)
 
     def _all_places(self) -> dict[tuple[str, int], Place]:
         points = self.origin.bridge.hook_dict
@@ -121,7 +131,7 @@ class TwinLM:
             self._lean = None
         if self._lean_kind and self._nothing_acts and not cache.hidden_parts.concern(rows):
             if self._lean is None:
-                self._lean = self._lean_kind(self.model, self._product)
+                self._lean = self._make_lean(self._lean_kind)
             with staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx) as inputs:
                 where = inputs["position_ids"], inputs["attention_mask"]
                 return self._lean(token_ids.to(self.device), cache, *where, self._listeners, num_layers, logit_slots)
@@ -138,6 +148,11 @@ class TwinLM:
             except _Stopped as stopped:
                 return stopped.residual
         return out if logit_slots is None or can_choose else out[:, list(logit_slots)]
+
+    def _make_lean(self, kind: type[LeanForward] | type[LeanGPT]) -> LeanForward | LeanGPT:
+        if kind is LeanForward:
+            return LeanForward(self.model, self._product, self._compiled_block)
+        return kind(self.model, self._product)
 
     @contextmanager
     def _stop_after(self, num_layers: int) -> Iterator[None]:
@@ -218,6 +233,7 @@ class TwinLM:
             "sdpa_force_gqa": forced,
             "products_in_float32": widening(None if compiled else self._wide_rows),
             **({"products_compiled": compiled.product.digest} if compiled else {}),
+            **({"norms_compiled": self._compiled_block.digest} if self._compiled_block else {}),
         }
 
     @property
@@ -262,6 +278,10 @@ class _Stopped(Exception):
 
 def _linear_by(product: Product, module: nn.Linear, values: Tensor) -> Tensor:
     return product(values, module.weight, module.bias)
+
+
+def _norm_by(block: CompiledBlock, module: Any, values: Tensor) -> Tensor:
+    return block.rms_norm(values, module.weight, module.variance_epsilon)
 
 
 def _hear_cut(hear: Callable[[Tensor], object], cut: Cut, value: Tensor) -> None:

@@ -65,7 +65,7 @@ def _sources(axes: dict[str, Any]) -> dict[str, str]:
     if axes["products"] == "compiled":
         from cacheprobe.ops.compiled.build import library_digest
 
-        held["products"] = " ".join(library_digest(name) for name in ("product.cpp", "readout.cpp"))
+        held["products"] = " ".join(library_digest(name) for name in ("product.cpp", "readout.cpp", "block.cpp"))
     return held
 
 

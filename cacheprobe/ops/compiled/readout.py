@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cacheprobe.ops.compiled.block import CompiledBlock
 from cacheprobe.ops.compiled.build import CompilerError, library
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.readout import BLOCK, Readout, best_of_blocks, read_logits
@@ -62,12 +63,13 @@ class Compiled(NamedTuple):
 
     product: CompiledProduct
     readout: CompiledReadout
+    block: CompiledBlock
 
 
 @cache
 def compiled(folder: Path) -> Compiled:
     """Those of this process, kept in `folder`. Raises: CompilerError."""
-    return Compiled(CompiledProduct(folder), CompiledReadout(folder))
+    return Compiled(CompiledProduct(folder), CompiledReadout(folder), CompiledBlock(folder))
 
 
 def _try(readout: CompiledReadout) -> None:

@@ -33,7 +33,14 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": _path()},
+            # workers that wait for their threads should not burn a core that another one needs
+            env={
+                "OMP_WAIT_POLICY": "PASSIVE",
+                **os.environ,
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                "PYTHONPATH": _path(),
+            },
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.asks, self.answers = self.process.stdin, self.process.stdout
