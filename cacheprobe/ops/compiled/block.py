@@ -1,4 +1,4 @@
-"""What a llama-like block computes beside its products and its attention, compiled on this machine: one call for many."""
+"""What a llama-like block computes beside its products and its attention, compiled on this machine."""
 
 import ctypes
 from pathlib import Path
