@@ -176,7 +176,12 @@ def test_lens_and_site_are_read_now_where_the_model_is_here(browser: Browser, ad
         answered(page, "grid", rows="committed")
         page.get_by_text("What gave this logit?").click()
         assert "logit of" in answered(page, "gave", request=0)
-        page.wait_for_selector("#gave-0 .main-svg")
+        page.wait_for_selector("#card-card #gave-0 .main-svg")
+        first = page.inner_html("#gave-view")
+        column = page.locator("#grid-view .column").first
+        column.locator(".pick[data-layer='0']").click()
+        answered(page, "gave", position=int(column.get_attribute("data-position") or -1))
+        assert page.inner_html("#gave-view") != first, "once open, it is of the token that is clicked"
 
 
 def test_says_why_a_lens_cannot_be_read(browser: Browser, address: str) -> None:

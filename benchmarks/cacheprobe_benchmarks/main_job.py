@@ -5,7 +5,8 @@ attention; end-of-sequence ignored. Hugging Face runs before and after each of o
 the two: a machine that is slower for a while is then slower for both. With half of the requests deterministic, a verify
 pass is a decode of a fixed height in which the others ride along. Batch 1 is one longer coin-flip prompt after another
 with n-gram drafts, each beside Hugging Face's. Where the processor's bfloat16 is no quicker than float32, every job
-runs once more with `products="compiled"`, under its name with _compiled.
+runs once more with `products="compiled"`, under its name with _compiled. A job's matrix products by themselves, each by
+the quickest way there is here, over Hugging Face's seconds, are its _floor.
 """
 
 import json
@@ -21,6 +22,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.wide_product import wide_rows
+from cacheprobe_benchmarks.floors import products_seconds
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring
 from cacheprobe_benchmarks.speculation import ALONE, NUM_ALONE
@@ -74,16 +76,26 @@ def run(rounds: int) -> dict[str, Any]:
                 if number:
                     ratios[f"batch1_speculation{end}"].append(took["ours"] / took["hf"])
                 bar.advance(note=f"batch 1{end} {took['ours']:.1f} s")
+    floors = _floors(models.get(COMPILED, model), ids)
     return {
         "benchmark": "main-job",
         "prompts": len(prompts),
         "new_tokens": NEW_TOKENS,
         "rounds": rounds,
         **{f"{name}_ratio": round(median(of_rounds), 2) for name, of_rounds in ratios.items()},
+        **{f"{name}_floor": round(took / median(seconds["hf"]), 2) for name, took in floors.items()},
         "of_each_round": {f"{name}_ratio": [round(one, 2) for one in of_rounds] for name, of_rounds in ratios.items()},
         "seconds_median": {name: round(median(taken), 2) for name, taken in seconds.items()},
         **machine(),
     }
+
+
+def _floors(model: CachedLM, prompts: list[list[int]]) -> dict[str, float]:
+    """Seconds of the products alone: of the prompts in one pass, of every new token of the batch, and of Z's."""
+    read, batch = len(prompts) * max(map(len, prompts)), len(prompts)
+    passes = [read] + [batch] * (NEW_TOKENS - 1)
+    stc = products_seconds(model, passes, [batch] * NEW_TOKENS)
+    return {"stc": stc, "stcz": stc + products_seconds(model, [], [batch * model.n_layers] * NEW_TOKENS)}
 
 
 def _timed(job: Callable[[], list[list[int]]]) -> float:

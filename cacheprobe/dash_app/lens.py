@@ -87,5 +87,5 @@ def contributions(shelf: Shelf, reader: Reader, ask: Ask) -> Answer:
     figure = attribution(reader.attribution(book, int(row.row)))
     figure.update_layout(margin=dict(l=52, r=8))
     note = "The final norm's scale is held at the row's own; bars sum to the logit."
-    html = f"<h2>{figure.layout.title.text}</h2><p class='note'>{note}</p>"
+    html = f"<h3>{figure.layout.title.text}</h3><p class='note'>{note}</p>"
     return {"html": html, "graphs": graphs("gave", [figure], dark=ask.get("theme") == "dark")}

@@ -135,16 +135,21 @@ def _panel(name: str, children: list[Any]) -> Any:
     return html.Div(children, id=f"panel-{name}", className="tabpanel", role="tabpanel", hidden=name != "replay")
 
 
-def _place(name: str, classes: str = "") -> Any:
-    return html.Section(
-        [html.Div(className="waiting"), html.Div(id=f"{name}-view")], className=f"card {classes}", id=f"{name}-card"
-    )
+def _place(name: str, classes: str = "", below: Sequence[Any] = ()) -> Any:
+    inside = [html.Div(className="waiting"), html.Div(id=f"{name}-view"), *below]
+    return html.Section(inside, className=f"card {classes}", id=f"{name}-card")
+
+
+def _contributions() -> Any:
+    """What attention and MLP gave, in the card once asked for: computed from the kept states, which takes longer."""
+    button = html.Button("What gave this logit?", className="plain", **{"data-intent": "gave"})
+    return html.Div([button, html.Div(_figure("gave"), id="gave-box", hidden=True)], className="gave")
 
 
 def _replay() -> list[Any]:
     return [
         html.Div([_place("timeline", "wide"), _place("decode"), _place("cache", "side")], className="grid"),
-        html.Div([_lens(), _place("card", "side")], className="grid"),
+        html.Div([_lens(), _place("card", "side", [_contributions()])], className="grid"),
         _place("window"),
         _place("prompt"),
     ]
@@ -167,13 +172,6 @@ def _lens() -> Any:
             ),
             html.P(id="lens-why", className="note", hidden=True),
             html.Div(id="grid-view"),
-            html.Div(
-                [
-                    html.Button("What gave this logit?", className="plain", **{"data-intent": "gave"}),
-                    html.Div(_figure("gave"), id="gave-box", hidden=True),
-                ],
-                className="gave",
-            ),
         ],
         className="card",
         id="lens-card",

@@ -3,7 +3,7 @@
   "use strict";
   const place = (name) => document.getElementById(name);
   const TAKES_ARROWS = "input:not(.dash-dropdown-focus-target),textarea,[role=slider],[role=listbox],[role=option]";
-  const CARDS = {grid: "lens", gave: "lens"};
+  const CARDS = {grid: "lens", gave: "card"};
   let current = null, playing = null, change = null;
 
   const width = (name) => place(name + "-card").clientWidth - 36;

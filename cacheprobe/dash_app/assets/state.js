@@ -44,8 +44,8 @@
       at.request = at.step = at.position = at.row = at.layer = at.gave = null;
       if (at.against === at.run) at.against = null;
     },
-    request: (at) => { at.position = at.row = at.gave = null; },
-    step: (at) => { at.position = at.row = at.gave = null; },
+    request: (at) => { at.position = at.row = null; },
+    step: (at) => { at.position = at.row = null; },
     site: (at) => { if (at.site !== "S" && at.lens === "recorded") at.lens = "logit"; },
     lens: (at) => { if (at.lens === "recorded" || at.lens.startsWith("tuned")) at.site = "S"; },
   };
@@ -77,10 +77,9 @@
       if (what.position !== undefined) {
         at.position = Number(what.position);
         at.row = what.row === undefined ? null : Number(what.row);
-        at.gave = null;
       }
       if (what.place !== undefined) {
-        at.row = at.gave = at.position = null;
+        at.row = at.position = null;
         at.place = Number(what.place);
       }
     },
