@@ -246,14 +246,16 @@ def test_a_model_runs_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert cp.verify(trace, model, progress=False).is_equal
     with pytest.raises(ValueError, match="products_compiled"):
         cp.verify(trace, cp.load_model(hf_model("llama", torch.bfloat16)), progress=False)
-    told = []
+    told, normed = [], []
+    norm = CompiledBlock.rms_norm
+    monkeypatch.setattr(CompiledBlock, "rms_norm", lambda self, *of: (normed.append(lean), norm(self, *of))[1])
     for lean in (True, False):
         twin = TwinLM(model, lean=lean)
         cache = twin.new_cache(2, 16)
         cache.allocate()
         cache.allocate()
         told.append(twin.forward(torch.tensor([[5, 6, 7], [1, 2, 3]]), cache, [0, 1], [0, 0]))
-    assert bitwise(*told)
+    assert bitwise(*told) and normed == [True] * (2 * model.n_layers + 1) + [False] * (2 * model.n_layers + 1)
 
 
 def test_what_it_is_not_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
