@@ -99,6 +99,22 @@ def test_a_cell_is_tried_again_as_often_as_asked(tmp_path: Path, retries: int, s
     assert SweepStore(tmp_path / "s").committed() == (set(plan.cells) if is_kept else set())
 
 
+@pytest.mark.parametrize(("asked", "given"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_a_worker_that_waits_leaves_its_core_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None, given: str
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if asked is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", asked)
+    plan = make_plan(read_config({**SMALL, "grid": {**SMALL["grid"], "seed": 0}}))
+    said = []
+    for event in processes(Waiting(plan.cells.values()), Job(str(tmp_path / "s"), 1, 1, 1, 0, 0)):
+        if event.event == "started":
+            (worker,) = children(os.getpid(), "cacheprobe.sweeps.worker")
+            said.append(Path(f"/proc/{worker}/environ").read_bytes().split(b"\0"))
+    assert said and all(f"OMP_WAIT_POLICY={given}".encode() in one for one in said)
+
+
 def test_a_dead_workers_cell_is_the_cell_of_an_undisturbed_run(tmp_path: Path) -> None:
     cp.sweep(SMALL, out=tmp_path / "serial", progress=False)
     plan = make_plan(read_config(SMALL))

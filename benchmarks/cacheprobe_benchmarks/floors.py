@@ -1,4 +1,4 @@
-"""What a job's matrix products take by themselves, by the quickest way there is here: nothing can be under that."""
+"""What a job's matrix products take by themselves, by the quickest of the ways that this project has."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -6,7 +6,7 @@ the two: a machine that is slower for a while is then slower for both. With half
 pass is a decode of a fixed height in which the others ride along. Batch 1 is one longer coin-flip prompt after another
 with n-gram drafts, each beside Hugging Face's. Where the processor's bfloat16 is no quicker than float32, every job
 runs once more with `products="compiled"`, under its name with _compiled. A job's matrix products by themselves, each by
-the quickest way there is here, over Hugging Face's seconds, are its _floor.
+the quickest of our ways and after the rounds, over Hugging Face's seconds, are its _floor.
 """
 
 import json

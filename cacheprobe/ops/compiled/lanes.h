@@ -52,24 +52,6 @@ static inline Halves narrowed(Floats values) {  // to nearest, ties to even, as 
     return __builtin_convertvector((near & ~no_number) | (0x7fc0 & no_number), Halves);
 }
 
-// Of numbers from LOWEST to 0, to two units in the last place (Cephes' expf); what is smaller adds nothing to a sum.
-constexpr float LOWEST = -87.0f;
-static inline Floats exponential(Floats x) {
-    Floats shifted = x * 1.44269504088896341f + 12582912.0f;  // to a whole number in the low bits
-    Floats n = shifted - 12582912.0f;
-    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    Floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    Whole power = (__builtin_convertvector(n, Whole) + 127) << 23;
-    Floats scale;
-    memcpy(&scale, &power, sizeof scale);
-    return p * scale;
-}
-
 // Lanes i of a, then of b: of every run of 2 `size` lanes the first half (or the second, for `second`).
 constexpr int taken(int i, int size, bool second) { return i / size * 2 * size + i % size + (second ? size : 0); }
 

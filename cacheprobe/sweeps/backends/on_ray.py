@@ -175,5 +175,6 @@ def _join(ray: Any, job: Job) -> None:
     if job.address is not None:
         ray.init(address=job.address, **asked)
     else:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actors that wait should not burn a core another needs
         cpus = max(os.cpu_count() or 1, int(job.num_cpus * job.workers + 0.999))
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **asked)
