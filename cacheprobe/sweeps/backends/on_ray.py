@@ -23,6 +23,9 @@ SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_WITHOUT_HEAD = 20.0
 """Time for a head node to come back. After 60 s without one Ray ends the program, and nobody hears what came of it."""
 
+SECONDS_TO_CONNECT = 5.0
+TRIES_TO_JOIN = 2
+
 
 class _Watch:
     """Whether there is a cluster. Ray says of a lost head node nothing, and then ends the program."""
@@ -47,11 +50,8 @@ class _Watch:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _is_there(self) -> bool:
-        host, _, port = self.address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_BETWEEN_LOOKS).close()
-        except OSError as error:
-            self._give_up_after_a_while(f"the head node of the Ray cluster at {self.address} has gone ({error})")
+        if why := _unheard(self.address, SECONDS_BETWEEN_LOOKS):
+            self._give_up_after_a_while(f"the head node of the Ray cluster at {self.address} has gone ({why})")
             return False
         if any(node["Alive"] for node in self._ray.nodes()):
             self._seen = time.monotonic()
@@ -173,8 +173,28 @@ def _join(ray: Any, job: Job) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     asked = dict(log_to_driver=False, logging_level="error")
     if job.address is not None:
-        ray.init(address=job.address, **asked)
+        nobody = f"no head node of a Ray cluster answers at {job.address}"
+        if why := _unheard(job.address, SECONDS_TO_CONNECT):
+            raise ConnectionError(f"{nobody} ({why}); start one, or look at the address")
+        # of 40 seconds; by itself Ray tries twenty times, and says nothing for as long
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(TRIES_TO_JOIN))
+        try:
+            ray.init(address=job.address, **asked)
+        except (ConnectionError, RuntimeError) as error:
+            raise ConnectionError(f"{nobody}, though something listens there; start one again") from error
     else:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actors that wait should not burn a core another needs
         cpus = max(os.cpu_count() or 1, int(job.num_cpus * job.workers + 0.999))
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **asked)
+
+
+def _unheard(address: str, seconds: float) -> str:
+    """Why nothing listens at an address, where it is HOST:PORT and nothing does; otherwise nothing."""
+    host, _, port = address.rpartition(":")
+    if "/" in address or not port.isdigit():  # "auto", ray://...: Ray looks for itself
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+    except OSError as error:
+        return str(error)
+    return ""
