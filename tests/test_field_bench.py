@@ -1,9 +1,11 @@
 """The benchmark of the field's ways of recording, in small: every arm ends up with the same states' bytes."""
 
+from pathlib import Path
+
 import pytest
 
 import cacheprobe as cp
-from cacheprobe_benchmarks import field
+from cacheprobe_benchmarks import field, nnsight_arm
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 
 
@@ -22,3 +24,19 @@ def test_every_arm_keeps_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arms["ours"] == arms["hooks"] == 3 * tokens * of_a_token
     assert arms["hidden_states"] == tokens * of_a_token * (model.n_layers + 1) / model.n_layers
     assert arms["transformer_lens"] == 3 * (tokens + len(prompts)) * of_a_token
+
+
+def test_nnsight_keeps_the_same_bytes_in_a_process_of_its_own() -> None:
+    """It is installed into the user's cache; where nothing can be installed, this fails and says so."""
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [8, 7, 6, 5, 4, 3, 2, 1]]
+    ((took, beside, kept),) = nnsight_arm.measure(prompts, new_tokens=3, rounds=1)
+    assert took > 0 < beside
+    assert kept == 3 * len(prompts) * (8 + 3 - 1) * 30 * 576 * 2
+
+
+def test_without_nnsight_the_benchmark_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path))
+    monkeypatch.setattr(nnsight_arm, "PACKAGES", ("cacheprobe-no-such-package==1",))
+    with pytest.raises(RuntimeError, match="pip could not install cacheprobe-no-such-package==1: .*No matching"):
+        next(nnsight_arm.measure([[1, 2]], new_tokens=1, rounds=1))
+    assert list(tmp_path.iterdir()) == []  # nothing half installed

@@ -4,7 +4,8 @@ SmolLM2, bfloat16, 2 threads, greedy, prompts cut to one length so that nobody p
 block, attention and MLP that clones what passes: S, T and C without positions or roles. `hidden_states`: what generate
 returns when asked, S alone. `transformer_lens`: the bridge generates, runs once more with a cache of S, T and C, and
 reads every layer of every generated token (top-5, log-sum-exp, entropy, rank). `ours` is S, T, C and the same reading.
-Hugging Face with nothing kept runs before and after each; a ratio is to the mean of the two.
+Hugging Face with nothing kept runs before and after each; a ratio is to the mean of the two. `nnsight` saves S, T and C
+in a process of its own, beside its own Hugging Face model; where it cannot be had, `nnsight_left_out` says why.
 """
 
 import time
@@ -22,6 +23,7 @@ from cacheprobe.ops.readout import read_logits
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring
 from cacheprobe_benchmarks.main_job import NEW_TOKENS, SHAPE, coin_prompts
+from cacheprobe_benchmarks.nnsight_arm import measure as measure_nnsight
 
 RESIDUAL, WRITES = "hook_resid_post", ("hook_attn_out", "hook_mlp_out")
 TOP = 5
@@ -45,7 +47,8 @@ def measure(hf: HuggingFace, model: BridgeLM, prompts: list[list[int]], rounds: 
     }
     ratios: dict[str, list[float]] = defaultdict(list)
     kept: dict[str, float] = {}
-    with measuring((rounds + 1) * len(arms)) as bar:
+    left_out: dict[str, str] = {}
+    with measuring((rounds + 1) * len(arms) + rounds) as bar:
         for number in range(rounds + 1):
             before = _seconds(lambda: hf.generate(prompts, NEW_TOKENS))
             for name, arm in arms.items():
@@ -57,11 +60,20 @@ def measure(hf: HuggingFace, model: BridgeLM, prompts: list[list[int]], rounds: 
                     ratios[name].append(took / mean((before, after)))
                 before = after
                 bar.advance(note=f"{name} {took:.1f} s")
+        try:
+            for took, beside, size in measure_nnsight(prompts, NEW_TOKENS, rounds):
+                ratios["nnsight"].append(took / beside)
+                kept["nnsight"] = round(size / 10**6)
+                bar.advance(note=f"nnsight {took:.1f} s")
+        except RuntimeError as error:
+            ratios.pop("nnsight", None)
+            left_out["nnsight_left_out"] = str(error)
     return {
         "benchmark": "field",
         "rounds": rounds,
         "new_tokens": NEW_TOKENS,
         **{f"{name}_ratio": round(median(of_rounds), 2) for name, of_rounds in ratios.items()},
+        **left_out,
         "kept_mb": kept,
         "of_each_round": {f"{name}_ratio": [round(one, 2) for one in of_rounds] for name, of_rounds in ratios.items()},
         **machine(),
