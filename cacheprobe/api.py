@@ -47,6 +47,7 @@ def run(
     capacity: int = 512,
     prefill_chunk: int = 32,
     prefill_group: int = 1,
+    pad_prefill: bool = True,
     max_batch: int = 64,
     kv_rows: int | None = None,
     draft_length: "int | str | None" = None,
@@ -69,6 +70,7 @@ def run(
     sampling, max_new_tokens, seed: for requests that do not say themselves; seeds derive from (seed, index).
     capacity: cache rows of each request, part of the schedule fingerprint; prompt + max_new_tokens + window must fit.
     prefill_chunk, prefill_group: prompt tokens fed at once for verified requests, and prompts in such a pass.
+    pad_prefill: whether a prompt's last chunk is padded to a whole one; False is cheaper, and needs prefill_group=1.
     max_batch: requests in flight at once.  kv_rows: cache rows in use at once; where they run out, the newest request
         gives way and is resumed later.
     draft_length: candidates before each verification: None for all that the window takes, a number, or "adaptive".
@@ -82,7 +84,7 @@ def run(
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
     """
     config = EngineConfig(
-        window, group, capacity, prefill_chunk, prefill_group, max_batch, kv_rows, draft_length, acceptance
+        window, group, capacity, prefill_chunk, prefill_group, max_batch, kv_rows, draft_length, acceptance, pad_prefill
     )
     asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
     setup = Setup(model, prompts, config, *asked)
@@ -124,6 +126,7 @@ def reference(
     capacity: int = 512,
     prefill_chunk: int = 32,
     prefill_group: int = 1,
+    pad_prefill: bool = True,
     max_batch: int = 64,
     kv_rows: int | None = None,
     draft_length: "int | str | None" = None,
@@ -138,7 +141,9 @@ def reference(
     matter; nor does `acceptance`, which deterministic requests never use. Tokens, states and
     readings of a deterministic request of `run` equal the oracle's bit for bit (D2).
     """
-    config = EngineConfig(window, group, capacity, prefill_chunk, prefill_group, acceptance=acceptance)
+    config = EngineConfig(
+        window, group, capacity, prefill_chunk, prefill_group, acceptance=acceptance, pad_prefill=pad_prefill
+    )
     asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
     setup = Setup(model, prompts, config, *asked)
     states = setup.states(drafter, is_all_verified=True)
@@ -157,6 +162,7 @@ def cache_rows(
     *,
     capacity: int = 512,
     prefill_chunk: int = 32,
+    pad_prefill: bool = True,
     path: str = "auto",
     interventions: "Intervention | Iterable[Any]" = (),
 ) -> CacheRows:
@@ -166,7 +172,7 @@ def cache_rows(
     Those of a generation are in its trace: `cp.Request(prompt, keep_rows=True)`, and `trace.cache_rows(request_id)`.
     Raises: ValueError for a prompt of one token, and for a model that remembers more than keys and values.
     """
-    config = EngineConfig(capacity=capacity, prefill_chunk=prefill_chunk)
+    config = EngineConfig(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
     setup = Setup(model, [prompt], config, True, None, max_new_tokens=1, path=path, interventions=interventions)
     (state,) = setup.states(None)
     if state.request.num_prompt_tokens < 2:

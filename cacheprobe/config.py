@@ -21,7 +21,7 @@ class EngineConfig:
     capacity: int = 512
     """C: cache rows of each request. In passes of a fixed shape attention runs over all of them, masked."""
     prefill_chunk: int = 32
-    """Prompt tokens of a verified request are fed in chunks of this many, padded."""
+    """Prompt tokens of a verified request are fed in chunks of this many."""
     prefill_group: int = 1
     """Verified prompts of one prefill pass; a pass is padded with dummies to exactly this many."""
     max_batch: int = 64
@@ -33,6 +33,9 @@ class EngineConfig:
     """Candidates before each verification: None for all that the window takes, a number, or "adaptive"."""
     acceptance: str = "equality"
     """"equality": a candidate stays where the verifier chose the same token. "rejection": speculative sampling."""
+    pad_prefill: bool = True
+    """Whether a prompt's last chunk is padded to the length of the others. Unpadded it costs less, and its shape is
+    still the prompt's alone; where several prompts share a pass they need one shape."""
 
     def __post_init__(self) -> None:
         for name in ("window", "group", "capacity", "prefill_chunk", "prefill_group", "max_batch", "kv_rows"):
@@ -43,6 +46,13 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.window > self.capacity:
             raise ValueError(f"window of {self.window} rows is larger than the capacity of {self.capacity}; lower it")
+        if type(self.pad_prefill) is not bool:
+            raise ValueError(f"pad_prefill must be True or False, got {self.pad_prefill!r}")
+        if self.prefill_group > 1 and not self.pad_prefill:
+            raise ValueError(
+                f"prefill passes of {self.prefill_group} prompts need one shape; set prefill_group=1, or leave "
+                "pad_prefill=True"
+            )
         length = self.draft_length
         if not (length is None or length == "adaptive" or (type(length) is int and length >= 1)):
             raise ValueError(f'draft_length must be None, "adaptive" or a whole number of at least 1, got {length!r}')
@@ -50,10 +60,12 @@ class EngineConfig:
             raise ValueError(f"unknown acceptance {self.acceptance!r}; choose one of {', '.join(ACCEPTANCES)}")
 
     def rows_needed(self, num_prompt_tokens: int, max_new_tokens: int, num_cached: int = 0) -> int:
-        """Cache rows that a request may touch: pads are written past its length, in prefill and in verify.
+        """Cache rows that a request may touch: pads are written past its length, in verify and in a padded prefill.
 
         num_cached: prompt tokens that are not read, the chunks begin behind them.
         """
+        if not self.pad_prefill:
+            return num_prompt_tokens + max_new_tokens + self.window
         chunks = -(-(num_prompt_tokens - num_cached) // self.prefill_chunk)
         return max(num_prompt_tokens + max_new_tokens + self.window, num_cached + chunks * self.prefill_chunk)
 

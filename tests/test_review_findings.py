@@ -64,6 +64,19 @@ def test_every_fixed_shape_alone_makes_another_fingerprint(shape: str) -> None:
         require_same(one, two, "two runs")
 
 
+def test_unpadded_prefill_is_another_schedule_and_is_verified_as_such() -> None:
+    """Runs from before there was a choice say nothing of it, and were padded."""
+    settings = {**SMALL, "pad_prefill": False}
+    trace = cp.run(loaded(), PROMPTS[:2], **settings, deterministic=True)
+    assert cp.verify(trace, progress=False).is_equal
+    padded = cp.run(loaded(), PROMPTS[:2], **SMALL, deterministic=True)
+    assert "pad_prefill" not in padded.fingerprint
+    with pytest.raises(FingerprintMismatch, match="under different schedules; pad_prefill: "):
+        require_same(padded.fingerprint, trace.fingerprint, "two runs")
+    with pytest.raises(ValueError, match="prefill passes of 2 prompts need one shape; set prefill_group=1"):
+        cp.run(loaded(), PROMPTS[:2], **{**settings, "prefill_group": 2})
+
+
 def test_the_same_weights_from_elsewhere_are_the_same_model(tmp_path: Path) -> None:
     for name in ("a", "b"):
         hf_model().save_pretrained(tmp_path / name)

@@ -19,12 +19,24 @@ from cacheprobe.config import EngineConfig
 from cacheprobe.progress import Progress
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine
-from cacheprobe_benchmarks.workload import CAPACITY, IN_FLIGHT, Run, Timing, marked, side_by_side, timed, traffic
+from cacheprobe_benchmarks.workload import (
+    CAPACITY,
+    IN_FLIGHT,
+    PROMPT_TOKENS,
+    Run,
+    Timing,
+    marked,
+    side_by_side,
+    timed,
+    traffic,
+)
 
 SHARES = (2, 5, 10, 20, 50, 100)
 DVR_SHARES = (100,)
-FIXED_HEIGHT = EngineConfig(window=1, group=IN_FLIGHT, capacity=CAPACITY, max_batch=IN_FLIGHT)
-DVR = EngineConfig(window=16, group=4, capacity=CAPACITY, max_batch=IN_FLIGHT)
+PREFILL = dict(prefill_chunk=PROMPT_TOKENS[1], pad_prefill=False)
+"""A verified prompt is one pass of its own length."""
+FIXED_HEIGHT = EngineConfig(window=1, group=IN_FLIGHT, capacity=CAPACITY, max_batch=IN_FLIGHT, **PREFILL)
+DVR = EngineConfig(window=16, group=4, capacity=CAPACITY, max_batch=IN_FLIGHT, **PREFILL)
 
 
 def run(rounds: int) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def schedule_fingerprint(
         "prefill_chunk": config.prefill_chunk,
         "prefill_group": config.prefill_group,
         "lens_tile": lens_tile,
+        **({} if config.pad_prefill else {"pad_prefill": False}),
     }
     facts = model.fingerprint()
     begun = [f"request {r.request_id}: {r.cached.digest()}" for r in requests if r.cached is not None]

@@ -23,8 +23,8 @@ class Prefill:
     def read(self, states: Sequence[SequenceState]) -> None:
         """Read these requests' prompts and commit each one's first token.
 
-        Verified requests in passes of prefill_group x prefill_chunk, a schedule that depends on each prompt alone (D1);
-        the others together, in whatever shape they have.
+        Verified requests in passes of prefill_group x prefill_chunk, the last as short as the prompt's end where it is
+        not padded: a schedule that depends on each prompt alone (D1). The others together, in whatever shape.
         """
         for state in states:
             self._begin(state)
@@ -54,7 +54,8 @@ class Prefill:
                 Entry(s, s.request.prompt_token_ids[s.num_prefilled : s.num_prefilled + chunk], s.num_prefilled, True)
                 for s in unread
             ]
-            width = chunk if is_fixed else max(len(entry.token_ids) for entry in entries)
+            is_padded = is_fixed and self.config.pad_prefill
+            width = chunk if is_padded else max(len(entry.token_ids) for entry in entries)
             last = [len(e.token_ids) - 1 if e.end == e.state.request.num_prompt_tokens else None for e in entries]
             slots = self._logit_slots(last, width, is_fixed)
             result = self.passes.run("prefill", entries, width, batch=batch, logit_slots=slots)
@@ -116,7 +117,9 @@ class Prefill:
         else:
             chunk, window = self.config.prefill_chunk, self.config.window
             for start in range(first, len(prompt), chunk):
-                self._rewrite("prefill", state, prompt[start : start + chunk], start, chunk, self.config.prefill_group)
+                ids = prompt[start : start + chunk]
+                width = chunk if self.config.pad_prefill else len(ids)
+                self._rewrite("prefill", state, ids, start, width, self.config.prefill_group)
             self._mark(state, first, len(prompt), "prefill")
             for start in range(len(prompt), state.frontier, window):
                 ids = tuple(state.token_ids[start : min(start + window, state.frontier)])

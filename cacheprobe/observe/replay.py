@@ -79,6 +79,7 @@ def replay(
         capacity=config.capacity,
         prefill_chunk=config.prefill_chunk,
         prefill_group=config.prefill_group,
+        pad_prefill=config.pad_prefill,
         # states are kept by layer; readings of a tile depend on no other layer
         capture=CaptureConfig(
             sites=sites or None,

@@ -18,8 +18,8 @@ _SLIDING_WIDTH = 8
 _MOVED = 0.02
 """Of a weight's spread: how far a draft model's weights are from the model's own."""
 _SHAPES = ((4, 4, 1), (8, 2, 2), (1, 8, 1), (3, 4, 3), (16, 1, 1), (5, 4, 2))
-"""(window, group, prefill_group) of the tiny models, dealt out in turn."""
-_REAL_SHAPES = ((4, 1, 1, 16), (8, 2, 2, 16), (1, 16, 1, 16), (16, 4, 1, 32))
+"""(window, group, prefill_group) of the tiny models, dealt out in turn. Windows of one row have unpadded prompts."""
+_REAL_SHAPES = ((4, 1, 1, 16), (8, 2, 2, 16), (1, 16, 1, 64), (16, 4, 1, 32))
 """The same and prefill_chunk, of the real model: small ones, the one that determinism is cheapest with, the default."""
 _TWINS = (
     ("llama", "float32", TWINS, 4, 2),
@@ -52,7 +52,12 @@ class Subject:
 
     @property
     def key(self) -> str:
-        return f"{self.name} {self.dtype} W{self.window} G{self.group} P{self.prefill_group}"
+        ends = "" if self.pads_prefill else " unpadded"
+        return f"{self.name} {self.dtype} W{self.window} G{self.group} P{self.prefill_group}{ends}"
+
+    @property
+    def pads_prefill(self) -> bool:
+        return self.window > 1
 
     @property
     def is_real(self) -> bool:
@@ -90,7 +95,8 @@ class Subject:
     @property
     def settings(self) -> dict[str, Any]:
         prefill = dict(prefill_chunk=self.prefill_chunk, prefill_group=self.prefill_group)
-        return dict(window=self.window, group=self.group, capacity=self.capacity, **prefill)
+        pads = dict(pad_prefill=self.pads_prefill)
+        return dict(window=self.window, group=self.group, capacity=self.capacity, **prefill, **pads)
 
 
 @cache

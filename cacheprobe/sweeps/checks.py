@@ -35,7 +35,8 @@ def complaint(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> s
     """Why a cell cannot be run; None where nothing speaks against it that is known before the weights are loaded."""
     try:
         facts = model_facts(axes["model"])
-        config = EngineConfig(axes["window"], run.group, run.capacity, run.prefill_chunk, run.prefill_group)
+        shapes = (axes["window"], run.group, run.capacity, run.prefill_chunk, run.prefill_group)
+        config = EngineConfig(*shapes, pad_prefill=run.pad_prefill)
         resolve_layers(run.layers, facts.n_layers)
         CaptureConfig(run.capture)
         _check_model(facts, axes)

@@ -97,6 +97,7 @@ class RunSettings(_Strict):
     group: Rows = 4
     prefill_chunk: Rows = 32
     prefill_group: Rows = 1
+    pad_prefill: Annotated[bool, Field(strict=True)] = True
     deterministic: Annotated[float, Field(ge=0, le=1)] = 0.0
     capture: str | None = "Z"
     """Sites to keep, of S, T, C and Z."""

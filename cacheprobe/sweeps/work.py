@@ -85,7 +85,7 @@ def _run(cell: Cell, model: CachedLM) -> Trace:
         ),
         layers="all" if asked["layers"] is None else list(asked["layers"]),
         **{name: asked[name] for name in ("deterministic", "max_new_tokens", "capacity", "group")},
-        **{name: asked[name] for name in ("prefill_chunk", "prefill_group")},
+        **{name: asked[name] for name in ("prefill_chunk", "prefill_group", "pad_prefill")},
         progress=False,
     )
     drafter = make("drafters", axes["drafter"]) if axes["drafter"] else None

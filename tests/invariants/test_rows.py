@@ -137,6 +137,23 @@ def test_invariant_21_prefill_determinism_of_groups() -> None:
             assert outcome(trace, i) == outcome(cp.reference(model, [prompt], **settings))
 
 
+def test_invariant_21_prefill_determinism_without_pads() -> None:
+    """Chunks that end with the prompt: the same shapes and bits in company, and after an eviction."""
+    prompts = prompts_of_all_lengths()
+    settings = dict(pad_prefill=False, max_new_tokens=6)
+    spy = Spy(tiny())
+    cp.run(spy, prompts, **{**RUN, **settings, "capture": None}, deterministic=True)
+    expected = [n for length in LENGTHS for n in [*[CHUNK] * (length // CHUNK), length % CHUNK] if n]
+    read = [call.shape for call in spy.calls if call.shape[0] == 1]
+    assert [shape for shape in read if shape[1] > 1] == [(1, n) for n in expected if n > 1]
+    for model in (rounding_by_shape(), wide_bfloat16()):
+        alone = [outcome(cp.reference(model, [prompt], **{**RUN, **settings, "sampling": HOT})) for prompt in prompts]
+        requests = [Request([9] * 20, arrival_step=1), *(Request(p, HOT, is_deterministic=True) for p in prompts)]
+        run = Watched(model, requests, kv_rows=36, capture="STCZ", **settings).finished()
+        assert run.trace.meta["preemptions"]
+        assert [outcome(run.trace, 1 + i) for i in range(len(prompts))] == alone
+
+
 class Shares(Silent):
     """Notes who took rows over from whom."""
 

@@ -150,8 +150,15 @@ MUTATIONS = [
         "verified prompts are read in their own width",
         ("01", "21"),
         f"{PREFILL}._read_group",
-        "width = chunk if is_fixed else",
+        "width = chunk if is_padded else",
         "width =",
+    ),
+    one(
+        "an evicted request's prompt is padded where it was not",
+        ("21_prefill_determinism_without_pads",),
+        f"{PREFILL}.rebuild",
+        "chunk if self.config.pad_prefill else len(ids)",
+        "chunk",
     ),
     Mutation(
         "verified prompts are read together",
