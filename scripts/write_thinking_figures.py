@@ -37,7 +37,7 @@ def figures() -> str:
         Table(**held).table(),
         *_again(),
         "The models, each trained by its command on one core: seconds of processor time, in all and until 99 % of\n"
-        "fresh texts were wholly right, twice running.",
+        "fresh texts were wholly right, twice running. Not all were trained on one machine.",
         "\n".join(models),
         f"{_command('minute_of_training')}: the coin models after a\n"
         "minute of one core, on fresh texts of the trained lengths and flip probabilities; seconds until 99 and 100 %\n"

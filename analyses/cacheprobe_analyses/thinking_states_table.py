@@ -105,7 +105,7 @@ def main_rows() -> tuple[Row, ...]:
     rows += [Row("coin-flip", "thinking", operations, preset="mini") for operations in (_TRAINED, far)]
     rows += [Row("coin-flip", "thinking", _TRAINED)]
     for preset in ("no-jumps", "paper"):
-        rows += [Row("coin-flip", "thinking", operations, preset=preset) for operations in ((10,), (20,), far)]
+        rows += [Row("coin-flip", "thinking", operations, preset=preset) for operations in ((10,), (20,), far, (256,))]
     for arm in ("no_feedback", "plain", "chain_of_thought"):
         rows += [Row("coin-flip", arm, operations) for operations in ((10,), (20,), far)]
     rows += [Row("s3", "thinking", (operations,)) for operations in (4, 16, 128)]
