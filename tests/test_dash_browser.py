@@ -17,8 +17,8 @@ from playwright.sync_api import Browser
 import cacheprobe as cp
 from cacheprobe.dash_app.serve import listen
 from cacheprobe.dash_app.shelf import Shelf
-from tests.dash_page import answered, asked, at, choose, chromium, opened, save_runs, served, until
-from tests.test_report_browser import PICTURES
+from tests.chromium import PICTURES, chromium
+from tests.dash_page import answered, asked, at, choose, opened, save_runs, served, until
 from tests.tiny import PROMPTS, loaded
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,8 @@ from playwright.sync_api import Browser, Page
 from cacheprobe.dash_app import cache, card, decode, facts, lens, timeline
 from cacheprobe.dash_app.reader import Reader
 from cacheprobe.dash_app.shelf import Shelf
-from tests.dash_page import answered, chromium, served
+from tests.chromium import chromium
+from tests.dash_page import answered, served
 from tests.large_run import save_large_run
 
 VIEWS = ("insight", "timeline", "decode", "cache", "card", "grid", "window", "prompt")
