@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -308,6 +309,16 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(address: str, runs: Path)
         listen(Shelf.of([runs / "a-one"]), port=port)
     with pytest.raises(OSError, match="cannot listen at 192.0.2.1, port 0: .*; give another --port"):
         listen(Shelf.of([runs / "a-one"]), host="192.0.2.1", port=0)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_two_colons_are_every_address_of_both_kinds(runs: Path) -> None:
+    """It was those of IPv6 alone, and the page of 127.0.0.1 stayed empty."""
+    with listen(Shelf.of([runs / "a-one"]), host="::", port=0) as server:
+        for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+            with socket.socket(family) as one:
+                one.settimeout(10)
+                one.connect((host, server.port))
 
 
 def test_the_command_says_what_it_opened_and_where(runs: Path) -> None:
