@@ -62,7 +62,7 @@ settings = dict(
     window=4,
     capacity=192,
     deterministic=True,
-    sampling=cp.SamplingParams(max_new_tokens=12, stop_token_ids=()),
+    sampling=cp.SamplingParams(max_new_tokens=12 if PRESET == "full" else 6, stop_token_ids=()),
     progress=False,
 )
 trace = cp.run(model, examples, drafter=cp.drafters.EarlyExit(layer=26), capture="STCZ", **settings)

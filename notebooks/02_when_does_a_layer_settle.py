@@ -51,7 +51,7 @@ settings = dict(
     group=2,
     capacity=192,
     deterministic=True,
-    sampling=cp.SamplingParams(max_new_tokens=16, stop_token_ids=()),
+    sampling=cp.SamplingParams(max_new_tokens=16 if PRESET == "full" else 8, stop_token_ids=()),
     progress=False,
 )
 trace = cp.run(model, examples, capture="SCZ", **settings)

@@ -56,7 +56,7 @@ trace = cp.run(
     group=2,
     capacity=192,
     deterministic=True,
-    sampling=cp.SamplingParams(max_new_tokens=16, stop_token_ids=()),
+    sampling=cp.SamplingParams(max_new_tokens=16 if PRESET == "full" else 8, stop_token_ids=()),
     capture="SZ",
     progress=False,
 )

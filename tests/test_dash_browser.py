@@ -149,6 +149,23 @@ def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
         assert page.locator("#card-view tr.chosen").get_attribute("data-layer") == "1"
 
 
+def test_a_click_on_a_neighbour_asks_once(browser: Browser, address: str) -> None:
+    """Where its steps are had to be asked before anything of it could be: a second way to the server and back."""
+    with opened(browser, f"{address}?run=0&request=2&step=10") as page:
+        asked: list[set[str]] = []
+        page.on("request", lambda one: asked.append(set(json.loads(one.post_data or "{}"))))
+        ahead = {"story", "insight", "window"}
+        for _ in range(400):
+            page.wait_for_timeout(50)
+            if asked.count(ahead) == len(PROMPTS) - 1:
+                break
+        assert asked.count(ahead) == len(PROMPTS) - 1
+        asked.clear()
+        page.click('#timeline-view g.pick[data-request="3"][data-step="10"]')
+        answered(page, "card", request=3)
+        assert "card" in asked[0] and not any("story" in names for names in asked)
+
+
 def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?run=0&request=1") as page:
         answered(page, "grid", request=1)

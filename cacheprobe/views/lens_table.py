@@ -65,7 +65,7 @@ def finding(rows: pd.DataFrame, request_id: int) -> str:
 
 
 def _agrees_from(readings: pd.DataFrame) -> list[float]:
-    """Of each row the first layer from which all first choices are the committed token; infinity where there is none."""
+    """Of each row the first layer from which all first choices are the committed token; infinity where none is."""
     since: dict[Any, float] = {}
     columns = (readings[name].tolist() for name in ("layer", "row", "agrees"))
     for layer, row, agrees in sorted(zip(*columns, strict=True)):
