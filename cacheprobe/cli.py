@@ -12,7 +12,8 @@ from cacheprobe.cli_config import fill
 
 app = App(
     name="cacheprobe",
-    help="What a language model believed before it committed.",
+    help="What a language model believed before it committed. "
+    "To begin: cacheprobe demo, then cacheprobe dash runs/demo.",
     version=__version__,
     help_format="plaintext",  # a markdown parser would take longer to import than all else
 )

@@ -33,7 +33,8 @@ def open_runs(
     port
         To listen at; 0 for any that is free.
     host
-        Address to bind to: this machine alone unless told otherwise. Whoever reaches it sees the prompts.
+        Address to bind to: this machine alone unless told otherwise. 0.0.0.0 is every address that it has, :: those of
+        IPv6 too. Whoever reaches it sees the prompts.
     model
         Name or directory of the model that reads kept states, where it is not the one that a run names.
     lens
@@ -58,6 +59,10 @@ def open_runs(
     server = listen(shelf, host, port)
     for entry in shelf.entries:
         print(plain(f"{entry.name}: {f'cannot be opened, {entry.reason}' if entry.book is None else entry.book.run}"))
-    shown = f"[{host}]" if ":" in host else host
-    print(f"listening at http://{shown}:{server.port}/ (Ctrl-C ends it)", flush=True)
+    is_every = host in ("0.0.0.0", "::")
+    shown = "127.0.0.1" if is_every else f"[{host}]" if ":" in host else host
+    where = f"http://{shown}:{server.port}/" + (
+        f" and every other address of this machine ({host})" if is_every else ""
+    )
+    print(f"listening at {where} (Ctrl-C ends it)", flush=True)
     server.serve_forever()

@@ -32,8 +32,9 @@ import plotly.io as pio
 import cacheprobe as cp
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # bars of text will do
-PRESET = os.environ.get("CACHEPROBE_PRESET", "full")  # "tiny" asks the same of less, in seconds
-pio.renderers.default = "colab" if "google.colab" in sys.modules else "plotly_mimetype+png"
+PRESET = os.environ.get("CACHEPROBE_PRESET", "full")  # "tiny" asks the same of less, in seconds, and stores no pictures
+renderer = "plotly_mimetype+png" if PRESET == "full" else "plotly_mimetype"
+pio.renderers.default = "colab" if "google.colab" in sys.modules else renderer
 pio.renderers["png"].width = 960  # pixels of the stored pictures
 
 from cacheprobe.views import find_windows, rolled_back, token_texts, window_diagram
@@ -55,7 +56,7 @@ trace = cp.run(
     group=2,
     capacity=192,
     deterministic=True,
-    sampling=cp.SamplingParams(max_new_tokens=16, stop_token_ids=()),
+    sampling=cp.SamplingParams(max_new_tokens=16 if PRESET == "full" else 8, stop_token_ids=()),
     capture="SZ",
     progress=False,
 )

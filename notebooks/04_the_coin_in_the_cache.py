@@ -34,8 +34,9 @@ import plotly.io as pio
 import cacheprobe as cp
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # bars of text will do
-PRESET = os.environ.get("CACHEPROBE_PRESET", "full")  # "tiny" asks the same of less, in seconds
-pio.renderers.default = "colab" if "google.colab" in sys.modules else "plotly_mimetype+png"
+PRESET = os.environ.get("CACHEPROBE_PRESET", "full")  # "tiny" asks the same of less, in seconds, and stores no pictures
+renderer = "plotly_mimetype+png" if PRESET == "full" else "plotly_mimetype"
+pio.renderers.default = "colab" if "google.colab" in sys.modules else renderer
 pio.renderers["png"].width = 960  # pixels of the stored pictures
 
 from cacheprobe.tasks import coin_question

@@ -40,9 +40,10 @@ def executed(notebook: NotebookNode) -> NotebookNode:
 
 
 def with_outputs_of(notebook: NotebookNode, stored: NotebookNode) -> NotebookNode:
-    """The notebook, with the outputs that the same code once had. Raises: ValueError where the code is another."""
+    """The notebook, with the outputs that the same code once had. Raises: ValueError where the code is another; not for
+    the first cell, which sets up and shows nothing."""
     mine, theirs = ([cell for cell in one.cells if cell.cell_type == "code"] for one in (notebook, stored))
-    if [cell.source for cell in mine] != [cell.source for cell in theirs]:
+    if [cell.source for cell in mine[1:]] != [cell.source for cell in theirs[1:]] or theirs[0].outputs:
         raise ValueError("the code has changed, so the stored outputs are not its own; run it without --prose")
     for new, old in zip(mine, theirs, strict=True):
         new.outputs, new.execution_count = old.outputs, old.execution_count
@@ -53,7 +54,9 @@ def with_outputs_of(notebook: NotebookNode, stored: NotebookNode) -> NotebookNod
 def main() -> None:
     parser = argparse.ArgumentParser(description="Execute notebooks and store them with their outputs.")
     parser.add_argument("names", nargs="*", help="such as 01; all of them by default")
-    parser.add_argument("--prose", action="store_true", help="the text alone has changed: run nothing")
+    parser.add_argument(
+        "--prose", action="store_true", help="the text or the first cell alone has changed: run nothing"
+    )
     asked = parser.parse_args()
     is_stored = os.environ.get("CACHEPROBE_PRESET", "full") == "full"
     for source in sorted(FOLDER.glob("[0-9]*.py")):

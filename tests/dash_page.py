@@ -9,12 +9,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
 from cacheprobe.dash_app.serve import listen
 from cacheprobe.dash_app.shelf import Shelf
-from tests.test_report_browser import PATIENCE, QUIET
+from tests.chromium import PATIENCE
 from tests.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
@@ -55,14 +55,6 @@ def served(shelf: Shelf) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-@contextmanager
-def chromium() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=QUIET)
-        yield browser
-        browser.close()
 
 
 @contextmanager

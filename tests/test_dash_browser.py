@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,8 +18,8 @@ from playwright.sync_api import Browser
 import cacheprobe as cp
 from cacheprobe.dash_app.serve import listen
 from cacheprobe.dash_app.shelf import Shelf
-from tests.dash_page import answered, asked, at, choose, chromium, opened, save_runs, served, until
-from tests.test_report_browser import PICTURES
+from tests.chromium import PICTURES, chromium
+from tests.dash_page import answered, asked, at, choose, opened, save_runs, served, until
 from tests.tiny import PROMPTS, loaded
 
 ROOT = Path(__file__).parents[1]
@@ -146,6 +147,23 @@ def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
         page.locator("#card-view tr[data-layer='1']").click()
         assert at(page)["layer"] == 1
         assert page.locator("#card-view tr.chosen").get_attribute("data-layer") == "1"
+
+
+def test_a_click_on_a_neighbour_asks_once(browser: Browser, address: str) -> None:
+    """Where its steps are had to be asked before anything of it could be: a second way to the server and back."""
+    with opened(browser, f"{address}?run=0&request=2&step=10") as page:
+        asked: list[set[str]] = []
+        page.on("request", lambda one: asked.append(set(json.loads(one.post_data or "{}"))))
+        ahead = {"story", "insight", "window"}
+        for _ in range(400):
+            page.wait_for_timeout(50)
+            if asked.count(ahead) == len(PROMPTS) - 1:
+                break
+        assert asked.count(ahead) == len(PROMPTS) - 1
+        asked.clear()
+        page.click('#timeline-view g.pick[data-request="3"][data-step="10"]')
+        answered(page, "card", request=3)
+        assert "card" in asked[0] and not any("story" in names for names in asked)
 
 
 def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, address: str) -> None:
@@ -308,6 +326,16 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(address: str, runs: Path)
         listen(Shelf.of([runs / "a-one"]), port=port)
     with pytest.raises(OSError, match="cannot listen at 192.0.2.1, port 0: .*; give another --port"):
         listen(Shelf.of([runs / "a-one"]), host="192.0.2.1", port=0)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_two_colons_are_every_address_of_both_kinds(runs: Path) -> None:
+    """It was those of IPv6 alone, and the page of 127.0.0.1 stayed empty."""
+    with listen(Shelf.of([runs / "a-one"]), host="::", port=0) as server:
+        for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+            with socket.socket(family) as one:
+                one.settimeout(10)
+                one.connect((host, server.port))
 
 
 def test_the_command_says_what_it_opened_and_where(runs: Path) -> None:

@@ -16,7 +16,8 @@ from playwright.sync_api import Browser, Page
 from cacheprobe.dash_app import cache, card, decode, facts, lens, timeline
 from cacheprobe.dash_app.reader import Reader
 from cacheprobe.dash_app.shelf import Shelf
-from tests.dash_page import answered, chromium, served
+from tests.chromium import chromium
+from tests.dash_page import answered, served
 from tests.large_run import save_large_run
 
 VIEWS = ("insight", "timeline", "decode", "cache", "card", "grid", "window", "prompt")
@@ -127,12 +128,15 @@ def measured(what: str, browser: Browser, run: Path, clicks: list[tuple[int, int
     assert opening < OPEN_SECONDS and max(views.values()) < CLICK_SECONDS
     opened, answers, wholes = in_browser(browser, run, clicks)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    told = [", ".join(f"{seconds:.2f}" for seconds in many) for many in (opened, answers, wholes)]
+    told = [
+        f"{', '.join(f'{seconds:.2f}' for seconds in many)} (median {median(many):.2f}, worst {max(many):.2f})"
+        for many in (opened, answers, wholes)
+    ]
     print(
         f"in the browser, s: opening {told[0]}; clicks {told[1]}, all views {told[2]}; load {load:.1f} on {cores} cores"
     )
     if load < cores:
-        assert median(opened) < OPEN_SECONDS and median(answers) < CLICK_SECONDS
+        assert max(opened) < OPEN_SECONDS and max(answers) < CLICK_SECONDS and median(wholes) < CLICK_SECONDS
 
 
 def test_a_short_run_by_the_same_way(browser: Browser, tmp_path: Path) -> None:
@@ -143,5 +147,5 @@ def test_a_short_run_by_the_same_way(browser: Browser, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_long_run_opens_and_answers_quickly(browser: Browser, tmp_path: Path) -> None:
     run = save_large_run(tmp_path / "run", requests=64, tokens=512, layers=30)
-    clicks = [(1, 4), (2, 8), (5, 6), (7, 12), (3, 4), (6, 20), (4, 24)]
+    clicks = [(1, 4), (2, 8), (5, 6), (7, 12), (3, 4), (6, 20), (4, 24), (0, 30), (2, 40), (5, 44), (1, 16), (3, 28)]
     measured("64 requests x 512 tokens x 30 layers", browser, run, clicks)

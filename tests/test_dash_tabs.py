@@ -12,8 +12,8 @@ from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
 from cacheprobe.dash_app.shelf import Shelf
-from tests.dash_page import answered, at, choose, chromium, opened, save_runs, save_thinking, served, until
-from tests.test_report_browser import PICTURES
+from tests.chromium import PICTURES, chromium
+from tests.dash_page import answered, at, choose, opened, save_runs, save_thinking, served, until
 from tests.test_sweeps_dash import SETTINGS
 from tests.test_views import HOSTILE
 from tests.tiny import loaded

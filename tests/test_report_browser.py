@@ -4,26 +4,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 import cacheprobe as cp
+from tests.chromium import PATIENCE, PICTURES, chromium
 from tests.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
-
-PATIENCE = 60_000
-"""Milliseconds, for a busy machine."""
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-PICTURES = Path(__file__).parents[1] / "build" / "dash"
-"""Screenshots to look at; git ignores the folder."""
-QUIET += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=QUIET)
-        yield chromium
-        chromium.close()
+    with chromium() as one:
+        yield one
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 import cacheprobe as cp
 from cacheprobe.models.thinking_lm import ThinkingLM
@@ -20,7 +20,7 @@ from cacheprobe.views.thoughts_columns import changes_of_mind, chosen, story_of
 from cacheprobe.views.thoughts_finding import finding
 from cacheprobe.views.thoughts_picture import MOST_PLACES, THOUGHT_COLUMNS, thought_lines
 from cacheprobe.views.thoughts_strokes import _boxes
-from tests.test_report_browser import QUIET
+from tests.chromium import chromium
 from tests.test_thinking import tiny
 from tests.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -342,10 +342,8 @@ def test_agreement_is_with_the_state_or_with_what_is_to_be_said_of_it() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=QUIET)
-        yield chromium
-        chromium.close()
+    with chromium() as one:
+        yield one
 
 
 @pytest.fixture(scope="module")

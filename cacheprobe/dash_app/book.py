@@ -1,5 +1,6 @@
 """One stored run, with what the views derive from its tables kept once."""
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -9,7 +10,7 @@ import pandas as pd
 from cacheprobe.observe.ledgers import ledger_at, rows_in_use
 from cacheprobe.observe.stored import StoredRun
 from cacheprobe.views.insight import opening
-from cacheprobe.views.timeline import step_words
+from cacheprobe.views.timeline import step_words, timeline_finding
 from cacheprobe.views.token_history import standing_at, token_history
 from cacheprobe.views.windows import Window, find_windows
 
@@ -20,9 +21,10 @@ class Book:
     def __init__(self, run: StoredRun) -> None:
         self.run = run
         self.name = run.directory.name
-        self.readings = run.readings
+        self.readings = lru_cache(maxsize=32)(run.readings)
         self.story = lru_cache(maxsize=64)(self._story)
         self.windows = lru_cache(maxsize=64)(self._windows)
+        self.history_of = lru_cache(maxsize=256)(self._history_of)
 
     @cached_property
     def steps(self) -> range:
@@ -30,8 +32,9 @@ class Book:
         return range(int(steps.min()), int(steps.max()) + 1) if len(steps) else range(0)
 
     @cached_property
-    def history(self) -> pd.DataFrame:
-        return token_history(self.run.events)
+    def finding(self) -> str:
+        """What the timeline says of the whole run."""
+        return timeline_finding(self.run.events)
 
     @cached_property
     def verified(self) -> dict[int, bool]:
@@ -62,6 +65,9 @@ class Book:
     def events_of(self, request_id: int) -> pd.DataFrame:
         return self._by_request.get(request_id, self.run.events.iloc[:0])
 
+    def events_of_all(self, requests: Sequence[int]) -> pd.DataFrame:
+        return pd.concat([self.run.events.iloc[:0], *(self.events_of(r) for r in requests)])
+
     def rows_of(self, request_id: int) -> pd.DataFrame:
         return self._rows_by_request.get(request_id, self.run.rows.iloc[:0])
 
@@ -80,7 +86,7 @@ class Book:
 
     def warm(self) -> None:
         """Derive now what the first page will ask for."""
-        _ = self.history, self._in_use, self.run.token_texts, self.verified, self.opening
+        _ = self.opening, self.verified, self.finding, self._in_use, self.run.token_texts
 
     def prompt_length(self, request_id: int) -> int:
         return len(self.run.request(request_id)["prompt_token_ids"])
@@ -91,8 +97,10 @@ class Book:
         return rows[rows.position >= self.prompt_length(request_id) - 1]
 
     def standing(self, requests: range, step: int) -> pd.DataFrame:
-        inside = self.history.request_id.between(requests.start, requests.stop - 1)
-        return standing_at(self.history[inside], step)
+        return standing_at(pd.concat([self.history_of(r) for r in requests], ignore_index=True), step)
+
+    def _history_of(self, request_id: int) -> pd.DataFrame:
+        return token_history(self.events_of(request_id))
 
     def _windows(self, request_id: int) -> tuple[Window, ...]:
         events = self.events_of(request_id)

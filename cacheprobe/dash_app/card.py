@@ -27,7 +27,7 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     missing = ids - set(named)
     texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **named}
     place = position + 1 - book.prompt_length(request)
-    fates = fates_at(book.history[book.history.request_id == request], place)
+    fates = fates_at(book.history_of(request), place)
     title, body = card_parts(table, settling(table).iloc[0].to_dict(), fates, texts, row.token)
     return f"<h3>{markup(title)}</h3>{body}"
 
@@ -41,7 +41,7 @@ def sentence(shelf: Shelf, ask: Ask) -> str:
     if book.run.has_readings:
         table = book.readings(request, range(position, position + 1))
         table = table[(table.status == "committed") & (table.site != "thought")]
-    fates = fates_at(book.history[book.history.request_id == request], position + 1 - book.prompt_length(request))
+    fates = fates_at(book.history_of(request), position + 1 - book.prompt_length(request))
     rows = book.rows_of(request)
     said = insight(table, rows[rows.position == position], fates, book.run.token_texts)
     return f"<b>Token at position {position + 1}:</b> {markup(said)}."

@@ -16,7 +16,7 @@ def view(shelf: Shelf, ask: Ask) -> str:
     places = span(ask["places"], "places", MOST_TOKENS)
     step, chosen = number(ask["step"], "step"), whole(ask["request"], "request", count)
     piece = decode_piece(
-        book.history, book.standing(requests, step), requests, places, step, book.run.token_texts,
+        book.history_of(chosen), book.standing(requests, step), requests, places, step, book.run.token_texts,
         verified=book.verified, chosen=(chosen, number(ask["place"], "place")),
     )  # fmt: skip
     return piece.html

@@ -27,8 +27,9 @@ def listen(shelf: Shelf, host: str = "127.0.0.1", port: int = 8050) -> BaseWSGIS
 
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    every = host == "::" and socket.has_dualstack_ipv6()  # as 0.0.0.0 is every address of IPv4, of IPv6 and IPv4 too
     try:
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=family, dualstack_ipv6=every)
     except OSError as error:
         why = "another program listens there" if error.errno == EADDRINUSE else error.strerror or str(error)
         raise OSError(

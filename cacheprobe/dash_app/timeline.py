@@ -12,7 +12,7 @@ def view(shelf: Shelf, ask: Ask) -> str:
     steps = span(ask["steps"], "steps", MOST_STEPS)
     steps = range(steps.start, min(steps.stop, book.steps.stop))
     piece = timeline_piece(
-        book.run.events, requests, steps, there, width=number(ask["width"], "width"),
-        note=" A cell is one pass of one request; click one.",
+        book.events_of_all(requests), requests, steps, there, book.steps, book.finding,
+        width=number(ask["width"], "width"), note=" A cell is one pass of one request; click one.",
     )  # fmt: skip
     return piece.html

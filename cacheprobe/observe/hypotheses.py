@@ -3,6 +3,7 @@
 import pandas as pd
 
 _ROW = ["request_id", "row", "step", "phase", "status", "position"]
+_CHOICE = ["row", "layer", "token_id", "token"]
 
 
 def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
@@ -26,27 +27,24 @@ def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
     """
     if hypotheses.empty:
         raise ValueError("there are no hypotheses; capture must include Z")
-    table = hypotheses.sort_values([*_ROW, "layer"])
-    group = table.groupby("row", sort=False)
-    previous = group.token_id.shift()
-    flips = (table.token_id != previous) & previous.notna()
-    final = group.token_id.transform("last")
-    differs = table.layer.where(table.token_id != final)
-    first = group.layer.transform("first")
-    last_difference = differs.groupby(table.row).transform("max")
-    # the layer after the last one that still said something else; the first layer read where none did
-    following = table.layer.where(table.layer > last_difference).groupby(table.row).transform("min")
-    settled = following.where(last_difference.notna(), first).astype(int)
-    keep = flips | previous.isna()
-    paths = (
-        table.token.where(keep)
-        .groupby(table.row)
-        .agg(lambda tokens: " → ".join(t.strip() or repr(t) for t in tokens.dropna()))
-    )
-    ends = (
-        table.assign(settling_layer=settled, num_flips=flips.groupby(table.row).transform("sum")).groupby("row").tail(1)
-    )
-    ends = ends.assign(path=ends.row.map(paths)).rename(columns={"token": "final_token"})
+    table = hypotheses.sort_values(["request_id", "row", "layer"])  # what else is in _ROW follows from the row
+    settled: list[int] = []
+    flips: list[int] = []
+    paths: list[list[str]] = []
+    own = previous = None
+    for row, layer, token_id, token in zip(*(table[name].tolist() for name in _CHOICE), strict=True):
+        if row != own:
+            settled.append(layer)
+            flips.append(0)
+            paths.append([token])
+        elif token_id != previous:
+            settled[-1] = layer
+            flips[-1] += 1
+            paths[-1].append(token)
+        own, previous = row, token_id
+    ends = table[~table.row.duplicated(keep="last")].rename(columns={"token": "final_token"})
+    said = [" → ".join(token.strip() or repr(token) for token in path) for path in paths]
+    ends = ends.assign(settling_layer=settled, num_flips=flips, path=said)
     columns = [*_ROW, "settling_layer", "num_flips", "path", "final_token", "committed_token", "agrees"]
     return ends[columns].reset_index(drop=True)
 

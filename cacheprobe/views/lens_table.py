@@ -57,19 +57,20 @@ def finding(rows: pd.DataFrame, request_id: int) -> str:
     known = rows[(rows.status == "committed") & rows.agrees.notna()]
     if known.empty:
         return f"Request {request_id}: no committed token to compare with"
-    firsts = known.groupby("row")[["layer", "agrees"]].apply(_agrees_from)
-    median = firsts.sort_values().iloc[len(firsts) // 2]
+    firsts = sorted(_agrees_from(known))
+    median = firsts[len(firsts) // 2]
     if median == np.inf:
         return f"Request {request_id}: at most positions no layer settles on the committed token"
     return f"Request {request_id}: the committed token is the first choice from layer {int(median)} on (median)"
 
 
-def _agrees_from(reading: pd.DataFrame) -> float:
-    """First layer from which every first choice is the committed token; infinity where the last one is another."""
-    reading = reading.sort_values("layer")
-    misses = reading.layer[~reading.agrees.astype(bool)]
-    after = reading.layer if misses.empty else reading.layer[reading.layer > misses.max()]
-    return float("inf") if after.empty else float(after.min())
+def _agrees_from(readings: pd.DataFrame) -> list[float]:
+    """Of each row the first layer from which all first choices are the committed token; infinity where none is."""
+    since: dict[Any, float] = {}
+    columns = (readings[name].tolist() for name in ("layer", "row", "agrees"))
+    for layer, row, agrees in sorted(zip(*columns, strict=True)):
+        since[row] = min(since.get(row, np.inf), float(layer)) if agrees else np.inf
+    return list(since.values())
 
 
 def select(hypotheses: pd.DataFrame, request_id: int, include: Include, positions: range | None) -> pd.DataFrame:

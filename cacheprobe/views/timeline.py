@@ -56,7 +56,8 @@ def timeline(
     shown = range(first, min(last + 1, first + MOST_STEPS)) if steps is None else steps
     if not shown or shown.step != 1 or shown.start < first or shown.stop > last + 1:
         raise ValueError(f"there is no picture of steps {shown}; the table has {first} to {last}")
-    return timeline_piece(events, wanted, shown, there, chosen=chosen, at=step).alone
+    whole, finding = range(first, last + 1), timeline_finding(events)
+    return timeline_piece(events, wanted, shown, there, whole, finding, chosen=chosen, at=step).alone
 
 
 def timeline_piece(
@@ -64,24 +65,26 @@ def timeline_piece(
     requests: Sequence[int],
     steps: range,
     there: Sequence[int],
+    whole: range,
+    finding: str,
     *,
     chosen: int | None = None,
     at: int | None = None,
     width: float = 0,
     note: str = "",
 ) -> Piece:
-    """Of `timeline`. there: all requests of the run.  note: markup that follows what is shown."""
-    first, last = (int(events.step.min()), int(events.step.max())) if len(events) else (0, 0)
+    """Of `timeline`. events: of the requests that are drawn, whole.  there, whole: all requests and steps of the run.
+    finding: as from `timeline_finding`, of the whole run.  note: markup that follows what is shown."""
     said = f"All {len(there)} requests, " if len(requests) == len(there) else (
         f"Requests {requests[0]} to {requests[-1]} of {len(there)}, " if len(requests) > 1 else
         f"Request {requests[0]} of {len(there)}, "
     )  # fmt: skip
-    is_whole = steps.start <= first and steps.stop > last
-    said += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {last}."
+    is_whole = steps.start <= whole.start and steps.stop >= whole.stop
+    said += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {whole.stop - 1}."
     picture = timeline_picture(events, requests, steps, chosen=chosen, at=at, width=width)
     shown = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
     body = f"<div class='scroll'>{picture}</div>{key(shown)}"
-    return Piece(timeline_finding(events), f"{said}{note}", body)
+    return Piece(finding, f"{said}{note}", body)
 
 
 def timeline_finding(events: pd.DataFrame) -> str:
@@ -112,7 +115,7 @@ def timeline_picture(
     """SVG of the given requests and steps. Cells carry data-request and data-step; the frame at a step has class
     `cursor`, and the picture says where steps stand (data-first, data-pitch, data-left), so that it can be moved.
 
-    events: as in `Trace.events`, of the whole run: a request is grey where no verifier ever speaks of it.
+    events: as in `Trace.events`, all of each request that is drawn: it is grey where no verifier ever speaks of it.
     chosen: the request to name in bold.  at: the step to frame.
     width: pixels to fill, where the steps can be stretched to them.
     A verify pass is one cell: below what was accepted of the draft (green) and what was rolled back (red, crossed), by

@@ -4,12 +4,14 @@
   const {draw, parse, act, mine, known, settle, shelve, follow, questions} = window.cacheprobe;
   const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against"];
   const FREE = ["run", "colour", "rows"];
+  const IDLE = 400;  // milliseconds without a question until what may be clicked next is asked for
   const PATIENCE = 150;  // milliseconds until an outdated request is given up: a slider that is drawn along is followed
 
   const shelf = JSON.parse(document.body.dataset.shelf), at = parse(location.search);
   let facts = null, story = null, is_ready = false, trouble = "";
   const have = {};  // by view: the question that was answered, as text
-  let flight = null, later = null;
+  const stories = new Map();  // by request, of the run that is shown
+  let flight = null, later = null, ahead = null;
 
   function change(what) {
     act(at, what, facts);
@@ -19,6 +21,7 @@
   function settled() {
     if (mine(at, facts)) settle(at, facts, shelf.runs);
     shelve(at, shelf.results);
+    if (!known(at, story) && stories.has(at.request)) story = stories.get(at.request);
     if (mine(at, facts) && known(at, story)) follow(at, story);
     if (is_ready) draw.state(at, facts, story, trouble);
     const lacking = ask();
@@ -28,8 +31,14 @@
   }
 
   const told = {
-    facts: (answer, run) => { facts = {...answer, run: run.run}; },
-    story: (answer, {run, request}) => { story = {...answer, run, request}; },
+    facts: (answer, {run}) => {
+      facts = {...answer, run};
+      stories.clear();
+    },
+    story: (answer, {run, request}) => {
+      story = {...answer, run, request};
+      if (!answer.error) stories.set(request, story);
+    },
   };
 
   // Sends what is not yet answered. Returns the names of those views.
@@ -38,6 +47,9 @@
     const lacking = Object.keys(wanted).filter((name) => have[name] !== JSON.stringify(wanted[name]));
     const on_its_way = (name) => flight && flight.asked[name] === JSON.stringify(wanted[name]);
     clearTimeout(later);
+    if (ahead) ahead.abort();
+    ahead = null;
+    if (!lacking.length && !flight) later = setTimeout(look_ahead, IDLE);
     if (lacking.length && lacking.every(on_its_way)) return lacking;
     const age = flight && lacking.length ? performance.now() - flight.began : PATIENCE;
     if (age < PATIENCE) {
@@ -53,21 +65,44 @@
     return lacking;
   }
 
+  // Stories of the other requests in the timeline, one after the other: a click on one of those is then answered without
+  // a question before its questions. With each goes what the server reads a request's tables for; it keeps them.
+  async function look_ahead() {
+    const {timeline} = questions(at, facts, story, draw.width, draw.grid());
+    if (!timeline) return;
+    const {run, requests: [first, end]} = timeline, own = ahead = new AbortController();
+    for (let request = first; request < end; request++) {
+      if (stories.has(request)) continue;
+      const asked = {story: {run, request}, insight: {run, request, position: 0}, window: {run, request, step: at.step}};
+      const heard = ({view, ...answer}) => {
+        if (own === ahead && view === "story" && !answer.error) stories.set(request, {...answer, run, request});
+      };
+      try {
+        await lines_of(JSON.stringify(asked), own.signal, heard);
+      } catch {
+        return;  // who clicks there will hear why
+      }
+      if (own !== ahead) return;
+    }
+  }
+
+  async function lines_of(body, signal, hear) {
+    const answers = await fetch("ask", {method: "POST", headers: {"Content-Type": "application/json"}, body, signal});
+    if (!answers.ok) throw new Error(await answers.text());
+    const reader = answers.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let rest = "";;) {
+      const {done, value} = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      lines.forEach((line) => hear(JSON.parse(line)));
+    }
+  }
+
   async function fly(own) {
     const body = "{" + Object.entries(own.asked).map(([name, ask]) => `"${name}":${ask}`).join(",") + "}";
     try {
-      const answers = await fetch("ask", {
-        method: "POST", headers: {"Content-Type": "application/json"}, body, signal: own.abort.signal,
-      });
-      if (!answers.ok) throw new Error(await answers.text());
-      const reader = answers.body.pipeThrough(new TextDecoderStream()).getReader();
-      for (let rest = "";;) {
-        const {done, value} = await reader.read();
-        if (done) break;
-        const lines = (rest + value).split("\n");
-        rest = lines.pop();
-        lines.forEach((line) => hear(own, JSON.parse(line)));
-      }
+      await lines_of(body, own.abort.signal, (line) => hear(own, line));
       if (own === flight) throw new Error("it broke off");
     } catch (error) {
       if (own !== flight) return;
