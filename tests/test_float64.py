@@ -18,6 +18,7 @@ from tests.equivalence import lowest_topk_slowly, read_logits_slowly
 from tests.feeding import fed_in_parts, texts
 from tests.tiny import FAMILIES, PROMPTS, SMALL, loaded
 
+
 class Narrowings(TorchDispatchMode):
     """Counts float64 tensors that are turned into narrower ones, below whatever asked for it."""
 
@@ -99,7 +100,9 @@ def test_a_run_is_recorded_edited_and_stored(tmp_path: Path) -> None:
 def test_thoughts_in_float64() -> None:
     examples = cp.tasks.CoinFlip(people=2).examples(n=2, seed=0)
     runs = [
-        cp.run(cp.load_model("coinflip-thinking", dtype=dtype), examples, capacity=128, max_new_tokens=4, progress=False)
+        cp.run(
+            cp.load_model("coinflip-thinking", dtype=dtype), examples, capacity=128, max_new_tokens=4, progress=False
+        )
         for dtype in ("float64", "float32")
     ]
     assert [run.committed(0) for run in runs[:1]] == [run.committed(0) for run in runs[1:]]

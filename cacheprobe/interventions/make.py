@@ -25,7 +25,7 @@ def add(vectors: Tensor, **where: Any) -> Intervention:
 
 
 def mean(states: Tensor, **where: Any) -> Intervention:
-    """States become the mean of `states` [n, m], such as `trace.states("S", 3, 0)`, taken in float32, or in float64 where they are.
+    """States become the mean of `states` [n, m], such as `trace.states("S", 3, 0)`, in float32, or in their float64.
 
     Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
     """

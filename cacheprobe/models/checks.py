@@ -19,7 +19,8 @@ LEAST_COSINE = 0.9
 def check_model(model: BridgeLM) -> None:
     """Feed a text whole without our cache, and in three parts with it; the logits must be the same.
 
-    In float32 and float64 to 1e-3 of the largest logit (sums are reordered), in 16 bits by the cosine of the centred logits.
+    In float32 and wider to 1e-3 of the largest logit (sums are reordered), in 16 bits by the cosine of the centred
+    logits.
     Also proves that every layer's hooks fire with the right shape.
     Raises: ModelError naming what differs.
     """

@@ -19,7 +19,7 @@ def keeping_float64(dtype: torch.dtype) -> AbstractContextManager[object]:
 
 
 class _KeepingFloat64(TorchFunctionMode):
-    """A float64 tensor that is told to become float32 stays as it is, as does the sum or softmax that is asked of it."""
+    """A float64 tensor that is told to become float32 stays as it is, and so does a sum or softmax of it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

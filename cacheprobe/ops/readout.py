@@ -35,8 +35,8 @@ class Readout(NamedTuple):
 def read_logits(logits: Float[Tensor, "n v"], target_token_ids: Int[Tensor, "n"], top_k: int) -> Readout:
     """Top tokens, entropy and the targets' ranks, over logits in the model's own dtype.
 
-    logits: [n, v].  target_token_ids: [n], -1 for none.  Sums are taken in float32, those of float64 in float64 and then
-    rounded to float32.
+    logits: [n, v].  target_token_ids: [n], -1 for none.  Sums are taken in float32; those of float64 in
+    float64, and then rounded to float32.
     Source: logit lens (nostalgebraist 2020) statistics; entropy and rank as in Belrose et al. 2023, section 3.
     Twin: tests.equivalence.read_logits_slowly: ids and ranks ==, numbers close(1e-5) since sums are reordered.
     """
@@ -163,8 +163,8 @@ def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor
 def _first_largest(values: Tensor, k: int) -> Tensor:
     """[n, k] where the k largest of each row stand, of equal ones the first first.
 
-    Whole numbers in the order of float32 values, no two of a row alike, are quicker than a stable sort. There is no room
-    for float64 in them.
+    Whole numbers in the order of float32 values, no two of a row alike, are quicker than a stable sort. There is no
+    room for float64 in them.
     """
     if values.dtype == torch.float64:
         return values.argsort(dim=1, descending=True, stable=True)[:, :k]
