@@ -103,6 +103,8 @@ class CaptureConfig:
         for name in ("layers", "positions"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(int(item) for item in getattr(self, name)))
+        if min(self.positions or (0,)) < 0:
+            raise ValueError(f"capture position {min(self.positions or ())} is negative; positions count from 0")
         if self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         for name in ("layers", "positions", "phases"):
