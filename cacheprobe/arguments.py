@@ -77,6 +77,7 @@ class Setup:
         self.requests: tuple[Request, ...] = ()
         for i, item in enumerate(listed):
             self.requests += self._samples(self._request(item, i, i in chosen), seed)
+        self._check_positions()
 
     # -- requests
 
@@ -157,6 +158,16 @@ class Setup:
                 f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {self.config.window} "
                 f"exceed kv_rows={self.config.kv_rows} even when it runs alone; set "
                 f"kv_rows={prompt + new + self.config.window} or more"
+            )
+
+    def _check_positions(self) -> None:
+        """Raises: ValueError for a position to keep that no request reaches."""
+        lengths = [r.num_prompt_tokens + (r.sampling.max_new_tokens or 0) for r in self.requests if r.sampling]
+        last = max(lengths) - 2  # the newest token is never fed
+        if max(self.capture.positions or (0,)) > last:
+            raise ValueError(
+                f"capture position {max(self.capture.positions or ())} lies outside every request; the longest "
+                f"computes 0 to {last} (prompt and new tokens, the newest is never fed)"
             )
 
     def _check_cached(self, request: Request) -> None:

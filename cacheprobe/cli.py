@@ -83,7 +83,7 @@ def run(
     model
         "smollm2-135m", a hub name or a local directory.
     dtype
-        float32, bfloat16 or float16.
+        float32, bfloat16, float16 or float64.
     device
         cpu, cuda or cuda:1; the CPU by default.
     adapter

@@ -35,7 +35,7 @@ def generate(
     model
         Name or directory of what generated: the states are compared with its own.
     dtype
-        Of that model: float32, bfloat16 or float16.
+        Of that model: float32, bfloat16, float16 or float64.
     tokenizer
         Name or directory, for texts where no model is given.
     name

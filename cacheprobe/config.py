@@ -7,7 +7,9 @@ from typing import Any
 from cacheprobe.names import HEAD_SITES, SITES
 
 ACCEPTANCES = ("equality", "rejection")
-DTYPES = ("float32", "bfloat16", "float16")
+RUN_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = (*RUN_DTYPES, "float64")
+"""float64 is for telling how far from the truth the others are: twice float32's time and memory."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class CaptureConfig:
         for name in ("layers", "positions"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(int(item) for item in getattr(self, name)))
+        if min(self.positions or (0,)) < 0:
+            raise ValueError(f"capture position {min(self.positions or ())} is negative; positions count from 0")
         if self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         for name in ("layers", "positions", "phases"):

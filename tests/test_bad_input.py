@@ -28,6 +28,7 @@ P = [[1, 2, 3]]
         (P, {"group": 0}, "group must be"),
         (P, {"window": 100, "capacity": 99}, "window of 100 rows is larger than the capacity of 99; lower it"),
         (P, {"capture": "SX"}, "unknown site 'X'.*S, T, C and Z"),
+        (P, {"capture": cp.CaptureConfig(positions=(2, 22))}, "position 22 lies outside every.*computes 0 to 21"),
         (P, {"layers": [3]}, "unknown layer 3; the model has layers 0 to 2"),
         (P, {"layers": "most"}, "unknown layers 'most'"),
         (P, {"layers": []}, "no layers|at least one"),

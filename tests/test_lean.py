@@ -56,7 +56,7 @@ def test_the_families_are_there() -> None:
     assert set(FAMILIES) - set(COMPUTED) >= {"phi", "olmo2", "gemma2"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(("family", "window"), [(family, None) for family in COMPUTED] + WINDOWED, ids=str)
 def test_every_bit_is_the_modules(
     family: str, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -21,10 +21,11 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_rms_norm_is_the_models_own(dtype: torch.dtype) -> None:
     values, weight = draw(5, 48).to(dtype), draw(48, seed=1).to(dtype)
     assert bitwise(rms_norm(values, weight, 1e-5), _rms_norm(values, _Norm(weight, 1e-5)))
+    assert rms_norm(values, weight, 1e-5).dtype == dtype
 
 
 def test_read_states_is_a_models_readout() -> None:

@@ -129,7 +129,8 @@ def test_a_model_is_asked_for_its_signatures(result: s3.Result) -> None:
     assert made["accuracy"] > 0.9 and made["own_again"] < 1e-4
     probes = pd.DataFrame(result.probes)
     last = probes[(probes.layer == 2) & (probes.place == 2)].set_index("label")
-    assert (last.accuracy > 0.9).all() and (last.shuffled < 0.65).all() and last.shuffled["state"] < 0.35
+    assert (last.accuracy > 0.9).all() and (last.shuffled.dropna() < 0.65).all() and last.shuffled["state"] < 0.35
+    assert last.low["halves"] <= last.accuracy["halves"] <= last.high["halves"] <= 1 and last.classes["halves"] == 2
     assert last.groups["state"] == last.groups["parity"] > 60 and set(probes.place) == {2}
     patches = pd.DataFrame(result.patches)
     assert set(patches.kind) == set(signatures.KINDS) and patches.pairs.max() <= 6
@@ -142,7 +143,7 @@ def test_a_model_is_asked_for_its_signatures(result: s3.Result) -> None:
     assert json.loads(json.dumps(asdict(result))) == asdict(result)
     told = result.table()
     assert f"| {SMALL.name} | 250 |" in told and "labels in random order" in told
-    assert len(result.figure(SMALL.name).data) == 6
+    assert len(result.figure(SMALL.name).data) == 8
     with pytest.raises(ValueError, match="there is no model 'x'"):
         result.figure("x")
 
@@ -159,11 +160,22 @@ def test_a_model_at_chance_is_refused(folder) -> None:
         s3.run(replace(ASKED, subjects=(lazy,), folder=folder))
 
 
-def by_hand(parity: list[float], state: list[float], nld: list[list[float]]) -> s3.Result:
+def test_other_halves_are_no_easier_ways_to_the_parity() -> None:
+    """Nine, of three states each; whoever knows the parity alone is right about two of three."""
+    assert len(set(signatures.OTHER_HALVES)) == 9 and signatures.EVEN not in signatures.OTHER_HALVES
+    assert {parity(action) for action in signatures.EVEN} == {parity("123")}
+    for half in signatures.OTHER_HALVES:
+        assert len(half) == 3 and "123" in half
+        right = [max(sum((s in half) == is_in for s in group) for is_in in (True, False))
+                 for group in (signatures.EVEN, set(signatures.ACTIONS) - signatures.EVEN)]  # fmt: skip
+        assert sum(right) == 4
+
+
+def by_hand(parity: list[float], state: list[float], nld: list[list[float]], best_half: float = 0.7) -> s3.Result:
     """A model with these accuracies by layer, and these effects of prefixes by layer and position."""
     probes = [
-        dict(model="m", label=label, layer=layer, place=8, accuracy=accuracy)
-        for label, line in (("parity", parity), ("state", state))
+        dict(model="m", label=label, layer=layer, place=8, accuracy=accuracy, high=max(accuracy, best_half))
+        for label, line in (("parity", parity), ("halves", [0.6] * len(parity)), ("state", state))
         for layer, accuracy in enumerate(line)
     ]
     patches = [
@@ -181,3 +193,5 @@ def test_order_and_reach_by_hand() -> None:
     assert by_hand([0.5, 0.9, 0.99], [0.2, 0.4, 1.0], []).order("m") == "together"
     assert by_hand([0.99, 0.9, 0.99], [0.2, 0.4, 0.9], []).order("m") == "parity first"
     assert by_hand([0.5, 0.6], [0.2, 0.4], []).order("m") == "neither is read"
+    easy = by_hand([0.5, 0.96, 0.99], [0.2, 0.4, 1.0], [], best_half=0.96)
+    assert easy.order("m") == "any half first" and easy.other_halves("m", 1) == (0.6, 0.96)

@@ -1,5 +1,7 @@
 """Cache surgery against the same cut made in Hugging Face's own cache, and against the oracle."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -166,6 +168,14 @@ def nan(old: Tensor) -> Tensor:
         (lambda rows: rows.masked(1, heads=[2]), "head 2 lies outside the rows.*heads 0 to 1"),
         (lambda rows: rows.spliced(rows.cut(3), 1), "rows of 5 and 3 positions"),
         (lambda rows: diff_rows(rows, rows.cut(3)), "rows of 5 and 3 positions"),
+        (
+            lambda rows: diff_rows(rows, cp.cache_rows(loaded(dtype=torch.bfloat16), PROMPT, **ROWS)),
+            r"rows of 3 layers, \[2, 5, 8\] in torch.float32 and of 3 layers.*bfloat16.*take both from one model",
+        ),
+        (
+            lambda rows: went_on(replace(rows.masked(1), values=tuple(map(nan, rows.values))), PROMPT),
+            "the rows' values of layer 0 hold NaN or infinity.*even where they are masked",
+        ),
         (lambda rows: rows.cut(6), "cannot be cut to 6"),
         (lambda rows: went_on(rows, PROMPT[:5]), "last one is read.*cached.cut.4."),
         (lambda rows: went_on(rows, OTHER), "read from another text"),

@@ -106,6 +106,9 @@ def test_ledger_tells_the_life_of_a_window(drafted: cp.Trace, mixed: cp.Trace) -
     assert set(before.provenance) == {"prefill", "provisional"} | ({"verified"} if event.draft_start > 6 else set())
     assert set(after.provenance) == {"prefill", "verified"}
     assert len(after) == event.draft_start + event.num_accepted
+    for step in (-1, drafted.events().step.max() + 1):
+        with pytest.raises(ValueError, match=f"no step {step} in this trace; it has 0 to"):
+            drafted.ledger(0, step)
     for i, prompt in enumerate(PROMPTS):
         ledger = mixed.ledger(i)
         assert ledger.provenance.tolist() == ["prefill"] * len(prompt) + ["verified" if i in (0, 3) else "decoded"] * 19
@@ -219,8 +222,10 @@ def test_the_notebook_expression_works(drafted: cp.Trace) -> None:
 
 
 def test_filters_that_match_nothing_say_so() -> None:
-    nothing = cp.run(loaded(), PROMPTS[:1], **SMALL, capture=cp.CaptureConfig(positions=(500,)))
-    with pytest.raises(ValueError, match="positions=\\(500,\\).*kept no row"):
+    ends_at_once = cp.SamplingParams(stop_token_ids=range(97))
+    asked = cp.CaptureConfig(positions=(20,))
+    nothing = cp.run(loaded(), PROMPTS[:1], **SMALL, capture=asked, sampling=ends_at_once)
+    with pytest.raises(ValueError, match="positions=\\(20,\\).*kept no row"):
         nothing.hypotheses()
     with pytest.raises(ValueError, match="was not kept"):
         nothing.states("S", 0, 0)

@@ -6,7 +6,7 @@ in their first action alone, and accuracy by length.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import permutations
+from itertools import combinations, permutations
 from random import Random
 from typing import Any
 
@@ -30,6 +30,12 @@ ACTIONS = tuple("".join(order) for order in permutations("123"))
 KINDS = ("same", "other")
 """Parity of the corrupted text's first action, compared with the clean one's."""
 SHUFFLES = 3
+EVEN = frozenset(action for action in ACTIONS if parity(action) == parity(ACTIONS[0]))
+OTHER_HALVES = tuple(
+    frozenset((ACTIONS[0], *more)) for more in combinations(ACTIONS[1:], 2) if frozenset((ACTIONS[0], *more)) != EVEN
+)
+"""The nine ways to halve the six states that are not the parity: as few classes, and no shorter way to them than the
+state. Whoever knows the parity alone is right about two of three."""
 
 
 def probe_lines(trace: cp.Trace, bare: cp.Trace, places: Sequence[int], least: int, seed: int) -> list[dict[str, Any]]:
@@ -37,7 +43,8 @@ def probe_lines(trace: cp.Trace, bare: cp.Trace, places: Sequence[int], least: i
 
     bare: the run of the untrained model on the same prompts.  places: numbers of operations.
     Each line has the columns of `cacheprobe.probes.ProbeResult`, label ("state" or "parity") and shuffled: the mean
-    accuracy of the same probe on the same labels in random order.
+    accuracy of the same probe on the same labels in random order. Lines of the label "halves" are of OTHER_HALVES:
+    the mean accuracy of nine probes, and as low and high the worst and the best of them.
     """
     parts = []
     for place in places:
@@ -57,7 +64,16 @@ def probe_lines(trace: cp.Trace, bare: cp.Trace, places: Sequence[int], least: i
                 for _ in range(SHUFFLES)
             ]
             parts.append(found.assign(label=label, shuffled=np.mean(blind, axis=0)))
-    return pd.concat(parts, ignore_index=True).to_dict("records")
+        parts.append(_halves(states, about.label, given))
+    return [line for part in parts for line in part.to_dict("records")]
+
+
+def _halves(states: dict[Any, torch.Tensor], said: Sequence[str], given: dict[str, Any]) -> pd.DataFrame:
+    each = [cp.probes.fit(states, [s in half for s in said], **given).table for half in OTHER_HALVES]
+    accuracy = np.array([table.accuracy for table in each])
+    shared = each[0][["site", "layer", "at", "place", "examples", "groups", "classes", "majority"]]
+    low, mean, high = accuracy.min(0), accuracy.mean(0), accuracy.max(0)
+    return shared.assign(label="halves", accuracy=mean.round(4), low=low, high=high)
 
 
 def pairs_of(examples: Sequence[Example], kind: str) -> Iterator[tuple[Example, Example]]:

@@ -76,7 +76,10 @@ class CacheRows:
         def changed(layer: int, part: str, old: Tensor) -> Tensor:
             new = change(old.clone())
             if new.shape != old.shape:
-                raise ValueError(f"layer {layer} {part}: the change made {list(new.shape)} of {list(old.shape)}")
+                raise ValueError(
+                    f"layer {layer} {part}: the change made {list(new.shape)} of {list(old.shape)}; return as many "
+                    "rows, of the same width, as were given"
+                )
             return new
 
         return self._with(changed, positions, layers, heads, parts)
@@ -191,8 +194,14 @@ def put_rows(rows: CacheRows, cache: KVCache, row: int) -> None:
 
 
 def require_fit(rows: CacheRows, cache: KVCache) -> None:
-    """Raises: ValueError unless the cache holds rows of these shapes and this dtype."""
+    """Raises: ValueError unless the cache holds rows of these shapes and this dtype, and every number is finite."""
     require_plain(cache)
+    for name, part in (("keys", rows.keys), ("values", rows.values)):
+        if bad := [layer for layer, held in enumerate(part) if not bool(torch.isfinite(held).all())]:
+            raise ValueError(
+                f"the rows' {name} of layer {bad[0]} hold NaN or infinity, which poisons attention even where they are "
+                "masked; change rows with edited(), which refuses that, or take them anew"
+            )
     ours = [(held.dtype, held.shape[0], held.shape[2]) for held in (*rows.keys, *rows.values)]
     theirs = [(held.dtype, held.shape[1], held.shape[3]) for held in (*cache.keys, *cache.values)]
     if ours != theirs:
@@ -242,7 +251,11 @@ def _require_alike(a: CacheRows, b: CacheRows) -> None:
         )
     shapes = [[(held.shape, held.dtype) for held in (*rows.keys, *rows.values)] for rows in (a, b)]
     if shapes[0] != shapes[1]:
-        raise ValueError("rows of different models or dtypes cannot be joined or compared")
+        ours, theirs = (f"{len(one) // 2} layers, {list(one[0][0])} in {one[0][1]}" for one in shapes)
+        raise ValueError(
+            f"rows of {ours} and of {theirs} are of different models or dtypes, and cannot be joined or compared; take "
+            "both from one model"
+        )
 
 
 def _marked(provenance: tuple[str, ...], where: Iterable[int]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from cacheprobe.config import DTYPES
+from cacheprobe.config import RUN_DTYPES
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.models.facts import platform_facts
 from cacheprobe.ops.compiled.build import CompilerError, compiler
@@ -59,7 +59,7 @@ def dtypes(seconds_of: "Callable[[str], float] | None" = None) -> list[Finding]:
     flags = set(CPU_INFO.read_text(encoding="utf-8").split()) if CPU_INFO.exists() else set()
     base = seconds_of("float32")
     found = [Finding("float32", f"a product takes {1000 * base:.1f} ms")]
-    for name in [name for name in DTYPES if name != "float32"]:
+    for name in [name for name in RUN_DTYPES if name != "float32"]:
         ratio = seconds_of(name) / base
         where = "in hardware" if ratio < SAVES else "not in hardware"
         named = [flag for flag in IN_HARDWARE[name] if flag in flags]

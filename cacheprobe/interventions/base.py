@@ -29,8 +29,8 @@ class Intervention:
     action: str
     """"replace" or "add"."""
     vectors: Tensor = field(repr=False)
-    """[n, w] in float32: one for all positions, one for each, or, with `seed`, those to draw from. w is d_model, the
-    head's width, or 1 for the same number everywhere."""
+    """[n, w] in float32, or in float64 as given: one for all positions, one for each, or, with `seed`, those to draw
+    from. w is d_model, the head's width, or 1 for the same number everywhere."""
     request_id: int
     """As the trace numbers them."""
     site: str
@@ -103,9 +103,15 @@ class Intervention:
         return {**listed, "vectors_sha256": hashlib.sha256(self.vectors.numpy().tobytes()).hexdigest()}
 
 
+def as_wide(vectors: Any) -> Tensor:
+    """As float32; a tensor of float64, such as the states of a model in float64, as it is."""
+    made = torch.as_tensor(vectors)
+    return made if isinstance(vectors, Tensor) and made.dtype == torch.float64 else made.float()
+
+
 def _checked(vectors: Any, what: str) -> Tensor:
-    """[n, w] finite float32 on the CPU, of its own."""
-    made = torch.as_tensor(vectors).detach().to("cpu", torch.float32, copy=True)
+    """[n, w] finite float32 or float64 on the CPU, of its own."""
+    made = as_wide(vectors).detach().to("cpu", copy=True)
     made = made[None] if made.dim() == 1 else made
     if made.dim() != 2 or not made.numel():
         raise ValueError(f"{what}: vectors must be [w] or [n, w], got {list(made.shape)}")

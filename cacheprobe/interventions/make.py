@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.base import Intervention, as_wide
 from cacheprobe.names import HEADS
 
 
@@ -25,11 +25,11 @@ def add(vectors: Tensor, **where: Any) -> Intervention:
 
 
 def mean(states: Tensor, **where: Any) -> Intervention:
-    """States become the mean of `states` [n, m], such as `trace.states("S", 3, 0)`, taken in float32.
+    """States become the mean of `states` [n, m], such as `trace.states("S", 3, 0)`, in float32, or in their float64.
 
     Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
     """
-    return Intervention(name="mean", action="replace", vectors=_rows(states, "mean").float().mean(0), **where)
+    return Intervention(name="mean", action="replace", vectors=as_wide(_rows(states, "mean")).mean(0), **where)
 
 
 def resample(states: Tensor, *, seed: int = 0, **where: Any) -> Intervention:

@@ -20,6 +20,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import one_dtype, platform_facts, sha256_of, stop_token_ids
+from cacheprobe.models.float64 import keeping_float64
 from cacheprobe.models.hf_cache import ShapeProbe, staged
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.names import ROTATED, hook_name, resid_pre_name
@@ -131,7 +132,8 @@ class BridgeLM:
             extra["stop_at_layer"] = num_layers
         elif logit_slots is not None and self._can_choose_logits:
             extra["logits_to_keep"] = torch.tensor(list(logit_slots), device=self.device)
-        with staged(cache, rows, starts, token_ids.shape[1], self.config, self.n_ctx) as inputs:
+        width = token_ids.shape[1]
+        with staged(cache, rows, starts, width, self.config, self.n_ctx) as inputs, keeping_float64(self.dtype):
             out = self.bridge.forward(token_ids.to(self.device), return_type="logits", **inputs, **extra)
         if logit_slots is not None and num_layers is None and "logits_to_keep" not in extra:
             out = out[:, list(logit_slots)]
@@ -216,8 +218,9 @@ class BridgeLM:
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
         """See CachedLM.read_out_with_gradients."""
-        logits = self.bridge.unembed(self.bridge.ln_final(states[None]))
-        return self.bridge.adapter.apply_output_logits_transform(logits)[0]
+        with keeping_float64(self.dtype):
+            logits = self.bridge.unembed(self.bridge.ln_final(states[None]))
+            return self.bridge.adapter.apply_output_logits_transform(logits)[0]
 
     def fingerprint(self) -> dict[str, str | int | float]:
         return {

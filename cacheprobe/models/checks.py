@@ -19,7 +19,8 @@ LEAST_COSINE = 0.9
 def check_model(model: BridgeLM) -> None:
     """Feed a text whole without our cache, and in three parts with it; the logits must be the same.
 
-    In float32 to 1e-3 of the largest logit (sums are reordered), in 16 bits by the cosine of the centred logits.
+    In float32 and wider to 1e-3 of the largest logit (sums are reordered), in 16 bits by the cosine of the centred
+    logits.
     Also proves that every layer's hooks fire with the right shape.
     Raises: ModelError naming what differs.
     """
@@ -72,7 +73,7 @@ def cached_logits(model: CachedLM, token_ids: torch.Tensor, cache: KVCache) -> t
 
 def agrees(cached: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether logits [t, v] from two right computations may differ this much; see `check_model`."""
-    if dtype == torch.float32:
+    if dtype in (torch.float32, torch.float64):
         return bool((cached - whole).abs().max() <= 1e-3 * whole.abs().max().clamp(min=1.0))
     return cosine(cached, whole) >= LEAST_COSINE
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from cacheprobe.config import DTYPES
 from cacheprobe.models.base import ModelError
 
 
@@ -16,8 +17,8 @@ def one_dtype(bridge: Any, name: str) -> torch.dtype:
         raise ModelError(
             f"{name} holds weights of two dtypes, {' and '.join(dtypes)}; convert it to one with .to(dtype)"
         )
-    if dtypes[0] not in ("float32", "bfloat16", "float16"):
-        raise ModelError(f"{name} is in {dtypes[0]}; convert it to float32, bfloat16 or float16")
+    if dtypes[0] not in DTYPES:
+        raise ModelError(f"{name} is in {dtypes[0]}; convert it to one of {', '.join(DTYPES)}")
     return next(bridge.parameters()).dtype
 
 

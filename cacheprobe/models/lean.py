@@ -157,8 +157,8 @@ def tell(listeners: Listeners, site: str, layer: int, value: Tensor) -> None:
 
 
 def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
-    """The mean square in float32, the product with the weight in the model's type."""
-    wide = values.float()
+    """The mean square in float32, of float64 in float64; the product with the weight in the model's type."""
+    wide = values if values.dtype == torch.float64 else values.float()
     scale = wide.pow(2).mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
     scaled = wide.mul_(scale) if wide is not values else wide * scale
     return norm.weight * scaled.to(values.dtype)

@@ -42,8 +42,9 @@ def load_model(
         directory, a live transformers model (it is wrapped in place: TransformerLens replaces its submodules), or a
         TransformerBridge.
     tokenizer: for a live model; without one, prompts must be lists of token ids.
-    dtype: "float32", "bfloat16" or "float16" (or torch's). Default: float32 for a name or directory; a live model or a
-        bridge keeps its own, and another one is refused.
+    dtype: "float32", "bfloat16", "float16" or "float64" (or torch's). Default: float32 for a name or directory; a live
+        model or a bridge keeps its own, and another one is refused. In float64 nothing is rounded to float32 on the
+        way, not where the libraries would do so either: it tells how far from the truth another dtype is.
     device: "cpu", "cuda" or "cuda:1", for a name or directory; a live model or a bridge stays where it is.
     device_map: instead of device, parts of the model by device, as transformers takes it: a dict or "auto".
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. It is merged into the

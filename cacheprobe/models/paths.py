@@ -115,7 +115,7 @@ def _try_twin(model: "BridgeLM") -> "tuple[TwinLM | None, str]":
 def _compared(model: "BridgeLM", twin: "TwinLM") -> "tuple[TwinLM | None, str]":
     """The twin if its logits, S, T and C of one short text, fed in parts, are the bridge's; and what was found.
 
-    In float32 to 1e-4 of each one's largest value; in 16 bits by the cosine that models.checks asks for.
+    In float32 and float64 to 1e-4 of each one's largest value; in 16 bits by the cosine that models.checks asks for.
     """
     from cacheprobe.models.checks import probe_ids
 
@@ -147,7 +147,7 @@ def _distances(model: "BridgeLM", twin: "TwinLM", sites: Sequence[str]) -> tuple
 
     token_ids = probe_ids(model)
     theirs, ours = _observed(model, token_ids, sites), _observed(cast(CachedLM, twin), token_ids, sites)
-    if model.dtype == torch.float32:
+    if model.dtype in (torch.float32, torch.float64):
         far = {what: _relative_distance(ours[what], value) for what, value in theirs.items()}
         limit, found = _PARITY, "{:.0e} of the largest value"
     else:

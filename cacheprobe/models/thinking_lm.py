@@ -203,7 +203,8 @@ class ThinkingLM:
         bias = attention_bias(self.config, positions, slots, self.config.attention_window)
         if not self.config.thinks:  # rows of keys and values alone may be masked by cache surgery
             bias = bias + cache.mask(positions, bias.dtype, self.device)
-        bias = bias.clamp_(min=torch.finfo(self.dtype).min).to(self.dtype)  # finite in 16 bits too
+        lowest = max(torch.finfo(dtype).min for dtype in (bias.dtype, self.dtype))
+        bias = bias.clamp_(min=lowest).to(self.dtype)  # finite in 16 bits too
         bias = cache.mask_by_layer(bias, self.config.n_heads)
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

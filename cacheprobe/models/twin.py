@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.float64 import keeping_float64
 from cacheprobe.models.hf_cache import staged
 from cacheprobe.models.lean import LeanForward, Product
 from cacheprobe.models.lean_gpt import LeanGPT
@@ -132,7 +133,8 @@ class TwinLM:
         if self._lean_kind and self._nothing_acts and not cache.hidden_parts.concern(rows):
             if self._lean is None:
                 self._lean = self._make_lean(self._lean_kind)
-            with staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx) as inputs:
+            placed = staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx)
+            with placed as inputs, keeping_float64(self.dtype):
                 where = inputs["position_ids"], inputs["attention_mask"]
                 return self._lean(token_ids.to(self.device), cache, *where, self._listeners, num_layers, logit_slots)
         can_choose = logit_slots is not None and self._can_choose_logits
@@ -140,6 +142,7 @@ class TwinLM:
         with ExitStack() as stack:
             inputs = stack.enter_context(staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx))
             is_forced = self._may_force_gqa and token_ids.shape[1] > 1
+            stack.enter_context(keeping_float64(self.dtype))
             stack.enter_context(_environment(FORCE_GQA, "1" if is_forced else "0"))
             if num_layers is not None:
                 stack.enter_context(self._stop_after(num_layers))

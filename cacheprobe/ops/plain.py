@@ -1,5 +1,6 @@
 """A model's plainest operations, as its modules compute them."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
@@ -8,11 +9,11 @@ from torch.nn.functional import linear
 def rms_norm(values: Float[Tensor, "n m"], weight: Float[Tensor, "m"], eps: float) -> Float[Tensor, "n m"]:
     """values / sqrt(mean(values^2) + eps) * weight, row by row.
 
-    The mean square in float32, the product with the weight in the type of `values`.
+    The mean square in float32, of float64 in float64; the product with the weight in the type of `values`.
     Source: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
     Twin: models.lean's, which is the modules' own, bitwise (tests.test_plain_ops).
     """
-    wide = values.float()
+    wide = values if values.dtype == torch.float64 else values.float()
     scaled = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return weight * scaled.to(values.dtype)
 

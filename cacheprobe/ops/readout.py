@@ -35,7 +35,8 @@ class Readout(NamedTuple):
 def read_logits(logits: Float[Tensor, "n v"], target_token_ids: Int[Tensor, "n"], top_k: int) -> Readout:
     """Top tokens, entropy and the targets' ranks, over logits in the model's own dtype.
 
-    logits: [n, v].  target_token_ids: [n], -1 for none.  Sums are taken in float32.
+    logits: [n, v].  target_token_ids: [n], -1 for none.  Sums are taken in float32; those of float64 in
+    float64, and then rounded to float32.
     Source: logit lens (nostalgebraist 2020) statistics; entropy and rank as in Belrose et al. 2023, section 3.
     Twin: tests.equivalence.read_logits_slowly: ids and ranks ==, numbers close(1e-5) since sums are reordered.
     """
@@ -70,8 +71,9 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
     is_cpu = logits.device.type == "cpu"
     size = min(_IDS_AT_ONCE if is_cpu else width, -(-width // BLOCK) * BLOCK)
     has_target = targets >= 0
-    target_values = logits.gather(1, targets.clamp(min=0)[:, None]).float()
-    best = target_values.new_full((rows, 1), torch.finfo(torch.float32).min)
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    target_values = logits.gather(1, targets.clamp(min=0)[:, None]).to(wide)
+    best = target_values.new_full((rows, 1), torch.finfo(wide).min)
     total, weighted = torch.zeros_like(best), torch.zeros_like(best)
     before = torch.zeros_like(targets)
     values, weights = (target_values.new_empty(rows, size) for _ in range(2))
@@ -103,10 +105,10 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
     top_values, top_ids = best_of_blocks(logits, tops, top_k)
     return Readout(
         top_ids,
-        top_values.float() - logsumexp,
-        (total.log() - weighted / total)[:, 0],
+        (top_values.to(wide) - logsumexp).float(),
+        (total.log() - weighted / total)[:, 0].float(),
         torch.where(has_target, before, -1),
-        torch.where(has_target, (target_values - logsumexp)[:, 0], torch.nan),
+        torch.where(has_target, (target_values - logsumexp)[:, 0], torch.nan).float(),
     )
 
 
@@ -139,7 +141,7 @@ def lowest_topk(values: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor]:
     tops = [values[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)] if whole else []
     if whole < width:
         tops.append(values[:, whole:].amax(-1, keepdim=True))
-    return best_of_blocks(values, torch.cat(tops, dim=1).float(), k)
+    return best_of_blocks(values, torch.cat(tops, dim=1), k)
 
 
 def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -150,14 +152,21 @@ def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor
     """
     width = values.shape[1]
     k = min(k, width)
-    best = _in_order(tops).topk(min(k, tops.shape[1]), dim=1).indices
+    best = _first_largest(tops, min(k, tops.shape[1]))
     blocks = best.sort(dim=1).values  # ids ascend again, so that a lower place is a lower id
     ids = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(1)
     candidates = values.gather(1, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -torch.inf)
-    order = _in_order(candidates.float()).topk(k, dim=1).indices
+    order = _first_largest(candidates, k)
     return candidates.gather(1, order), ids.gather(1, order)
 
 
-def _in_order(values: Tensor) -> Tensor:
-    """[n, v] whole numbers in the order of float32 values, no two of a row alike: of equal ones the first is larger."""
-    return (ordered_bits(values) << 32) - torch.arange(values.shape[1], device=values.device)
+def _first_largest(values: Tensor, k: int) -> Tensor:
+    """[n, k] where the k largest of each row stand, of equal ones the first first.
+
+    Whole numbers in the order of float32 values, no two of a row alike, are quicker than a stable sort. There is no
+    room for float64 in them.
+    """
+    if values.dtype == torch.float64:
+        return values.argsort(dim=1, descending=True, stable=True)[:, :k]
+    ordered = (ordered_bits(values.float()) << 32) - torch.arange(values.shape[1], device=values.device)
+    return ordered.topk(k, dim=1).indices

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cacheprobe.config import DTYPES
+from cacheprobe.config import RUN_DTYPES
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.tiny import FAMILIES, SLIDING, TWINS, WIDE, tiny_model
@@ -109,7 +109,7 @@ def tiny_subjects() -> list[Subject]:
     kinds = [(family, None) for family in FAMILIES] + [(family, _SLIDING_WIDTH) for family in SLIDING]
     subjects = []
     for i, (family, width) in enumerate(kinds):
-        for j, dtype in enumerate(DTYPES):
+        for j, dtype in enumerate(RUN_DTYPES):
             window, group, prefill_group = _SHAPES[(i + j) % len(_SHAPES)]
             build = partial(tiny_model, family, getattr(torch, dtype), window=width)
             name = family if width is None else f"{family}-window{width}"

@@ -7,7 +7,11 @@ from plotly.subplots import make_subplots
 from cacheprobe.views.intervals import error_bars, told
 from cacheprobe.views.style import STATUS_STYLES, Figure, layout_template
 
-_LABELS = {"parity": (STATUS_STYLES["candidate"], "parity"), "state": (STATUS_STYLES["committed"], "state")}
+_LABELS = {
+    "parity": (STATUS_STYLES["candidate"], "parity"),
+    "halves": (STATUS_STYLES["rolled_back"], "other halves of the states"),
+    "state": (STATUS_STYLES["committed"], "state"),
+}
 _KINDS = {"same": "of the same parity", "other": "of the other parity"}
 
 
@@ -15,7 +19,8 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
     """Probes of state and parity by layer; and the mean effect of patched prefixes by layer and position, a panel for
     each kind of pair.
 
-    probes: label, layer, place, accuracy, low, high, majority, as of one model; its largest place is drawn.
+    probes: label, layer, place, accuracy, low, high, majority, as of one model; its largest place is drawn. Those of
+    the label "halves", where there are any, are means with the worst and the best of several probes.
     patches: kind ("same" or "other": the parity of the action in which two texts differ), layer, position, nld; none
     where no pair was patched.
     Raises: ValueError for a table of probes that is empty.
@@ -28,6 +33,8 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
     figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles, figure=Figure())
     for label, (style, name) in _LABELS.items():
         t = here[here.label == label].sort_values("layer")
+        if t.empty:
+            continue
         figure.add_scatter(
             x=t.layer.tolist(), y=t.accuracy.tolist(), name=name, mode="lines+markers", row=1, col=1,
             line=dict(color=style["color"], dash=style["dash"], width=2), marker=dict(symbol=style["symbol"], size=7),
@@ -62,6 +69,6 @@ def _finding(probes: pd.DataFrame) -> str:
     half = {label: t[t.accuracy >= 0.95].layer.min() for label, t in probes.groupby("label")}
     said = [
         f"{label} at layer {half[label]}" if pd.notna(half[label]) else f"{label} never (at most {best[label]:.2f})"
-        for label in _LABELS
+        for label in ("parity", "state")
     ]
     return f"Read with 95 % accuracy: {', '.join(said)}"
