@@ -72,6 +72,7 @@ def episode(seed: int) -> Counter:
     requests = some_requests(rng, model.d_vocab)
     window, group = rng.choice(SHAPES)
     shapes = dict(window=window, group=group, capacity=64, prefill_chunk=8, prefill_group=rng.choice([1, 1, 2]))
+    shapes["pad_prefill"] = shapes["prefill_group"] > 1 or seed % 2 == 0
     longest = max(len(r.prompt) + r.sampling.max_new_tokens for r in requests) + window
     settings = dict(
         max_batch=rng.choice([1, 2, 3, 64]),

@@ -26,8 +26,9 @@ def test_every_arm_keeps_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arms["transformer_lens"] == 3 * (tokens + len(prompts)) * of_a_token
 
 
+@pytest.mark.slow
 def test_nnsight_keeps_the_same_bytes_in_a_process_of_its_own() -> None:
-    """It is installed into the user's cache; where nothing can be installed, this fails and says so."""
+    """It is fetched into the user's cache the first time; where nothing can be fetched, this fails and says so."""
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [8, 7, 6, 5, 4, 3, 2, 1]]
     ((took, beside, kept),) = nnsight_arm.measure(prompts, new_tokens=3, rounds=1)
     assert took > 0 < beside
@@ -36,6 +37,7 @@ def test_nnsight_keeps_the_same_bytes_in_a_process_of_its_own() -> None:
 
 def test_without_nnsight_the_benchmark_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # nobody is asked for the name
     monkeypatch.setattr(nnsight_arm, "PACKAGES", ("cacheprobe-no-such-package==1",))
     with pytest.raises(RuntimeError, match="pip could not install cacheprobe-no-such-package==1: .*No matching"):
         next(nnsight_arm.measure([[1, 2]], new_tokens=1, rounds=1))

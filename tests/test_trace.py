@@ -100,6 +100,17 @@ def test_rank_is_null_where_nothing_was_committed() -> None:
         assert (hypotheses[column].isna() == beyond).all(), column
 
 
+def test_a_request_that_ended_before_its_first_step_has_an_empty_ledger() -> None:
+    """The largest step of no events was NaN, and an error about that."""
+    stream = cp.stream(loaded(), PROMPTS[:1], **{name: value for name, value in SMALL.items() if name != "progress"})
+    stream.cancel(0)
+    assert [piece.finish for piece in stream] == ["cancelled"]
+    trace = stream.trace()
+    assert len(trace.events()) == 0 and trace.ledger(0).empty
+    with pytest.raises(ValueError, match="no step 0 in this trace; it has none"):
+        trace.ledger(0, 0)
+
+
 def test_ledger_tells_the_life_of_a_window(drafted: cp.Trace, mixed: cp.Trace) -> None:
     event = drafted.events().query("request_id == 0 and num_rolled_back > 0").iloc[0]
     before, after = drafted.ledger(0, event.step - 1), drafted.ledger(0, event.step)

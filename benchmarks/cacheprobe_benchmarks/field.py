@@ -66,7 +66,8 @@ def measure(hf: HuggingFace, model: BridgeLM, prompts: list[list[int]], rounds: 
                 kept["nnsight"] = round(size / 10**6)
                 bar.advance(note=f"nnsight {took:.1f} s")
         except RuntimeError as error:
-            ratios.pop("nnsight", None)
+            for held in (ratios, kept):
+                held.pop("nnsight", None)
             left_out["nnsight_left_out"] = str(error)
     return {
         "benchmark": "field",

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from cacheprobe.models.smollm2 import cache_directory, smollm2_directory
@@ -30,17 +31,16 @@ def measure(prompts: list[list[int]], new_tokens: int, rounds: int) -> Iterator[
     command = [sys.executable, "-m", "cacheprobe_benchmarks.nnsight_arm"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
     asked = json.dumps([prompts, new_tokens, rounds, torch.get_num_threads()])
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
-                          text=True) as process:  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        process.stdin.write(asked)
-        process.stdin.close()
-        for line in process.stdout:
-            took, beside, kept = json.loads(line)
-            yield took, beside, kept
-        said = process.stderr.read()
-    if process.returncode:
-        raise RuntimeError(f"nnsight's process ended with exit code {process.returncode}: {said.strip()[-500:]}")
+    with TemporaryFile("w+") as said:  # no pipe: it may say more than one holds before it is read
+        with subprocess.Popen([*command, asked], stdout=subprocess.PIPE, stderr=said, env=env, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                took, beside, kept = json.loads(line)
+                yield took, beside, kept
+        if process.returncode:
+            said.seek(0)
+            end = said.read().strip()[-500:]
+            raise RuntimeError(f"nnsight's process ended with exit code {process.returncode}: {end}")
 
 
 def _installed() -> Path:
@@ -53,8 +53,12 @@ def _installed() -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         shutil.rmtree(staging, ignore_errors=True)
-        raise RuntimeError(f"pip could not install {PACKAGES[0]}: {done.stderr.strip().splitlines()[-1]}")
-    staging.rename(folder)
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
+        raise RuntimeError(f"pip could not install {PACKAGES[0]}: {errors[-1]}")
+    try:
+        staging.rename(folder)
+    except OSError:  # another process was sooner
+        shutil.rmtree(staging, ignore_errors=True)
     return folder
 
 
@@ -108,4 +112,4 @@ def _serve(prompts: list[list[int]], new_tokens: int, rounds: int, threads: int)
 
 
 if __name__ == "__main__":
-    _serve(*json.loads(sys.stdin.read()))
+    _serve(*json.loads(sys.argv[1]))

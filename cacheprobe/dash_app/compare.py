@@ -44,7 +44,7 @@ def _readings(ours, theirs, request: int) -> str:
         return "<p class='note'>Lens readings are not compared: one of the runs recorded none.</p>"
     if ours.run.meta["lens"] != theirs.run.meta["lens"]:
         return "<p class='note'>Lens readings are not compared: the runs were read through different lenses.</p>"
-    pair = [book.readings(request) for book in (ours, theirs)]
+    pair = [book.run.readings(request) for book in (ours, theirs)]  # all positions: too large to be held on to
     mine, other = (table[table.status == "committed"] for table in pair)
     shared = mine.merge(other[["position", "layer"]], on=["position", "layer"])
     if shared.empty:

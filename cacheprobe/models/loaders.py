@@ -43,7 +43,7 @@ def load_model(
         TransformerBridge.
     tokenizer: for a live model; without one, prompts must be lists of token ids.
     dtype: "float32", "bfloat16", "float16" or "float64" (or torch's). Default: float32 for a name or directory; a live
-        model or a bridge keeps its own, and another one is refused. In float64 nothing is rounded to float32 on the
+        model or a bridge keeps its own, and another one is refused. In float64 no state is rounded to float32 on the
         way, not where the libraries would do so either: it tells how far from the truth another dtype is.
     device: "cpu", "cuda" or "cuda:1", for a name or directory; a live model or a bridge stays where it is.
     device_map: instead of device, parts of the model by device, as transformers takes it: a dict or "auto".

@@ -55,8 +55,9 @@ def attention_bias(config: ThinkingConfig, queries: Tensor, keys: Tensor, window
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """x [b, h, t, d] turned by its positions [b or 1, t].  Source: Su et al. 2021 (arXiv 2104.09864)."""
     half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = positions[:, None, :, None].float() * frequency
+    wide = torch.promote_types(x.dtype, torch.float32)
+    frequency = theta ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    angle = positions[:, None, :, None].to(wide) * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -35,7 +35,7 @@ def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: CacheRows |
     Its prompt is the other's text up to the first token behind the rows, at least the other's prompt; settings and seed
     are the other's, and noise is keyed by absolute position: from unchanged rows it says what the other said. The
     states are the same bits where a prefill pass has the shape of a verify pass (prefill_group=group and
-    prefill_chunk=window).
+    prefill_chunk=window, padded).
     Stop texts are looked for in what the fork itself says.
 
     length: how many rows, from position 0 on; the token at position `length` is the first one read again.

@@ -113,9 +113,9 @@ class Trace:
         """Cache rows of a request after `step` (default: its last): position, provenance, step of the last write."""
         self._require(request_id)
         self._require_there("ledger")
-        last = int(self.event_table.step.max())
-        if step is not None and not 0 <= int(step) <= last:
-            raise ValueError(f"no step {step} in this trace; it has 0 to {last}")
+        steps = self.event_table.step
+        if step is not None and not (len(steps) and 0 <= int(step) <= steps.max()):
+            raise ValueError(f"no step {step} in this trace; it has {f'0 to {steps.max()}' if len(steps) else 'none'}")
         return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
 
     def hypotheses(self) -> pd.DataFrame:

@@ -24,7 +24,8 @@ SECONDS_WITHOUT_HEAD = 20.0
 """Time for a head node to come back. After 60 s without one Ray ends the program, and nobody hears what came of it."""
 
 SECONDS_TO_CONNECT = 5.0
-TRIES_TO_JOIN = 2
+TRIES_VARIABLE, TRIES_TO_JOIN = "RAY_gcs_server_port_wait_time_s", 2
+"""Of forty seconds each, where something listens that never answers; Ray by itself tries twenty times, in silence."""
 
 
 class _Watch:
@@ -173,15 +174,19 @@ def _join(ray: Any, job: Job) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     asked = dict(log_to_driver=False, logging_level="error")
     if job.address is not None:
-        nobody = f"no head node of a Ray cluster answers at {job.address}"
         if why := _unheard(job.address, SECONDS_TO_CONNECT):
-            raise ConnectionError(f"{nobody} ({why}); start one, or look at the address")
-        # of 40 seconds; by itself Ray tries twenty times, and says nothing for as long
-        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(TRIES_TO_JOIN))
+            raise ConnectionError(
+                f"no head node of a Ray cluster answers at {job.address} ({why}); start one, or look at the address"
+            )
+        given = os.environ.get(TRIES_VARIABLE)
+        os.environ.setdefault(TRIES_VARIABLE, str(TRIES_TO_JOIN))
         try:
             ray.init(address=job.address, **asked)
         except (ConnectionError, RuntimeError) as error:
-            raise ConnectionError(f"{nobody}, though something listens there; start one again") from error
+            raise ConnectionError(f"the Ray cluster at {job.address} could not be joined: {error}") from error
+        finally:  # a head node that is started later reads it as seconds
+            if given is None:
+                os.environ.pop(TRIES_VARIABLE, None)
     else:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actors that wait should not burn a core another needs
         cpus = max(os.cpu_count() or 1, int(job.num_cpus * job.workers + 0.999))
