@@ -9,7 +9,7 @@ from cacheprobe.names import HEAD_SITES, SITES
 ACCEPTANCES = ("equality", "rejection")
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 DTYPES = (*RUN_DTYPES, "float64")
-"""float64 is for telling how far from the truth the others are: twice float32's time and memory."""
+"""float64 is for telling how far from the truth the others are; it takes twice the bytes of float32."""
 
 
 @dataclass(frozen=True)
