@@ -1,5 +1,6 @@
 """`cacheprobe sweep` and `cacheprobe query`. Heavy imports wait until a command runs."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,10 @@ def query(sweep: str, sql: str, *, out: Path | None = None, all_versions: bool =
     """
     from cacheprobe.sweeps.results import load_sweep
 
-    table = load_sweep(sweep, all_versions=all_versions).query(sql)
+    held = load_sweep(sweep, all_versions=all_versions)
+    table = held.query(sql)
+    if held.pending or held.num_others:
+        print(held, file=sys.stderr)
     if out is not None:
         from cacheprobe.observe.export import require_ending, write_table
 

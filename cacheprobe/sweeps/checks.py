@@ -158,7 +158,8 @@ def _named(which: Sequence[dict[str, Any]]) -> str:
 
 
 def estimated_bytes(axes: dict[str, Any], run: RunSettings, prompt_tokens: Iterable[int]) -> int:
-    """What a cell's shard will take on disk, roughly and rather too much: every draft is counted as computed twice."""
+    """What a cell's shard will take on disk, roughly: every token is counted as computed twice. Where most drafts of a
+    long window are rejected it is several times that; a sweep with a budget stops when it is used up."""
     facts = model_facts(axes["model"])
     layers = len(resolve_layers(run.layers, facts.n_layers))
     counts = list(prompt_tokens)

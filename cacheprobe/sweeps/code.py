@@ -8,7 +8,7 @@ from typing import Any
 _PACKAGE = Path(__file__).parents[1]
 _PARTS = (
     "records.py", "names.py", "config.py", "registry.py", "noise.py", "arguments.py", "api.py", "ops", "cache",
-    "tasks", "models", "lenses", "drafters", "interventions", "engine", "observe", "sweeps/work.py",
+    "tasks", "models", "lenses", "drafters", "interventions", "engine", "observe", "sweeps/work.py", "sweeps/making.py",
 )  # fmt: skip
 """Views, commands and what schedules a sweep change no bit of a shard, so they are left out."""
 

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from cacheprobe.registry import find
 from cacheprobe.sweeps.board import duration
 from cacheprobe.sweeps.events import seconds_by_model
 from cacheprobe.sweeps.plan import Plan, make_plan, require_room
@@ -23,6 +24,9 @@ def dry_run(
     Raises: ValueError as `sweep` does.
     """
     settings = read_config(config)
+    find("sweeps.backends", backend)
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
     plan, url = make_plan(settings), str(out or settings.out or "")
     missing, store = dict(plan.cells), None
     if url:

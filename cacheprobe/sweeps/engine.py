@@ -71,6 +71,7 @@ class SweepReport:
 
 SHOWN = 5
 INTERRUPTED = "interrupted"
+OVER_BUDGET = "the shards have taken all of disk_budget_gb; raise it, or keep fewer sites (run.capture)"
 
 
 def sweep(
@@ -99,6 +100,8 @@ def sweep(
     if not url:
         raise ValueError("say where the results go: out: in the sweep's file, or out= (--out)")
     run_cells = find("sweeps.backends", backend)
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
     if address is not None and backend != "ray":
         raise ValueError(f"an address is that of a Ray cluster; the backend is {backend}")
     if backend == "ray" and config.run.device != "cpu" and not config.resources.num_gpus:
@@ -111,19 +114,20 @@ def sweep(
         store.clean()
         there = store.committed()
         missing = {digest: cell for digest, cell in plan.cells.items() if digest not in there}
-        require_room(plan, store, missing)
+        room = require_room(plan, store, missing)
         store.write(PLAN, _json(plan.to_json()))
         shared = (resources.threads, resources.num_cpus, resources.num_gpus, resources.retries, address)
         job = Job(store.url if not store.is_local else store.root, workers or resources.workers, *shared)
-        report = _run(run_cells, plan, missing, store, job, backend, progress)
+        report = _run(run_cells, plan, missing, store, job, backend, progress, room)
         store.clean()
         refresh(store)
     return report
 
 
 def _run(
-    run_cells: Any, plan: Plan, missing: dict[str, Any], store: SweepStore, job: Job, backend: str, progress: bool
-) -> SweepReport:
+    run_cells: Any, plan: Plan, missing: dict[str, Any], store: SweepStore, job: Job, backend: str, progress: bool,
+    room: float,
+) -> SweepReport:  # fmt: skip
     every = told_apart(plan.cells)
     names = {digest: every[digest] for digest in missing}
     failures: list[Outcome] = []
@@ -142,6 +146,10 @@ def _run(
                     continue
                 names.pop(outcome.digest) if outcome.is_committed else failures.append(outcome)
                 committed += outcome.is_committed
+                room -= outcome.size
+                if room < 0:  # rejected drafts take more than was estimated
+                    waiting.stop()
+                    stopped_by = OVER_BUDGET
                 if outcome.cause == FULL:  # every other cell would fail alike
                     waiting.stop()
                     stopped_by = FULL

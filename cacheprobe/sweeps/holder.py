@@ -64,6 +64,8 @@ class Holder:
         but what ends a process."""
         cell = Cell.from_json(held)
         digest, began, loaded = cell.digest, time.perf_counter(), 0.0
+        if why := _other_code(cell):  # on another node, or since the sweep began
+            return Outcome(digest, "another version", why)
         try:
             loaded = self._load(cell)
             from cacheprobe.sweeps.work import run_cell, save_cell
@@ -87,6 +89,17 @@ class Holder:
         self._model = load_model(name, dtype=dtype, device=device, adapter=adapter, products=products, progress=False)
         self._key = cell.model_key
         return time.perf_counter() - began
+
+
+def _other_code(cell: Cell) -> str:
+    """What is not as the cell's digest says; otherwise nothing."""
+    from cacheprobe.sweeps.code import code_version, libraries
+
+    here: dict[str, Any] = {"code": code_version(), **dict(libraries())}
+    asked: dict[str, Any] = {"code": cell.origin["code"], **cell.origin["libraries"]}
+    differ = [name for name in here if asked.get(name) != here[name]]
+    said = "; ".join(f"{name} {asked.get(name)} is asked for and {here[name]} is here" for name in differ)
+    return said and f"{said}: install what the sweep was begun with, or begin it again"
 
 
 def cause_of(error: BaseException) -> str:

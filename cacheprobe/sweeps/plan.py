@@ -1,6 +1,7 @@
 """From a sweep's settings to its cells, all of them checked, and what they will need."""
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +70,14 @@ def _sources(axes: dict[str, Any]) -> dict[str, str]:
     return held
 
 
-def require_room(plan: Plan, store: SweepStore, missing: Mapping[str, Cell]) -> None:
-    """Raises: ValueError where the plan's results would exceed its disk budget, those that are there included."""
+def require_room(plan: Plan, store: SweepStore, missing: Mapping[str, Cell]) -> float:
+    """Bytes that the missing cells may take.
+
+    Raises: ValueError where the plan's results would exceed its disk budget, those that are there included.
+    """
     budget = plan.config.disk_budget_gb
     if budget is None:
-        return
+        return math.inf
     there = sum(size_of(store.manifest(digest)) for digest in plan.cells if digest not in missing)
     coming = sum(plan.sizes[digest] for digest in missing)
     if there + coming > budget * 1e9:
@@ -82,6 +86,7 @@ def require_room(plan: Plan, store: SweepStore, missing: Mapping[str, Cell]) -> 
             f"{len(missing)} cells are to come), its disk_budget_gb is {budget:g}; keep fewer sites (run.capture), "
             "make the grid smaller, or raise the budget"
         )
+    return budget * 1e9 - there
 
 
 def size_of(manifest: Mapping[str, Any]) -> int:

@@ -64,6 +64,8 @@ class Sweep:
         Files of shards are opened only where the question names their table.
         Raises: ValueError for SQL that DuckDB refuses, with what it says.
         """
+        if not sql.strip():
+            raise ValueError('the query is empty; ask, for one, "select * from cells"')
         database = duckdb()
         with database.connect() as held:
             held.register("cells_held", self._index)

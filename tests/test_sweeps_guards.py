@@ -1,0 +1,55 @@
+"""What a sweep does not do: commit what other code computed, exceed its budget, keep silent about what is missing."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.cli_sweep import query
+from cacheprobe.sweeps.dry import dry_run
+from cacheprobe.sweeps.engine import PARTIAL, sweep
+from cacheprobe.sweeps.holder import Holder
+from cacheprobe.sweeps.plan import make_plan
+from cacheprobe.sweeps.settings import read_config
+from cacheprobe.sweeps.store import SHARDS
+from tests.test_sweeps import SMALL
+
+
+def test_a_worker_with_other_code_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node where something else is installed, or a checkout that was edited since: the digest would not be true."""
+    with monkeypatch.context() as there:
+        there.setattr("cacheprobe.sweeps.code.libraries", lambda: (("torch", "0.0"),))
+        cell = next(iter(make_plan(read_config(SMALL)).cells.values()))
+    outcome = Holder(str(tmp_path / "s")).run(cell.to_json())
+    assert outcome.cause == "another version" and not outcome.is_committed
+    assert "torch 0.0 is asked for and " in outcome.message and "begin it again" in outcome.message
+
+
+def test_a_budget_that_was_estimated_too_low_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a long window's drafts are nearly all rejected, a shard is several times what was estimated."""
+    monkeypatch.setattr("cacheprobe.sweeps.plan.estimated_bytes", lambda *asked: 1)
+    report = sweep({**SMALL, "disk_budget_gb": 1e-8}, out=tmp_path / "s", progress=False)
+    assert (report.committed, report.exit_code) == (1, PARTIAL) and "taken all of disk_budget_gb" in report.stopped_by
+    assert "2 pending" in repr(cp.load_sweep(tmp_path / "s"))
+
+
+def test_a_query_of_an_unfinished_sweep_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep(SMALL, out=tmp_path / "s", progress=False).is_complete
+    capsys.readouterr()
+    query(str(tmp_path / "s"), "select count(*) as n from cells")
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(next((tmp_path / "s" / SHARDS).iterdir()))
+    query(str(tmp_path / "s"), "select count(*) as n from cells")
+    said = capsys.readouterr()
+    assert "1 pending" in said.err and "2" in said.out
+    with pytest.raises(ValueError, match="the query is empty"):
+        query(str(tmp_path / "s"), " ")
+
+
+@pytest.mark.parametrize("ask", [sweep, dry_run])
+def test_no_workers_are_refused(ask: Callable[..., object], tmp_path: Path) -> None:
+    for workers in (0, -1):
+        with pytest.raises(ValueError, match=f"workers must be at least 1, got {workers}"):
+            ask(SMALL, out=tmp_path / "s", backend="processes", workers=workers)
