@@ -147,12 +147,9 @@ def _run(
                 names.pop(outcome.digest) if outcome.is_committed else failures.append(outcome)
                 committed += outcome.is_committed
                 room -= outcome.size
-                if room < 0:  # rejected drafts take more than was estimated
+                if outcome.cause == FULL or room < 0:  # every other cell would fail alike; rejected drafts take room
                     waiting.stop()
-                    stopped_by = OVER_BUDGET
-                if outcome.cause == FULL:  # every other cell would fail alike
-                    waiting.stop()
-                    stopped_by = FULL
+                    stopped_by = FULL if outcome.cause == FULL else OVER_BUDGET
         except KeyboardInterrupt:
             stopped_by = INTERRUPTED
         except ConnectionError as error:
