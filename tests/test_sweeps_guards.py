@@ -48,6 +48,14 @@ def test_a_query_of_an_unfinished_sweep_says_so(tmp_path: Path, capsys: pytest.C
         query(str(tmp_path / "s"), " ")
 
 
+def test_an_intervention_where_nothing_is_verified_is_refused_before_anything_runs() -> None:
+    asked = {**SMALL, "grid": {**SMALL["grid"], "intervention": "zero:site=T,layer=1,phases=verify"}}
+    with pytest.raises(ValueError, match="nothing is verified without a drafter or run.deterministic"):
+        make_plan(read_config(asked))
+    make_plan(read_config({**asked, "grid": {**asked["grid"], "drafter": "early_exit:layer=1"}}))
+    make_plan(read_config({**asked, "run": {**SMALL["run"], "deterministic": 1.0}}))
+
+
 @pytest.mark.parametrize("ask", [sweep, dry_run])
 def test_no_workers_are_refused(ask: Callable[..., object], tmp_path: Path) -> None:
     for workers in (0, -1):

@@ -43,6 +43,8 @@ def complaint(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> s
         _check_products(axes, run, facts.thinking is not None)
         _check_parts(facts, axes)
         last_changed = _last_changed(axes)
+        if _changes_verify(axes) and axes["drafter"] is None and not run.deterministic:
+            return f"intervention {axes['intervention']!r}: nothing is verified without a drafter or run.deterministic"
         for tokens in prompts_of(axes, run, held):
             if last_changed > (last := tokens + run.max_new_tokens - 2):  # the newest token is never fed
                 return (
@@ -129,6 +131,11 @@ def _last_changed(axes: dict[str, Any]) -> int:
     """The last position that the cell's intervention names; -1 where it names none."""
     where = parse_change(axes["intervention"]).where if axes["intervention"] is not None else {}
     return max(where.get("positions") or (-1,))
+
+
+def _changes_verify(axes: dict[str, Any]) -> bool:
+    """Whether the cell's intervention is of verify passes alone."""
+    return axes["intervention"] is not None and parse_change(axes["intervention"]).where.get("phases") == "verify"
 
 
 def require_possible(combinations: Sequence[dict[str, Any]], run: RunSettings) -> dict[Any, tuple[int, ...]]:
