@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.together import FEW_ROWS
 from cacheprobe.models.twin import FORCE_GQA, TwinLM
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.wide_product import wide_product
@@ -222,8 +223,10 @@ def test_products_of_many_rows_are_widened_where_the_processor_gains_by_it(
     monkeypatch.setattr("cacheprobe.models.twin.wide_product", watched)
     plain = TwinLM(loaded("llama"))
     linears = [m for m in plain.model.modules() if type(m) is torch.nn.Linear]
-    cache = plain.new_cache(1, 8)
+    cache = plain.new_cache(1, FEW_ROWS)
     cache.allocate()
-    plain.forward(torch.tensor([[5, 6, 7]]), cache, [0], [0])
+    for _ in range(2):  # in the first, layers of one input are tried as one
+        seen.clear()
+        plain.forward(torch.arange(FEW_ROWS)[None] % 7, cache, [0], [0])
     assert sorted(seen) == (sorted((id(m.weight), from_rows) for m in linears) if from_rows else [])
     assert plain.fingerprint()["products_in_float32"] == (f"from {from_rows} rows" if from_rows else "never")

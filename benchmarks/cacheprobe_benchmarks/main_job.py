@@ -91,11 +91,19 @@ def run(rounds: int) -> dict[str, Any]:
 
 
 def _floors(model: CachedLM, prompts: list[list[int]]) -> dict[str, float]:
-    """Seconds of the products alone: of the prompts in one pass, of every new token of the batch, and of Z's."""
-    read, batch = len(prompts) * max(map(len, prompts)), len(prompts)
-    passes = [read] + [batch] * (NEW_TOKENS - 1)
-    stc = products_seconds(model, passes, [batch] * NEW_TOKENS)
-    return {"stc": stc, "stcz": stc + products_seconds(model, [], [batch * model.n_layers] * NEW_TOKENS)}
+    """Seconds of the products alone: of the prompts, of every new token of the batch, and of Z's.
+
+    Prompts are read in one pass, but for the deterministic half, which has passes of its own shape; a verify pass is a
+    decode of all of them.
+    """
+    longest, batch = max(map(len, prompts)), len(prompts)
+    half, chunk = batch // 2, SHAPE["prefill_group"] * SHAPE["prefill_chunk"]
+    chunks = -(-half // SHAPE["prefill_group"]) * -(-longest // SHAPE["prefill_chunk"])
+    decodes, heads = [batch] * (NEW_TOKENS - 1), [batch] * NEW_TOKENS
+    of_z = products_seconds(model, [], [batch * model.n_layers] * NEW_TOKENS)
+    stc = products_seconds(model, [batch * longest, *decodes], heads)
+    apart = products_seconds(model, [half * longest, *[chunk] * chunks, *decodes], heads)
+    return {"stc": stc, "stcz": stc + of_z, "stcz_half_deterministic": apart + of_z}
 
 
 def _timed(job: Callable[[], list[list[int]]]) -> float:
@@ -114,7 +122,10 @@ def _ours(model: CachedLM, prompts: list[list[int]], new_tokens: int, **settings
 
 
 def _drafted(model: CachedLM, prompts: list[list[int]]) -> Iterator[float]:
-    shape = dict(window=ALONE.window, group=1, capacity=ALONE.capacity, prefill_chunk=ALONE.prefill_chunk, max_batch=1)
+    shape = dict(
+        window=ALONE.window, group=1, capacity=ALONE.capacity, max_batch=1,
+        prefill_chunk=ALONE.prefill_chunk, pad_prefill=ALONE.pad_prefill,
+    )  # fmt: skip
     for number, prompt in enumerate(prompts, 1):
         drafter = cp.drafters.NGram(length=ALONE.window - 1)
         _ours(model, [prompt], NEW_TOKENS_ALONE, capture="STC", drafter=drafter, **shape)

@@ -29,9 +29,9 @@ NUM_ALONE = 4
 """Prompts that run one by one."""
 LOOKUP_TOKENS = 8
 COMPILED = "_compiled"
-ALONE = EngineConfig(window=10, group=1, capacity=360, prefill_chunk=148, max_batch=1)
-"""Of windows of 8, 10, 12 and 16 the quickest for the coin; repetition gains from longer ones. Two chunks hold a coin
-prompt, and the capacity holds the longest with its answer: attention runs over all of it."""
+ALONE = EngineConfig(window=10, group=1, capacity=360, prefill_chunk=320, pad_prefill=False, max_batch=1)
+"""Windows of 8 to 11 take the coin alike, others longer; repetition gains from long ones. One chunk, as long as the
+prompt, holds a coin prompt, and the capacity holds the longest with its answer: attention runs over all of it."""
 TOGETHER = EngineConfig(window=12, group=8, capacity=192, prefill_group=8, prefill_chunk=64, max_batch=8)
 """Of windows of 4, 6, 8 and 12 the quickest, where 16-bit arithmetic is emulated."""
 

@@ -4,7 +4,7 @@ Modules, decorators, keyword arguments and a cache interface cost a small model 
 Knows nothing about hooks: whoever listens is handed in.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.together import LANES, Product, Together
 from cacheprobe.ops.compiled.block import CompiledBlock
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Listeners = Mapping[tuple[str, int], Sequence[Callable[[Tensor], object]]]
 """By (site, layer), of sites pre, S, T and C."""
 
@@ -35,15 +35,12 @@ class _Norm(NamedTuple):
 
 class _Block(NamedTuple):
     before_attention: _Norm
-    q: _Linear
-    k: _Linear
-    v: _Linear
+    qkv: Together
     q_norm: _Norm | None
     k_norm: _Norm | None
     o: _Linear
     before_mlp: _Norm
-    gate: _Linear
-    up: _Linear
+    gate_up: Together
     down: _Linear
     activation: Callable[[Tensor], Tensor]
     kind: str
@@ -59,18 +56,26 @@ class LeanForward:
     def __init__(self, model: Any, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
         """product: what makes values weight^T + bias.  compiled: what norms and rotates, for torch's own operations.
 
-        Tensors of the model are not copied.
+        Tensors of the model are not copied; those of one input may be moved behind each other.
         """
         self.model, self.product = model, product
         self._rms_norm = partial(_compiled_norm, compiled) if compiled else _rms_norm
         self._turned = partial(_compiled_turn, compiled) if compiled else _turned
         config, decoder = model.config, model.model
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-        self.blocks = [_block(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)]
+        self._threads = torch.get_num_threads()
+        tried: dict[Hashable, bool] = {}
+        self.blocks = [_block(layer, kind, product, tried) for layer, kind in zip(decoder.layers, kinds, strict=True)]
         attention = decoder.layers[0].self_attn
         self.d_head, self.scale = int(attention.head_dim), float(attention.scaling)
         self.groups = int(attention.num_key_value_groups)
         self.norm, self.unembed = _norm(decoder.norm), _linear(model.lm_head)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what was tried, and where the weights are, still holds."""
+        of_one_input = (group for block in self.blocks for group in (block.qkv, block.gate_up))
+        return self._threads == torch.get_num_threads() and all(group.is_current for group in of_one_input)
 
     @staticmethod
     def takes(model: Any) -> bool:
@@ -120,17 +125,17 @@ class LeanForward:
     ) -> Tensor:
         product, heads = self.product, (*stream.shape[:2], -1, self.d_head)
         read = self._rms_norm(stream, block.before_attention)
-        q, k = product(read, *block.q).view(heads), product(read, *block.k).view(heads)
+        q, k, v = (part.view(heads) for part in block.qkv(read))
         if block.q_norm is not None and block.k_norm is not None:
             q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
-        v = product(read, *block.v).view(heads)
         q, k = self._turned(q, k, turn)
         keys, values = cache.write(layer, k.transpose(1, 2), v.transpose(1, 2))
         attended = product(self._attended(q.transpose(1, 2), keys, values, mask), *block.o)
         tell(listeners, "T", layer, attended)
         stream = stream + attended
         read = self._rms_norm(stream, block.before_mlp)
-        written = product(block.activation(product(read, *block.gate)) * product(read, *block.up), *block.down)
+        gate, up = block.gate_up(read)
+        written = product(block.activation(gate) * up, *block.down)
         tell(listeners, "C", layer, written)
         return stream + written
 
@@ -183,8 +188,8 @@ def _compiled_norm(compiled: CompiledBlock, values: Tensor, norm: _Norm) -> Tens
 
 
 def _compiled_turn(compiled: CompiledBlock, q: Tensor, k: Tensor, turn: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
-    """In place: both are fresh products, or norms of them, that nothing else holds."""
-    return compiled.turn_(q, *turn), compiled.turn_(k, *turn)
+    """In place: both are fresh products, norms or copies of them, that nothing else holds."""
+    return compiled.turn_(q.contiguous(), *turn), compiled.turn_(k.contiguous(), *turn)
 
 
 def _linear(module: Any) -> _Linear:
@@ -195,19 +200,16 @@ def _norm(module: Any) -> _Norm:
     return _Norm(module.weight, float(module.variance_epsilon))
 
 
-def _block(layer: Any, kind: str) -> _Block:
+def _block(layer: Any, kind: str, product: Product, tried: dict[Hashable, bool]) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     return _Block(
         before_attention=_norm(layer.input_layernorm),
-        q=_linear(attention.q_proj),
-        k=_linear(attention.k_proj),
-        v=_linear(attention.v_proj),
+        qkv=Together([attention.q_proj, attention.k_proj, attention.v_proj], product, tried),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         o=_linear(attention.o_proj),
         before_mlp=_norm(layer.post_attention_layernorm),
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
+        gate_up=Together([mlp.gate_proj, mlp.up_proj], product, tried, multiple_of=LANES),
         down=_linear(mlp.down_proj),
         activation=mlp.act_fn,
         kind=kind,

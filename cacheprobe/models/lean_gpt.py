@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from cacheprobe.cache.kv import KVCache
-from cacheprobe.models.lean import Listeners, Product, tell
+from cacheprobe.models.lean import Listeners, tell
+from cacheprobe.models.together import Product
 
 Affine = Callable[[Tensor], Tensor]
 
@@ -34,6 +35,9 @@ class LeanGPT:
 
     Twin: the model's own modules (`TwinLM` with lean=False), bitwise, for logits, states, keys and values.
     """
+
+    is_current = True
+    """Its layers hold their weights themselves."""
 
     def __init__(self, model: Any, product: Product = linear) -> None:
         """product: what makes values weight^T + bias, where the model has a linear layer. Tensors are not copied."""

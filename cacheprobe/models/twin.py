@@ -22,9 +22,10 @@ from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.float64 import keeping_float64
 from cacheprobe.models.hf_cache import staged
-from cacheprobe.models.lean import LeanForward, Product
+from cacheprobe.models.lean import LeanForward
 from cacheprobe.models.lean_gpt import LeanGPT
 from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
+from cacheprobe.models.together import Product
 from cacheprobe.models.twin_heads import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
 from cacheprobe.ops.compiled.block import CompiledBlock
@@ -129,6 +130,8 @@ class TwinLM:
         """See CachedLM.forward."""
         if not self.weights.is_current:
             self.weights.bind()
+            self._lean = None
+        if self._lean is not None and not self._lean.is_current:
             self._lean = None
         if self._lean_kind and self._nothing_acts and not cache.hidden_parts.concern(rows):
             if self._lean is None:

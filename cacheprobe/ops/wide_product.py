@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 WIDE_ROWS = 32
 """From this many rows on, widening the weights for one product costs less than it saves, at one and at two threads."""
-WIDE_ROWS_IN_LANES = 128
+WIDE_ROWS_IN_LANES = 64
 """The same where bfloat16 is in vector lanes alone: an instruction does twice the work there, at half the rate."""
 
 _OUTPUTS, _NUMBERS = 192, 2**18

@@ -1,0 +1,133 @@
+"""Layers of one input whose product is made as one: the same bits, and nothing held twice."""
+
+from collections.abc import Hashable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from cacheprobe.models.together import FEW_ROWS, LANES, Together
+from cacheprobe.models.twin import TwinLM
+from cacheprobe.ops.equality import bitwise
+from tests.feeding import texts
+from tests.tiny import loaded
+
+SIZES = (24, 8, 8)
+
+
+def layers(bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(24, size, bias=bias, dtype=dtype) for size in SIZES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_product_has_the_bits_of_each(bias: bool, dtype: torch.dtype) -> None:
+    apart = layers(bias, dtype)
+    expected = {rows: [layer(values(rows, dtype)) for layer in apart] for rows in (1, 2, 7, FEW_ROWS - 1, FEW_ROWS)}
+    together = Together(apart, linear, {})
+    assert together.is_joined
+    for rows, wanted in expected.items():
+        made = together(values(rows, dtype))
+        assert [part.shape[-1] for part in made] == list(SIZES)
+        assert all(bitwise(part.contiguous(), one) for part, one in zip(made, wanted, strict=True)), rows
+
+
+def values(rows: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(1, rows, 24, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def test_few_rows_take_one_call_and_many_one_for_each_part() -> None:
+    calls: list[int] = []
+
+    def counted(of: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        calls.append(len(weight))
+        return linear(of, weight, bias)
+
+    together = Together(layers(), counted, {})
+    calls.clear()
+    together(values(FEW_ROWS - 1, torch.bfloat16))
+    together(values(FEW_ROWS, torch.bfloat16))
+    assert calls == [sum(SIZES), *SIZES]
+
+
+def test_parameters_stay_the_layers_own_and_lie_in_one_tensor() -> None:
+    made = layers(bias=True)
+    parameters, before = [layer.weight for layer in made], [layer.weight.clone() for layer in made]
+    together = Together(made, linear, {})
+    assert together.weight is not None
+    assert [layer.weight for layer in made] == parameters, "the very same objects, which an optimiser may hold"
+    assert all(bitwise(layer.weight.detach(), one.detach()) for layer, one in zip(made, before, strict=True))
+    assert {layer.weight.untyped_storage().data_ptr() for layer in made} == {together.weight.data_ptr()}
+    again = Together(made, linear, {})
+    assert again.weight is not None and again.weight.data_ptr() == together.weight.data_ptr()
+    with torch.no_grad():
+        made[1].weight.mul_(2)
+    few = values(3, torch.bfloat16)
+    assert bitwise(together(few)[1].contiguous(), made[1](few))
+
+
+def test_a_product_whose_bits_follow_its_width_is_not_made_as_one() -> None:
+    """Tried with every number of rows, once for all layers of these shapes."""
+    tried: dict[Hashable, bool] = {}
+    rows_seen: set[int] = set()
+
+    def by_width(of: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows_seen.add(of.numel() // of.shape[-1])
+        out = linear(of, weight, bias)
+        return out + 1 if len(weight) == sum(SIZES) and len(of) == FEW_ROWS - 1 else out
+
+    made = layers()
+    before = [layer.weight.data_ptr() for layer in made]
+    assert not Together(made, by_width, tried).is_joined
+    assert [layer.weight.data_ptr() for layer in made] == before, "nothing was moved"
+    assert rows_seen == set(range(1, FEW_ROWS))
+    rows_seen.clear()
+    assert not Together(layers(), by_width, tried).is_joined and not rows_seen
+
+
+@pytest.mark.parametrize("why", ["shared with a process", "of two types", "one has a bias", "a layer of its own kind"])
+def test_what_may_not_be_moved_is_left_alone(why: str) -> None:
+    made = layers()
+    if why == "shared with a process":
+        made[1].weight.share_memory_()
+    elif why == "of two types":
+        made[1].float()
+    elif why == "one has a bias":
+        made[1].bias = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    else:
+        made[1].__class__ = type("Quantised", (nn.Linear,), {})
+    before = [layer.weight.data_ptr() for layer in made]
+    assert not Together(made, linear, {}).is_joined
+    assert [layer.weight.data_ptr() for layer in made] == before
+
+
+def test_widths_with_remainders_are_left_alone_where_they_matter() -> None:
+    assert not Together(layers(), linear, {}, multiple_of=LANES).is_joined
+    assert Together(layers(), linear, {}, multiple_of=8).is_joined
+
+
+def test_a_forward_sees_other_numbers_and_other_threads() -> None:
+    """`weight.data = ...` leaves the parameter and moves its numbers; what was tried was tried with so many threads."""
+    lean = TwinLM(loaded.__wrapped__("llama"))
+    ids = texts(5)[0][None]
+
+    def logits() -> Tensor:
+        return lean.forward(ids, lean.new_cache(1, 16), [0], [0])
+
+    before, first = logits(), lean._lean
+    assert bitwise(logits(), before) and lean._lean is first
+    projection = lean.model.model.layers[1].self_attn.k_proj
+    held = projection.weight.data
+    projection.weight.data = held * 2
+    assert not bitwise(logits(), before)
+    projection.weight.data = held
+    assert bitwise(logits(), before)
+    here, second = torch.get_num_threads(), lean._lean
+    try:
+        torch.set_num_threads(here + 1)
+        logits()
+        assert lean._lean is not second
+    finally:
+        torch.set_num_threads(here)
