@@ -1,13 +1,11 @@
 """Layers of one input whose product is made as one: the same bits, and nothing held twice."""
 
-from collections.abc import Hashable
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from cacheprobe.models.together import FEW_ROWS, LANES, Together
+from cacheprobe.models.together import FEW_ROWS, LANES, Together, Tried
 from cacheprobe.models.twin import TwinLM
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import texts
@@ -27,7 +25,7 @@ def test_one_product_has_the_bits_of_each(bias: bool, dtype: torch.dtype) -> Non
     apart = layers(bias, dtype)
     expected = {rows: [layer(values(rows, dtype)) for layer in apart] for rows in (1, 2, 7, FEW_ROWS - 1, FEW_ROWS)}
     together = Together(apart, linear, {})
-    assert together.is_joined
+    assert together.weight is not None
     for rows, wanted in expected.items():
         made = together(values(rows, dtype))
         assert [part.shape[-1] for part in made] == list(SIZES)
@@ -46,6 +44,8 @@ def test_few_rows_take_one_call_and_many_one_for_each_part() -> None:
         return linear(of, weight, bias)
 
     together = Together(layers(), counted, {})
+    together(values(FEW_ROWS - 1, torch.bfloat16))
+    assert sorted(calls) == sorted([*SIZES, sum(SIZES), sum(SIZES)]), "tried, and made"
     calls.clear()
     together(values(FEW_ROWS - 1, torch.bfloat16))
     together(values(FEW_ROWS, torch.bfloat16))
@@ -68,23 +68,24 @@ def test_parameters_stay_the_layers_own_and_lie_in_one_tensor() -> None:
     assert bitwise(together(few)[1].contiguous(), made[1](few))
 
 
-def test_a_product_whose_bits_follow_its_width_is_not_made_as_one() -> None:
-    """Tried with every number of rows, once for all layers of these shapes."""
-    tried: dict[Hashable, bool] = {}
-    rows_seen: set[int] = set()
+def test_rows_whose_bits_follow_the_width_are_not_made_as_one() -> None:
+    """Tried with each number of rows, once for all layers of these shapes."""
+    tried: Tried = {}
+    calls: list[int] = []
 
     def by_width(of: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows_seen.add(of.numel() // of.shape[-1])
+        calls.append(len(weight))
         out = linear(of, weight, bias)
-        return out + 1 if len(weight) == sum(SIZES) and len(of) == FEW_ROWS - 1 else out
+        return out + 1 if len(weight) == sum(SIZES) and of.shape[-2] == 7 else out
 
-    made = layers()
-    before = [layer.weight.data_ptr() for layer in made]
-    assert not Together(made, by_width, tried).is_joined
-    assert [layer.weight.data_ptr() for layer in made] == before, "nothing was moved"
-    assert rows_seen == set(range(1, FEW_ROWS))
-    rows_seen.clear()
-    assert not Together(layers(), by_width, tried).is_joined and not rows_seen
+    one, other = (Together(layers(), by_width, tried) for _ in range(2))
+    for together in (one, other):
+        for rows in (6, 7):
+            expected = [linear(values(rows, torch.bfloat16), weight, bias) for weight, bias in together.parts]
+            made = together(values(rows, torch.bfloat16))
+            assert all(bitwise(part.contiguous(), wanted) for part, wanted in zip(made, expected, strict=True))
+    as_one, apart, trial = [sum(SIZES)], list(SIZES), [*SIZES, sum(SIZES)]
+    assert calls == [*trial, *as_one, *trial, *apart, *as_one, *apart]
 
 
 @pytest.mark.parametrize("why", ["shared with a process", "of two types", "one has a bias", "a layer of its own kind"])
@@ -99,13 +100,13 @@ def test_what_may_not_be_moved_is_left_alone(why: str) -> None:
     else:
         made[1].__class__ = type("Quantised", (nn.Linear,), {})
     before = [layer.weight.data_ptr() for layer in made]
-    assert not Together(made, linear, {}).is_joined
+    assert Together(made, linear, {}).weight is None
     assert [layer.weight.data_ptr() for layer in made] == before
 
 
 def test_widths_with_remainders_are_left_alone_where_they_matter() -> None:
-    assert not Together(layers(), linear, {}, multiple_of=LANES).is_joined
-    assert Together(layers(), linear, {}, multiple_of=8).is_joined
+    assert Together(layers(), linear, {}, multiple_of=LANES).weight is None
+    assert Together(layers(), linear, {}, multiple_of=8).weight is not None
 
 
 def test_a_forward_sees_other_numbers_and_other_threads() -> None:

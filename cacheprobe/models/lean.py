@@ -4,7 +4,7 @@ Modules, decorators, keyword arguments and a cache interface cost a small model 
 Knows nothing about hooks: whoever listens is handed in.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from cacheprobe.cache.kv import KVCache
-from cacheprobe.models.together import LANES, Product, Together
+from cacheprobe.models.together import LANES, Product, Together, Tried
 from cacheprobe.ops.compiled.block import CompiledBlock
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -64,7 +64,7 @@ class LeanForward:
         config, decoder = model.config, model.model
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
         self._threads = torch.get_num_threads()
-        tried: dict[Hashable, bool] = {}
+        tried: Tried = {}
         self.blocks = [_block(layer, kind, product, tried) for layer, kind in zip(decoder.layers, kinds, strict=True)]
         attention = decoder.layers[0].self_attn
         self.d_head, self.scale = int(attention.head_dim), float(attention.scaling)
@@ -200,7 +200,7 @@ def _norm(module: Any) -> _Norm:
     return _Norm(module.weight, float(module.variance_epsilon))
 
 
-def _block(layer: Any, kind: str, product: Product, tried: dict[Hashable, bool]) -> _Block:
+def _block(layer: Any, kind: str, product: Product, tried: Tried) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     return _Block(
         before_attention=_norm(layer.input_layernorm),

@@ -1,5 +1,7 @@
 """Products of one input as one product: with few rows, a call costs about as much as what it computes."""
 
+import ctypes
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -8,6 +10,8 @@ from torch import Tensor, nn
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _Part = tuple[Tensor, Tensor | None]
+Tried = dict[Hashable, dict[int, bool]]
+"""By shapes and number of rows: whether one product has the bits of several."""
 
 FEW_ROWS = 32
 """From so many on calls no longer count, and the parts are made one by one."""
@@ -19,33 +23,27 @@ remainder, which may be computed otherwise than where the part is a tensor of it
 class Together:
     """Linear layers of one input.
 
-    Where their product as one has each layer's bits, tried for every number of few rows on this machine with its
-    threads, their weights lie behind each other in one tensor, of which the layers' own parameters are then parts:
-    nothing is held twice.
+    Their weights lie behind each other in one tensor, of which the layers' own parameters are parts: nothing is held
+    twice. Few rows are computed as one where that has each layer's bits, tried for every number of rows at its first
+    use: libraries choose a kernel by the shape of a product and the number of threads, not by its numbers.
     Twin: each layer's product by itself, bitwise.
     """
 
-    def __init__(
-        self, layers: Sequence[nn.Module], product: Product, tried: dict[Hashable, bool], multiple_of: int = 1
-    ) -> None:
-        """tried: by shapes, what was found for layers before; written to.  multiple_of: what the widths of parts have
-        to be multiples of, for the sake of what is computed with them."""
+    def __init__(self, layers: Sequence[nn.Module], product: Product, tried: Tried, multiple_of: int = 1) -> None:
+        """tried: what was found for layers of these shapes before; written to, and of one number of threads.
+
+        multiple_of: what the widths of parts have to be multiples of, for the sake of what is computed with them.
+        """
         self.product = product
         self.parts: list[_Part] = [_numbers_of(layer) for layer in layers]
         self.sizes = [len(weight) for weight, _ in self.parts]
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         if _can_move(layers, self.parts) and not any(size % multiple_of for size in self.sizes):
-            kind = tuple((part.shape, part.dtype, part.device) for part in _tensors(self.parts))
-            if kind not in tried:
-                tried[kind] = _has_same_bits(self.parts, product)
-            if tried[kind]:
-                self.weight, self.bias = _behind_each_other(self.parts)
+            self.weight, self.bias = _behind_each_other(self.parts)
+        kind = tuple((part.shape, part.dtype, part.device) for part in _tensors(self.parts))
+        self._tried = tried.setdefault(kind, {})
         self._held = [(part, part.data_ptr()) for part in _tensors(self.parts)]
-
-    @property
-    def is_joined(self) -> bool:
-        return self.weight is not None
 
     @property
     def is_current(self) -> bool:
@@ -54,9 +52,19 @@ class Together:
 
     def __call__(self, values: Tensor) -> Sequence[Tensor]:
         """[... i] -> [... o] of each layer; where they were made as one, parts of one tensor."""
-        if self.weight is None or values.numel() >= FEW_ROWS * values.shape[-1]:
+        rows = values.numel() // values.shape[-1]
+        if self.weight is None or rows >= FEW_ROWS or not self._has_same_bits(rows):
             return [self.product(values, *part) for part in self.parts]
         return self.product(values, self.weight, self.bias).split(self.sizes, -1)
+
+    def _has_same_bits(self, rows: int) -> bool:
+        if rows not in self._tried:
+            assert self.weight is not None
+            drawn = torch.randn(rows, self.weight.shape[1], generator=torch.Generator().manual_seed(rows))
+            values = drawn.to(self.weight)
+            apart = torch.cat([self.product(values, *part) for part in self.parts], -1)
+            self._tried[rows] = torch.equal(self.product(values, self.weight, self.bias), apart)
+        return self._tried[rows]
 
 
 def _numbers_of(layer: Any) -> _Part:
@@ -75,20 +83,6 @@ def _can_move(layers: Sequence[nn.Module], parts: Sequence[_Part]) -> bool:
     return (
         are_alike and are_plain and not any(part.is_meta or part.is_inference() or part.is_shared() for part in tensors)
     )
-
-
-@torch.inference_mode()
-def _has_same_bits(parts: Sequence[_Part], product: Product) -> bool:
-    """Libraries choose a kernel by the shape of a product and the number of threads, not by its numbers."""
-    weight, bias = (None if whole is None else torch.cat(whole) for whole in _by_kind(parts))
-    assert weight is not None
-    generator = torch.Generator().manual_seed(0)
-    for rows in range(1, FEW_ROWS):
-        values = torch.randn(rows, weight.shape[1], generator=generator).to(weight)
-        apart = torch.cat([product(values, *part) for part in parts], -1)
-        if not torch.equal(product(values, weight, bias), apart):
-            return False
-    return True
 
 
 def _behind_each_other(parts: Sequence[_Part]) -> _Part:
@@ -113,4 +107,11 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([part.detach() for part in tensors])
         for part, place in zip(tensors, whole.split([len(part) for part in tensors]), strict=True):
             part.data = place
+    _give_back()
     return whole
+
+
+def _give_back() -> None:
+    """glibc keeps what moved weights leave behind; the system may have it."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
