@@ -2,14 +2,15 @@
 
 import json
 import shutil
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, ConsoleMessage, Page
 
 import cacheprobe as cp
 from cacheprobe.dash_app.serve import listen
@@ -58,20 +59,34 @@ def served(shelf: Shelf) -> Iterator[str]:
 
 
 @contextmanager
-def opened(browser: Browser, address: str, **settings: Any) -> Iterator[Page]:
-    """A page with all first answers there. Fails at its end on any complaint, and on anything asked elsewhere."""
+def watched(browser: Browser, address: str, **settings: Any) -> Iterator[Page]:
+    """An empty page that is to open the address. Fails at its end on any complaint, and on anything asked elsewhere."""
     page = browser.new_page(viewport={"width": settings.pop("width", 1280), "height": 900}, **settings)
     page.set_default_timeout(PATIENCE)
     complaints: list[str] = []
     host = address.split("?")[0]
-    page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda m: complaints.append(_said(m)) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(error.stack or str(error)))
     page.on("request", lambda r: None if r.url.startswith((host, "data:", "blob:")) else complaints.append(r.url))
-    page.goto(address)
-    page.wait_for_selector("#page[data-at]", state="attached")
-    yield page
-    assert complaints == []
-    page.close()
+    try:
+        yield page
+        assert complaints == [], complaints
+    finally:
+        page.close()
+
+
+def _said(message: ConsoleMessage) -> str:
+    """With the address that it speaks of, which a resource that was not loaded does not name."""
+    return f"{message.text} ({message.location['url']})"
+
+
+@contextmanager
+def opened(browser: Browser, address: str, **settings: Any) -> Iterator[Page]:
+    """A watched page of the address, drawn."""
+    with watched(browser, address, **settings) as page:
+        page.goto(address)
+        page.wait_for_selector("#page[data-at]", state="attached")
+        yield page
 
 
 def at(page: Page) -> dict[str, Any]:
@@ -106,6 +121,14 @@ def until(page: Page, expression: str) -> None:
             look();
         }})"""
     )
+
+
+def heard(page: Page, is_so: Callable[[], bool]) -> None:
+    """Wait until it is so of what the page's listeners were told."""
+    end = time.monotonic() + PATIENCE / 1000
+    while not is_so():
+        assert time.monotonic() < end, "never came true"
+        page.wait_for_timeout(15)
 
 
 def asked(address: str, body: object) -> list[dict[str, Any]]:

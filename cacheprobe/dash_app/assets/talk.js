@@ -49,7 +49,7 @@
     clearTimeout(later);
     if (ahead) ahead.abort();
     ahead = null;
-    if (!lacking.length && !flight) later = setTimeout(look_ahead, IDLE);
+    if (is_ready && !lacking.length && !flight) later = setTimeout(look_ahead, IDLE);
     if (lacking.length && lacking.every(on_its_way)) return lacking;
     const age = flight && lacking.length ? performance.now() - flight.began : PATIENCE;
     if (age < PATIENCE) {
