@@ -189,6 +189,15 @@ def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, addr
         assert page.locator("#drawn-before").count() == 1
 
 
+def test_an_answer_that_cannot_be_drawn_is_said(browser: Browser, address: str) -> None:
+    """The last of its request, too, after which nothing is on its way any more."""
+    with opened(browser, f"{address}?run=0&request=1") as page:
+        answered(page, "grid", request=1)
+        page.evaluate("void (window.cacheprobe.draw.answer = (view) => { throw new Error(`no ${view}`); })")
+        page.locator("#grid-view .column .pick[data-layer='1']").nth(2).click()
+        until(page, "document.getElementById('notice').innerText.includes('card cannot be shown (no card)')")
+
+
 def test_lens_and_site_are_read_now_where_the_model_is_here(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?run=2&request=0") as page:
         answered(page, "grid", run=2, site="S", lens="recorded")

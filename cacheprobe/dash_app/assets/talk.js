@@ -107,7 +107,7 @@
     } catch (error) {
       if (own !== flight) return;
       flight = null;
-      trouble = `the server does not answer (${error.message})`;
+      trouble = error.cause ? error.message : `the server does not answer (${error.message})`;
       if (!is_ready) return;
       draw.state(at, facts, story, trouble);
       draw.waiting([], at);
@@ -120,9 +120,13 @@
     trouble = "";
     have[view] = question;
     delete own.asked[view];
+    try {
+      if (told[view]) told[view](answer, JSON.parse(question));
+      else draw.answer(view, JSON.parse(question), answer);
+    } catch (error) {
+      throw new Error(`what the server answered of ${view} cannot be shown (${error.message})`, {cause: error});
+    }
     if (!Object.keys(own.asked).length) flight = null;
-    if (told[view]) told[view](answer, JSON.parse(question));
-    else draw.answer(view, JSON.parse(question), answer);
     if (told[view] || flight === null) settled();
     else draw.waiting(Object.keys(own.asked), at);
   }
