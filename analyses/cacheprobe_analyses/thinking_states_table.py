@@ -103,7 +103,7 @@ def main_rows() -> tuple[Row, ...]:
     rows += [Row("coin-flip", "thinking", (256,), {"flip_probability": p}) for p in COIN_FLIPS]
     rows += [Row("coin-flip", "thinking", (1000,), {"flip_probability": p}) for p in COIN_FLIPS]
     rows += [
-        Row("coin-flip", "thinking", operations, {"flip_probability": p}, preset="far", num_seeds=5)
+        Row("coin-flip", "thinking", operations, {"flip_probability": p}, preset="far")
         for operations in ((1000,), (256,), far)
         for p in COIN_FLIPS
     ]
