@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cacheprobe_analyses.crowd_or_distance import Result as Crowd
 from cacheprobe_analyses.minute_of_training import Result as Minute
 from cacheprobe_analyses.state_or_attention import Result as Routes
 from cacheprobe_analyses.thinking_states_table import Result as Table
@@ -27,7 +28,7 @@ def figures() -> str:
     held, causal = _held("thinking-states"), _held("thoughts-are-causal")
     cost, varied = Cost.of(_held("training-cost")), Variations(**_held("thinking-variations"))
     minute = Minute.of(_held("minute-of-training"))
-    gap = Gap(**_held("thought-gap"))
+    gap, crowd = Gap(**_held("thought-gap")), Crowd(**_held("crowd-or-distance"))
     models = ["| model | parameters | steps | seconds | to 99 % | command |", "|---|---|---|---|---|---|"]
     for name, m in sorted(held["models"].items()):
         told = f"{m['parameters']:,} | {m['steps']} | {m['cpu_seconds']} | {m['cpu_seconds_to_99']}"
@@ -43,6 +44,13 @@ def figures() -> str:
         "minute of one core, on fresh texts of the trained lengths and flip probabilities; seconds until 99 and 100 %\n"
         f"of the 128 texts of a check were wholly right, twice running. {minute.machine}.",
         minute.table(),
+        f"{_command('crowd_or_distance')}: texts of {crowd.operations}\n"
+        "operations under gold states, and the least margin of a right thought's first token, in logits, by chunk.",
+        crowd.table(),
+        "What the wrong thoughts of the first of these models stand after:",
+        _listed(crowd.kinds_listed()),
+        "Where they stand, wrong thoughts (and the median margin) of every model that sees of the text before:",
+        crowd.ways_table(),
         "`python -m cacheprobe_analyses.thoughts_are_causal --json analyses/results/thoughts-are-causal.json`:",
         _listed(Causal(**causal).table().splitlines()),
         f"{_command('state_or_attention')}:",

@@ -102,6 +102,11 @@ def main_rows() -> tuple[Row, ...]:
     rows = [Row("coin-flip", "thinking", far, {"flip_probability": p}) for p in COIN_FLIPS]
     rows += [Row("coin-flip", "thinking", (256,), {"flip_probability": p}) for p in COIN_FLIPS]
     rows += [Row("coin-flip", "thinking", (1000,), {"flip_probability": p}) for p in COIN_FLIPS]
+    rows += [
+        Row("coin-flip", "thinking", operations, {"flip_probability": p}, preset="far")
+        for operations in ((1000,), (256,), far)
+        for p in COIN_FLIPS
+    ]
     rows += [Row("coin-flip", "thinking", operations, preset="mini") for operations in (_TRAINED, far)]
     rows += [Row("coin-flip", "thinking", _TRAINED)]
     for preset in ("no-jumps", "paper"):

@@ -208,15 +208,17 @@ class ThinkingModel(HookedRootModule):
         token_ids: Int[Tensor, "b t"],
         thoughts: Int[Tensor, "b k r"] | None = None,
         positions: Int[Tensor, "b t"] | None = None,
+        bias: Float[Tensor, "b 1 t t"] | None = None,
     ) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "b k r v"] | None]:
         """All chunks in one pass, from given thoughts: logits of the text, and T's of every thought token.
 
         thoughts: one for each of the first k chunks, each with its end, padded behind; thought i is made from chunk i
         and acts on chunk i + 1. Where the model has no T, none.  positions: 0, 1, ... where not given.
+        bias: added to the scores of the backbone's attention, [text, 1, query, key]; it stays causal.
         """
         if positions is None:
             positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
-        memory = self._whole(positions)
+        memory = self._whole(positions, bias)
         x = self.enter(token_ids, positions, memory)
         if not self.config.thinks:
             return self.read_out(self.leave(self.loop(x, None, positions, memory), positions, memory)), None
@@ -245,11 +247,12 @@ class ThinkingModel(HookedRootModule):
             out[:, c : (k + 1) * c] = self.compress(distinct)[place].view(b, k * c, m)
         return out[:, :length]
 
-    def _whole(self, positions: Tensor) -> Memory:
-        if self.config.positions != "alibi" and self.config.attention_window is None:
+    def _whole(self, positions: Tensor, bias: Tensor | None) -> Memory:
+        if self.config.positions != "alibi" and self.config.attention_window is None and bias is None:
             return at_hand
-        bias = attention_bias(self.config, positions, positions, self.config.attention_window)
-        return lambda layer, k, v: (k, v, bias)
+        own = attention_bias(self.config, positions, positions, self.config.attention_window)
+        added = own if bias is None else own + bias
+        return lambda layer, k, v: (k, v, added)
 
 
 def at_hand(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -25,6 +25,8 @@ class Preset:
     """One of FORMATS: thoughts in every chunk, after operations alone ("state"), or on changes alone ("delta")."""
     reach: int = 6_000
     """Positions jump by up to this many between chunks in training; see `skipping_positions`. 0: they do not."""
+    crowds: bool = False
+    """Whether what jumps skip is filled in training, as far as attention can tell; see `crowd`."""
     pool: int = 12_000
     """Examples that batches are drawn from."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -83,6 +85,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "coin-flip": {
         "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
         "mini": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=64), loop=_LOOP),
+        # for a thousand operations: the tiny one, and in training attention meets as many tokens as their positions say
+        "far": Preset(_coin, variants=_FLIPS, crowds=True, loop=_LOOP),
         # as the arms that the tiny one is compared with: no position beyond those of the trained texts is ever seen
         "no-jumps": Preset(_coin, variants=_FLIPS, reach=0, loop=_LOOP),
         # as the paper has it: thoughts where an operation ends alone, too

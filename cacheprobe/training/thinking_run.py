@@ -16,7 +16,7 @@ from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
 from cacheprobe.training.evaluate import Verdicts, evaluate, follows_gold
 from cacheprobe.training.loop import Loop, Progress
 from cacheprobe.training.presets import Preset
-from cacheprobe.training.thinking_states import collate, losses, skipping_positions
+from cacheprobe.training.thinking_states import collate, crowd, losses, skipping_positions
 
 TEST_SEED = 1_000_000
 """Seeds from here on are never trained on."""
@@ -82,8 +82,8 @@ def train(
     pool = _annotated(preset, tokenizer, model.config, preset.pool, seed)
     fresh = _annotated(preset, tokenizer, model.config, CHECK_TEXTS, TEST_SEED + seed)
     loop = Loop(model, settings, folder)
-    of = {"arm": arm, "form": preset.form, "reach": reach, "config": model.config.to_json()}
-    held = loop.notes.setdefault("of", of)
+    of = {"arm": arm, "form": preset.form, "reach": reach, "crowds": preset.crowds, "config": model.config.to_json()}
+    held = {"crowds": False, **loop.notes.setdefault("of", of)}  # folders from before there were crowds have none
     if other := [name for name, value in of.items() if held[name] != value]:
         raise ValueError(
             f"{folder} holds a training with {other[0]} {held[other[0]]!r}, not {of[other[0]]!r}; give another "
@@ -94,7 +94,10 @@ def train(
         draw = Random(f"{seed}/{step}")
         chosen = [pool[int(draw.random() * len(pool))] for _ in range(settings.batch)]
         batch = collate(chosen, arm, model.config.pad_id)
-        return losses(model, batch, skipping_positions(batch, chunk, reach, step) if reach else None)
+        if not reach:
+            return losses(model, batch)
+        positions = skipping_positions(batch, chunk, reach, step)
+        return losses(model, batch, positions, crowd(positions, chunk) if preset.crowds else None)
 
     for progress in loop.run(losses_of):
         accuracy = None

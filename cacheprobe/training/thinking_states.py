@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from cacheprobe.models.thinking import ThinkingModel, thought_table
@@ -72,14 +72,30 @@ def skipping_positions(batch: Batch, chunk: int, reach: int, seed: int) -> Int[T
     return positions
 
 
-def losses(model: ThinkingModel, batch: Batch, positions: Tensor | None = None) -> dict[str, Tensor]:
+def crowd(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tensor, "b 1 t t"]:
+    """Bias of attention under which the positions that were skipped are filled: the tokens before the chunk before a
+    query's own count as often as it takes for the query to see as many tokens as its position says.
+
+    A bias of log n on a key is n such keys: short texts then hold the crowds of long ones, not only their distances.
+    Chunks side by side count once, since in a long text nothing crowds between them.
+    """
+    index = torch.arange(positions.shape[1])
+    near = (index // chunk - 1).clamp(min=0) * chunk  # where the chunk before a query's own begins
+    times = 1 + (positions - index) / near.clamp(min=1)
+    is_far = index < near[:, None]
+    return (is_far * times.log()[..., None])[:, None]
+
+
+def losses(
+    model: ThinkingModel, batch: Batch, positions: Tensor | None = None, bias: Tensor | None = None
+) -> dict[str, Tensor]:
     """Cross-entropy of what is written, in nats for each text, and of its thoughts: summed over tokens and chunks.
 
     "lm" over the answer's tokens (prompt tokens are not trained: the paper leaves it open), "thoughts" over every token
     of every thought, its end included; no coefficients.
     Twin: tests.test_thinking_training.losses_slowly, close(1e-5).
     """
-    logits, thought_logits = model(batch.token_ids, batch.thoughts, positions)
+    logits, thought_logits = model(batch.token_ids, batch.thoughts, positions, bias)
     count = len(batch.token_ids)
     trained = batch.labels != IGNORED
     out = {"lm": F.cross_entropy(logits[trained], batch.labels[trained], reduction="sum") / count}
