@@ -118,7 +118,7 @@ def thinking_states(
     task
         coin-flip, variables, s3 or s5.
     preset
-        tiny; of coin-flip also far, mini, no-jumps and paper, of s3 also full.
+        tiny; of coin-flip also far, mini, no-jumps and paper, of variables far, of s3 full.
     arm
         thinking; plain (no thoughts); no_feedback (thoughts that change nothing); chain_of_thought.
     form

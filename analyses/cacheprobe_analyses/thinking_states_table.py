@@ -117,6 +117,7 @@ def main_rows() -> tuple[Row, ...]:
     rows += [Row("s3", "thinking", (operations,), preset="full", num_seeds=2) for operations in (4, 16, 128)]
     rows += [Row("s5", "thinking", (operations,)) for operations in (4, 16, 64, 128)]
     rows += [Row("variables", "thinking", operations) for operations in ((10,), (20,), far)]
+    rows += [Row("variables", "thinking", operations, preset="far", num_seeds=1) for operations in ((10,), (20,), far)]
     for arm in ("no_feedback", "plain", "chain_of_thought"):
         rows += [Row("variables", arm, operations, num_seeds=1) for operations in ((10,), (20,), far)]
     return tuple(rows)

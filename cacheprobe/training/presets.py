@@ -81,6 +81,14 @@ _S3 = Preset(  # a window, since attention to all earlier swaps, of which four a
     loop=replace(_LOOP, steps=700),
 )
 
+_VARIABLES = Preset(
+    lambda updates: Variables(updates=updates),
+    variants=_JITTERED,
+    model=dict(chunk=6, max_thought=16),
+    loop=replace(_LOOP, steps=2400),
+    arms={arm: dict(reach=0) for arm in ("no_feedback", "plain", "chain_of_thought")},
+)
+
 PRESETS: dict[str, dict[str, Preset]] = {
     "coin-flip": {
         "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
@@ -96,15 +104,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "s5": {
         "tiny": replace(_S3, task=lambda steps: Permutations(steps=steps, elements=5), loop=replace(_LOOP, steps=1200)),
     },
-    "variables": {
-        "tiny": Preset(
-            lambda updates: Variables(updates=updates),
-            variants=_JITTERED,
-            model=dict(chunk=6, max_thought=16),
-            loop=replace(_LOOP, steps=2400),
-            arms={arm: dict(reach=0) for arm in ("no_feedback", "plain", "chain_of_thought")},
-        ),
-    },
+    # far: as the coin's
+    "variables": {"tiny": _VARIABLES, "far": replace(_VARIABLES, crowds=True)},
 }
 
 
