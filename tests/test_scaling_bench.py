@@ -7,7 +7,7 @@ from tests.tiny import loaded
 
 
 def test_it_measures_every_size_and_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = dict(BATCHES=(1, 2), CONTEXTS=(8,), LAYERS=(1, 3), LONG=80, CAPACITY=96, WINDOW=4, PIECE=16, NEW_TOKENS=6)
+    small = dict(BATCHES=(1, 2), CONTEXTS=(8,), LAYERS=(1, 3), LONG=80, CAPACITY=96, PIECE=16, NEW_TOKENS=6)
     for name, value in small.items():
         monkeypatch.setattr(scaling, name, value)
     found = scaling.measure(loaded(), rounds=1)

@@ -2,8 +2,9 @@
 
 SmolLM2, bfloat16, 2 threads, end-of-sequence ignored. The first three are seconds of a run that keeps S, T and C over
 those of the same run that keeps nothing, neighbours in time. The length of a trace is one deterministic request of
-2,000 tokens in one fixed capacity, S, T and C of all layers kept: attention runs over the whole capacity there, so that
-what is left to grow is recording.
+2,000 tokens in one fixed capacity, S, T and C of all layers kept, verified token by token: every pass attends to the
+whole capacity then, so that what is left to grow is recording. Longer windows are drafted by passes that attend to
+what is in use, which grows.
 """
 
 import time
@@ -19,7 +20,7 @@ from cacheprobe_benchmarks.machine import machine, measuring
 
 NEW_TOKENS = 32
 BATCHES, CONTEXTS, LAYERS = (1, 4, 16), (16, 128, 512), (1, 10, 20, 30)
-LONG, CAPACITY, WINDOW = 2_000, 2_048, 16
+LONG, CAPACITY, WINDOW = 2_000, 2_048, 1
 """Tokens of the long trace, its capacity, and the verifier's window."""
 PIECE = 64
 """Tokens whose cost is taken together."""
