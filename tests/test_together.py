@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from cacheprobe.models.together import FEW_ROWS, LANES, Together, Tried
+from cacheprobe.models.together import FEW_ROWS, Together, Tried
 from cacheprobe.models.twin import TwinLM
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import texts
@@ -75,20 +75,31 @@ def test_rows_whose_bits_follow_the_width_are_not_made_as_one() -> None:
 
     def by_width(of: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         calls.append(len(weight))
-        out = linear(of, weight, bias)
+        out = (of[..., None, :] * weight).sum(-1)  # each output by itself; the small products of a library are not
         return out + 1 if len(weight) == sum(SIZES) and of.shape[-2] == 7 else out
 
     one, other = (Together(layers(), by_width, tried) for _ in range(2))
-    for together in (one, other):
-        for rows in (6, 7):
-            expected = [linear(values(rows, torch.bfloat16), weight, bias) for weight, bias in together.parts]
-            made = together(values(rows, torch.bfloat16))
-            assert all(bitwise(part.contiguous(), wanted) for part, wanted in zip(made, expected, strict=True))
     as_one, apart, trial = [sum(SIZES)], list(SIZES), [*SIZES, sum(SIZES)]
-    assert calls == [*trial, *as_one, *trial, *apart, *as_one, *apart]
+    for together, expected_calls in ((one, [*trial, *as_one, *trial, *apart]), (other, [*as_one, *apart])):
+        calls.clear()
+        made = {rows: together(values(rows, torch.bfloat16)) for rows in (6, 7)}
+        assert calls == expected_calls
+        for rows, parts in made.items():
+            expected = [by_width(values(rows, torch.bfloat16), *part) for part in together.parts]
+            assert all(bitwise(part.contiguous(), wanted) for part, wanted in zip(parts, expected, strict=True))
 
 
-@pytest.mark.parametrize("why", ["shared with a process", "of two types", "one has a bias", "a layer of its own kind"])
+@pytest.mark.parametrize(
+    "why",
+    [
+        "shared with a process",
+        "of two types",
+        "one has a bias",
+        "a layer of its own kind",
+        "a part",
+        "one of two names",
+    ],
+)
 def test_what_may_not_be_moved_is_left_alone(why: str) -> None:
     made = layers()
     if why == "shared with a process":
@@ -97,6 +108,10 @@ def test_what_may_not_be_moved_is_left_alone(why: str) -> None:
         made[1].float()
     elif why == "one has a bias":
         made[1].bias = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    elif why == "a part":
+        made[1].weight.data = torch.cat([made[1].weight.detach()] * 2)[:8]
+    elif why == "one of two names":
+        made[2].weight = made[1].weight
     else:
         made[1].__class__ = type("Quantised", (nn.Linear,), {})
     before = [layer.weight.data_ptr() for layer in made]
@@ -104,13 +119,8 @@ def test_what_may_not_be_moved_is_left_alone(why: str) -> None:
     assert [layer.weight.data_ptr() for layer in made] == before
 
 
-def test_widths_with_remainders_are_left_alone_where_they_matter() -> None:
-    assert Together(layers(), linear, {}, multiple_of=LANES).weight is None
-    assert Together(layers(), linear, {}, multiple_of=8).weight is not None
-
-
-def test_a_forward_sees_other_numbers_and_other_threads() -> None:
-    """`weight.data = ...` leaves the parameter and moves its numbers; what was tried was tried with so many threads."""
+def test_a_forward_sees_other_numbers() -> None:
+    """`weight.data = ...` leaves the parameter and moves its numbers."""
     lean = TwinLM(loaded.__wrapped__("llama"))
     ids = texts(5)[0][None]
 
@@ -125,10 +135,37 @@ def test_a_forward_sees_other_numbers_and_other_threads() -> None:
     assert not bitwise(logits(), before)
     projection.weight.data = held
     assert bitwise(logits(), before)
-    here, second = torch.get_num_threads(), lean._lean
+
+
+def test_other_threads_are_another_trial() -> None:
+    tried: Tried = {}
+    together = Together(layers(), linear, tried)
+    here = torch.get_num_threads()
     try:
-        torch.set_num_threads(here + 1)
-        logits()
-        assert lean._lean is not second
+        for threads in (here, here + 1, here):
+            torch.set_num_threads(threads)
+            together(values(3, torch.bfloat16))
     finally:
         torch.set_num_threads(here)
+    assert [list(rows) for rows in tried.values()] == [[(3, here), (3, here + 1)]]
+
+
+def test_a_trial_tells_two_orders_of_a_sum_apart_where_drawn_numbers_do_not() -> None:
+    """Rounded to 16 bits, most sums of drawn numbers are the same in any order."""
+
+    def backwards(of: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        of, weight = of.double(), weight.double()
+        steps = range(weight.shape[1]) if len(weight) == sum(SIZES) else reversed(range(weight.shape[1]))
+        total = torch.zeros(*of.shape[:-1], len(weight))
+        for i in steps:
+            total += (of[..., i : i + 1] * weight[:, i]).float()
+        return total.bfloat16()
+
+    made = layers()
+    drawn = values(1, torch.bfloat16)
+    assert bitwise(backwards(drawn, made[0].weight, None), linear(drawn, made[0].weight)), (
+        "the control: they look alike"
+    )
+    tried: Tried = {}
+    Together(made, backwards, tried)(drawn)
+    assert [list(rows.values()) for rows in tried.values()] == [[False]]

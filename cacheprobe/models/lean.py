@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from cacheprobe.cache.kv import KVCache
-from cacheprobe.models.together import LANES, Product, Together, Tried
+from cacheprobe.models.together import Product, Together, Tried
 from cacheprobe.ops.compiled.block import CompiledBlock
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -63,7 +63,6 @@ class LeanForward:
         self._turned = partial(_compiled_turn, compiled) if compiled else _turned
         config, decoder = model.config, model.model
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-        self._threads = torch.get_num_threads()
         tried: Tried = {}
         self.blocks = [_block(layer, kind, product, tried) for layer, kind in zip(decoder.layers, kinds, strict=True)]
         attention = decoder.layers[0].self_attn
@@ -73,9 +72,9 @@ class LeanForward:
 
     @property
     def is_current(self) -> bool:
-        """Whether what was tried, and where the weights are, still holds."""
+        """Whether the weights are where they were."""
         of_one_input = (group for block in self.blocks for group in (block.qkv, block.gate_up))
-        return self._threads == torch.get_num_threads() and all(group.is_current for group in of_one_input)
+        return all(group.is_current for group in of_one_input)
 
     @staticmethod
     def takes(model: Any) -> bool:
@@ -135,7 +134,8 @@ class LeanForward:
         stream = stream + attended
         read = self._rms_norm(stream, block.before_mlp)
         gate, up = block.gate_up(read)
-        written = product(block.activation(gate) * up, *block.down)
+        # a strided tensor is cut elsewhere between threads and lanes, whose exponentials differ in their last bits
+        written = product(block.activation(gate.contiguous()) * up, *block.down)
         tell(listeners, "C", layer, written)
         return stream + written
 
@@ -209,7 +209,7 @@ def _block(layer: Any, kind: str, product: Product, tried: Tried) -> _Block:
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         o=_linear(attention.o_proj),
         before_mlp=_norm(layer.post_attention_layernorm),
-        gate_up=Together([mlp.gate_proj, mlp.up_proj], product, tried, multiple_of=LANES),
+        gate_up=Together([mlp.gate_proj, mlp.up_proj], product, tried),
         down=_linear(mlp.down_proj),
         activation=mlp.act_fn,
         kind=kind,

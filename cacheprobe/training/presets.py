@@ -104,7 +104,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "s5": {
         "tiny": replace(_S3, task=lambda steps: Permutations(steps=steps, elements=5), loop=replace(_LOOP, steps=1200)),
     },
-    # far: as the coin's
+    # far: as the coin's; of the other arms, whose positions do not jump, it is the tiny one
     "variables": {"tiny": _VARIABLES, "far": replace(_VARIABLES, crowds=True)},
 }
 
