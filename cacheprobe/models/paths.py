@@ -91,11 +91,15 @@ def _is_of(function: Any, *libraries: str) -> bool:
 
 def _tried_twin(model: "BridgeLM") -> _Trial:
     """The last trial if nothing changed since, or a new one."""
-    original = model.bridge.original_model
-    state = (id(original), str(original.config), model.weight_versions)
-    if model.twin_trial is None or model.twin_trial.state != state:
-        model.twin_trial = _Trial(state, *_try_twin(model))
+    if model.twin_trial is None or model.twin_trial.state != _state(model):
+        found = _try_twin(model)
+        model.twin_trial = _Trial(_state(model), *found)  # the twin may have moved weights on its trial
     return model.twin_trial
+
+
+def _state(model: "BridgeLM") -> tuple[int, str, tuple[tuple[int, int], ...]]:
+    original = model.bridge.original_model
+    return id(original), str(original.config), model.weight_versions
 
 
 def _try_twin(model: "BridgeLM") -> "tuple[TwinLM | None, str]":
