@@ -60,7 +60,8 @@ def figures() -> str:
         "ratios to the parallel step in one chunk.",
         cost.table(),
         f"{_command('thinking_variations')}: per cent of 200 texts\n"
-        "answered rightly by models of one training each, seed 0, with one thing changed; p: flip probability.",
+        "and seed answered rightly by models with one thing changed; in brackets the worst of several seeds.\n"
+        "p: flip probability.",
         varied.table(),
         f"Of {GAP_TEST}, by the longest run of chunks in which the state stays as it is:",
         varied.gaps(),

@@ -15,9 +15,11 @@ from cacheprobe.training.presets import PRESETS, preset_of
 from cacheprobe.training.thinking_run import TEST_SEED
 from cacheprobe.training.thinking_states import collate, losses
 from cacheprobe.training.thinking_train import train_thinking
+from cacheprobe_analyses import every_length as lengths
 from cacheprobe_analyses import state_or_attention as routes
 from cacheprobe_analyses import thinking_variations as variations
 from cacheprobe_analyses import training_cost as cost
+from cacheprobe_analyses.thinking_states_table import trained_arm
 from tests.test_thinking import tiny
 from tests.test_thinking_training import SMALL, items
 
@@ -95,22 +97,40 @@ def small(name: str = "base") -> variations.Variation:
     """A variation that is trained in a second, and learns nothing much."""
     variation = next(v for v in variations.variations() if v.name == name)
     preset = replace(variation.preset, operations=(1, 2), pool=60, model=SMALL, loop=LoopSettings(steps=4, batch=8))
-    return replace(variation, preset=preset, tests=variation.tests[:1])
+    return replace(variation, preset=preset, tests=variation.tests[:1], num_seeds=1)
 
 
 def test_variations_go_on_where_they_were(tmp_path) -> None:
     config = variations.Config((small(),), tmp_path / "models", texts=6, results=tmp_path / "cells.json")
     heard: list[str] = []
     first = variations.run(config, heard.append)
-    cell = first.cells["base"]["10 operations, p 0.1"]
+    (cell,) = first.cells["base"]["10 operations, p 0.1"]
     assert cell["texts"] == 6 and sum(texts for texts, _ in cell["by_gap"].values()) == 6 and len(heard) == 1
     assert sum(right for _, right in cell["by_gap"].values()) == cell["right"]
     held = json.loads(config.results.read_text())
-    assert held == {"cells": first.cells, "models": first.models} and first.models["base"]["steps"] == 4
+    assert held == {"cells": first.cells, "models": first.models} and first.models["base"][0]["steps"] == 4
     assert variations.run(config, heard.append) == first and len(heard) == 1
     both = replace(config, variations=(small(), small("two coins, thoughts of asked")))
     assert set(variations.run(both, heard.append).cells) == {"base", "two coins, thoughts of asked"} and len(heard) == 2
-    assert "| base |" in first.table() and "| base |" not in first.gaps() and first.others() == []
+    assert "| base | 1 |" in first.table() and "| base |" not in first.gaps() and first.others() == []
+    more = variations.run(replace(config, variations=(replace(small(), num_seeds=2),)), heard.append)
+    assert [c["seed"] for c in more.cells["base"]["10 operations, p 0.1"]] == [0, 1] and len(heard) == 3
+    assert more.cells["base"]["10 operations, p 0.1"][0] == cell and "| base | 2 |" in more.table()
+
+
+def test_several_seeds_are_told_by_their_mean_and_the_worst() -> None:
+    counts = [dict(seed=seed, texts=200, right=right) for seed, right in enumerate((200, 150, 190))]
+    cells = [{**count, "by_gap": {"1 to 16": [100, 90], "65 or more": [100, count["right"] - 90]}} for count in counts]
+    models = [
+        dict(steps=300, cpu_seconds=s, cpu_seconds_to_99=to) for s, to in ((40.0, 20.0), (41.0, None), (42.0, 30.0))
+    ]
+    result = variations.Result({"base": {variations.GAP_TEST: cells, "of its own": cells}}, {"base": models})
+    line = result.gaps().splitlines()[2]
+    assert line == "| base | 90.0 of 300 |  |  | 90.0 of 300 |"
+    assert result.others() == ["base, of its own: 90.0 % of 600 texts (95 % 87.3 to 92.2; 3 seeds, the worst 75.0 %)"]
+    result = variations.Result({"base": {test.name: cells for test in variations.coin_tests()}}, {"base": models})
+    told = " | ".join(["90.0 (75.0)"] * 6)
+    assert result.table().splitlines()[2] == f"| base | 3 | {told} | 300 | 41 | not reached |"
 
 
 def test_each_variation_changes_one_thing_and_is_tested_alike() -> None:
@@ -165,3 +185,30 @@ def test_attention_reaches_no_farther_than_it_is_let() -> None:
         causal = torch.ones(12, 12, dtype=torch.bool).tril()
         assert torch.equal(reached, causal & (chunks[:, None] - chunks <= before))
         torch.testing.assert_close(pattern.sum(-1), torch.ones(2, 2, 12))
+
+
+def test_every_length_is_tested_by_itself_and_once(tmp_path, monkeypatch) -> None:
+    coin = preset_of("coin-flip", "tiny")
+    quick = replace(coin, operations=(1, 2), pool=60, model=SMALL, loop=LoopSettings(steps=4, batch=8))
+    monkeypatch.setitem(PRESETS["coin-flip"], "quick", quick)
+    config = lengths.Config(("quick",), (0,), (3, 4), (0.5,), 6, tmp_path / "models", tmp_path / "cells.json")
+    (cell,) = lengths.run(config).cells
+    trained, _ = trained_arm(config.folder, "coin-flip", "quick", "thinking", 0)
+    for operations in config.operations:  # a model that has learnt nothing is wrong somewhere
+        verdicts = trained.test((operations,), 6, lengths.TEXTS_SEED, flip_probability=0.5)
+        assert cell.wrong.get(str(operations), 0) == 6 - sum(verdicts.is_right)
+    assert cell.wrong and cell.operations == (3, 4)
+    monkeypatch.setattr(lengths, "trained_arm", None)  # what is known is not asked again
+    assert lengths.run(config).cells == [cell]
+    with pytest.raises(ValueError, match="every number from the first to the last"):
+        lengths.run(replace(config, operations=(3, 5)))
+
+
+def test_a_line_of_lengths_names_its_worst_seed_and_length() -> None:
+    cells = [
+        lengths.Cell("far", 0.5, 0, (10, 100), 200, {"64": 2, "99": 5}),
+        lengths.Cell("far", 0.5, 1, (10, 100), 200, {}),
+    ]
+    assert lengths.Result(cells).table().splitlines()[2] == (
+        "| far | 0.5 | [10, 100] | 2 | 36,400 | 7 | 99.981 | 99.960 to 99.991 | 99.962 | 97.5 |"
+    )

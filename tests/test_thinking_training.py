@@ -42,7 +42,8 @@ def items(n: int, seed: int = 0, chunk: int = 4) -> list[Annotated]:
         k = dice.randint(1, 5)
         prompt = tuple(dice.randrange(2, TINY["d_vocab"]) for _ in range(k * chunk))
         thoughts = tuple((*(dice.randrange(2, 19) for _ in range(dice.randint(0, 2))), 1) for _ in range(k))
-        made.append(Annotated(prompt, thoughts, (dice.randrange(2, 19), 1), k))
+        chain = tuple(dice.randrange(2, 19) for _ in range(dice.randint(1, 6)))
+        made.append(Annotated(prompt, thoughts, (dice.randrange(2, 19), 1), k, chain))
     return made
 
 
@@ -70,12 +71,14 @@ def test_losses_are_sums_of_cross_entropies(arm: str) -> None:
         assert math.isclose(float(got["thoughts"].detach()), want["thoughts"] / 5, rel_tol=1e-5)
 
 
-def test_a_chain_of_thought_says_every_thought_and_then_the_answer() -> None:
-    item = Annotated((2, 3, 4, 5), ((6, 7, 1), (1,)), (8, 1), 1)
+def test_a_chain_of_thought_is_written_and_then_the_answer() -> None:
+    item = Annotated((2, 3, 4, 5), ((9, 1), (1,)), (8, 1), 1, (6, 7))
     assert spoken(item, "chain_of_thought") == (6, 7, 8, 1) and spoken(item, "plain") == (8, 1)
     batch = collate([item], "chain_of_thought")
     assert batch.token_ids.tolist() == [[2, 3, 4, 5, 6, 7, 8]]
     assert batch.labels.tolist() == [[IGNORED] * 3 + [6, 7, 8, 1]]
+    with pytest.raises(ValueError, match="annotate it with chain="):
+        spoken(replace(item, chain_ids=()), "chain_of_thought")
 
 
 def test_no_gradient_runs_from_chunk_to_chunk_through_thoughts() -> None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cacheprobe.tasks import (
+    CHAINS,
     FORMATS,
     Annotated,
     CoinFlip,
@@ -21,6 +22,7 @@ from cacheprobe.tasks import (
     coin_question,
     word_tokenizer,
 )
+from cacheprobe.training.presets import preset_of
 
 ONE_OF_EACH = Example(coin_question("heads", [("Alice", True), ("Bob", False), ("Carol", True)]))
 
@@ -130,6 +132,37 @@ def test_the_formats_by_hand(words, form, expected):
     assert (words.decode(found.answer_ids), found.num_events, found.chunk) == ("heads <eos>", 3, 4)
 
 
+@pytest.mark.parametrize(
+    ("chain", "expected"),
+    [
+        ("operations", "heads Alice flips tails Bob does not flip tails Carol flips heads"),
+        ("states", "tails tails heads"),
+        (None, ""),
+    ],
+)
+def test_chains_of_thought_by_hand(words, chain, expected):
+    """Whatever the chunks and the format of thoughts are."""
+    for chunk, form, phase in ((4, "state", 0), (7, "restate", 3), (99, "delta", 1)):
+        (found,) = annotate_all([ONE_OF_EACH], words, chunk, form, [phase], chain=chain)
+        assert words.decode(found.chain_ids).strip() == expected
+        assert replace(found, chain_ids=()) == annotate(ONE_OF_EACH, words, chunk, form, phase)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("name", ["coin-flip", "variables", "s3", "s5"])
+def test_a_chain_of_thought_is_in_the_vocabulary_and_ends_in_the_last_state(name, chain):
+    preset = preset_of(name, "tiny")
+    tokenizer = word_tokenizer(preset.vocabulary())
+    for task in preset.tasks():
+        examples = task.examples(8)
+        for example, found in zip(examples, annotate_all(examples, tokenizer, 6, chain=chain), strict=True):
+            written, states = tokenizer.decode(found.chain_ids).split(), example.question.states
+            last = states[-1].split()
+            assert written[-len(last) :] == last
+            if chain == "states":
+                assert written == " ".join(states[1:]).split()
+
+
 def test_operations_that_share_a_chunk_are_all_said(words):
     (_, said) = annotate(ONE_OF_EACH, words, 20).thoughts
     assert words.decode(said) == "tails tails heads <eos>"
@@ -194,6 +227,7 @@ def test_a_thought_too_long_is_named(words):
     [
         ({"chunk": 0}, "chunk=0 must be a whole number, 1 or more"),
         ({"form": "words"}, "form='words' is unknown"),
+        ({"chain": "words"}, "chain='words' is unknown"),
         ({"phases": [1, 2]}, "one phase for each of 1 examples, got 2"),
         ({"phases": [-1]}, "phase=-1 must be a whole number, 0 or more"),
         ({"max_thought": 0}, "max_thought=0"),

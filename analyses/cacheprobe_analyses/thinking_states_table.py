@@ -113,13 +113,16 @@ def main_rows() -> tuple[Row, ...]:
         rows += [Row("coin-flip", "thinking", operations, preset=preset) for operations in ((10,), (20,), far, (256,))]
     for arm in ("no_feedback", "plain", "chain_of_thought"):
         rows += [Row("coin-flip", arm, operations) for operations in ((10,), (20,), far)]
+    bare = dict(arm="chain_of_thought", preset="bare-chain")
+    rows += [Row("coin-flip", operations=operations, **bare) for operations in ((10,), (20,), far)]
     rows += [Row("s3", "thinking", (operations,)) for operations in (4, 16, 128)]
     rows += [Row("s3", "thinking", (operations,), preset="full", num_seeds=2) for operations in (4, 16, 128)]
     rows += [Row("s5", "thinking", (operations,)) for operations in (4, 16, 64, 128)]
     rows += [Row("variables", "thinking", operations) for operations in ((10,), (20,), far)]
-    rows += [Row("variables", "thinking", operations, preset="far", num_seeds=1) for operations in ((10,), (20,), far)]
+    rows += [Row("variables", "thinking", operations, preset="far") for operations in ((10,), (20,), far)]
     for arm in ("no_feedback", "plain", "chain_of_thought"):
-        rows += [Row("variables", arm, operations, num_seeds=1) for operations in ((10,), (20,), far)]
+        rows += [Row("variables", arm, operations) for operations in ((10,), (20,), far)]
+    rows += [Row("variables", operations=operations, num_seeds=1, **bare) for operations in ((10,), (20,), far)]
     return tuple(rows)
 
 

@@ -2,8 +2,9 @@
 
     python -m cacheprobe_analyses.thinking_variations [--only TEXT] --json analyses/results/thinking-variations.json
 
-One training each, from one seed, of the coin-flip model with one thing changed; each is tested by its own thoughts, at
-and beyond the trained lengths. What is not in `folder` yet is trained there (one core); cells are kept as they come.
+Trainings of the coin-flip model with one thing changed, from one seed, or three where a claim of the paper hangs on it;
+each is tested by its own thoughts, at and beyond the trained lengths. What is not in `folder` yet is trained there (one
+core); cells are kept as they come.
 Source: Thinking States (arXiv 2602.08332), ablations of section 5 and appendix A: chunk size, L_out, state ambiguity.
 """
 
@@ -51,6 +52,7 @@ class Variation:
     name: str
     preset: Preset
     tests: tuple[Test, ...]
+    num_seeds: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,29 +62,29 @@ class Config:
     variations: tuple[Variation, ...]
     folder: Path = Path("runs/thinking-variations")
     texts: int = 200
-    """For each test."""
-    seed: int = 0
+    """For each test and seed."""
     results: Path = RESULTS
 
 
 @dataclass(frozen=True)
 class Result:
-    """By variation: a cell for each of its tests; and how the model was made."""
+    """By variation: for each of its tests a cell of each seed; and how the models were made."""
 
-    cells: dict[str, dict[str, dict[str, Any]]]
-    models: dict[str, dict[str, Any]]
+    cells: dict[str, dict[str, list[dict[str, Any]]]]
+    models: dict[str, list[dict[str, Any]]]
 
     def table(self) -> str:
-        """Per cent of texts answered rightly, a line for each coin model; steps, and seconds of one core that training
-        took, in all and until 99 % of fresh texts of the trained lengths were wholly right, twice running."""
+        """Per cent of texts answered rightly, a line for each coin model, in brackets the worst of several seeds;
+        steps, and the mean of the seconds of one core that training took, in all and until 99 % of fresh texts of the
+        trained lengths were wholly right, twice running."""
         shared = [test.name for test in coin_tests()]
-        head = ["variation", *shared, "steps", "seconds", "to 99 %"]
+        head = ["variation", "seeds", *shared, "steps", "seconds", "to 99 %"]
         lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for name, cells in self.cells.items():
             if shared[0] in cells:
-                told = [f"{100 * c['right'] / c['texts']:.1f}" if (c := cells.get(t)) else "" for t in shared]
-                told += [str(self.models[name][key]) for key in ("steps", "cpu_seconds", "cpu_seconds_to_99")]
-                lines.append(f"| {name} | {' | '.join(told)} |")
+                told = [_percent(cells[test]) if test in cells else "" for test in shared]
+                told += [_mean([made[key] for made in self.models[name]]) for key in MADE]
+                lines.append(f"| {name} | {len(self.models[name])} | {' | '.join(told)} |")
         return "\n".join(lines)
 
     def gaps(self) -> str:
@@ -90,22 +92,24 @@ class Result:
         names = [_name(gap) for gap in GAPS]
         lines = [f"| variation | {' | '.join(f'{name} chunks' for name in names)} |", "|---" * (len(GAPS) + 1) + "|"]
         for variation in BY_GAP:
-            found = self.cells.get(variation, {}).get(GAP_TEST, {}).get("by_gap", {})
-            told = [f"{100 * found[n][1] / found[n][0]:.1f} of {found[n][0]}" if n in found else "" for n in names]
-            lines += [f"| {variation} | {' | '.join(told)} |"] if found else []
+            cells = self.cells.get(variation, {}).get(GAP_TEST, [])
+            found = [[sum(cell["by_gap"].get(n, (0, 0))[i] for cell in cells) for i in (0, 1)] for n in names]
+            told = [f"{100 * right / count:.1f} of {count}" if count else "" for count, right in found]
+            lines += [f"| {variation} | {' | '.join(told)} |"] if cells else []
         return "\n".join(lines)
 
     def others(self) -> list[str]:
         """The tests that are not those of every coin model, one a line."""
         shared = {test.name for test in coin_tests()}
         return [
-            f"{name}, {test}: {_told(cell['texts'], cell['right'])}"
+            f"{name}, {test}: {_told(found)}"
             for name, cells in self.cells.items()
-            for test, cell in cells.items()
+            for test, found in cells.items()
             if test not in shared
         ]
 
 
+MADE = ("steps", "cpu_seconds", "cpu_seconds_to_99")
 BASE, GAP_TEST = "base", "[10, 100] operations, p 0.1"
 BY_GAP = (BASE, "thought: state", "thought: delta")
 
@@ -125,18 +129,19 @@ def variations(steps: int = STEPS) -> tuple[Variation, ...]:
     coin = preset_of("coin-flip", "tiny")
     base = replace(coin, loop=replace(coin.loop, steps=steps), arms={})
 
-    def of(name: str, model: dict[str, Any] | None = None, tests: tuple[Test, ...] = (), **changes: Any) -> Variation:
-        return Variation(name, replace(base, model={**base.model, **(model or {})}, **changes), coin_tests() + tests)
+    def of(
+        name: str, model: dict[str, Any] | None = None, tests: tuple[Test, ...] = (), seeds: int = 1, **changes: Any
+    ) -> Variation:
+        preset = replace(base, model={**base.model, **(model or {})}, **changes)
+        return Variation(name, preset, coin_tests() + tests, seeds)
 
     still = (Test("10 operations, p 0", (10,), {"flip_probability": 0.0}),)
     still += (Test("[10, 100] operations, p 0", FAR, {"flip_probability": 0.0}),)
     return (
-        of(BASE, tests=still),
+        of(BASE, tests=still, seeds=3),
         of("thought: delta", form="delta", tests=still),
         of("thought: state", form="state", tests=still),
-        of("chunk of 10", dict(chunk=10)),
-        of("chunk of 20", dict(chunk=20)),
-        of("chunk of 2", dict(chunk=2)),
+        *(of(f"chunk of {tokens}", dict(chunk=tokens), seeds=3) for tokens in (10, 20, 2)),
         of("no position jumps", reach=0),
         two_coins("asked"),
         two_coins("asked", with_jumps=True),
@@ -159,7 +164,7 @@ def loop_of(blocks: int) -> Variation:
     for half the steps that S5 asks for, so that there is room above and below."""
     s5 = preset_of("s5", "tiny")
     preset = replace(s5, model={**s5.model, "l_in": 0, "l_out": blocks}, loop=replace(s5.loop, steps=600))
-    return Variation(f"S5, loop of {blocks}", preset, tuple(Test(f"{n} operations", (n,)) for n in (4, 8, 16)))
+    return Variation(f"S5, loop of {blocks}", preset, tuple(Test(f"{n} operations", (n,)) for n in (4, 8, 16)), 3)
 
 
 def two_coins(says: str, with_jumps: bool = False) -> Variation:
@@ -181,7 +186,8 @@ def two_coins(says: str, with_jumps: bool = False) -> Variation:
         for n in (10, 40)
         for first in (True, False)
     )
-    return Variation(f"two coins, thoughts of {says}{', with jumps' * with_jumps}", preset, tests)
+    name = f"two coins, thoughts of {says}{', with jumps' * with_jumps}"
+    return Variation(name, preset, tests, num_seeds=1 if with_jumps else 3)
 
 
 @one_thread()
@@ -189,21 +195,25 @@ def run(config: Config, report: Callable[[str], None] = lambda line: None, progr
     """Fill in every cell that is not known yet. Resumable: cells are written as they come."""
     held = json.loads(config.results.read_text(encoding="utf-8")) if config.results.exists() else {}
     cells, models = held.get("cells", {}), held.get("models", {})
-    asked = [(variation.name, test.name) for variation in config.variations for test in variation.tests]
-    missing = sum(cells.get(name, {}).get(test, {}).get("texts", 0) < config.texts for name, test in asked)
-    bar = Progress(missing, "testing", "cells", enabled=progress)
-    for variation in config.variations:
-        done = cells.get(variation.name, {})
-        if all(done.get(test.name, {}).get("texts", 0) >= config.texts for test in variation.tests):
-            continue
-        trained, models[variation.name] = trained_variation(config.folder, variation, config.seed, progress)
-        for test in variation.tests:
-            if done.get(test.name, {}).get("texts", 0) < config.texts:
-                with bar:  # not around the training, which has a bar of its own
-                    cells.setdefault(variation.name, done)[test.name] = cell = _test(trained, test, config.texts)
-                    bar.advance(note=variation.name)
-                write_json(config.results, {"cells": cells, "models": models})
-                report(f"{variation.name}, {test.name}: {_told(cell['texts'], cell['right'])}")
+    lacking: list[tuple[int, Variation, list[Test]]] = []
+    for seed in range(max(variation.num_seeds for variation in config.variations)):
+        for variation in config.variations:
+            done = cells.get(variation.name, {})
+            tests = [test for test in variation.tests if not _is_known(done.get(test.name, []), seed, config.texts)]
+            if tests and seed < variation.num_seeds:
+                lacking.append((seed, variation, tests))
+    bar = Progress(sum(len(tests) for _, _, tests in lacking), "testing", "cells", enabled=progress)
+    for seed, variation, tests in lacking:
+        trained, record = trained_variation(config.folder, variation, seed, progress)
+        models[variation.name] = _with(models.get(variation.name, []), record)
+        done = cells.setdefault(variation.name, {})
+        for test in tests:
+            with bar:  # not around the training, which has a bar of its own
+                cell = {"seed": seed, **_test(trained, test, config.texts)}
+                done[test.name] = _with(done.get(test.name, []), cell)
+                bar.advance(note=variation.name)
+            write_json(config.results, {"cells": cells, "models": models})
+            report(f"{variation.name}, {test.name}, seed {seed}: {_told([cell])}")
     wanted = [variation.name for variation in config.variations]
     return Result({name: cells[name] for name in wanted}, {name: models[name] for name in wanted})
 
@@ -250,15 +260,37 @@ def _name(gap: tuple[int, int]) -> str:
     return f"{gap[0]} or more" if gap is GAPS[-1] else f"{gap[0]} to {gap[1]}"
 
 
-def _told(texts: int, right: int) -> str:
+def _is_known(cells: Sequence[dict[str, Any]], seed: int, texts: int) -> bool:
+    return any(cell["seed"] == seed and cell["texts"] >= texts for cell in cells)
+
+
+def _with(held: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of the other seeds, and the new one."""
+    return [*(one for one in held if one["seed"] != new["seed"]), new]
+
+
+def _mean(found: Sequence[float | None]) -> str:
+    """A whole number as one; not reached where a single seed did not."""
+    known = [one for one in found if one is not None]
+    return f"{sum(known) / len(known):.4g}" if len(known) == len(found) else "not reached"
+
+
+def _percent(cells: Sequence[dict[str, Any]]) -> str:
+    shares = [100 * cell["right"] / cell["texts"] for cell in cells]
+    return f"{sum(shares) / len(shares):.1f}" + (f" ({min(shares):.1f})" if len(shares) > 1 else "")
+
+
+def _told(cells: Sequence[dict[str, Any]]) -> str:
+    texts, right = sum(cell["texts"] for cell in cells), sum(cell["right"] for cell in cells)
     low, high = Accuracy(texts, right, 0, 0.5).interval
-    return f"{100 * right / texts:.1f} % of {texts} texts (95 % {100 * low:.1f} to {100 * high:.1f})"
+    worst = f"; {len(cells)} seeds, the worst {_percent(cells)[:-1].split('(')[1]} %" if len(cells) > 1 else ""
+    return f"{100 * right / texts:.1f} % of {texts} texts (95 % {100 * low:.1f} to {100 * high:.1f}{worst})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--folder", type=Path, default=Config.folder, help="where trained models are, or go")
-    parser.add_argument("--texts", type=int, default=Config.texts, help="for each test")
+    parser.add_argument("--texts", type=int, default=Config.texts, help="for each test and seed")
     parser.add_argument("--only", default="", help="variations whose name holds this text")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the cells are kept")
     given = parser.parse_args()

@@ -10,12 +10,13 @@ from cacheprobe.tasks.exchange import from_dataset, to_dataset
 from cacheprobe.tasks.files import example_from_record, example_record, load_examples, save_examples
 from cacheprobe.tasks.people import HELD_OUT_NAMES, NAMES, TRAIN_NAMES
 from cacheprobe.tasks.permutations import Permutations
-from cacheprobe.tasks.thoughts import FORMATS, Annotated, annotate, annotate_all
+from cacheprobe.tasks.thoughts import CHAINS, FORMATS, Annotated, annotate, annotate_all
 from cacheprobe.tasks.two_coins import TwoCoins
 from cacheprobe.tasks.variables import Variables
 from cacheprobe.tasks.words import encode_strictly, load_tokenizer, save_tokenizer, word_tokenizer
 
 __all__ = [
+    "CHAINS",
     "FORMATS",
     "HELD_OUT_NAMES",
     "NAMES",

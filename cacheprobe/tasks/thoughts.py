@@ -23,6 +23,10 @@ FORMATS = ("state", "restate", "delta")
 restate: in every chunk, the state after the last operation that ended so far, the stated initial one before the first.
 delta: as state, but only for operations that change the state.
 The statement of the initial state is no operation. A chunk with nothing to say has an empty thought."""
+CHAINS = ("operations", "states")
+"""What a chain of thought writes between prompt and answer.
+operations: the initial state, then the words of each operation and the state after it.
+states: the state after each operation alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,14 @@ class Annotated:
     token_ids: the prompt, its end on a chunk boundary: pads in front fill it up to whole chunks.
     thoughts: [n] per chunk, what is to be produced FROM it (so it acts on the next one), <eos> at the end of each.
     answer_ids: the answer's tokens, then <eos>.  num_events: operations of the question.
+    chain_ids: what a chain of thought writes before the answer, where one was asked for.
     """
 
     token_ids: tuple[int, ...]
     thoughts: tuple[tuple[int, ...], ...]
     answer_ids: tuple[int, ...]
     num_events: int
+    chain_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.thoughts or len(self.token_ids) % len(self.thoughts):
@@ -68,6 +74,7 @@ def annotate_all(
     form: str = "state",
     phases: Sequence[int] | None = None,
     max_thought: int | None = None,
+    chain: str | None = None,
 ) -> list[Annotated]:
     """Examples in chunks of `chunk` tokens, with gold thoughts in one of FORMATS.
 
@@ -75,6 +82,7 @@ def annotate_all(
     space sets apart ("What's the state? A:"). The end of the prompt lies on a chunk boundary, so pads in front cannot
     shift operations against chunks, and these do. None: no such pads.
     max_thought: most tokens of a thought, its <eos> counted; a longer one is an error.
+    chain: one of CHAINS, to be written without chunks or thoughts. None: there is no chain.
     Operations of which several end in one chunk are all said in "state" and "delta", in their order.
     Needs a fast tokenizer with pad and eos tokens, and bare questions: neither shots nor a chat template.
     Twin: tests.test_thoughts.annotate_slowly, ==.
@@ -82,6 +90,8 @@ def annotate_all(
     check_count("chunk", chunk, at_least=1)
     if form not in FORMATS:
         raise ValueError(f"form={form!r} is unknown; use one of {FORMATS}")
+    if chain is not None and chain not in CHAINS:
+        raise ValueError(f"chain={chain!r} is unknown; use one of {CHAINS}")
     if max_thought is not None:
         check_count("max_thought", max_thought, at_least=1)
     if phases is not None and len(phases) != len(examples):
@@ -121,7 +131,8 @@ def annotate_all(
                 )
             thoughts[place] = thought
         answer_ids: tuple[Any, ...] = (*token_ids[num_prompt:], eos)
-        annotated.append(Annotated(tuple(padded), tuple(thoughts), answer_ids, len(question.events)))
+        chain_ids = tuple(token_id for text in _written(question, chain) for token_id in say(text))
+        annotated.append(Annotated(tuple(padded), tuple(thoughts), answer_ids, len(question.events), chain_ids))
     return annotated
 
 
@@ -137,6 +148,16 @@ def _said(question: Question, chunks: Sequence[int], count: int, form: str) -> I
         if form == "state" or states[step] != states[step - 1]:
             said[chunks[step]] = (*said.get(chunks[step], ()), words[step])
     yield from said.items()
+
+
+def _written(question: Question, chain: str | None) -> Iterator[str]:
+    """The texts of a chain of thought, in their order."""
+    if chain == "operations":
+        yield question.states[0]
+    for (begin, end), state in zip(question.spans[1:], question.states[1:], strict=True) if chain else ():
+        if chain == "operations":
+            yield question.text[begin:end]
+        yield state
 
 
 def _end_of_prompt(question: Question, encoding: Any) -> int:

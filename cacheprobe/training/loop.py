@@ -89,7 +89,9 @@ class Loop:
             losses = losses_of(self.step)
             total = torch.stack(list(losses.values())).sum()
             if not bool(torch.isfinite(total)):
-                raise FloatingPointError(f"step {self.step}: the loss is {float(total)}; lower lr={settings.lr}")
+                raise FloatingPointError(
+                    f"step {self.step}: the loss is {float(total.detach())}; lower lr={settings.lr}"
+                )
             self.optimizer.zero_grad(set_to_none=True)
             total.backward()
             nn.utils.clip_grad_norm_(parameters, settings.clip)

@@ -23,6 +23,8 @@ class Preset:
     """Settings of the task, each trained on as often, so that no regularity of one is learned as the rule."""
     form: str = "restate"
     """One of FORMATS: thoughts in every chunk, after operations alone ("state"), or on changes alone ("delta")."""
+    chain: str = "operations"
+    """One of CHAINS: what the chain of thought writes of each operation."""
     reach: int = 6_000
     """Positions jump by up to this many between chunks in training; see `skipping_positions`. 0: they do not."""
     crowds: bool = False
@@ -52,6 +54,10 @@ class Preset:
         """How far positions jump in an arm's training."""
         return self.arms.get(arm, {}).get("reach", self.reach)
 
+    def chain_of(self, arm: str) -> str | None:
+        """What an arm writes before the answer, one of CHAINS; None: nothing."""
+        return self.chain if arm == "chain_of_thought" else None
+
     def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
         """The model of an arm: the same backbone for all."""
         if arm not in ARMS:
@@ -69,7 +75,7 @@ _LOOP = LoopSettings(steps=1000, batch=32, weight_decay=0.1)
 _ARMS = {  # without jumps these three reach 99 % in distribution in a fraction of the steps
     "no_feedback": dict(steps=1400, reach=0),
     "plain": dict(steps=1600, reach=0),
-    "chain_of_thought": dict(steps=2000, reach=0),
+    "chain_of_thought": dict(steps=1600, reach=0),
 }
 _JITTERED = ({"jitter": 0}, {"jitter": 3})
 _S3 = Preset(  # a window, since attention to all earlier swaps, of which four are trained, is diluted by the later ones
@@ -99,13 +105,19 @@ PRESETS: dict[str, dict[str, Preset]] = {
         "no-jumps": Preset(_coin, variants=_FLIPS, reach=0, loop=_LOOP),
         # as the paper has it: thoughts where an operation ends alone, too
         "paper": Preset(_coin, variants=_FLIPS, form="state", reach=0, loop=_LOOP),
+        # the tiny one, but that a chain of thought writes states alone, which is what the paper's thoughts are
+        "bare-chain": Preset(_coin, variants=_FLIPS, chain="states", loop=_LOOP, arms=_ARMS),
     },
     "s3": {"tiny": _S3, "full": replace(_S3, model=dict(chunk=5), reach=6_000, loop=_LOOP)},
     "s5": {
         "tiny": replace(_S3, task=lambda steps: Permutations(steps=steps, elements=5), loop=replace(_LOOP, steps=1200)),
     },
     # far: as the coin's; of the other arms, whose positions do not jump, it is the tiny one
-    "variables": {"tiny": _VARIABLES, "far": replace(_VARIABLES, crowds=True)},
+    "variables": {
+        "tiny": _VARIABLES,
+        "far": replace(_VARIABLES, crowds=True),
+        "bare-chain": replace(_VARIABLES, chain="states"),
+    },
 }
 
 

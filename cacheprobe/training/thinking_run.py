@@ -47,7 +47,8 @@ class Trained:
         tasks = replace(changed, **task) if task else changed
         texts = mixed(tasks, operations, n=n, seed=seed)
         config = self.model.config
-        return annotate_all(texts, self.tokenizer, config.chunk, self.preset.form, max_thought=config.max_thought)
+        chain, longest = self.preset.chain_of(self.arm), config.max_thought
+        return annotate_all(texts, self.tokenizer, config.chunk, self.preset.form, max_thought=longest, chain=chain)
 
     def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> Verdicts:
         """How it does on them by its own thoughts and words."""
@@ -79,11 +80,14 @@ def train(
     model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
     settings, reach = preset.loop_of(arm, seed), preset.reach_of(arm)
     chunk = model.config.chunk
-    pool = _annotated(preset, tokenizer, model.config, preset.pool, seed)
-    fresh = _annotated(preset, tokenizer, model.config, CHECK_TEXTS, TEST_SEED + seed)
+    pool = _annotated(preset, arm, tokenizer, model.config, preset.pool, seed)
+    fresh = _annotated(preset, arm, tokenizer, model.config, CHECK_TEXTS, TEST_SEED + seed)
     loop = Loop(model, settings, folder)
-    of = {"arm": arm, "form": preset.form, "reach": reach, "crowds": preset.crowds, "config": model.config.to_json()}
-    held = {"crowds": False, **loop.notes.setdefault("of", of)}  # folders from before there were crowds have none
+    crowds = preset.crowds and reach > 0
+    of = {"arm": arm, "form": preset.form, "reach": reach, "crowds": crowds, "chain": preset.chain_of(arm)}
+    of["config"] = model.config.to_json()
+    # folders from before there were crowds have none, and chains that said the thoughts of all chunks
+    held = {"crowds": False, "chain": None, **loop.notes.setdefault("of", of)}
     if other := [name for name, value in of.items() if held[name] != value]:
         raise ValueError(
             f"{folder} holds a training with {other[0]} {held[other[0]]!r}, not {of[other[0]]!r}; give another "
@@ -97,7 +101,7 @@ def train(
         if not reach:
             return losses(model, batch)
         positions = skipping_positions(batch, chunk, reach, step)
-        return losses(model, batch, positions, crowd(positions, chunk) if preset.crowds else None)
+        return losses(model, batch, positions, crowd(positions, chunk) if crowds else None)
 
     for progress in loop.run(losses_of):
         accuracy = None
@@ -115,7 +119,7 @@ def train(
     return Trained(model.eval(), tokenizer, preset, arm, seed, loop.cpu_seconds, to_99, to_100)
 
 
-def _annotated(preset: Preset, tokenizer: Any, config: ThinkingConfig, n: int, seed: int) -> list[Annotated]:
+def _annotated(preset: Preset, arm: str, tokenizer: Any, config: ThinkingConfig, n: int, seed: int) -> list[Annotated]:
     """Texts whose events stand at every phase of a chunk."""
     share = -(-n // len(preset.variants))
     texts = [
@@ -125,4 +129,5 @@ def _annotated(preset: Preset, tokenizer: Any, config: ThinkingConfig, n: int, s
     ]
     draw = Random(f"phases/{seed}")
     phases = [int(draw.random() * config.chunk) for _ in texts]
-    return annotate_all(texts, tokenizer, config.chunk, preset.form, phases, config.max_thought)
+    chain = preset.chain_of(arm)
+    return annotate_all(texts, tokenizer, config.chunk, preset.form, phases, config.max_thought, chain)

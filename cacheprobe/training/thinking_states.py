@@ -14,11 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cacheprobe.models.thinking import ThinkingModel, thought_table
-from cacheprobe.tasks.thoughts import Annotated
+from cacheprobe.tasks.thoughts import CHAINS, Annotated
 
 ARMS = ("thinking", "plain", "no_feedback", "chain_of_thought")
 """thinking: the model.  plain: the backbone, answer only.  no_feedback: thoughts are trained, states are not added.
-chain_of_thought: the backbone, which writes all thoughts after the prompt, then the answer."""
+chain_of_thought: the backbone, which works through all operations in writing after the prompt, then answers."""
 IGNORED = -100
 
 
@@ -51,10 +51,12 @@ def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> Batch:
 
 
 def spoken(item: Annotated, arm: str) -> tuple[int, ...]:
-    """What is written after the prompt: the answer and its end; in a chain of thought, every thought before."""
+    """What is written after the prompt: the answer and its end; in a chain of thought, the chain before."""
     if arm != "chain_of_thought":
         return item.answer_ids
-    return (*(token for thought in item.thoughts for token in thought[:-1]), *item.answer_ids)
+    if not item.chain_ids:
+        raise ValueError(f"{item} has no chain of thought to write; annotate it with chain= one of {CHAINS}")
+    return (*item.chain_ids, *item.answer_ids)
 
 
 def skipping_positions(batch: Batch, chunk: int, reach: int, seed: int) -> Int[Tensor, "b t"]:
@@ -74,7 +76,8 @@ def skipping_positions(batch: Batch, chunk: int, reach: int, seed: int) -> Int[T
 
 def crowd(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tensor, "b 1 t t"]:
     """Bias of attention under which the positions that were skipped are filled: the tokens before the chunk before a
-    query's own count as often as it takes for the query to see as many tokens as its position says.
+    query's own count as often as it takes for the query to see as many tokens as its position says. In the first two
+    chunks there are none before those, and no bias.
 
     A bias of log n on a key is n such keys: short texts then hold the crowds of long ones, not only their distances.
     Chunks side by side count once, since in a long text nothing crowds between them.
