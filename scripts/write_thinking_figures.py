@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from cacheprobe_analyses.crowd_or_distance import Result as Crowd
+from cacheprobe_analyses.every_length import stored as every_length
 from cacheprobe_analyses.minute_of_training import Result as Minute
 from cacheprobe_analyses.state_or_attention import Result as Routes
-from cacheprobe_analyses.thinking_states_table import Result as Table
+from cacheprobe_analyses.thinking_states_table import AGAIN, main_rows
+from cacheprobe_analyses.thinking_states_table import Config as TableConfig
+from cacheprobe_analyses.thinking_states_table import stored as table
 from cacheprobe_analyses.thinking_variations import GAP_TEST
 from cacheprobe_analyses.thinking_variations import Result as Variations
 from cacheprobe_analyses.thought_gap import Result as Gap
@@ -21,25 +24,27 @@ from cacheprobe_analyses.training_cost import Result as Cost
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "analyses" / "results", ROOT / "docs" / "thinking-states.md"
 BEGIN, END = "<!-- figures: written by scripts/write_thinking_figures.py -->", "<!-- end of figures -->"
+MAIN, END_MAIN = "<!-- main table: written by scripts/write_thinking_figures.py -->", "<!-- end of main table -->"
 
 
 def figures() -> str:
     """The analyses' results, with the commands that print them."""
-    held, causal = _held("thinking-states"), _held("thoughts-are-causal")
+    held, causal = table(TableConfig(rows=main_rows())), _held("thoughts-are-causal")
     cost, varied = Cost.of(_held("training-cost")), Variations(**_held("thinking-variations"))
     minute = Minute.of(_held("minute-of-training"))
     gap, crowd = Gap(**_held("thought-gap")), Crowd(**_held("crowd-or-distance"))
-    models = ["| model | parameters | steps | seconds | to 99 % | command |", "|---|---|---|---|---|---|"]
-    for name, m in sorted(held["models"].items()):
-        told = f"{m['parameters']:,} | {m['steps']} | {m['cpu_seconds']} | {m['cpu_seconds_to_99']}"
-        models.append(f"| {name} | {told} | `{m['command']}` |")
     parts = [
-        "`python -m cacheprobe_analyses.thinking_states_table`: per cent of texts answered rightly, 200 a seed.",
-        Table(**held).table(),
+        "`python -m cacheprobe_analyses.thinking_states_table`: per cent of texts answered rightly, 200 a seed; where\n"
+        "no flip probability is named it is 0.5. The 95 % are over texts, which all seeds share: of seeds they say\n"
+        "nothing. In chains of thought all thoughts are right where the whole chain is.",
+        held.table(),
         *_again(),
         "The models, each trained by its command on one core: seconds of processor time, in all and until 99 % of\n"
         "fresh texts were wholly right, twice running. Not all were trained on one machine.",
-        "\n".join(models),
+        held.models_table(),
+        "`python -m cacheprobe_analyses.every_length`: the coin-flip models on 200 texts of every single number of\n"
+        "operations from 10 to 100, flip probability and seed; other texts than the tables'.",
+        every_length().table(),
         f"{_command('minute_of_training')}: the coin models after a\n"
         "minute of one core, on fresh texts of the trained lengths and flip probabilities; seconds until 99 and 100 %\n"
         f"of the 128 texts of a check were wholly right, twice running. {minute.machine}.",
@@ -76,12 +81,12 @@ def figures() -> str:
 
 
 def _again() -> list[str]:
-    if not (RESULTS / "thinking-states-again.json").exists():
+    if not AGAIN.exists():
         return []
     said = (
         "`python -m cacheprobe_analyses.thinking_states_table --again`: the same models, on texts that no setting was\n"
     )
-    return [f"{said}was chosen by.", Table(**_held("thinking-states-again")).table()]
+    return [f"{said}was chosen by.", table(TableConfig(rows=main_rows(), results=AGAIN)).table()]
 
 
 def _held(name: str) -> dict[str, Any]:
@@ -97,9 +102,12 @@ def _listed(lines: Sequence[str]) -> str:
 
 
 def page(text: str) -> str:
-    """The page with the figures of today between its two marks."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{figures()}\n\n{END}{rest.split(END)[1]}"
+    """The page with the tables of today between their marks."""
+    main = table(TableConfig(rows=main_rows())).main_table()
+    for begin, end, told in ((MAIN, END_MAIN, main), (BEGIN, END, figures())):
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{told}\n\n{end}{rest.split(end)[1]}"
+    return text
 
 
 if __name__ == "__main__":

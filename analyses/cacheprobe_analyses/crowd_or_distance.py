@@ -25,7 +25,7 @@ from cacheprobe.models.thinking_blocks import rotate
 from cacheprobe.progress import Progress
 from cacheprobe.tasks import Annotated
 from cacheprobe.tasks.people import NAMES
-from cacheprobe.training.evaluate import TOKENS_AT_ONCE
+from cacheprobe.training.evaluate import READ_AT_ONCE
 from cacheprobe.training.thinking_run import TEST_SEED, Trained
 from cacheprobe.training.thinking_states import collate
 from cacheprobe.training.threads import one_thread
@@ -113,7 +113,7 @@ class Result:
 @torch.inference_mode()
 def margins(model: ThinkingModel, items: Sequence[Annotated]) -> Iterator[Tensor]:
     """Of each text, the margin of each thought's first token, in logits."""
-    at_once = max(1, TOKENS_AT_ONCE // max(len(item.token_ids) for item in items))
+    at_once = max(1, READ_AT_ONCE // max(len(item.token_ids) for item in items))
     for start in range(0, len(items), at_once):
         group = items[start : start + at_once]
         batch = collate(group, "thinking", model.config.pad_id)

@@ -110,7 +110,12 @@ def run(config: Config, progress: bool = False) -> Result:
                 bar.at(number * len(config.operations) + done, f"{preset}, seed {seed}, p {flips}")
         cells = [*_read(config.results), Cell(preset, flips, seed, span, config.texts, wrong)]
         write_json(config.results, [vars(cell) for cell in cells])
-    return Result(_read(config.results))
+    return stored(config.results)
+
+
+def stored(path: Path = KEPT) -> Result:
+    """What is known, in the order of presets and flip probabilities."""
+    return Result(sorted(_read(path), key=lambda cell: (cell.preset, cell.flip_probability, cell.seed)))
 
 
 def _read(path: Path) -> list[Cell]:

@@ -1,9 +1,10 @@
 """How far do Thinking States go beyond the lengths they were trained on, and what do the other arms do?
 
-    python -m cacheprobe_analyses.thinking_states_table [--only TEXT]
+    python -m cacheprobe_analyses.thinking_states_table [--only TEXT] [--fill]
 
-Trains what is not in `folder` yet (one core), tests every arm by its own thoughts and words, keeps each cell as soon as
-it is known, and prints the table with 95 % intervals (Wilson) over the texts of all seeds.
+Prints the stored table with 95 % intervals (Wilson) over the texts of all seeds: of seeds they say nothing, which is
+what the worst of them is for. With --fill every cell that is not stored is found first: what is not in `folder` yet is
+trained (one core), and tested by its own thoughts and words. Cells are kept as soon as they are known.
 Source: Thinking States (arXiv 2602.08332), table of state tracking: train on at most 10 operations, test on [10, 100].
 """
 
@@ -17,12 +18,12 @@ from typing import Any
 
 from cacheprobe.models.thinking_store import CONFIG
 from cacheprobe.progress import Progress
-from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.presets import preset_of
 from cacheprobe.training.thinking_run import TEST_SEED, Trained, load_trained
 from cacheprobe.training.thinking_train import train_thinking
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import write_json
+from cacheprobe_analyses.thinking_states_told import Result
 
 RESULTS = Path(__file__).parents[1] / "results" / "thinking-states.json"
 AGAIN = RESULTS.with_name("thinking-states-again.json")
@@ -66,33 +67,6 @@ class Config:
     """Whether what is not in `folder` is trained; otherwise it is left out."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """Cells by line and seed, and how the models were made."""
-
-    cells: dict[str, list[dict[str, Any]]]
-    models: dict[str, dict[str, Any]]
-
-    def table(self) -> str:
-        """Mean and worst over seeds, with the interval of all texts together."""
-        lines = [
-            "| line | seeds | mean | worst | 95 % | all thoughts right | unparsed |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for name, cells in self.cells.items():
-            texts, right = sum(c["texts"] for c in cells), sum(c["right"] for c in cells)
-            unparsed = sum(c["unparsed"] for c in cells)
-            score = Accuracy(texts, right, unparsed, 0.5)
-            low, high = score.interval
-            worst = min(c["right"] / c["texts"] for c in cells)
-            thoughts = sum(c["thoughts_right"] for c in cells) / texts
-            lines.append(
-                f"| {name} | {len(cells)} | {100 * right / texts:.2f} | {100 * worst:.2f} | {100 * low:.1f} to "
-                f"{100 * high:.1f} | {100 * thoughts:.1f} | {unparsed} |"
-            )
-        return "\n".join(lines)
-
-
 _TRAINED = tuple(range(1, 11))
 
 
@@ -109,6 +83,7 @@ def main_rows() -> tuple[Row, ...]:
     ]
     rows += [Row("coin-flip", "thinking", operations, preset="mini") for operations in (_TRAINED, far)]
     rows += [Row("coin-flip", "thinking", _TRAINED)]
+    rows += [Row("coin-flip", "thinking", (n,), preset=preset) for preset in ("far", "tiny") for n in (10, 20)]
     for preset in ("no-jumps", "paper"):
         rows += [Row("coin-flip", "thinking", operations, preset=preset) for operations in ((10,), (20,), far, (256,))]
     for arm in ("no_feedback", "plain", "chain_of_thought"):
@@ -117,24 +92,23 @@ def main_rows() -> tuple[Row, ...]:
     rows += [Row("coin-flip", operations=operations, **bare) for operations in ((10,), (20,), far)]
     rows += [Row("s3", "thinking", (operations,)) for operations in (4, 16, 128)]
     rows += [Row("s3", "thinking", (operations,), preset="full", num_seeds=2) for operations in (4, 16, 128)]
+    rows += [Row("s3", "thinking", (operations,), preset="far") for operations in (4, 16, 128)]
     rows += [Row("s5", "thinking", (operations,)) for operations in (4, 16, 64, 128)]
     rows += [Row("variables", "thinking", operations) for operations in ((10,), (20,), far)]
     rows += [Row("variables", "thinking", operations, preset="far") for operations in ((10,), (20,), far)]
     for arm in ("no_feedback", "plain", "chain_of_thought"):
         rows += [Row("variables", arm, operations) for operations in ((10,), (20,), far)]
-    rows += [Row("variables", operations=operations, num_seeds=1, **bare) for operations in ((10,), (20,), far)]
     return tuple(rows)
 
 
 @one_thread()
 def run(config: Config, progress: bool = False) -> Result:
     """Fill in every cell that is not known yet. Resumable: cells are written as they come."""
-    jobs = list(_jobs(config))
+    jobs = lacking(config)
     bar = Progress(len(jobs), "testing", "cells", enabled=progress)
     for number, (row, seed) in enumerate(jobs, 1):
-        done = _read(config.results)["cells"].get(row.name, [])
-        if any(cell["seed"] == seed and cell["texts"] >= config.texts for cell in done):
-            continue
+        if _is_known(_read(config.results)["cells"], row, seed, config.texts):
+            continue  # another process was quicker
         if not config.trains and not (_place(config.folder, row.task, row.preset, row.arm, seed) / CONFIG).exists():
             continue
         trained, record = trained_arm(config.folder, row.task, row.preset, row.arm, seed)
@@ -145,10 +119,25 @@ def run(config: Config, progress: bool = False) -> Result:
         cell = {"seed": seed, **verdicts.counts()}
         _keep(config.results, row.name, cell, f"{row.task} {row.preset} {row.arm} seed {seed}", record)
         print(f"{row.name}, seed {seed}: {cell['right']} of {config.texts}", flush=True)
+    return stored(config)
+
+
+def stored(config: Config) -> Result:
+    """What is known of the config's lines, in their order."""
     held = _read(config.results)
     return Result(
         {row.name: held["cells"][row.name] for row in config.rows if row.name in held["cells"]}, held["models"]
     )
+
+
+def lacking(config: Config) -> list[tuple[Row, int]]:
+    """Lines and seeds of which nothing is known yet."""
+    held = _read(config.results)["cells"]
+    return [(row, seed) for row, seed in _jobs(config) if not _is_known(held, row, seed, config.texts)]
+
+
+def _is_known(cells: dict[str, list[dict[str, Any]]], row: Row, seed: int, texts: int) -> bool:
+    return any(cell["seed"] == seed and cell["texts"] >= texts for cell in cells.get(row.name, []))
 
 
 def trained_arm(folder: Path, task: str, preset: str, arm: str, seed: int) -> tuple[Trained, dict[str, Any]]:
@@ -190,13 +179,21 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Config.folder, help="where trained models are, or go")
     parser.add_argument("--texts", type=int, default=Config.texts, help="for each line and seed")
     parser.add_argument("--only", default="", help="lines whose name holds this text")
-    parser.add_argument("--again", action="store_true", help="test what is trained once more, on texts not seen before")
+    parser.add_argument("--fill", action="store_true", help="train and test what is not stored: hours of one core")
+    parser.add_argument("--again", action="store_true", help="other texts; --fill tests what is trained already")
     given = parser.parse_args()
     rows = tuple(row for row in main_rows() if given.only in row.name)
     if not rows:
         parser.error(f"no line holds {given.only!r}")
     again = dict(results=AGAIN, test_seed=TEST_SEED + 2, trains=False) if given.again else {}
-    print(run(Config(given.folder, given.texts, rows, **again), progress=True).table())
+    config = Config(given.folder, given.texts, rows, **again)
+    result = run(config, progress=True) if given.fill else stored(config)
+    if not result.cells:
+        parser.error(f"{config.results} holds none of these lines; --fill finds them")
+    print(result.table() if given.only else f"{result.main_table()}\n\n{result.table()}")
+    if missing := lacking(config):
+        row, seed = missing[0]
+        print(f"{len(missing)} cells are not known, {row.name}, seed {seed}, first; --fill finds them")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from cacheprobe.tasks.thoughts import Annotated
 from cacheprobe.training.recurrent import best, own_thoughts, write
 from cacheprobe.training.thinking_states import IGNORED, collate, spoken
 
-TOKENS_AT_ONCE = 60_000
-"""Of one pass, so that attention's own memory stays small."""
+READ_AT_ONCE = 4_000
+"""Tokens of one pass over whole texts: what fits a core's cache is read in half the time."""
+WRITTEN_AT_ONCE = 60_000
+"""Tokens of texts that are run side by side, chunk by chunk and word by word."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,15 @@ def evaluate(
     answers = {item.answer_ids for item in items}
     out: list[tuple[bool, bool, bool] | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i].token_ids))
-    done = 0
-    for group in _groups(order, items):
-        chosen = [items[i] for i in group]
-        is_gold = follows_gold(model, chosen, arm)
-        for i, gold in zip(group, is_gold, strict=True):
+    for group in _groups(order, items, READ_AT_ONCE):
+        for i, gold in zip(group, follows_gold(model, [items[i] for i in group], arm), strict=True):
             out[i] = (True, True, True) if gold else None
-        late = [i for i, gold in zip(group, is_gold, strict=True) if not gold]
-        for i, verdict in zip(late, _as_they_come(model, [items[i] for i in late], arm, answers), strict=True):
+        report(sum(verdict is not None for verdict in out))
+    late = [i for i in order if out[i] is None]
+    for group in _groups(late, items, WRITTEN_AT_ONCE):
+        for i, verdict in zip(group, _as_they_come(model, [items[i] for i in group], arm, answers), strict=True):
             out[i] = verdict
-        done += len(group)
-        report(done)
+        report(sum(verdict is not None for verdict in out))
     right, thought, parsable = zip(*[verdict for verdict in out if verdict is not None], strict=True)
     return Verdicts(right, thought, parsable)
 
@@ -93,8 +93,6 @@ def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> 
 def _as_they_come(
     model: ThinkingModel, items: Sequence[Annotated], arm: str, answers: set[tuple[int, ...]]
 ) -> list[tuple[bool, bool, bool]]:
-    if not items:
-        return []
     prompts = [item.token_ids for item in items]
     longest = max(len(spoken(item, arm)) for item in items) + 8
     thoughts = own_thoughts(model, prompts) if model.config.thinks else [()] * len(items)
@@ -108,12 +106,12 @@ def _as_they_come(
     return verdicts
 
 
-def _groups(order: Sequence[int], items: Sequence[Annotated]) -> list[list[int]]:
-    """Neighbours in length, as many as fit into one pass."""
+def _groups(order: Sequence[int], items: Sequence[Annotated], tokens: int) -> list[list[int]]:
+    """Neighbours in length, as many as have so many tokens between them."""
     groups: list[list[int]] = []
     for i in order:
         size = len(items[i].token_ids) + len(items[i].answer_ids)
-        if groups and (len(groups[-1]) + 1) * size <= TOKENS_AT_ONCE:
+        if groups and (len(groups[-1]) + 1) * size <= tokens:
             groups[-1].append(i)
         else:
             groups.append([i])
