@@ -1,5 +1,6 @@
 """What a sweep does not do: commit what other code computed, exceed its budget, keep silent about what is missing."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.cli_sweep import query
+from cacheprobe.models.shipped import shipped_folder
+from cacheprobe.models.thinking_store import config_hash
 from cacheprobe.sweeps.dry import dry_run
 from cacheprobe.sweeps.engine import PARTIAL, sweep
 from cacheprobe.sweeps.holder import Holder
@@ -54,6 +57,25 @@ def test_an_intervention_where_nothing_is_verified_is_refused_before_anything_ru
         make_plan(read_config(asked))
     make_plan(read_config({**asked, "grid": {**asked["grid"], "drafter": "early_exit:layer=1"}}))
     make_plan(read_config({**asked, "run": {**SMALL["run"], "deterministic": 1.0}}))
+
+
+def test_a_thinking_model_that_does_not_fit_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """A broken vocabulary was said to be none of a tokenizer's; a window, without the one to take instead."""
+    shipped = shipped_folder("checkpoints", "coinflip-thinking")
+    assert shipped is not None
+
+    def refused(name: str, file: str, content: str, message: str) -> None:
+        folder = shutil.copytree(shipped, tmp_path / name)
+        (folder / file).write_text(content)
+        with pytest.raises(ValueError, match=message):
+            make_plan(read_config({**SMALL, "grid": {**SMALL["grid"], "model": str(folder), "window": 6}}))
+
+    refused("words", "tokenizer.json", "{", "tokenizer.json has the hash .*; restore it, or train the model again")
+    held = json.loads((shipped / "config.json").read_text())
+    config = {**held["config"], "think_while_decoding": True}
+    refused("edited", "config.json", json.dumps({**held, "config": config}), "edited after the training")
+    held = {**held, "config": config, "config_sha256": config_hash(config)}
+    refused("window", "config.json", json.dumps(held), "do not divide the window of 6; set window=8")
 
 
 @pytest.mark.parametrize("ask", [sweep, dry_run])

@@ -251,6 +251,13 @@ BAD = [
     (dict(positions="learned"), "choose one of rope"),
     (dict(pooling="mean"), "choose one of last"),
     (dict(attention_window=0), "attention_window"),
+    (dict(attention_window=True), "attention_window must be a whole number of at least 1 or None, got True"),
+    (dict(eos_id=0), "token 0 cannot both end a thought and pad it; declare another pad_id"),
+    (dict(eos_id=19), "eos_id of 19 is no token of a vocabulary of 19; give one of 0 to 18"),
+    (dict(eos_id=True), "eos_id of True is no token"),
+    (dict(pad_id=-1), "pad_id of -1 is no token"),
+    (dict(thinking_layers=0), "thinking_layers must be a whole number of at least 1, got 0"),
+    (dict(rope_theta=0.0), r"rope_theta must be a number above 0, got 0\.0"),
 ]
 
 
@@ -267,4 +274,17 @@ def test_a_config_reads_what_it_wrote() -> None:
         ThinkingConfig.from_json({**config.to_json(), "depth": 3})
     with pytest.raises(ModelError, match="format 99"):
         ThinkingConfig.from_json({**config.to_json(), "format": 99})
+    with pytest.raises(ModelError, match="without the field 'd_vocab'; give it"):
+        ThinkingConfig.from_json({name: value for name, value in config.to_json().items() if name != "d_vocab"})
     assert dataclasses.replace(config, chunk=2).chunk == 2
+
+
+def test_thoughts_that_do_not_fit_the_model_or_the_text_are_refused() -> None:
+    """Of 21 tokens in chunks of 4: five thoughts of up to 4 tokens each, and fewer where an answer follows."""
+    model, ids = tiny(), torch.tensor([text(21)])
+    for k in (1, 5):
+        model(ids, torch.full((1, k, 4), 5))
+    with pytest.raises(ModelError, match="thoughts of up to 5 tokens, .* max_thought=4; annotate the texts with max_"):
+        model(ids, torch.full((1, 5, 5), 5))
+    with pytest.raises(ModelError, match="of 6 chunks for texts of 21 tokens, which hold 5 chunks of 4; .* chunk=4"):
+        model(ids, torch.full((1, 6, 4), 5))

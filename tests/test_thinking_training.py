@@ -12,10 +12,10 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.shipped import shipped_folder
+from cacheprobe.models.shipped import shipped_folder, shipped_names
 from cacheprobe.models.thinking import ThinkingModel
 from cacheprobe.models.thinking_config import ThinkingConfig
-from cacheprobe.models.thinking_store import load_thinking, save_thinking
+from cacheprobe.models.thinking_store import load_thinking, read_config, save_thinking
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed, word_tokenizer
 from cacheprobe.training import thinking_run
 from cacheprobe.training.evaluate import evaluate, follows_gold
@@ -161,6 +161,14 @@ def test_evaluation_by_own_thoughts_is_that_of_a_slow_reader() -> None:
     assert own_thoughts(model, prompts) == [tuple(read_slowly(model, list(p), len(p)).thoughts) for p in prompts]
 
 
+def test_texts_in_other_chunks_than_the_models_are_not_evaluated() -> None:
+    """They ran, and every thought was counted as wrong. Where nothing is thought, chunks are nothing but pads."""
+    mixture = [*items(2), *items(3, chunk=8)]
+    with pytest.raises(ValueError, match="3 of 5 texts .* the first in chunks of 8; annotate them with chunk=4"):
+        evaluate(tiny(), mixture, "thinking")
+    assert len(evaluate(tiny(thinks=False), mixture, "plain").is_right) == 5
+
+
 def test_training_a_preset_learns_and_is_seeded() -> None:
     torch.set_num_threads(1)
     coin = preset_of("coin-flip", "tiny")
@@ -289,12 +297,42 @@ def test_what_does_not_fit_together_is_refused(tmp_path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         load_thinking(folder)
     folder, _ = saved(tmp_path / "other")
-    for change, message in (({"d_mlp": 48}, "do not fit"), ({"d_vocab": 50}, "vocabulary"), ({"depth": 1}, "depth")):
-        (folder / "config.json").write_text(json.dumps({**held, "config": {**held["config"], **change}}))
+    config, remedy = held["config"], "restore it, or train the model again: cacheprobe train thinking-states"
+
+    def refused(held: dict, message: str) -> None:
+        (folder / "config.json").write_text(json.dumps(held))
+        with pytest.raises(ModelError, match=rf"config\.json.*{message}.*{remedy}"):
+            load_thinking(folder)
+
+    edits = dict(chunk=8, positions="nope", eos_id=2, l_in=0, attention_window=3, feeds_back=False, max_thought=5)
+    for name, value in edits.items():
+        refused({**held, "config": {**config, name: value}}, "has the hash .* edited after the training")
+    for name in ("config", "sha256", "record"):
+        refused({key: value for key, value in held.items() if key != name}, f"has no field '{name}'")
+    refused({**held, "sha256": {}}, r"has no hash of model\.safetensors")
+    del held["config_sha256"]
+    refused({**held, "config": {"format": 1, "chunk": 4}}, "without the field 'd_vocab'")
+    refused({**held, "config": {**config, "depth": 1}}, "unknown field 'depth'")
+    for change, message in (({"d_mlp": 48}, "do not fit"), ({"d_vocab": 50}, "vocabulary")):
+        (folder / "config.json").write_text(json.dumps({**held, "config": {**config, **change}}))
         with pytest.raises(ModelError, match=message):
             load_thinking(folder)
     with pytest.raises(ModelError, match="no tokenizer or adapter"):
         cp.load_model(str(saved(tmp_path / "third")[0]), tokenizer=object())
+
+
+def test_a_config_has_its_hash_and_one_from_before_is_taken_as_it_is(tmp_path) -> None:
+    """In whatever order its fields stand. Shipped models have one."""
+    folder, model = saved(tmp_path / "coin")
+    held = json.loads((folder / "config.json").read_text())
+    turned = {**held, "config": dict(reversed(held["config"].items())), "record": {**held["record"], "seen": 1}}
+    (folder / "config.json").write_text(json.dumps(turned))
+    assert load_thinking(folder).config == model.config
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in held.items() if k != "config_sha256"}))
+    assert load_thinking(folder).config == model.config
+    for name in shipped_names("checkpoints"):
+        shipped = shipped_folder("checkpoints", name)
+        assert shipped is not None and "config_sha256" in read_config(shipped), name
 
 
 def test_the_shipped_coin_model_flips_the_coin() -> None:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from cacheprobe.models.base import ModelError
 from cacheprobe.models.hooked import HookedRootModule, HookPoint
 from cacheprobe.models.thinking_blocks import Block, Memory, RMSNorm, alibi_slopes, attention_bias, new_block
 from cacheprobe.models.thinking_config import ThinkingConfig
@@ -215,6 +216,7 @@ class ThinkingModel(HookedRootModule):
         thoughts: one for each of the first k chunks, each with its end, padded behind; thought i is made from chunk i
         and acts on chunk i + 1. Where the model has no T, none.  positions: 0, 1, ... where not given.
         bias: added to the scores of the backbone's attention, [text, 1, query, key]; it stays causal.
+        Raises: ModelError for thoughts of more tokens, or more chunks, than the model and the text have.
         """
         if positions is None:
             positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
@@ -226,12 +228,27 @@ class ThinkingModel(HookedRootModule):
             raise ValueError(
                 "a pass over all chunks at once needs the thoughts; give them, or run the model on a cache"
             )
+        self._check_shape(thoughts, token_ids.shape[1])
         hidden = self.loop(x, self.states_of(thoughts, token_ids.shape[1]), positions, memory)
         logits = self.read_out(self.leave(hidden, positions, memory))
         b, k, r = thoughts.shape
         chunks = hidden[:, : k * self.config.chunk].reshape(b * k, self.config.chunk, -1)
         thought_logits = self.think(chunks, thoughts.reshape(b * k, r)[:, :-1])
         return logits, thought_logits.reshape(b, k, r, -1)
+
+    def _check_shape(self, thoughts: Int[Tensor, "b k r"], length: int) -> None:
+        _, k, r = thoughts.shape
+        c, longest = self.config.chunk, self.config.max_thought
+        if r > longest:
+            raise ModelError(
+                f"thoughts of up to {r} tokens, ends included, for a model of max_thought={longest}; annotate the "
+                f"texts with max_thought={longest}, or make a model with max_thought={r}"
+            )
+        if k > length // c:
+            raise ModelError(
+                f"thoughts of {k} chunks for texts of {length} tokens, which hold {length // c} chunks of {c}; give "
+                f"one thought for each chunk, of texts that are annotated with chunk={c}"
+            )
 
     def states_of(self, thoughts: Int[Tensor, "b k r"], length: int) -> Float[Tensor, "b t m"]:
         """The states that given thoughts add at each of `length` positions: none in the first chunk, and none beyond

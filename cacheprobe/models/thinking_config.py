@@ -1,12 +1,17 @@
 """What a Thinking States model is made of: one frozen record, stored beside its weights."""
 
-from dataclasses import asdict, dataclass, fields
+import math
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from cacheprobe.models.base import ModelError
 
 POSITIONS = ("rope", "nope", "alibi")
 POOLINGS = ("last", "query")
+
+_COUNTS = (
+    "d_vocab", "n_ctx", "d_model", "n_layers", "n_heads", "d_mlp", "chunk", "max_thought", "l_out", "thinking_layers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,19 @@ class ThinkingConfig:
     format: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        for name in ("d_vocab", "n_ctx", "d_model", "n_layers", "n_heads", "d_mlp", "chunk", "max_thought"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ModelError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name in ("eos_id", "pad_id"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value < self.d_vocab:
+                raise ModelError(
+                    f"{name} of {value!r} is no token of a vocabulary of {self.d_vocab}; "
+                    f"give one of 0 to {self.d_vocab - 1}"
+                )
+        if self.eos_id == self.pad_id:
+            raise ModelError(f"token {self.eos_id} cannot both end a thought and pad it; declare another pad_id")
         if self.d_model % self.n_heads or (self.positions == "rope" and self.d_model // self.n_heads % 2):
             raise ModelError(
                 f"d_model of {self.d_model} does not split into {self.n_heads} heads of even width; change n_heads"
@@ -92,22 +106,37 @@ class ThinkingConfig:
             raise ModelError(f"unknown positions {self.positions!r}; choose one of {', '.join(POSITIONS)}")
         if self.pooling not in POOLINGS:
             raise ModelError(f"unknown pooling {self.pooling!r}; choose one of {', '.join(POOLINGS)}")
-        if self.attention_window is not None and self.attention_window < 1:
-            raise ModelError(f"attention_window must be at least 1 or None, got {self.attention_window}")
+        if type(self.rope_theta) not in (int, float) or not 0 < self.rope_theta < math.inf:
+            raise ModelError(f"rope_theta must be a number above 0, got {self.rope_theta!r}")
+        window = self.attention_window
+        if window is not None and (type(window) is not int or window < 1):
+            raise ModelError(f"attention_window must be a whole number of at least 1 or None, got {window!r}")
 
     @property
     def d_head(self) -> int:
         return self.d_model // self.n_heads
+
+    def check_window(self, name: str, window: int) -> None:
+        """Raises: ModelError for a window of the engine that thoughts while decoding cannot keep in step with."""
+        if self.thinks and self.think_while_decoding and window % self.chunk:
+            raise ModelError(
+                f"{name} thinks while it decodes, in chunks of {self.chunk} tokens, which do not divide the window of "
+                f"{window}; set window={-(-window // self.chunk) * self.chunk}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         return {"format": self.format, **asdict(self)}
 
     @classmethod
     def from_json(cls, held: dict[str, Any]) -> "ThinkingConfig":
-        """Raises: ModelError for another format, or for a field that this version does not know."""
+        """Raises: ModelError for another format, a field that this version does not know, or one that is missing and
+        has no default."""
         given = dict(held)
         if (found := given.pop("format", None)) != cls.format:
             raise ModelError(f"a Thinking States config of format {found!r}; this version reads format {cls.format}")
         if unknown := sorted(set(given) - {field.name for field in fields(cls)}):
             raise ModelError(f"unknown field {unknown[0]!r} in a Thinking States config; it is of another version")
+        required = [field.name for field in fields(cls) if field.default is MISSING]
+        if lacking := [name for name in required if name not in given]:
+            raise ModelError(f"a Thinking States config without the field {lacking[0]!r}; give it")
         return cls(**given)

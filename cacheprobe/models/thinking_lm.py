@@ -89,12 +89,8 @@ class ThinkingLM:
         return ThinkingCache(rows, capacity, shapes, self.dtype, self.device, c.d_model, c.chunk)
 
     def check_settings(self, window: int) -> None:
-        """Raises: ModelError for a window that thoughts while decoding cannot keep in step with."""
-        if self.config.thinks and self.config.think_while_decoding and window % self.config.chunk:
-            raise ModelError(
-                f"{self.name} thinks while it decodes, in chunks of {self.config.chunk} tokens, which do not divide "
-                f"the window of {window}; set window={-(-window // self.config.chunk) * self.config.chunk}"
-            )
+        """See CachedLM.check_settings."""
+        self.config.check_window(self.name, window)
 
     @torch.inference_mode()
     def forward(

@@ -3,7 +3,7 @@
 folder/
   model.safetensors   the weights
   tokenizer.json      the vocabulary
-  config.json         the ThinkingConfig, the hashes of the two others, and the training record; written last
+  config.json         the ThinkingConfig, the hashes of it and of the two others, and the training record; written last
 """
 
 import json
@@ -15,6 +15,8 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking_config import ThinkingConfig
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+CONFIG_HASH = "config_sha256"
+"""Of the field "config" alone. It is none of "sha256", which holds files."""
 KIND = "cacheprobe thinking states"
 
 
@@ -27,9 +29,11 @@ def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, An
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: w.detach().contiguous() for name, w in model.named_parameters()}, folder / WEIGHTS)
     save_tokenizer(tokenizer, folder / TOKENIZER)
+    config = model.config.to_json()
     held = {
         "kind": KIND,
-        "config": model.config.to_json(),
+        "config": config,
+        CONFIG_HASH: config_hash(config),
         "sha256": {name: _hash(folder / name) for name in (WEIGHTS, TOKENIZER)},
         "record": record,
     }
@@ -51,16 +55,7 @@ def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, devi
     from cacheprobe.tasks.words import load_tokenizer
 
     held = read_config(folder)
-    for file, wanted in held["sha256"].items():
-        path = folder / file
-        if not path.exists():
-            raise ModelError(f"{folder} has no {file}; restore it, or train the model again: {_command(held)}")
-        if (found := _hash(path)) != wanted:
-            raise ModelError(
-                f"{path} has the hash {found[:12]}, and {CONFIG} speaks of {wanted[:12]}; restore it, or train the "
-                f"model again: {_command(held)}"
-            )
-    config = ThinkingConfig.from_json(held["config"])
+    config = checked_config(folder, held)
     tokenizer = load_tokenizer(folder / TOKENIZER)
     if len(tokenizer) != config.d_vocab:
         raise ModelError(f"{folder}: a vocabulary of {len(tokenizer)} words for a model of {config.d_vocab}")
@@ -78,7 +73,11 @@ def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, devi
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config file of a model folder. Raises: ModelError where it is none of ours."""
+    """The config file of a model folder.
+
+    Raises: ModelError where it is none of ours, lacks a field, or was edited. Folders from before there was a hash of
+    the config have none, and are taken as they are.
+    """
     path = folder / CONFIG
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
@@ -88,7 +87,40 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from error
     if not is_thinking_config(held):
         raise ModelError(f"{path} is no config of a Thinking States model")
+    for name in ("config", "sha256", "record"):
+        if not isinstance(held.get(name), dict):
+            raise ModelError(f"{path} has no field {name!r}; {_remedy(held)}")
+    if lacking := [file for file in (WEIGHTS, TOKENIZER) if file not in held["sha256"]]:
+        raise ModelError(f"{path} has no hash of {lacking[0]} in its field 'sha256'; {_remedy(held)}")
+    found = config_hash(held["config"])
+    if (wanted := held.get(CONFIG_HASH, found)) != found:
+        raise ModelError(
+            f"the field 'config' of {path} has the hash {found[:12]}, and {CONFIG_HASH} says {wanted!s:.12}: it was "
+            f"edited after the training; {_remedy(held)}"
+        )
     return held
+
+
+def checked_config(folder: Path, held: dict[str, Any]) -> ThinkingConfig:
+    """What `read_config` gave, as a config. Raises: ModelError where it is no config, or for a file that is missing or
+    not the one whose hash is held."""
+    for file, wanted in held["sha256"].items():
+        path = folder / file
+        if not path.exists():
+            raise ModelError(f"{folder} has no {file}; {_remedy(held)}")
+        if (found := _hash(path)) != wanted:
+            raise ModelError(
+                f"{path} has the hash {found[:12]}, and {CONFIG} speaks of {wanted!s:.12}; {_remedy(held)}"
+            )
+    try:
+        return ThinkingConfig.from_json(held["config"])
+    except ModelError as error:
+        raise ModelError(f"{folder / CONFIG}: {error}; {_remedy(held)}") from error
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """Of what the config says, whatever the order of its fields."""
+    return sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def is_thinking_config(held: Any) -> bool:
@@ -103,8 +135,10 @@ def is_thinking_folder(folder: Path) -> bool:
         return False
 
 
-def _command(held: dict[str, Any]) -> str:
-    return str(held.get("record", {}).get("command", "cacheprobe train thinking-states"))
+def _remedy(held: dict[str, Any]) -> str:
+    record = held.get("record")
+    command = record.get("command") if isinstance(record, dict) else None
+    return f"restore it, or train the model again: {command or 'cacheprobe train thinking-states'}"
 
 
 def _hash(path: Path) -> str:

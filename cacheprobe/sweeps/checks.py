@@ -70,9 +70,7 @@ def _check_model(facts: ModelFacts, axes: dict[str, Any]) -> None:
         return
     if axes["adapter"] is not None:
         raise ValueError(f"{facts.name} is a Thinking States model, which takes no adapter; write adapter: none")
-    chunk, window = facts.thinking.chunk, axes["window"]
-    if facts.thinking.thinks and facts.thinking.think_while_decoding and window % chunk:
-        raise ValueError(f"{facts.name} thinks in chunks of {chunk} tokens, which do not divide a window of {window}")
+    facts.thinking.check_window(facts.name, axes["window"])
 
 
 def _check_products(axes: dict[str, Any], run: RunSettings, is_thinking: bool) -> None:

@@ -54,12 +54,10 @@ def model_facts(name: str) -> ModelFacts:
 
 
 def _thinking_facts(name: str, folder: Path) -> ModelFacts:
-    from cacheprobe.models.thinking_config import ThinkingConfig
-    from cacheprobe.models.thinking_store import TOKENIZER, read_config
+    from cacheprobe.models.thinking_store import TOKENIZER, checked_config, read_config
     from cacheprobe.tasks.words import load_tokenizer
 
-    held = read_config(folder)
-    config = ThinkingConfig.from_json(held["config"])
+    config = checked_config(folder, read_config(folder))  # and its files, before one of them is parsed
     shape = (config.n_layers, config.d_model, config.n_heads, config.n_ctx)
     return ModelFacts(name, *shape, load_tokenizer(folder / TOKENIZER), folder_digest(folder), config)
 

@@ -56,6 +56,12 @@ def evaluate(
     """Each text by the model's own thoughts and words.  Twin: tests.test_thinking_training.judged_slowly, ==."""
     if not items:
         raise ValueError("there are no texts to evaluate; give at least one")
+    chunk = model.config.chunk
+    if model.config.thinks and (other := [item.chunk for item in items if item.chunk != chunk]):
+        raise ValueError(
+            f"{len(other)} of {len(items)} texts are annotated in chunks of other than the model's {chunk} tokens, the "
+            f"first in chunks of {other[0]}; annotate them with chunk={chunk}"
+        )
     answers = {item.answer_ids for item in items}
     out: list[tuple[bool, bool, bool] | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i].token_ids))
