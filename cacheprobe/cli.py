@@ -47,6 +47,7 @@ def run(
     device: str | None = None,
     adapter: str | None = None,
     products: Literal["torch", "compiled"] = "torch",
+    think_while_decoding: bool | None = None,
     prompt: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     task: str | None = None,
     n: int = 8,
@@ -90,6 +91,8 @@ def run(
         A LoRA adapter to merge: coin-flip, or a directory.
     products
         compiled: a C++ compiler makes the blocks' products and the statistics of Z, for a CPU whose bfloat16 is slow.
+    think_while_decoding
+        Of a Thinking States model: think about generated tokens too; the window must be a whole number of chunks.
     prompt
         A prompt's text; repeat for several.
     task
@@ -138,8 +141,17 @@ def run(
         stated = {name: value for name, value in settings.items() if value is not None}
         prompts = make("tasks", task, **stated).examples(n, seed)
     chosen = make("drafters", drafter) if drafter else None
+    loaded = cp.load_model(
+        model,
+        dtype=dtype,
+        device=device,
+        adapter=adapter,
+        products=products,
+        think_while_decoding=think_while_decoding,
+        progress=progress,
+    )
     trace = cp.run(
-        cp.load_model(model, dtype=dtype, device=device, adapter=adapter, products=products, progress=progress),
+        loaded,
         prompts,
         drafter=chosen,
         window=window,
@@ -228,6 +240,7 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
         device=finger["device"],
         adapter=adapter or finger.get("adapter"),
         products="compiled" if "products_compiled" in finger else "torch",
+        think_while_decoding=finger.get("think_while_decoding"),
         progress=progress,
     )
     result = cp.verify(trace, loaded, progress=progress)

@@ -116,9 +116,13 @@ def thinking_states(
     config
         A YAML file of settings, named as these flags are; flags win.
     task
-        coin-flip, variables, s3 or s5.
+        coin-flip, variables, s3 or s5 (of `cacheprobe run`: permutations:elements=3 or 5).
     preset
-        tiny; of coin-flip also far, mini, no-jumps and paper, of variables far, of s3 full.
+        Of coin-flip: tiny, mini, far, no-jumps, paper, bare-chain.
+        Of s3: tiny, full, far.
+        Of s5: tiny.
+        Of variables: tiny, far.
+        Bare-chain differs from tiny in what the arm chain_of_thought writes; its other arms are those of tiny.
     arm
         thinking; plain (no thoughts); no_feedback (thoughts that change nothing); chain_of_thought.
     form

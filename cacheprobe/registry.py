@@ -1,12 +1,13 @@
 """Plug-ins: drafters, lenses, tasks and kernels, one file each, found by themselves.
 
 A kind is a folder of cacheprobe, or a package beside it. A file in it marks what it offers with
-`@register("drafters", "early_exit")`; the folder's files are imported at the first question about that kind.
+`@register("drafters", "early_exit")`; the folder's files are imported at the first question about that kind. The
+folder's package may say in a mapping INSTEAD what to write for names that are known elsewhere.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -44,14 +45,23 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def find(kind: str, name: str) -> Any:
-    """The plug-in of that kind and name."""
+    """The plug-in of that kind and name, with - or _ in it."""
     plugins = available(kind)
-    if name not in plugins:
+    if (found := same_name(name, plugins)) is None:
+        instead: dict[str, str] = getattr(importlib.import_module(_package(kind)), "INSTEAD", {})
+        choice = f"write {instead[name]} here" if name in instead else "choose one"
         raise ValueError(
             f"unknown name {name!r} among {kind}; there are {', '.join(plugins) or 'none'}; "
-            f"choose one, or add a file to {_package(kind).replace('.', '/')} that registers it"
+            f"{choice}, or add a file to {_package(kind).replace('.', '/')} that registers it"
         )
-    return plugins[name]
+    return plugins[found]
+
+
+def same_name(name: str, among: Iterable[str]) -> str | None:
+    """The one of `among` that differs from `name` in - and _ at most; None where there is none."""
+    known = list(among)
+    same = (other for other in known if other.replace("-", "_") == name.replace("-", "_"))
+    return name if name in known else next(same, None)
 
 
 def make(kind: str, text: str, **options: Any) -> Any:

@@ -18,6 +18,7 @@ from cacheprobe.models.thinking_store import is_thinking_folder, load_thinking
 
 if TYPE_CHECKING:  # it loads transformer_lens, which takes seconds
     from cacheprobe.models.bridge import BridgeLM
+    from cacheprobe.models.thinking_lm import ThinkingLM
 
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Model types whose sliding windows were compared with Hugging Face's own, beyond the window."""
@@ -34,6 +35,7 @@ def load_model(
     device_map: "DeviceMap | None" = None,
     adapter: "str | Path | None" = None,
     products: str = "torch",
+    think_while_decoding: bool | None = None,
     progress: bool = True,
 ) -> CachedLM:
     """A model ready for `run`.
@@ -51,8 +53,10 @@ def load_model(
         float32 weights, which are then converted to `dtype`; `weights_note` says so.
     products: "compiled" lets a C++ compiler of this machine make the blocks' products and the statistics of Z, for
         bfloat16 on a CPU where that is no quicker than float32: it is, other bits come out, and the fingerprint tells.
-    Raises: ModelError for what cannot be loaded, wrapped, or rolled back, for an adapter of another model, and for a
-    device that is not here.
+    think_while_decoding: whether a Thinking States model also thinks about chunks that hold generated tokens; the
+        window must then be a whole number of chunks. Default: as it is stored, which is False for those shipped.
+    Raises: ModelError for what cannot be loaded, wrapped, or rolled back, for an adapter of another model, for a device
+    that is not here, and for settings of another kind of model.
     """
     dtype_name = _dtype_name(dtype)
     if products not in ("torch", "compiled"):
@@ -64,7 +68,11 @@ def load_model(
         if (folder := _thinking_folder(model)) is not None:
             if products != "torch":
                 raise ModelError(f"{model} is a Thinking States model, whose products are torch's; leave out products")
-            return _load_thinking(folder, model, tokenizer, dtype_name, adapter, where)
+            lm = _load_thinking(folder, model, tokenizer, dtype_name, adapter, where)
+            if think_while_decoding is not None:
+                lm.set_think_while_decoding(think_while_decoding)
+            return lm
+        _refuse_thoughts(think_while_decoding, model)
         wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", adapter, where, progress)
     elif device is not None or device_map is not None:
         raise ModelError(
@@ -76,6 +84,7 @@ def load_model(
             f"{type(model).__name__}; give its name, or merge it with peft first"
         )
     else:
+        _refuse_thoughts(think_while_decoding, f"a live {type(model).__name__}")
         from cacheprobe.models.bridge import BridgeLM
 
         if type(model).__name__ == "TransformerBridge":
@@ -102,6 +111,14 @@ def load_model(
     if products == "compiled":
         cast("BridgeLM", wrapped).compiled = _compiled(wrapped)
     return wrapped
+
+
+def _refuse_thoughts(think_while_decoding: bool | None, what: Any) -> None:
+    if think_while_decoding is not None:
+        raise ModelError(
+            f"{what} is no Thinking States model by name or directory, so think_while_decoding says nothing of it; "
+            "leave it out, or load one such as 'coinflip-thinking'"
+        )
 
 
 def require_compilable(name: str, dtype: Any, device: Any) -> None:
@@ -137,7 +154,7 @@ def _thinking_folder(model: "str | Path") -> Path | None:
 
 def _load_thinking(
     folder: Path, model: "str | Path", tokenizer: Any, dtype_name: str | None, adapter: Any, where: "DeviceMap | None"
-) -> CachedLM:
+) -> "ThinkingLM":
     import torch
 
     if tokenizer is not None or adapter is not None:

@@ -9,7 +9,7 @@ chunk after another. All rounds have the pass's own shape: determinism needs not
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -63,6 +63,7 @@ class ThinkingLM:
         """How the model was made, where it was loaded."""
         self.num_rounds = 0
         """Rounds of the last forward."""
+        self._made_with = config.think_while_decoding
         self._trivial: tuple[int, ...] = (config.eos_id,)
         self._states: dict[tuple[int, ...], Tensor] = {}
         self._valid_for: object = None
@@ -87,6 +88,17 @@ class ThinkingLM:
         if not c.thinks:
             return KVCache(rows, capacity, shapes, self.dtype, self.device)
         return ThinkingCache(rows, capacity, shapes, self.dtype, self.device, c.d_model, c.chunk)
+
+    def set_think_while_decoding(self, wanted: Any) -> None:
+        """Whether chunks that hold generated tokens are thought about too, whatever the model was made with.
+
+        Raises: ModelError for a model without thoughts.
+        """
+        if not isinstance(wanted, bool):
+            raise ModelError(f"think_while_decoding must be True or False, got {wanted!r}")
+        if not self.config.thinks:
+            raise ModelError(f"{self.name} writes no thoughts, in no phase; leave out think_while_decoding")
+        self.config = self.model.config = replace(self.config, think_while_decoding=wanted)
 
     def check_settings(self, window: int) -> None:
         """See CachedLM.check_settings."""
@@ -311,6 +323,7 @@ class ThinkingLM:
 
     def fingerprint(self) -> dict[str, str | int | float]:
         """See CachedLM.fingerprint."""
+        now = self.config.think_while_decoding
         return {
             "model": self.name,
             "weights_sha256": sha256_of(sorted(self.model.named_parameters(), key=lambda item: item[0])),
@@ -319,6 +332,7 @@ class ThinkingLM:
             "attention": "sdpa",
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
+            **({"think_while_decoding": now} if now != self._made_with else {}),  # `verify` sets it as it was
             **platform_facts(),
         }
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pandas as pd
+
 from cacheprobe.observe.hypotheses import agreement_by_layer, settling_by_status
 from cacheprobe.observe.trace import Trace
 
@@ -45,22 +47,21 @@ def summary(trace: Trace) -> str:
 
 
 def thoughts_text(trace: Trace, request_id: int) -> str:
-    """One request's committed thoughts as lines: what was read, what was thought of it, and whether that is true."""
+    """One request's committed thoughts as lines: what was read, what was thought of it, whether that is true, and
+    whether it was cut."""
     table = trace.thoughts()
     mine = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
     rows = trace.rows(request_id, "committed").set_index("position").token
     lines = []
     for thought in mine.itertuples():
         read = " ".join(str(rows[at]) for at in range(thought.start, thought.end + 1))
-        is_known = isinstance(thought.true_state, str)
-        truth = (
-            ""
-            if not is_known
-            else "  (true)"
-            if thought.true_state in thought.text
-            else f"  (it is {thought.true_state})"
-        )
-        lines.append(f"  {read:<36} -> {thought.text}{truth}")
+        marks = []
+        if not pd.isna(thought.true_state):  # of an empty thought, which says nothing, `agrees` is null
+            is_true = not pd.isna(thought.agrees) and bool(thought.agrees)
+            marks.append("true" if is_true else f"it is {thought.true_state}")
+        if not thought.has_ended:
+            marks.append("cut at the limit")
+        lines.append(f"  {read:<36} -> {thought.text}" + (f"  ({'; '.join(marks)})" if marks else ""))
     return "\n".join([*lines, f"  answer: {trace.text(request_id)}"])
 
 

@@ -15,10 +15,14 @@ from cacheprobe.tasks.two_coins import TwoCoins
 from cacheprobe.tasks.variables import Variables
 from cacheprobe.tasks.words import encode_strictly, load_tokenizer, save_tokenizer, word_tokenizer
 
+INSTEAD = {"s3": "permutations:elements=3", "s5": "permutations:elements=5"}
+"""Names that the presets of trainings have, and the task that texts of such a preset are from."""
+
 __all__ = [
     "CHAINS",
     "FORMATS",
     "HELD_OUT_NAMES",
+    "INSTEAD",
     "NAMES",
     "TRAIN_NAMES",
     "Accuracy",

@@ -97,7 +97,8 @@ def refuse_unknown(
     words = sorted(set(tokenizer.get_vocab()) - set(SPECIAL_TOKENS))
     raise ValueError(
         f"the word {text[start:end]!r} of {text!r:.80} is not in the task vocabulary of {len(words)} words "
-        f"({words[0]!r} to {words[-1]!r}); make the tokenizer from the vocabulary() of the task that wrote the text"
+        f"({words[0]!r} to {words[-1]!r}); use its own words, which model.tokenizer.get_vocab() lists of a model, or "
+        "make the tokenizer from the vocabulary() of the task that wrote the text"
     )
 
 

@@ -74,8 +74,10 @@ def train(
 
     report: called after every step, with the accuracy on fresh texts of the trained lengths where it was taken.
     seconds: of the processor, after which no further step is begun; the schedule stays that of all steps.
-    Raises: ValueError where the folder holds a training of another arm or of other texts.
+    Raises: ValueError where the folder holds a training of another arm or of other texts, and for a seed that would
+    reach the texts of the tests.
     """
+    _require_training_seed(seed, len(preset.variants))
     tokenizer = word_tokenizer(preset.vocabulary())
     model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
     settings, reach = preset.loop_of(arm, seed), preset.reach_of(arm)
@@ -117,6 +119,17 @@ def train(
             break
     to_99, to_100 = loop.notes.get("to_99"), loop.notes.get("to_100")
     return Trained(model.eval(), tokenizer, preset, arm, seed, loop.cpu_seconds, to_99, to_100)
+
+
+def _require_training_seed(seed: int, num_variants: int) -> None:
+    """Raises: ValueError for a seed under which a variant's texts could be those of a test, or that is none."""
+    highest = TEST_SEED - 1 - VARIANT_SEEDS * (num_variants - 1)
+    if type(seed) is not int or not 0 <= seed <= highest:
+        raise ValueError(
+            f"seed={seed!r} is none to train with: the seeds from {TEST_SEED} on are those of the tests, and the "
+            f"preset's {num_variants} variants of the task have seeds {VARIANT_SEEDS} apart; give a whole number from "
+            f"0 to {highest}"
+        )
 
 
 def _annotated(preset: Preset, arm: str, tokenizer: Any, config: ThinkingConfig, n: int, seed: int) -> list[Annotated]:

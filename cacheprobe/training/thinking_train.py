@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 
+from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking_store import save_thinking
+from cacheprobe.registry import same_name
+from cacheprobe.tasks import INSTEAD
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.presets import preset_of
+from cacheprobe.training.presets import PRESETS, preset_of
 from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking_run import CHECK_TEXTS, Trained, train
 from cacheprobe.training.threads import one_thread
@@ -22,8 +25,9 @@ def train_thinking(
 ) -> dict[str, Any]:
     """Train, or go on with, one arm; test it by its own thoughts within and beyond its lengths; save it in `out`.
 
-    form: how thoughts are written, where it is not to be the preset's own.
+    task: as the presets name it, with - or _.  form: how thoughts are written, where it is not to be the preset's own.
     """
+    task = _task_of_presets(task)
     chosen = preset_of(task, preset, form)
     total = chosen.loop_of(arm, seed).steps
     with TrainingProgress(total, 0, progress) as show:
@@ -53,6 +57,17 @@ def train_thinking(
     }
     save_thinking(out, trained.model, trained.tokenizer, record)
     return record
+
+
+def _task_of_presets(name: str) -> str:
+    """As PRESETS has it. Raises: ModelError for a task whose presets have names of their own."""
+    instead = [preset for preset, task in INSTEAD.items() if name in (task, task.partition(":")[0])]
+    if instead and name not in PRESETS:
+        raise ModelError(
+            f"no presets for task {name!r}; its trainings are named by the number of elements: "
+            f"write {' or '.join(instead)}"
+        )
+    return same_name(name, PRESETS) or name
 
 
 def tests(trained: Trained) -> list[dict[str, Any]]:
