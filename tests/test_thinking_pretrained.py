@@ -3,10 +3,18 @@
 import copy
 import random
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
@@ -14,8 +22,10 @@ from cacheprobe.models.smollm2 import smollm2_directory
 from cacheprobe.models.thinking import thought_table
 from cacheprobe.models.thinking_lm import ThinkingLM
 from cacheprobe.models.thinking_pretrained import ThinkingPretrained, config_of
+from cacheprobe.models.thinking_store import save_thinking
 from cacheprobe.models.tiny import VOCAB, tiny_model
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed, word_tokenizer
+from cacheprobe.tasks.base import Example
 from cacheprobe.tasks.words import split_words, vocabulary_of
 from cacheprobe.training.evaluate import evaluate
 from cacheprobe.training.loop import Loop, LoopSettings
@@ -51,12 +61,18 @@ def text(n: int, seed: int = 0) -> list[int]:
 
 
 @cache
+def questions() -> tuple[list[Example], PreTrainedTokenizerFast]:
+    """64 of one or two people, and a tokenizer of their words, all of which the tiny models hold."""
+    drawn = mixed(CoinFlip(people=2), (1, 2), n=400, seed=0)
+    words = vocabulary_of(q.question.text + q.question.answer for q in drawn[:40])[: VOCAB - 3]
+    known = [q for q in drawn if set(split_words(q.question.text + q.question.answer)) <= set(words)]
+    return known[:64], word_tokenizer(words)
+
+
+@cache
 def coins() -> list[Annotated]:
-    """64 questions of one or two people, over a vocabulary that the tiny models hold."""
-    questions = mixed(CoinFlip(people=2), (1, 2), n=400, seed=0)
-    words = vocabulary_of(q.question.text + q.question.answer for q in questions[:40])[: VOCAB - 3]
-    known = [q for q in questions if set(split_words(q.question.text + q.question.answer)) <= set(words)]
-    return annotate_all(known[:64], word_tokenizer(words), 8, "restate")
+    """The questions with gold thoughts."""
+    return annotate_all(*questions(), 8, "restate")
 
 
 # -- the backbone
@@ -201,6 +217,50 @@ def test_the_engine_runs_it_deterministically() -> None:
     for i in range(3):
         assert trace.committed(i) == oracle.committed(i) and trace.digest(i) == oracle.digest(i)
     assert "ThinkingPretrained" in trace.fingerprint["architecture"]
+
+
+def test_load_model_takes_it_with_its_tokenizer() -> None:
+    model, (examples, tokenizer) = tiny("llama", chunk=8)[0], questions()
+    lm, rules = cp.load_model(model, tokenizer), dict(window=8, capacity=64, max_new_tokens=3, progress=False)
+    assert isinstance(lm, ThinkingLM) and lm.model is model and not model.training
+    trace = cp.run(lm, examples[:2], **rules)
+    thoughts = trace.thoughts()
+    assert len(thoughts) == sum(r.num_prompt_tokens // 8 for r in trace.requests) > 2 and thoughts.text.str.len().all()
+    by_ids = cp.run(cp.load_model(model), [list(r.prompt_token_ids) for r in trace.requests], **rules)
+    assert [by_ids.committed(i) for i in (0, 1)] == [trace.committed(i) for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        (
+            dict(dtype="bfloat16"),
+            r"ThinkingPretrained is in float32, not bfloat16; convert it with .to\(torch",
+        ),
+        (dict(products="compiled"), "ThinkingPretrained is a Thinking States model, whose products are torch's"),
+        (dict(device="cpu"), "a live ThinkingPretrained stays where it is"),
+        (dict(adapter="coin-flip"), "not into a live ThinkingPretrained"),
+    ],
+)
+def test_what_a_live_one_cannot_be_given_is_refused(asked: dict, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        cp.load_model(tiny()[0], **asked)
+
+
+def test_it_is_kept_as_the_refusal_to_save_it_says(tmp_path: Path) -> None:
+    """`save_thinking` wrote what `load_thinking` then refused: a config does not make the backbone's layers."""
+    model, backbone = tiny("llama-tied")
+    with torch.no_grad():
+        backbone.model.norm.weight.mul_(1.5)  # it may have learnt too
+    with pytest.raises(ModelError, match=r"ThinkingPretrained is of a LlamaForCausalLM.* keep its weights with safet"):
+        save_thinking(tmp_path / "model", model, questions()[1], {})
+    assert not (tmp_path / "model").exists()
+    save_file(dict(model.named_parameters()), tmp_path / "weights.safetensors")
+    again = ThinkingPretrained(tiny_model("llama-tied"), model.config).eval()
+    ids, thoughts = torch.tensor([text(26)]), torch.randint(2, VOCAB, (1, 6, 3))
+    assert not torch.equal(again(ids, thoughts)[1], model(ids, thoughts)[1])
+    again.load_state_dict(load_file(tmp_path / "weights.safetensors"), strict=False)
+    assert all(torch.equal(a, b) for a, b in zip(again(ids, thoughts), model(ids, thoughts), strict=True))
 
 
 # -- training

@@ -41,8 +41,8 @@ def load_model(
     """A model ready for `run`.
 
     model: "smollm2-135m", a shipped Thinking States model such as "coinflip-thinking", a Hugging Face hub name, a local
-        directory, a live transformers model (it is wrapped in place: TransformerLens replaces its submodules), or a
-        TransformerBridge.
+        directory, a live transformers model (it is wrapped in place: TransformerLens replaces its submodules), a
+        TransformerBridge, or a live ThinkingModel, such as a ThinkingPretrained.
     tokenizer: for a live model; without one, prompts must be lists of token ids.
     dtype: "float32", "bfloat16", "float16" or "float64" (or torch's). Default: float32 for a name or directory; a live
         model or a bridge keeps its own, and another one is refused. In float64 no state is rounded to float32 on the
@@ -66,8 +66,7 @@ def load_model(
         if isinstance(model, str) and not model.strip():
             raise ModelError("the model's name is empty; give a name, a directory or a model")
         if (folder := _thinking_folder(model)) is not None:
-            if products != "torch":
-                raise ModelError(f"{model} is a Thinking States model, whose products are torch's; leave out products")
+            _require_torch_products(str(model), products)
             lm = _load_thinking(folder, model, tokenizer, dtype_name, adapter, where)
             if think_while_decoding is not None:
                 lm.set_think_while_decoding(think_while_decoding)
@@ -84,10 +83,18 @@ def load_model(
             f"{type(model).__name__}; give its name, or merge it with peft first"
         )
     else:
-        _refuse_thoughts(think_while_decoding, f"a live {type(model).__name__}")
         from cacheprobe.models.bridge import BridgeLM
+        from cacheprobe.models.thinking import ThinkingModel
+        from cacheprobe.models.thinking_lm import ThinkingLM
 
-        if type(model).__name__ == "TransformerBridge":
+        if not isinstance(model, ThinkingModel):
+            _refuse_thoughts(think_while_decoding, f"a live {type(model).__name__}")
+        if isinstance(model, ThinkingModel):
+            _require_torch_products(_name_of(model), products)
+            wrapped = ThinkingLM(model, tokenizer, _name_of(model))
+            if think_while_decoding is not None:
+                wrapped.set_think_while_decoding(think_while_decoding)
+        elif type(model).__name__ == "TransformerBridge":
             model.eval()
             refuse_unknown_memory(model.original_model.config, type(model.original_model).__name__)
             wrapped = BridgeLM(model, _name_of(model))
@@ -105,6 +112,8 @@ def load_model(
             raise ModelError(
                 f"{wrapped.name} is in {held}, not {dtype_name}; convert it with .to(torch.{dtype_name}) first"
             )
+        if isinstance(wrapped, ThinkingLM):
+            return wrapped
     from cacheprobe.models.checks import check_model
 
     check_model(cast("BridgeLM", wrapped))
@@ -116,8 +125,8 @@ def load_model(
 def _refuse_thoughts(think_while_decoding: bool | None, what: Any) -> None:
     if think_while_decoding is not None:
         raise ModelError(
-            f"{what} is no Thinking States model by name or directory, so think_while_decoding says nothing of it; "
-            "leave it out, or load one such as 'coinflip-thinking'"
+            f"{what} is no Thinking States model, so think_while_decoding says nothing of it; leave it out, or load "
+            "one such as 'coinflip-thinking'"
         )
 
 
@@ -144,6 +153,11 @@ def _compiled(model: CachedLM) -> Any:
         return compiled(cache_directory() / "compiled")
     except CompilerError as error:
         raise ModelError(f'{model.name}: products="compiled" cannot be had: {error}') from error
+
+
+def _require_torch_products(name: str, products: str) -> None:
+    if products != "torch":
+        raise ModelError(f"{name} is a Thinking States model, whose products are torch's; leave out products")
 
 
 def _thinking_folder(model: "str | Path") -> Path | None:

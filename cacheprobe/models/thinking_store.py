@@ -18,14 +18,24 @@ CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json
 CONFIG_HASH = "config_sha256"
 """Of the field "config" alone. It is none of "sha256", which holds files."""
 KIND = "cacheprobe thinking states"
+KEEP = (
+    "keep its weights with safetensors.torch.save_file(dict(model.named_parameters()), path), and put them into "
+    "another of the same backbone and config with model.load_state_dict(load_file(path), strict=False)"
+)
 
 
 def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> Path:
-    """Write a model. record: task, preset, arm, seed, command and what training came to."""
+    """Write a model. record: task, preset, arm, seed, command and what training came to.
+
+    Raises: ModelError for a model that its config alone does not make, such as a ThinkingPretrained.
+    """
     from safetensors.torch import save_file
 
+    from cacheprobe.models.thinking_pretrained import ThinkingPretrained
     from cacheprobe.tasks.words import save_tokenizer
 
+    if isinstance(model, ThinkingPretrained):
+        raise ModelError(f"{type(model).__name__} is of a {model.backbone_name}, which a config does not make; {KEEP}")
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: w.detach().contiguous() for name, w in model.named_parameters()}, folder / WEIGHTS)
     save_tokenizer(tokenizer, folder / TOKENIZER)
