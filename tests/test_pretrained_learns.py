@@ -50,6 +50,15 @@ def test_opposite_thoughts_have_the_other_side_and_nothing_else_changed() -> Non
         learns.opposite([replace(item, thoughts=((1,),) * len(item.thoughts)) for item in items])
 
 
+def test_no_text_comes_twice() -> None:
+    """Of one person there are few texts, and draws of them repeated: the losses were not those of fresh texts."""
+    config = learns.Config()
+    drawn = [example.question.text for example in learns.different_texts(config)]
+    assert len(set(drawn)) == len(drawn) == config.steps * config.batch + config.texts
+    with pytest.raises(ValueError, match="8016 different texts are needed and .* take fewer steps"):
+        learns.different_texts(learns.Config(operations=(1,), steps=2000))
+
+
 def test_models_that_cannot_be_given_thoughts_are_refused(tmp_path: Path) -> None:
     tokenizer = word_tokenizer(CoinFlip(people=2).vocabulary())
     tiny_model("gpt2", size=replace(TINY, vocab=len(tokenizer))).save_pretrained(tmp_path)

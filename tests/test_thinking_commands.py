@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -25,8 +26,8 @@ from cacheprobe.training.thinking_train import train_thinking
 from tests.test_thinking_settings import quick
 from tests.tiny import hf_model
 
-RUN = dict(window=4, deterministic=[0, 1], capacity=128, progress=False)
-ON = dict(max_new_tokens=14, sampling=cp.SamplingParams(stop_token_ids=()))
+RUN: dict[str, Any] = dict(window=4, deterministic=[0, 1], capacity=128, progress=False)
+ON: dict[str, Any] = dict(max_new_tokens=14, sampling=cp.SamplingParams(stop_token_ids=()))
 """The answer and its end are shorter than a chunk; what is written after them is thought about."""
 
 
@@ -35,7 +36,7 @@ def command(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "cacheprobe", *args], capture_output=True, text=True, env=wide)
 
 
-def thinker(**settings: bool) -> ThinkingLM:
+def thinker(**settings: Any) -> ThinkingLM:
     lm = cp.load_model("coinflip-thinking", progress=False, **settings)
     assert isinstance(lm, ThinkingLM)
     return lm
@@ -165,7 +166,7 @@ def test_a_model_that_is_stored_with_the_setting_can_be_told_otherwise(tmp_path:
     lm = thinker(think_while_decoding=True)
     folder = save_thinking(tmp_path / "on", lm.model, lm.tokenizer, lm.record)
     assert read_config(folder)["config"]["think_while_decoding"] is True
-    stored, off = (cp.load_model(folder, **told) for told in ({}, {"think_while_decoding": False}))
+    stored, off = (cp.load_model(folder, think_while_decoding=told) for told in (None, False))
     assert isinstance(stored, ThinkingLM) and isinstance(off, ThinkingLM)
     assert stored.config == lm.config and off.config == thinker().config
     assert "think_while_decoding" not in stored.fingerprint() and off.fingerprint()["think_while_decoding"] is False

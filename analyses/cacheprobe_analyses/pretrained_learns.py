@@ -21,9 +21,9 @@ from cacheprobe.models.loaders import plain_model
 from cacheprobe.models.thinking import ThinkingModel
 from cacheprobe.models.thinking_pretrained import ThinkingPretrained, config_of
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed
+from cacheprobe.tasks.base import Example
 from cacheprobe.training.loop import Loop, LoopSettings
 from cacheprobe.training.progress import TrainingProgress
-from cacheprobe.training.thinking_run import TEST_SEED
 from cacheprobe.training.thinking_states import collate, losses
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import DIGITS, write_json
@@ -114,19 +114,14 @@ def run(config: Config, progress: bool = False) -> Result:
     backbone, tokenizer, note = plain_model(config.model, "float32", progress=progress)
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):  # a pad that no thought holds
         tokenizer.pad_token = tokenizer.unk_token
-    shapes = config_of(
-        backbone, eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, chunk=config.chunk
-    )  # T and C as the paper has them
+    ends = dict(eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id)
+    shapes = config_of(backbone, **ends, chunk=config.chunk)
     model = ThinkingPretrained(backbone, shapes, config.seed)
     model.train_backbone(config.trains_backbone)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
-    task = CoinFlip(people=max(config.operations), distinct=True)
-    drawn = mixed(task, config.operations, n=config.steps * config.batch, seed=config.seed)
-    seen = {example.question.text for example in drawn}
-    others = mixed(task, config.operations, n=2 * config.texts, seed=TEST_SEED + config.seed)
-    kept = [example for example in others if example.question.text not in seen][: config.texts]
-    items, fresh = (annotate_all(texts, tokenizer, config.chunk, config.form) for texts in (drawn, kept))
+    drawn = annotate_all(different_texts(config), tokenizer, config.chunk, config.form)
+    items, fresh = drawn[: -config.texts], drawn[-config.texts :]
 
     settings = LoopSettings(config.steps, config.batch, config.lr, warmup=config.warmup, seed=config.seed)
     loop, steps = Loop(model, settings), []
@@ -150,6 +145,19 @@ def run(config: Config, progress: bool = False) -> Result:
         _lm(model, opposite(fresh), "thinking"),
         round(loop.cpu_seconds, 1),
     )
+
+
+def different_texts(config: Config) -> list[Example]:
+    """Those of the training, in their order, and those of the end: none twice."""
+    wanted = config.steps * config.batch + config.texts
+    task = CoinFlip(people=max(config.operations), distinct=True)
+    drawn = mixed(task, config.operations, n=4 * wanted, seed=config.seed)
+    different = list({example.question.text: example for example in drawn}.values())
+    if len(different) < wanted:
+        raise ValueError(
+            f"{wanted} different texts are needed and {len(different)} were found; take fewer steps or more operations"
+        )
+    return different[:wanted]
 
 
 def opposite(items: Sequence[Annotated]) -> list[Annotated]:
