@@ -11,6 +11,7 @@ from typing import Any
 from cacheprobe_analyses.crowd_or_distance import Result as Crowd
 from cacheprobe_analyses.every_length import stored as every_length
 from cacheprobe_analyses.minute_of_training import Result as Minute
+from cacheprobe_analyses.pretrained_learns import Result as Learns
 from cacheprobe_analyses.state_or_attention import Result as Routes
 from cacheprobe_analyses.thinking_states_table import AGAIN, main_rows
 from cacheprobe_analyses.thinking_states_table import Config as TableConfig
@@ -64,6 +65,9 @@ def figures() -> str:
         f"tokens with {cost.thought_tokens} thought tokens a text, seconds of one core, medians of {cost.repeats}; "
         "ratios to the parallel step in one chunk.",
         cost.table(),
+        f"{_command('pretrained_learns')}: SmolLM2 with T and C around\n"
+        "it, T and C alone trained, on texts of which none comes twice.",
+        Learns.of(_held("pretrained-learns")).table(),
         f"{_command('thinking_variations')}: per cent of 200 texts\n"
         "and seed answered rightly by models with one thing changed; in brackets the worst of several seeds.\n"
         "p: flip probability.",

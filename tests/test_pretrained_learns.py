@@ -72,3 +72,15 @@ def test_the_stored_result_is_of_the_default_settings() -> None:
     result, config = learns.Result.of(stored), learns.Config()
     assert result.model == config.model and "4-bit" in result.weights and result.texts == config.texts
     assert result.lines[-1].last == config.steps and result.lines[0].last == config.every
+
+
+def test_the_example_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it stands, on the small model; each replacement must find its text."""
+    page = (ROOT / "docs/thinking-states.md").read_text(encoding="utf-8").split("### A pretrained model")[1]
+    code = page.split("```python\n")[1].split("```")[0]
+    for shown, small in (('"smollm2-135m"', repr(str(folder))), ("capacity=128", "capacity=128, progress=False")):
+        assert shown in code
+        code = code.replace(shown, small)
+    scope: dict = {}
+    exec(code, scope)
+    assert len(scope["trace"].thoughts()) == len(capsys.readouterr().out.splitlines()) - 1 > 2

@@ -146,9 +146,9 @@ def variations(steps: int = STEPS) -> tuple[Variation, ...]:
         two_coins("asked"),
         two_coins("asked", with_jumps=True),
         of("one flip probability, 0.5", variants=({"flip_probability": 0.5},)),
-        of("learned first state", dict(learned_first_state=True)),
-        of("query pooling", dict(pooling="query")),
-        of("bidirectional prefix", dict(bidirectional_prefix=True)),
+        of("learned first state", dict(learned_first_state=True), seeds=3),
+        of("query pooling", dict(pooling="query"), seeds=3),
+        of("bidirectional prefix", dict(bidirectional_prefix=True), seeds=3),
         of("chunk of 10, L_out 2", dict(chunk=10, l_out=2)),
         of("chunk of 10, L_out 4", dict(chunk=10, l_out=4)),
         two_coins("both"),
@@ -164,7 +164,7 @@ def loop_of(blocks: int) -> Variation:
     for half the steps that S5 asks for, so that there is room above and below."""
     s5 = preset_of("s5", "tiny")
     preset = replace(s5, model={**s5.model, "l_in": 0, "l_out": blocks}, loop=replace(s5.loop, steps=600))
-    return Variation(f"S5, loop of {blocks}", preset, tuple(Test(f"{n} operations", (n,)) for n in (4, 8, 16)), 3)
+    return Variation(f"S5, loop of {blocks}", preset, tuple(Test(f"{n} operations", (n,)) for n in (4, 8, 16)))
 
 
 def two_coins(says: str, with_jumps: bool = False) -> Variation:
@@ -187,7 +187,7 @@ def two_coins(says: str, with_jumps: bool = False) -> Variation:
         for first in (True, False)
     )
     name = f"two coins, thoughts of {says}{', with jumps' * with_jumps}"
-    return Variation(name, preset, tests, num_seeds=1 if with_jumps else 3)
+    return Variation(name, preset, tests)
 
 
 @one_thread()
