@@ -88,6 +88,7 @@ def main_rows() -> tuple[Row, ...]:
         rows += [Row("coin-flip", "thinking", operations, preset=preset) for operations in ((10,), (20,), far, (256,))]
     for arm in ("no_feedback", "plain", "chain_of_thought"):
         rows += [Row("coin-flip", arm, operations) for operations in ((10,), (20,), far)]
+        rows += [Row("coin-flip", arm, far, {"flip_probability": p}) for p in COIN_FLIPS if p != 0.5]  # 0.5 is above
     bare = dict(arm="chain_of_thought", preset="bare-chain")
     rows += [Row("coin-flip", operations=operations, **bare) for operations in ((10,), (20,), far)]
     rows += [Row("s3", "thinking", (operations,)) for operations in (4, 16, 128)]
