@@ -161,6 +161,8 @@ def test_a_chain_of_thought_is_in_the_vocabulary_and_ends_in_the_last_state(name
             assert written[-len(last) :] == last
             if chain == "states":
                 assert written == " ".join(states[1:]).split()
+            else:
+                assert " ".join(written).startswith(" ".join(states[0].split()))
 
 
 def test_operations_that_share_a_chunk_are_all_said(words):
