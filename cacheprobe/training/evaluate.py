@@ -16,7 +16,7 @@ from cacheprobe.training.recurrent import best, own_thoughts, write
 from cacheprobe.training.thinking_states import IGNORED, collate, spoken
 
 READ_AT_ONCE = 4_000
-"""Tokens of one pass over whole texts: what fits a core's cache is read in half the time."""
+"""Tokens of one pass over whole texts: few enough for a core's cache, beyond which reading slows down."""
 WRITTEN_AT_ONCE = 60_000
 """Tokens of texts that are run side by side, chunk by chunk and word by word."""
 
