@@ -1,8 +1,13 @@
 """The benchmarks of single passes: every way computes the same pass, and thoughts are thought however wide it is."""
 
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor
 
 import cacheprobe as cp
+from cacheprobe.models.thinking_lm import ThinkingLM
 from cacheprobe_benchmarks import thinking_states, torch_compile
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 
@@ -18,8 +23,22 @@ def test_ours_and_the_static_cache_read_the_same_slots() -> None:
     assert torch.equal(step(), expected) and torch.equal(ours(), made)
 
 
-def test_what_thinking_costs_in_small() -> None:
+def test_a_pass_takes_a_round_for_each_chunk_that_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why thoughts are not free, counted: how long a round takes is the machine's affair."""
+    rounds: dict[int, set[int]] = {}
+    in_rounds = ThinkingLM._in_rounds
+
+    def counted(self: ThinkingLM, x: Tensor, *rest: Any) -> Tensor:
+        h = in_rounds(self, x, *rest)
+        rounds.setdefault(x.shape[1] // self.config.chunk, set()).add(self.num_rounds)
+        return h
+
+    monkeypatch.setattr(ThinkingLM, "_in_rounds", counted)
     told = thinking_states.run(**thinking_states.SMALL)
     ratios = told["thinking_over_plain"]
     assert list(ratios) == [f"{count} chunks a pass" for count in thinking_states.CHUNKS]
-    assert all(ratio > 1 for ratio in ratios.values()), "thoughts are not free"
+    assert all(ratio > 0 for ratio in ratios.values())
+    whole = told["prompt_tokens"] // told["chunk"]
+    assert rounds.pop(0) == {1} and whole in rounds  # 0: a token of the answer by itself
+    # a prompt's first chunk knows no state and has nothing to say
+    assert all(of <= {chunks - 1, chunks} for chunks, of in rounds.items()), rounds

@@ -1,8 +1,9 @@
 """What thinking while it reads costs a model: the shipped coin-flip models, prompts of 20 people, one thread.
 
 Seconds over those of the plain backbone, which reads the same prompts in one pass and thinks nothing. The thinking
-model has a thought in every chunk, so a pass of n chunks takes n + 1 rounds: reading chunk by chunk makes fewer rows,
-one pass makes fewer passes. Thoughts are decoded either way, each by itself.
+model has a thought in every chunk in which a state is known, so a pass of n such chunks takes n rounds: the last
+thought asks for none. Reading chunk by chunk makes fewer rows, one pass makes fewer passes. Thoughts are decoded either
+way, each by itself.
 """
 
 import time
