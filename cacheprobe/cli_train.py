@@ -126,8 +126,9 @@ def thinking_states(
     arm
         thinking; plain (no thoughts); no_feedback (thoughts that change nothing); chain_of_thought.
     form
-        How thoughts are written, instead of as the preset has it: state (after each operation), restate (in every
-        chunk) or delta (only on a change).
+        How thoughts are written, instead of as the preset has it: state (after each operation), restate (the state
+        in every chunk), repeat (in every chunk, what the task has to say of the last operation) or delta (only on a
+        change).
     seed
         Of the weights, the texts and their order.
     out

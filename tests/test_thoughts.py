@@ -17,11 +17,13 @@ from cacheprobe.tasks import (
     CoinFlip,
     Example,
     Question,
+    TwoCoins,
     annotate,
     annotate_all,
     coin_question,
     word_tokenizer,
 )
+from cacheprobe.tasks.two_coins import two_coins_question
 from cacheprobe.training.presets import preset_of
 
 ONE_OF_EACH = Example(coin_question("heads", [("Alice", True), ("Bob", False), ("Carol", True)]))
@@ -80,7 +82,7 @@ def annotate_slowly(example: Example, tokenizer, chunk: int, form: str, phase: i
                 thought += encode(question.states[step])
             elif form == "delta" and ends_here and step > 0 and question.states[step] != question.states[step - 1]:
                 thought += encode(question.states[step])
-            elif form == "restate" and end <= after:
+            elif form in ("restate", "repeat") and end <= after:
                 thought = encode(question.states[step])
         thoughts.append((*thought, eos))
         before = after
@@ -214,7 +216,21 @@ def test_what_a_question_has_to_say_takes_the_place_of_its_states(words):
                     ((0, 10), (12, 21)), thoughts=("heads", "Bob is tails"))  # fmt: skip
     by_form = {form: annotate(Example(said), words, 99, form).thoughts[0] for form in FORMATS}
     decoded = {form: words.decode(thought) for form, thought in by_form.items()}
-    assert decoded == {"state": "Bob is tails <eos>", "restate": "tails <eos>", "delta": "Bob is tails <eos>"}
+    own = "Bob is tails <eos>"
+    assert decoded == {"state": own, "restate": "tails <eos>", "repeat": own, "delta": own}
+
+
+def test_what_a_question_has_to_say_is_repeated_in_every_chunk():
+    """Of the coin that is asked about, from the statement of both coins on, whatever the other coin does."""
+    task = TwoCoins(says="asked", question_first=True)
+    words = word_tokenizer(task.vocabulary())
+    events = (("Alice", "blue", True), ("Bob", "red", True), ("Carol", "blue", False))
+    example = Example(two_coins_question(("heads", "tails"), events, "red", "asked", question_first=True))
+    found = annotate(example, words, 4, "repeat")
+    rows = [words.decode(found.token_ids[i : i + 4]) for i in range(0, len(found.token_ids), 4)]
+    assert rows[4:] == ["tails. Alice flips", "blue, then Bob", "flips red, then", "Carol does not flip", "blue. A:"]
+    said = [words.decode(thought) for thought in found.thoughts]
+    assert said == [*["<eos>"] * 4, *["heads <eos>"] * 2, *["tails <eos>"] * 3]
 
 
 def test_a_thought_too_long_is_named(words):

@@ -18,9 +18,10 @@ from cacheprobe.tasks.words import encode_strictly, refuse_unknown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMATS = ("state", "restate", "delta")
+FORMATS = ("state", "restate", "repeat", "delta")
 """state: after each operation that ends in the chunk, what the question has to say of it (the state, in most tasks).
 restate: in every chunk, the state after the last operation that ended so far, the stated initial one before the first.
+repeat: as restate, but what the question has to say where that is not the state.
 delta: as state, but only for operations that change the state.
 The statement of the initial state is no operation. A chunk with nothing to say has an empty thought."""
 CHAINS = ("operations", "states")
@@ -138,11 +139,12 @@ def annotate_all(
 
 def _said(question: Question, chunks: Sequence[int], count: int, form: str) -> Iterator[tuple[int, tuple[str, ...]]]:
     """(chunk, the texts said after it) for every chunk that has any; `chunks` are those in which the spans end."""
-    if form == "restate":
-        for (place, state), until in zip(zip(chunks, question.states, strict=True), (*chunks[1:], count), strict=True):
-            yield from ((later, (state,)) for later in range(place, until))
+    states = question.states
+    words = states if form == "restate" else question.thoughts or states
+    if form in ("restate", "repeat"):
+        for (place, word), until in zip(zip(chunks, words, strict=True), (*chunks[1:], count), strict=True):
+            yield from ((later, (word,)) for later in range(place, until))
         return
-    words, states = question.thoughts or question.states, question.states
     said: dict[int, tuple[str, ...]] = {}
     for step in range(1, len(chunks)):
         if form == "state" or states[step] != states[step - 1]:
