@@ -246,6 +246,7 @@ def test_padding_moves_to_the_front() -> None:
 
 BAD = [
     (dict(l_in=2, l_out=2), "l_in < l_out"),
+    (dict(l_in=True), "l_in < l_out <= n_layers, got True, 2, 3"),
     (dict(chunk=0), "chunk must be"),
     (dict(n_heads=3), "does not split"),
     (dict(positions="learned"), "choose one of rope"),

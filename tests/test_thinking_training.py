@@ -12,17 +12,17 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.shipped import shipped_folder, shipped_names
+from cacheprobe.models.shipped import shipped_folder
 from cacheprobe.models.thinking import ThinkingModel
 from cacheprobe.models.thinking_config import ThinkingConfig
-from cacheprobe.models.thinking_store import load_thinking, read_config, save_thinking
+from cacheprobe.models.thinking_store import config_hash, load_thinking, save_thinking
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed, word_tokenizer
 from cacheprobe.training import thinking_run
 from cacheprobe.training.evaluate import evaluate, follows_gold
 from cacheprobe.training.loop import Loop, LoopSettings
 from cacheprobe.training.presets import PRESETS, preset_of
 from cacheprobe.training.recurrent import own_thoughts
-from cacheprobe.training.thinking_run import train
+from cacheprobe.training.thinking_run import load_trained, train
 from cacheprobe.training.thinking_states import ARMS, IGNORED, collate, losses, skipping_positions, spoken
 from cacheprobe.training.thinking_train import train_thinking
 from cacheprobe.training.threads import one_thread
@@ -310,29 +310,34 @@ def test_what_does_not_fit_together_is_refused(tmp_path) -> None:
     for name in ("config", "sha256", "record"):
         refused({key: value for key, value in held.items() if key != name}, f"has no field '{name}'")
     refused({**held, "sha256": {}}, r"has no hash of model\.safetensors")
-    del held["config_sha256"]
-    refused({**held, "config": {"format": 1, "chunk": 4}}, "without the field 'd_vocab'")
-    refused({**held, "config": {**config, "depth": 1}}, "unknown field 'depth'")
+    refused({key: value for key, value in held.items() if key != "config_sha256"}, "has no field 'config_sha256'")
+
+    def of(config: dict) -> dict:
+        return {**held, "config": config, "config_sha256": config_hash(config)}
+
+    refused(of({"format": 1, "chunk": 4}), "without the field 'd_vocab'")
+    refused(of({**config, "depth": 1}), "unknown field 'depth'")
     for change, message in (({"d_mlp": 48}, "do not fit"), ({"d_vocab": 50}, "vocabulary")):
-        (folder / "config.json").write_text(json.dumps({**held, "config": {**config, **change}}))
+        (folder / "config.json").write_text(json.dumps(of({**config, **change})))
         with pytest.raises(ModelError, match=message):
             load_thinking(folder)
     with pytest.raises(ModelError, match="no tokenizer or adapter"):
         cp.load_model(str(saved(tmp_path / "third")[0]), tokenizer=object())
 
 
-def test_a_config_has_its_hash_and_one_from_before_is_taken_as_it_is(tmp_path) -> None:
-    """In whatever order its fields stand. Shipped models have one."""
+def test_the_hash_of_a_config_is_that_of_what_it_says(tmp_path) -> None:
+    """In whatever order its fields stand."""
     folder, model = saved(tmp_path / "coin")
     held = json.loads((folder / "config.json").read_text())
     turned = {**held, "config": dict(reversed(held["config"].items())), "record": {**held["record"], "seen": 1}}
     (folder / "config.json").write_text(json.dumps(turned))
     assert load_thinking(folder).config == model.config
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in held.items() if k != "config_sha256"}))
-    assert load_thinking(folder).config == model.config
-    for name in shipped_names("checkpoints"):
-        shipped = shipped_folder("checkpoints", name)
-        assert shipped is not None and "config_sha256" in read_config(shipped), name
+
+
+def test_a_model_whose_record_says_nothing_of_its_training_is_no_trained_arm(tmp_path) -> None:
+    folder, _ = saved(tmp_path / "coin")
+    with pytest.raises(ModelError, match="coin has no 'cpu_seconds'; delete the folder, and it is trained again"):
+        load_trained(folder, preset_of("coin-flip", "mini"), "thinking", 0)
 
 
 def test_the_shipped_coin_model_flips_the_coin() -> None:

@@ -97,10 +97,10 @@ class ThinkingConfig:
             raise ModelError(
                 f"d_model of {self.d_model} does not split into {self.n_heads} heads of even width; change n_heads"
             )
-        if not 0 <= self.l_in < self.l_out <= self.n_layers:
+        if type(self.l_in) is not int or not 0 <= self.l_in < self.l_out <= self.n_layers:
             raise ModelError(
-                f"need 0 <= l_in < l_out <= n_layers, got {self.l_in}, {self.l_out}, {self.n_layers}: the state enters "
-                "before the thought is read"
+                f"need 0 <= l_in < l_out <= n_layers, got {self.l_in!r}, {self.l_out}, {self.n_layers}: the state "
+                "enters before the thought is read"
             )
         if self.positions not in POSITIONS:
             raise ModelError(f"unknown positions {self.positions!r}; choose one of {', '.join(POSITIONS)}")

@@ -85,8 +85,7 @@ def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, devi
 def read_config(folder: Path) -> dict[str, Any]:
     """The config file of a model folder.
 
-    Raises: ModelError where it is none of ours, lacks a field, or was edited. Folders from before there was a hash of
-    the config have none, and are taken as they are.
+    Raises: ModelError where it is none of ours, lacks a field, or was edited.
     """
     path = folder / CONFIG
     try:
@@ -102,8 +101,10 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ModelError(f"{path} has no field {name!r}; {_remedy(held)}")
     if lacking := [file for file in (WEIGHTS, TOKENIZER) if file not in held["sha256"]]:
         raise ModelError(f"{path} has no hash of {lacking[0]} in its field 'sha256'; {_remedy(held)}")
+    if CONFIG_HASH not in held:
+        raise ModelError(f"{path} has no field {CONFIG_HASH!r}, so nobody can say what was trained; {_remedy(held)}")
     found = config_hash(held["config"])
-    if (wanted := held.get(CONFIG_HASH, found)) != found:
+    if (wanted := held[CONFIG_HASH]) != found:
         raise ModelError(
             f"the field 'config' of {path} has the hash {found[:12]}, and {CONFIG_HASH} says {wanted!s:.12}: it was "
             f"edited after the training; {_remedy(held)}"

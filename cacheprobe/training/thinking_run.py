@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking import ThinkingModel
 from cacheprobe.models.thinking_config import ThinkingConfig
 from cacheprobe.models.thinking_store import load_thinking, read_config
@@ -56,8 +57,13 @@ class Trained:
 
 
 def load_trained(folder: Path, preset: Preset, arm: str, seed: int) -> tuple[Trained, dict[str, Any]]:
-    """A trained arm that `save_thinking` wrote, and its record."""
+    """A trained arm that `save_thinking` wrote, and its record.
+
+    Raises: ModelError for a model that was saved without what its training came to.
+    """
     record, lm = read_config(folder)["record"], load_thinking(folder)
+    if lacking := [name for name in ("cpu_seconds", "cpu_seconds_to_99") if name not in record]:
+        raise ModelError(f"the record of {folder} has no {lacking[0]!r}; delete the folder, and it is trained again")
     seconds = record["cpu_seconds"], record["cpu_seconds_to_99"], record.get("cpu_seconds_to_100")
     return Trained(lm.model, lm.tokenizer, preset, arm, seed, *seconds), record
 
