@@ -134,17 +134,26 @@ def test_several_seeds_are_told_by_their_mean_and_the_worst() -> None:
 
 
 def test_each_variation_changes_one_thing_and_is_tested_alike() -> None:
-    base, *others = [v for v in variations.variations() if v.preset.task is variations.variations()[0].preset.task]
-    names = [v.name for v in variations.variations()]
+    tried = variations.variations()
+    names = [v.name for v in tried]
     assert len(set(names)) == len(names)
+    base, *others = [v for v in tried if v.preset.task is tried[0].preset.task and v.arm == "thinking"]
     for other in others:
         fields = ("form", "reach", "variants", "model")
         changed = [f for f in fields if getattr(other.preset, f) != getattr(base.preset, f)]
         assert len(changed) == 1, other.name
         assert other.preset.loop == base.preset.loop and other.tests[:6] == base.tests[:6]
-    loops = [v for v in variations.variations() if v.name.startswith("S5")]
+    loops = [v for v in tried if v.name.startswith("S5")]
     assert sorted(v.preset.model["l_out"] - v.preset.model["l_in"] for v in loops) == [1, 2, 3, 4]
     assert all(v.preset.loop == loops[0].preset.loop and v.tests == loops[0].tests for v in loops)
+    tuned, coin = [v for v in tried if v.arm != "thinking"], preset_of("coin-flip", "tiny")
+    for v in tuned:
+        assert v.preset.loop_of(v.arm, 0) == replace(coin.loop_of(v.arm, 0), lr=float(v.name.split()[-1]))
+        assert replace(v.preset, arms={}) == replace(coin, arms={}) and v.preset.reach_of(v.arm) == 0
+        assert v.tests == variations.coin_tests()
+    assert len({(v.arm, v.name) for v in tuned}) == 6
+    coins = [v for v in tried if v.name.startswith("two coins")]
+    assert all(v.preset.loop == coins[0].preset.loop and v.tests == coins[0].tests for v in coins)
 
 
 def test_gaps_are_of_chunks_without_a_change() -> None:

@@ -13,6 +13,7 @@ import fcntl
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,11 @@ def main_rows() -> tuple[Row, ...]:
     rows += [Row("coin-flip", "thinking", (n,), preset=preset) for preset in ("far", "tiny") for n in (10, 20)]
     for preset in ("no-jumps", "paper"):
         rows += [Row("coin-flip", "thinking", operations, preset=preset) for operations in ((10,), (20,), far, (256,))]
-    for arm in ("no_feedback", "plain", "chain_of_thought"):
-        rows += [Row("coin-flip", arm, operations) for operations in ((10,), (20,), far)]
-        rows += [Row("coin-flip", arm, far, {"flip_probability": p}) for p in COIN_FLIPS if p != 0.5]  # 0.5 is above
+    for arm, preset in product(("no_feedback", "plain", "chain_of_thought"), ("tiny", "far")):
+        rows += [Row("coin-flip", arm, operations, preset=preset) for operations in ((10,), (20,), far)]
+        rows += [  # 0.5 is above
+            Row("coin-flip", arm, far, {"flip_probability": p}, preset=preset) for p in COIN_FLIPS if p != 0.5
+        ]
     bare = dict(arm="chain_of_thought", preset="bare-chain")
     rows += [Row("coin-flip", operations=operations, **bare) for operations in ((10,), (20,), far)]
     rows += [Row("s3", "thinking", (operations,)) for operations in (4, 16, 128)]

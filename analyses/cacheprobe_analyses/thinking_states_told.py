@@ -23,9 +23,8 @@ ARM_NAMES = {
     "chain_of_thought": "chain of thought",
 }
 MAIN = (  # task, preset, arm
-    ("coin-flip", "far", "thinking"),
-    ("coin-flip", "tiny", "thinking"),
-    *(("coin-flip", "tiny", arm) for arm in ("no_feedback", "plain", "chain_of_thought")),
+    *(("coin-flip", "far", arm) for arm in ARM_NAMES),
+    *(("coin-flip", "tiny", arm) for arm in ARM_NAMES),
     ("variables", "far", "thinking"),
     *(("variables", "tiny", arm) for arm in ARM_NAMES),
 )

@@ -53,6 +53,7 @@ class Variation:
     preset: Preset
     tests: tuple[Test, ...]
     num_seeds: int = 1
+    arm: str = "thinking"
 
 
 @dataclass(frozen=True)
@@ -143,19 +144,20 @@ def variations(steps: int = STEPS) -> tuple[Variation, ...]:
         of("thought: state", form="state", tests=still),
         *(of(f"chunk of {tokens}", dict(chunk=tokens), seeds=3) for tokens in (10, 20, 2)),
         of("no position jumps", reach=0),
-        two_coins("asked"),
-        two_coins("asked", with_jumps=True),
+        two_coins("asked", seeds=3),
+        two_coins("asked", 1, (False,), ", trained with the question last"),
         of("one flip probability, 0.5", variants=({"flip_probability": 0.5},)),
         of("learned first state", dict(learned_first_state=True), seeds=3),
         of("query pooling", dict(pooling="query"), seeds=3),
         of("bidirectional prefix", dict(bidirectional_prefix=True), seeds=3),
         of("chunk of 10, L_out 2", dict(chunk=10, l_out=2)),
         of("chunk of 10, L_out 4", dict(chunk=10, l_out=4)),
-        two_coins("both"),
+        two_coins("both", seeds=3),
         of("no positions", dict(positions="nope")),
         of("window of 16", dict(attention_window=16)),
         of("ALiBi", dict(positions="alibi")),
         *(loop_of(blocks) for blocks in (4, 1, 3, 2)),
+        *(tuned(arm, lr) for lr in (1e-3, 4e-3) for arm in ("plain", "no_feedback", "chain_of_thought")),
     )
 
 
@@ -164,30 +166,38 @@ def loop_of(blocks: int) -> Variation:
     for half the steps that S5 asks for, so that there is room above and below."""
     s5 = preset_of("s5", "tiny")
     preset = replace(s5, model={**s5.model, "l_in": 0, "l_out": blocks}, loop=replace(s5.loop, steps=600))
-    return Variation(f"S5, loop of {blocks}", preset, tuple(Test(f"{n} operations", (n,)) for n in (4, 8, 16)))
+    return Variation(f"S5, loop of {blocks}", preset, tuple(Test(f"{n} operations", (n,)) for n in (4, 8, 16)), 3)
 
 
-def two_coins(says: str, with_jumps: bool = False) -> Variation:
-    """One model that reads the question before the story and after it; half of its training is of each kind.
+def tuned(arm: str, lr: float) -> Variation:
+    """An arm of the table as it is there, at another learning rate than the 0.002 of all."""
+    coin = preset_of("coin-flip", "tiny")
+    preset = replace(coin, arms={arm: {**coin.arms[arm], "lr": lr}})
+    return Variation(f"{arm.replace('_', ' ')}, learning rate {lr}", preset, coin_tests(), arm=arm)
 
-    says: after each operation a thought names the state of the coin "asked" about, or of "both".
-    with_jumps: positions jump, which puts the question out of reach, in a third of the steps: the first that was tried.
+
+def two_coins(says: str, seeds: int, orders: tuple[bool, ...] = (True, False), trained: str = "") -> Variation:
+    """One model that is tested with the question before the story and after it, and trained on such texts alike.
+
+    says: every thought names the state of the coin "asked" about, or of "both".
+    orders: whether the question comes first, in equal shares of training; trained: how a name tells of them.
+    Batches are four times those of the coin: with 32 texts a batch no such model was learned in 1,000 steps.
     """
-    loop = preset_of("coin-flip", "tiny").loop
-    preset = Preset(
-        lambda people: TwoCoins(people=people, says=says, distinct=people <= 20),
-        variants=({"question_first": True}, {"question_first": False}),
-        form="state",
-        reach=Preset.reach if with_jumps else 0,
-        loop=replace(loop, steps=STEPS if with_jumps else 3 * STEPS),
+    coin = preset_of("coin-flip", "far")
+    preset = replace(
+        coin,
+        task=lambda people: TwoCoins(people=people, says=says, distinct=people <= 20),
+        variants=tuple({"question_first": first} for first in orders),
+        form="repeat",
+        loop=replace(coin.loop, steps=2 * STEPS, batch=4 * coin.loop.batch),
+        arms={},
     )
     tests = tuple(
         Test(f"{n} operations, question {'first' if first else 'last'}", (n,), {"question_first": first})
         for n in (10, 40)
         for first in (True, False)
     )
-    name = f"two coins, thoughts of {says}{', with jumps' * with_jumps}"
-    return Variation(name, preset, tests)
+    return Variation(f"two coins, thoughts of {says}{trained}", preset, tests, seeds)
 
 
 @one_thread()
@@ -222,20 +232,22 @@ def trained_variation(
     folder: Path, variation: Variation, seed: int, progress: bool = False
 ) -> tuple[Trained, dict[str, Any]]:
     """A trained variation and its record, from the folder or trained now."""
-    preset, place = variation.preset, folder / f"{''.join(c if c.isalnum() else '-' for c in variation.name)}-{seed}"
+    preset, arm = variation.preset, variation.arm
+    place = folder / f"{''.join(c if c.isalnum() else '-' for c in variation.name)}-{seed}"
     if not (place / CONFIG).exists():
-        with TrainingProgress(preset.loop.steps, 0, progress) as show:
-            made = train(preset, "thinking", seed, place / "checkpoint", lambda at, _: show(at.step, variation.name))
+        steps = preset.loop_of(arm, seed).steps
+        with TrainingProgress(steps, 0, progress) as show:
+            made = train(preset, arm, seed, place / "checkpoint", lambda at, _: show(at.step, variation.name))
         record = {
             "form": preset.form,
             "seed": seed,
-            "steps": preset.loop.steps,
+            "steps": steps,
             "parameters": made.model.num_parameters,
             "cpu_seconds": round(made.cpu_seconds, 1),
             "cpu_seconds_to_99": made.cpu_seconds_to_99 and round(made.cpu_seconds_to_99, 1),
         }
         save_thinking(place, made.model, made.tokenizer, record)
-    return load_trained(place, preset, "thinking", seed)
+    return load_trained(place, preset, arm, seed)
 
 
 def _test(trained: Trained, test: Test, texts: int) -> dict[str, Any]:
