@@ -226,10 +226,12 @@ def test_a_training_that_was_stopped_says_when_it_was_right(tmp_path: Path, monk
 
     with pytest.raises(Stop):
         train(preset, "thinking", 3, tmp_path / "broken", stop)
+    progress = tmp_path / "broken" / "progress.json"
+    before = json.loads(progress.read_text())["notes"]
     again = train(preset, "thinking", 3, tmp_path / "broken")
-    held = json.loads((tmp_path / "broken" / "progress.json").read_text())
-    assert held["notes"]["good"] == 210 // 25 + 1 and again.cpu_seconds_to_99 == held["notes"]["to_99"]
-    assert again.cpu_seconds_to_99 < again.cpu_seconds / 2
+    after = json.loads(progress.read_text())["notes"]
+    assert (before["good"], after["good"]) == (200 // 25, 210 // 25 + 1)
+    assert again.cpu_seconds_to_99 == after["to_99"] == before["to_99"]
 
 
 def test_a_thought_longer_than_the_model_may_have_is_refused() -> None:
