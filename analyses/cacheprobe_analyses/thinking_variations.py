@@ -153,7 +153,7 @@ def variations(steps: int = STEPS) -> tuple[Variation, ...]:
         of("bidirectional prefix", dict(bidirectional_prefix=True), seeds=3),
         of("chunk of 10, L_out 2", dict(chunk=10, l_out=2)),
         of("chunk of 10, L_out 4", dict(chunk=10, l_out=4)),
-        two_coins("both"),
+        two_coins("both", batch=32),
         of("no positions", dict(positions="nope")),
         of("window of 16", dict(attention_window=16)),
         of("ALiBi", dict(positions="alibi")),
@@ -193,7 +193,7 @@ def two_coins(
         task=lambda people: TwoCoins(people=people, says=says, distinct=people <= 20),
         variants=tuple({"question_first": first} for first in orders),
         form="repeat",
-        loop=replace(coin.loop, steps=2 * STEPS, batch=batch),
+        loop=replace(coin.loop, steps=1000, batch=batch),
         arms={},
     )
     tests = tuple(
