@@ -61,7 +61,7 @@ def thought_slowly(model: ThinkingLM, chunk: Tensor) -> tuple[list[int], Tensor]
     said: list[int] = []
     first = torch.empty(0)
     while len(said) < model.config.max_thought and model.config.eos_id not in said:
-        logits = model.model.think(chunk[None], torch.tensor([said], dtype=torch.long))[0, -1].float()
+        logits = model.model.think(chunk[None], torch.tensor([said], dtype=torch.long))[0, -1].float().detach()
         first = first if said else logits
         said.append(max(range(len(logits)), key=lambda i, logits=logits: (float(logits[i]), -i)))
     return said, first

@@ -326,6 +326,15 @@ def test_layers_are_spread_and_cells_told_apart_by_all_that_changes_bits() -> No
     assert plans[0].digest != plans[1].digest and plans[0].digest == plans[2].digest
 
 
+def test_a_task_is_one_cell_however_its_name_is_written() -> None:
+    """coin-flip and coin_flip were two, run one after the other."""
+    told = [cell["task"] for cell in combinations(read_config({"grid": {"task": ["coin-flip", "coin_flip", "s3"]}}))]
+    assert told == ["coin_flip", "s3"]
+    listed = [{"task": "coin-flip:people=2"}, {"task": "coin_flip:people=2"}, {"task": "no-such-task"}]
+    told = [cell["task"] for cell in combinations(read_config({"cells": listed}))]
+    assert told == ["coin_flip:people=2", "no-such-task"]
+
+
 def test_compiled_products_are_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other bits, another model to load, and bits that the compiler has a part in."""
     axes = {"model": "smollm2-135m", "dtype": "bfloat16", "products": ["torch", "compiled"]}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cacheprobe.registry import names, same_name
 from cacheprobe.sweeps.settings import Axes, SweepConfig
 
 AXES = tuple(Axes.model_fields)
@@ -74,9 +75,16 @@ def combinations(config: SweepConfig) -> Iterator[dict[str, Any]]:
         every = (dict(zip(AXES, chosen, strict=True)) for values in spread for chosen in itertools.product(*values))
     seen = set()
     for axes in every:
+        axes["task"] = _as_registered(axes["task"])
         if (key := canonical(axes)) not in seen:
             seen.add(key)
             yield axes
+
+
+def _as_registered(task: str) -> str:
+    """A name with - or _ in the one spelling that it has, so that a task is one cell; unknown ones as they are."""
+    name, colon, options = task.partition(":")
+    return f"{same_name(name, names('tasks')) or name}{colon}{options}"
 
 
 def _spread(values: Any) -> list[Any]:
