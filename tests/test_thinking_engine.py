@@ -89,6 +89,56 @@ def test_a_trace_holds_what_thought_and_state_can_be_computed_from_again() -> No
         assert [heard[name].shape[-1] for name in names] == [32, 32]
 
 
+def test_the_insides_of_t_and_c_are_those_heard_while_it_thought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, of rolled-back thoughts too. Live, T's last call has every token of the thought but the newest."""
+    model = lm(think_while_decoding=True)
+    names = [n for n in model.model.hook_dict if n.startswith("thinking.") and "pattern" not in n]
+    live: dict[bytes, dict[str, torch.Tensor]] = {}
+    think = ThinkingLM._think
+
+    def heard_thinking(self: ThinkingLM, end, hidden: torch.Tensor):
+        heard: dict[str, torch.Tensor] = {}
+        hooks = [(name, lambda value, hook: heard.update({hook.name: value[0]})) for name in names]
+        with self.model.hooks(fwd_hooks=hooks):
+            thought = think(self, end, hidden)
+        live[hidden.numpy().tobytes()] = heard
+        return thought
+
+    monkeypatch.setattr(ThinkingLM, "_think", heard_thinking)
+    trace = cp.run(model, PROMPTS, deterministic=True, drafter=cp.drafters.EarlyExit(layer=1), sampling=FREE, **RUN)
+    monkeypatch.undo()
+    table = trace.thoughts()
+    assert {"committed", "rolled_back"} <= set(table.status)
+    for thought in table.itertuples():
+        insides = trace.thought_insides(thought.thought)
+        hidden, count = insides["thinking.hook_in"][: model.config.chunk], len(thought.token_ids)
+        for name, value in live[hidden.numpy().tobytes()].items():
+            is_read_out = len(value) == model.config.max_thought + 1
+            known = count if is_read_out else model.config.chunk + count - 1
+            assert torch.equal(insides[name][:known], value[:known]), name
+        said = insides["thinking.hook_logits"].log_softmax(-1)[range(count), list(thought.token_ids)]
+        assert said.tolist() == list(thought.logprobs_nats)
+        assert torch.equal(insides["compression.hook_state"], trace.thought_states[thought.thought])
+
+
+def test_insides_that_cannot_be_told_are_refused() -> None:
+    model = lm()
+    trace = cp.run(model, PROMPTS[:2], deterministic=True, sampling=FREE, **RUN)
+    with pytest.raises(KeyError, match=r"no thought 99 in this trace; it has thoughts 0 to \d+"):
+        trace.thought_insides(99)
+    with pytest.raises(ValueError, match="the trace is of weights"):
+        trace.thought_insides(0, model=ThinkingLM(tiny(seed=5), name="another"))
+    turned = [("thinking.hook_logits", lambda value, hook: -value)]
+    with (
+        model.model.hooks(fwd_hooks=turned),
+        pytest.raises(ValueError, match=r"thought 0 of request 0 .* and thinker thinks .* there; give the model that"),
+    ):
+        trace.thought_insides(0)
+    bare = cp.run(model, PROMPTS[:2], deterministic=True, sampling=FREE, capture=None, **RUN)
+    with pytest.raises(ValueError, match="site S was not captured; this run kept no states"):
+        bare.thought_insides(0)
+
+
 def test_prompt_thoughts_alone_while_the_answer_is_written() -> None:
     """The paper's models think while the prompt is read; an unfinished last chunk writes no thought."""
     trace = cp.run(lm(), PROMPTS, deterministic=[0, 2], sampling=FREE, **RUN)

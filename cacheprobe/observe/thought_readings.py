@@ -37,7 +37,7 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: An
     read_by = [
         (thought, layer, rows.state_index.tolist())
         for thought in thoughts.itertuples()
-        for rows in [_rows_of(trace, thought)]
+        for rows in [rows_of(trace, thought)]
         for layer in chosen
         if len(rows) == thought.end + 1 - thought.start
         and (rows.state_index >= 0).all()
@@ -73,7 +73,7 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: An
     return pd.DataFrame(records).astype({"true_state": "string", "agrees": "boolean"})
 
 
-def _rows_of(trace: "Trace", thought: Any) -> pd.DataFrame:
+def rows_of(trace: "Trace", thought: Any) -> pd.DataFrame:
     """The rows whose states T read, in order of position: what was newest at each of the chunk's when it thought."""
     table = trace.row_table
     mine = table[(table.request_id == thought.request_id) & table.position.between(thought.start, thought.end)]

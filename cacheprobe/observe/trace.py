@@ -222,6 +222,12 @@ class Trace:
 
         return read_thoughts(self, layers, model)
 
+    def thought_insides(self, thought: SupportsIndex, model: CachedLM | None = None) -> dict[str, Tensor]:
+        """T's and C's activations at a thought; as in `observe.thought_insides.thought_insides`."""
+        from cacheprobe.observe.thought_insides import thought_insides
+
+        return thought_insides(self, int(thought), model)
+
     # -- tensors
 
     def vectors(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
