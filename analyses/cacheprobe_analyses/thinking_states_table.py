@@ -87,7 +87,7 @@ def main_rows() -> tuple[Row, ...]:
     rows += [Row("coin-flip", "thinking", (n,), preset=preset) for preset in ("far", "tiny") for n in (10, 20)]
     for preset in ("no-jumps", "paper"):
         rows += [Row("coin-flip", "thinking", operations, preset=preset) for operations in ((10,), (20,), far, (256,))]
-    for arm, preset in product(("no_feedback", "plain", "chain_of_thought"), ("tiny", "far")):
+    for arm, preset in product(("no_feedback", "plain", "chain_of_thought"), ("tiny", "all-jump")):
         rows += [Row("coin-flip", arm, operations, preset=preset) for operations in ((10,), (20,), far)]
         rows += [  # 0.5 is above
             Row("coin-flip", arm, far, {"flip_probability": p}, preset=preset) for p in COIN_FLIPS if p != 0.5

@@ -22,9 +22,11 @@ ARM_NAMES = {
     "plain": "no chain of thought",
     "chain_of_thought": "chain of thought",
 }
+OTHER_ARMS = tuple(arm for arm in ARM_NAMES if arm != "thinking")
 MAIN = (  # task, preset, arm
-    *(("coin-flip", "far", arm) for arm in ARM_NAMES),
+    ("coin-flip", "far", "thinking"),
     *(("coin-flip", "tiny", arm) for arm in ARM_NAMES),
+    *(("coin-flip", "all-jump", arm) for arm in OTHER_ARMS),
     ("variables", "far", "thinking"),
     *(("variables", "tiny", arm) for arm in ARM_NAMES),
 )

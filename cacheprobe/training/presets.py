@@ -77,7 +77,7 @@ _ARMS = {  # without jumps these three reach 99 % in distribution in a fraction 
     "plain": dict(steps=1600, reach=0),
     "chain_of_thought": dict(steps=1600, reach=0),
 }
-_FAR_ARMS = {arm: dict(steps=5000) for arm in ("no_feedback", "plain", "chain_of_thought")}
+_JUMPING_ARMS = {arm: dict(steps=3000) for arm in ("no_feedback", "plain", "chain_of_thought")}
 _JITTERED = ({"jitter": 0}, {"jitter": 3})
 _S3 = Preset(  # a window, since attention to all earlier swaps, of which four are trained, is diluted by the later ones
     lambda steps: Permutations(steps=steps, elements=3),
@@ -103,9 +103,10 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "coin-flip": {
         "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
         "mini": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=64), loop=_LOOP),
-        # for a thousand operations: the tiny one, and in training attention meets as many tokens as their positions
-        # say; in all arms alike, of which the others need more steps for it
-        "far": Preset(_coin, variants=_FLIPS, crowds=True, loop=_LOOP, arms=_FAR_ARMS),
+        # the tiny one; the other arms' positions jump as its own do, for which they need more steps
+        "all-jump": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_JUMPING_ARMS),
+        # for a thousand operations: the tiny one, and in training attention meets as many tokens as their positions say
+        "far": Preset(_coin, variants=_FLIPS, crowds=True, loop=_LOOP),
         # as the arms that the tiny one is compared with: no position beyond those of the trained texts is ever seen
         "no-jumps": Preset(_coin, variants=_FLIPS, reach=0, loop=_LOOP),
         # as the paper has it: thoughts where an operation ends alone, too
