@@ -25,7 +25,8 @@ def thought_insides(trace: "Trace", thought: int, model: Any = None) -> dict[str
     "thinking.hook_logits" is [r1, v], all logits of Z, the pad's set to the lowest: line i chose token i.
     "compression.hook_state" is S, [c, m]. Elsewhere in T rows are the chunk's c and then the thought's, [c+r, m] or
     [c+r, h, d]; in C the thought's. Thoughts are padded to `max_thought`: behind in T, in front in C.
-    They are not kept: they depend on H and Z alone, which are.
+    They are not kept: they depend on H and Z alone, which are. The bits are those of the run where its states were
+    kept unrounded.
     Raises: LensError where the model writes no thoughts, KeyError for a thought that is not there, ValueError where S
     below L_out was not kept, or this model does not think what the trace holds.
     Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.
