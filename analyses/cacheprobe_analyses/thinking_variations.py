@@ -153,7 +153,7 @@ def variations(steps: int = STEPS) -> tuple[Variation, ...]:
         of("bidirectional prefix", dict(bidirectional_prefix=True), seeds=3),
         of("chunk of 10, L_out 2", dict(chunk=10, l_out=2)),
         of("chunk of 10, L_out 4", dict(chunk=10, l_out=4)),
-        two_coins("both", batch=32),
+        two_coins("both"),
         of("no positions", dict(positions="nope")),
         of("window of 16", dict(attention_window=16)),
         of("ALiBi", dict(positions="alibi")),
