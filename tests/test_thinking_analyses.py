@@ -151,7 +151,7 @@ def test_each_variation_changes_one_thing_and_is_tested_alike() -> None:
         assert v.preset.loop_of(v.arm, 0) == replace(coin.loop_of(v.arm, 0), lr=float(v.name.split()[-1]))
         assert replace(v.preset, arms={}) == replace(coin, arms={}) and v.preset.reach_of(v.arm) == 0
         assert v.tests == variations.coin_tests()
-    assert len({(v.arm, v.name) for v in tuned}) == 6
+    assert len({(v.arm, v.name) for v in tuned}) == 4
     coins = [v for v in tried if v.name.startswith("two coins")]
     assert all(replace(v.preset.loop, batch=128) == coins[0].preset.loop and v.tests == coins[0].tests for v in coins)
 

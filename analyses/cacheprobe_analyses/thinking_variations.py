@@ -158,7 +158,7 @@ def variations(steps: int = STEPS) -> tuple[Variation, ...]:
         of("window of 16", dict(attention_window=16)),
         of("ALiBi", dict(positions="alibi")),
         *(loop_of(blocks) for blocks in (4, 1, 3, 2)),
-        *(tuned(arm, lr) for lr in (1e-3, 4e-3) for arm in ("plain", "no_feedback", "chain_of_thought")),
+        *(tuned(arm, lr) for lr in (1e-3, 4e-3) for arm in ("plain", "chain_of_thought")),
     )
 
 
