@@ -119,7 +119,9 @@ def test_variations_go_on_where_they_were(tmp_path) -> None:
 
 
 def test_several_seeds_are_told_by_their_mean_and_the_worst() -> None:
-    counts = [dict(seed=seed, texts=200, right=right) for seed, right in enumerate((200, 150, 190))]
+    counts = [
+        dict(seed=seed, texts=200, right=right, thoughts_right=right - 30) for seed, right in enumerate((200, 150, 190))
+    ]
     cells = [{**count, "by_gap": {"1 to 16": [100, 90], "65 or more": [100, count["right"] - 90]}} for count in counts]
     models = [
         dict(steps=300, cpu_seconds=s, cpu_seconds_to_99=to) for s, to in ((40.0, 20.0), (41.0, None), (42.0, 30.0))
@@ -127,7 +129,9 @@ def test_several_seeds_are_told_by_their_mean_and_the_worst() -> None:
     result = variations.Result({"base": {variations.GAP_TEST: cells, "of its own": cells}}, {"base": models})
     line = result.gaps().splitlines()[2]
     assert line == "| base | 90.0 of 300 |  |  | 90.0 of 300 |"
-    assert result.others() == ["base, of its own: 90.0 % of 600 texts (95 % 87.3 to 92.2; 3 seeds, the worst 75.0 %)"]
+    assert result.others() == [
+        "base, of its own: 90.0 % of 600 texts (95 % 87.3 to 92.2; 3 seeds, the worst 75.0 %), of 75.0 % all thoughts"
+    ]
     result = variations.Result({"base": {test.name: cells for test in variations.coin_tests()}}, {"base": models})
     told = " | ".join(["90.0 (75.0)"] * 6)
     assert result.table().splitlines()[2] == f"| base | 3 | {told} | 300 | 41 | not reached |"

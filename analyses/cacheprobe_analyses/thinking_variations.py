@@ -100,7 +100,8 @@ class Result:
         return "\n".join(lines)
 
     def others(self) -> list[str]:
-        """The tests that are not those of every coin model, one a line."""
+        """The tests that are not those of every coin model, one a line: answers right, and texts of which all thoughts
+        are."""
         shared = {test.name for test in coin_tests()}
         return [
             f"{name}, {test}: {_told(found)}"
@@ -300,7 +301,9 @@ def _told(cells: Sequence[dict[str, Any]]) -> str:
     texts, right = sum(cell["texts"] for cell in cells), sum(cell["right"] for cell in cells)
     low, high = Accuracy(texts, right, 0, 0.5).interval
     worst = f"; {len(cells)} seeds, the worst {_percent(cells)[:-1].split('(')[1]} %" if len(cells) > 1 else ""
-    return f"{100 * right / texts:.1f} % of {texts} texts (95 % {100 * low:.1f} to {100 * high:.1f}{worst})"
+    thoughts = 100 * sum(cell["thoughts_right"] for cell in cells) / texts
+    between = f"95 % {100 * low:.1f} to {100 * high:.1f}"
+    return f"{100 * right / texts:.1f} % of {texts} texts ({between}{worst}); all thoughts right in {thoughts:.1f} %"
 
 
 def main() -> None:
