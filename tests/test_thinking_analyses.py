@@ -129,9 +129,9 @@ def test_several_seeds_are_told_by_their_mean_and_the_worst() -> None:
     result = variations.Result({"base": {variations.GAP_TEST: cells, "of its own": cells}}, {"base": models})
     line = result.gaps().splitlines()[2]
     assert line == "| base | 90.0 of 300 |  |  | 90.0 of 300 |"
-    assert result.others() == [
-        "base, of its own: 90.0 % of 600 texts (95 % 87.3 to 92.2; 3 seeds, the worst 75.0 %); all thoughts right in 75.0 %"
-    ]
+    (told,) = result.others()
+    assert told.startswith("base, of its own: 90.0 % of 600 texts (95 % 87.3 to 92.2; 3 seeds, the worst 75.0 %); ")
+    assert told.endswith("; all thoughts right in 75.0 %")
     result = variations.Result({"base": {test.name: cells for test in variations.coin_tests()}}, {"base": models})
     told = " | ".join(["90.0 (75.0)"] * 6)
     assert result.table().splitlines()[2] == f"| base | 3 | {told} | 300 | 41 | not reached |"
