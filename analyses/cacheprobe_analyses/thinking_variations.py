@@ -300,10 +300,11 @@ def _percent(cells: Sequence[dict[str, Any]]) -> str:
 def _told(cells: Sequence[dict[str, Any]]) -> str:
     texts, right = sum(cell["texts"] for cell in cells), sum(cell["right"] for cell in cells)
     low, high = Accuracy(texts, right, 0, 0.5).interval
-    worst = f"; {len(cells)} seeds, the worst {_percent(cells)[:-1].split('(')[1]} %" if len(cells) > 1 else ""
+    each = ", ".join(f"{100 * cell['right'] / cell['texts']:.1f}" for cell in cells)
+    seeds = f"; seeds {each} %" if len(cells) > 1 else ""
     thoughts = 100 * sum(cell["thoughts_right"] for cell in cells) / texts
     between = f"95 % {100 * low:.1f} to {100 * high:.1f}"
-    return f"{100 * right / texts:.1f} % of {texts} texts ({between}{worst}); all thoughts right in {thoughts:.1f} %"
+    return f"{100 * right / texts:.1f} % of {texts} texts ({between}{seeds}); all thoughts right in {thoughts:.1f} %"
 
 
 def main() -> None:
