@@ -118,11 +118,12 @@ def thinking_states(
     task
         coin-flip, variables, s3 or s5 (of `cacheprobe run`: permutations:elements=3 or 5).
     preset
-        Of coin-flip: tiny, mini, far, no-jumps, paper, bare-chain.
+        Of coin-flip: tiny, mini, all-jump, far, no-jumps, paper, bare-chain.
         Of s3: tiny, full, far.
         Of s5: tiny.
         Of variables: tiny, far.
         Bare-chain differs from tiny in what the arm chain_of_thought writes; its other arms are those of tiny.
+        All-jump differs from tiny in its other arms, whose positions jump in training as those of thoughts do.
     arm
         thinking; plain (no thoughts); no_feedback (thoughts that change nothing); chain_of_thought.
     form

@@ -40,11 +40,13 @@ def test_the_form_of_thoughts_can_be_chosen(form: str, tmp_path: Path, monkeypat
 
 
 def test_an_unknown_form_is_one_line_that_names_them() -> None:
-    with pytest.raises(ModelError, match="unknown form 'prose' of thoughts; choose one of state, restate, delta"):
+    with pytest.raises(
+        ModelError, match="unknown form 'prose' of thoughts; choose one of state, restate, repeat, delta"
+    ):
         preset_of("coin-flip", "tiny", "prose")
     command = [sys.executable, "-m", "cacheprobe", "train", "thinking-states"]
     done = subprocess.run([*command, "--form", "prose"], capture_output=True, text=True)
-    assert done.returncode == 2 and "choose one of state, restate, delta" in done.stderr
+    assert done.returncode == 2 and "choose one of state, restate, repeat, delta" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert "--form" in subprocess.run([*command, "--help"], capture_output=True, text=True).stdout
 
@@ -118,7 +120,7 @@ def test_the_limit_of_a_format_is_the_first_gap_that_is_lost(tmp_path: Path, mon
     small = [replace(v, preset=replace(quick(), form=v.preset.form)) for v in variations.variations()]
     monkeypatch.setattr(gap, "variations", lambda: tuple(small))
     asked = gap.run(gap.Config(((1, 1), (2, 3)), texts=6, folder=tmp_path))
-    assert set(asked.right) == set(FORMATS) and all(
+    assert set(asked.right) == set(gap.MODELS) == set(FORMATS) - {"repeat"} and all(
         set(right) == {"1 of 1", "2 of 3"} for right in asked.right.values()
     )
     assert json.loads(json.dumps(asked.models))["delta"]["steps"] == 4
