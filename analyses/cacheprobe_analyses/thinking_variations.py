@@ -185,7 +185,7 @@ def two_coins(
 
     says: every thought names the state of the coin "asked" about, or of "both".
     orders: whether the question comes first, in equal shares of training.
-    batch: texts a step; the coin's own 32 are too few to learn which coin is asked about.
+    batch: texts a step; with the coin's own 32, in as many steps, which coin is asked about is not learned.
     how: what a name tells of these.
     """
     coin = preset_of("coin-flip", "far")

@@ -30,7 +30,7 @@ def thought_insides(trace: "Trace", thought: int, model: Any = None) -> dict[str
     Raises: LensError where the model writes no thoughts, KeyError for a thought that is not there, ValueError where S
     below L_out was not kept, or this model does not think what the trace holds.
     Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.
-    Twin: tests.test_thinking_engine, hooks on the live model while it thinks: ==.
+    Twin: tests.test_thinking_engine, T's hooks on the live model while it thinks, and S: ==.
     """
     model = require_model(trace, model)
     ThoughtLens().check(model)
