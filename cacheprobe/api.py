@@ -11,6 +11,7 @@ from cacheprobe.cache.surgery import CacheRows
 from cacheprobe.config import CaptureConfig, EngineConfig
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.reference import read_rows, run_reference
+from cacheprobe.engine.shapes import settle_shapes
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
@@ -35,8 +36,8 @@ def run(
     prompts: Any,
     *,
     drafter: Drafter | None = None,
-    window: int = 16,
-    group: int = 4,
+    window: int | None = None,
+    group: int | None = None,
     deterministic: "bool | float | Iterable[Any]" = False,
     capture: "str | CaptureConfig | None" = "STCZ",
     layers: "str | int | Iterable[Any]" = "all",
@@ -45,9 +46,9 @@ def run(
     max_new_tokens: int | None = None,
     seed: int = 0,
     capacity: int = 512,
-    prefill_chunk: int = 32,
-    prefill_group: int = 1,
-    pad_prefill: bool = True,
+    prefill_chunk: int | None = None,
+    prefill_group: int | None = None,
+    pad_prefill: bool | None = None,
     max_batch: int = 64,
     kv_rows: int | None = None,
     draft_length: "int | str | None" = None,
@@ -61,16 +62,19 @@ def run(
     prompts: strings, lists of token ids, task examples or Requests; one of them, or a sequence.
     drafter: proposes tokens for every request, all of which are then verified. Without one, the deterministic requests
         are drafted by the fast path and verified; the others are not.
-    window, group: rows of a verify pass for each request (W), and requests in it (G). With window=1 nothing is drafted:
-        verify passes are decodes of a fixed height, and the others ride along in the dummies' places.
+    window, group: rows of a verify pass for each request (W), and requests in it (G). By default the window is 1 where
+        there is no drafter (on a CPU) and 16 where there is one, and the group is the first that gives every row the
+        same bits on this machine. With window=1 nothing is drafted: a verify pass is a decode of a fixed shape, whose
+        free places other requests fill.
     deterministic: all, none, a fraction (evenly spaced indices), or a list of indices or flags.
     capture: sites to keep, of S, T, C and Z; a CaptureConfig with filters by layer, position and phase, and with what
         to keep of attention heads; or None for tokens and events alone.
     layers: layers to keep, "all" or a list.  lens: what reads Z, the logit lens by default.
     sampling, max_new_tokens, seed: for requests that do not say themselves; seeds derive from (seed, index).
     capacity: cache rows of each request, part of the schedule fingerprint; prompt + max_new_tokens + window must fit.
-    prefill_chunk, prefill_group: prompt tokens fed at once for verified requests, and prompts in such a pass.
-    pad_prefill: whether a prompt's last chunk is padded to a whole one; False is cheaper, and needs prefill_group=1.
+    prefill_chunk, prefill_group: prompt tokens fed at once for verified requests, and prompts in such a pass; by
+        default 128 and 1.  pad_prefill: whether a prompt's last chunk is padded to a whole one; by default only where
+        several prompts share a pass.
     max_batch: requests in flight at once.  kv_rows: cache rows in use at once; where they run out, the newest request
         gives way and is resumed later.
     draft_length: candidates before each verification: None for all that the window takes, a number, or "adaptive".
@@ -83,11 +87,12 @@ def run(
     Raises: ValueError for settings that cannot be met, before anything is computed; EngineError where all failed.
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
     """
-    config = EngineConfig(
-        window, group, capacity, prefill_chunk, prefill_group, max_batch, kv_rows, draft_length, acceptance, pad_prefill
-    )
+    shapes = dict(
+        window=window, group=group, capacity=capacity, prefill_chunk=prefill_chunk, prefill_group=prefill_group,
+        pad_prefill=pad_prefill, max_batch=max_batch, kv_rows=kv_rows, draft_length=draft_length, acceptance=acceptance,
+    )  # fmt: skip
     asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
-    setup = Setup(model, prompts, config, *asked)
+    setup = Setup(model, prompts, *settle_shapes(model, drafter is not None, shapes), *asked)
     states = setup.states(drafter)
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
     return _record(setup, setup.start(drafter), states, meta, progress)
@@ -102,8 +107,8 @@ def stream(model: CachedLM, prompts: Any, *, drafter: Drafter | None = None, **s
     piece.
     """
     names = [field.name for field in fields(EngineConfig)]
-    config = EngineConfig(**{name: settings.pop(name) for name in names if name in settings})
-    setup = Setup(model, prompts, config, **{"capture": None, **settings})
+    shapes = {name: settings.pop(name) for name in names if name in settings}
+    setup = Setup(model, prompts, *settle_shapes(model, drafter is not None, shapes), **{"capture": None, **settings})
     states = setup.states(drafter)
     start, meta = setup.start(drafter), {"kind": "run", "drafter": repr(drafter) if drafter else None}
     return Stream(states, setup.model.decode, lambda observer: setup.recorded(start, states, observer, **meta))
@@ -114,8 +119,8 @@ def reference(
     prompts: Any,
     *,
     drafter: Drafter | None = None,
-    window: int = 16,
-    group: int = 4,
+    window: int | None = None,
+    group: int | None = None,
     deterministic: "bool | float | Iterable[Any]" = False,
     capture: "str | CaptureConfig | None" = "STCZ",
     layers: "str | int | Iterable[Any]" = "all",
@@ -124,9 +129,9 @@ def reference(
     max_new_tokens: int | None = None,
     seed: int = 0,
     capacity: int = 512,
-    prefill_chunk: int = 32,
-    prefill_group: int = 1,
-    pad_prefill: bool = True,
+    prefill_chunk: int | None = None,
+    prefill_group: int | None = None,
+    pad_prefill: bool | None = None,
     max_batch: int = 64,
     kv_rows: int | None = None,
     draft_length: "int | str | None" = None,
@@ -141,15 +146,16 @@ def reference(
     matter; nor does `acceptance`, which deterministic requests never use. Tokens, states and
     readings of a deterministic request of `run` equal the oracle's bit for bit (D2).
     """
-    config = EngineConfig(
-        window, group, capacity, prefill_chunk, prefill_group, acceptance=acceptance, pad_prefill=pad_prefill
-    )
+    shapes = dict(
+        window=window, group=group, capacity=capacity, prefill_chunk=prefill_chunk, prefill_group=prefill_group,
+        pad_prefill=pad_prefill, acceptance=acceptance,
+    )  # fmt: skip
     asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
-    setup = Setup(model, prompts, config, *asked)
+    setup = Setup(model, prompts, *settle_shapes(model, drafter is not None, shapes), *asked)
     states = setup.states(drafter, is_all_verified=True)
     return _record(
         setup,
-        lambda states, observer: run_reference(setup.model, states, config, observer, setup.editor),
+        lambda states, observer: run_reference(setup.model, states, setup.config, observer, setup.editor, setup.watch),
         states,
         {"kind": "reference", "drafter": None},
         progress,
@@ -161,8 +167,8 @@ def cache_rows(
     prompt: Any,
     *,
     capacity: int = 512,
-    prefill_chunk: int = 32,
-    pad_prefill: bool = True,
+    prefill_chunk: int | None = None,
+    pad_prefill: bool | None = None,
     path: str = "auto",
     interventions: "Intervention | Iterable[Any]" = (),
 ) -> CacheRows:
@@ -172,15 +178,16 @@ def cache_rows(
     Those of a generation are in its trace: `cp.Request(prompt, keep_rows=True)`, and `trace.cache_rows(request_id)`.
     Raises: ValueError for a prompt of one token, and for a model that remembers more than keys and values.
     """
-    config = EngineConfig(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
-    setup = Setup(model, [prompt], config, True, None, max_new_tokens=1, path=path, interventions=interventions)
+    shapes = dict(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
+    settled = settle_shapes(model, False, shapes)
+    setup = Setup(model, [prompt], *settled, True, None, max_new_tokens=1, path=path, interventions=interventions)
     (state,) = setup.states(None)
     if state.request.num_prompt_tokens < 2:
         raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
     with ExitStack() as stack:
         if setup.editor is not None:
             stack.enter_context(setup.model.editing(setup.editor.sites, setup.editor.edit))
-        return read_rows(setup.model, state, config, Silent(), setup.editor)
+        return read_rows(setup.model, state, setup.config, Silent(), setup.editor)
 
 
 def verify(

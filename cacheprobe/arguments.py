@@ -10,9 +10,10 @@ from cacheprobe.cache.surgery import CacheRows, require_fit, require_plain
 from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
 from cacheprobe.drafters.base import Drafter, drafted_layers
 from cacheprobe.drafters.fast_path import FastPath
-from cacheprobe.engine.consistency import require_consistent
+from cacheprobe.engine.consistency import Hooked, serving_config
 from cacheprobe.engine.fingerprint import schedule_fingerprint
 from cacheprobe.engine.loop import rounds
+from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.checks import Drafting
 from cacheprobe.interventions.editor import Editor
@@ -45,6 +46,7 @@ class Setup:
         model: CachedLM,
         prompts: Any,
         config: EngineConfig,
+        is_group_given: bool = True,
         deterministic: Any = False,
         capture: "str | CaptureConfig | None" = "STCZ",
         layers: Any = "all",
@@ -55,12 +57,13 @@ class Setup:
         path: str = "auto",
         interventions: "Intervention | Iterable[Any]" = (),
     ) -> None:
+        """is_group_given: False where a group is chosen that gives every row the same bits."""
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
         self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
         self.model, self.path_reason = choose_path(model, path, self.capture.heads)
         self.model.check_settings(config.window)
-        self.config = config
+        self.config, self.is_group_given = config, is_group_given
         self.layers = resolve_layers(layers if self.capture.layers is None else self.capture.layers, model.n_layers)
         if self.capture.heads:
             require_heads(self.model, self.capture.heads, self.layers)
@@ -72,6 +75,7 @@ class Setup:
         self.fallback = run_sampling.over(DEFAULT_SAMPLING).over(SamplingParams(stop_token_ids=model.stop_token_ids))
         self.interventions = as_interventions(interventions)
         self.editor: Editor | None = None
+        self.watch = Watch()
         listed = _as_list(prompts)
         chosen = pick_deterministic(deterministic, len(listed))
         self.requests: tuple[Request, ...] = ()
@@ -213,8 +217,12 @@ class Setup:
             drafting = None if is_all_verified else self._drafting(drafter or FastPath())
             self.editor = Editor(self.interventions, self.model, states, drafting)
         if any(state.is_verified for state in states):
-            require_consistent(self.model, self.config)
+            self.config = serving_config(self.model, self.config, self.is_group_given, self._hooked())
         return states
+
+    def _hooked(self) -> Hooked:
+        heads = tuple((site, layer) for layer in self.layers for site in self.capture.heads)
+        return Hooked(heads, tuple(self.editor.sites) if self.editor is not None else ())
 
     def _drafting(self, drafter: Drafter) -> Drafting:
         _check_drafter(drafter)
@@ -226,7 +234,9 @@ class Setup:
         if drafter is not None:
             _check_drafter(drafter)
             drafter.check(self.model)
-        return lambda states, observer: rounds(self.model, states, self.config, observer, drafter, self.editor)
+        return lambda states, observer: rounds(
+            self.model, states, self.config, observer, drafter, self.editor, self.watch
+        )
 
     def recorded(
         self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any
@@ -239,7 +249,7 @@ class Setup:
         with ExitStack() as stack:
             if self.editor is not None:  # first, so that what is recorded is what the model went on with
                 stack.enter_context(model.editing(self.editor.sites, self.editor.edit))
-            stack.enter_context(model.capturing(recorder.wanted(), recorder.on_state))
+            stack.enter_context(model.capturing(recorder.wanted(), self.watch.listening(recorder.on_state)))
             yield from start(states, cast(Observer, Tee(recorder, *observers)))
         fingerprint = schedule_fingerprint(model, self.config, LENS_TILE, self.interventions, self.requests)
         errors = {str(state.request_id): state.error for state in states if state.error}

@@ -326,6 +326,10 @@ class Observer(Protocol):
         """The request lost its cache row; its rows will be written again, unseen."""
         ...
 
+    def on_compared(self, step: int, difference: str | None) -> None:
+        """The pass computed one request's tokens twice; `difference` says where the bits differ, None for nowhere."""
+        ...
+
     def on_failure(self, step: int) -> None:
         """The step failed: nothing that was seen of its passes, since the last on_step, counts."""
         ...

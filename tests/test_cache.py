@@ -38,7 +38,9 @@ def test_pads_must_fit_and_the_message_names_the_number() -> None:
     with pytest.raises(ValueError, match="set capacity=18"):
         make().stage([0], [14], width=4)
     with pytest.raises(ValueError, match="each row once"):
-        make().stage([0, 0], [0, 0], width=1)
+        cache = make()
+        cache.stage([1, 1], [0, 0], width=1)  # a free row holds dummies, of which nothing is read
+        cache.stage([cache.allocate()] * 2, [0, 0], width=1)
     with pytest.raises(CacheIntegrityError, match="without a staged position"):
         make().write(0, torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
 

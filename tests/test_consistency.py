@@ -5,7 +5,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.config import EngineConfig
-from cacheprobe.engine.consistency import require_consistent
+from cacheprobe.engine.consistency import serving_config
 from tests.tiny import PROMPTS, SMALL, hf_model
 
 
@@ -30,14 +30,14 @@ class _LastPlaceDiffers:
 def test_a_shape_that_rounds_its_last_row_otherwise_is_refused(slot: bool) -> None:
     model = _LastPlaceDiffers(cp.load_model(hf_model()), slot)
     with pytest.raises(ValueError, match=r"3 x 3 rows do not compute every row alike.*row 2 slot.*set group=4"):
-        require_consistent(model, EngineConfig(window=3, group=3, capacity=64))
-    require_consistent(model, EngineConfig(window=4, group=3, capacity=64))
+        serving_config(model, EngineConfig(window=3, group=3, capacity=64))
+    serving_config(model, EngineConfig(window=4, group=3, capacity=64))
 
 
 def test_a_shared_prefill_is_tried_too() -> None:
     model = _LastPlaceDiffers(cp.load_model(hf_model()), slot=False)
     with pytest.raises(ValueError, match="set prefill_group=1"):
-        require_consistent(model, EngineConfig(window=4, group=2, capacity=64, prefill_chunk=5, prefill_group=3))
+        serving_config(model, EngineConfig(window=4, group=2, capacity=64, prefill_chunk=5, prefill_group=3))
 
 
 def test_it_is_tried_once_and_only_where_something_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_it_is_tried_once_and_only_where_something_is_verified(monkeypatch: pyte
 
     tried = []
     right = consistency._try
-    monkeypatch.setattr(consistency, "_try", lambda *shape: tried.append(shape[1:]) or right(*shape))
+    monkeypatch.setattr(consistency, "_try", lambda *shape: tried.append(shape[1:4]) or right(*shape))
     cp.run(model, PROMPTS, **SMALL)
     assert not tried
     cp.run(model, PROMPTS, **SMALL, deterministic=True)

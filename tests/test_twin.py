@@ -1,6 +1,5 @@
 """The plain model beside the bridge: same weights, same cache, same states, and bits that a fixed shape fixes."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.together import FEW_ROWS
-from cacheprobe.models.twin import FORCE_GQA, TwinLM
+from cacheprobe.models.twin import TwinLM
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.wide_product import wide_product
 from tests.feeding import GARBAGE, fed_in_parts, texts
@@ -83,16 +82,9 @@ def test_chosen_logits_are_those_of_the_slots(pair: tuple[BridgeLM, TwinLM], mon
 
 def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, TwinLM]) -> None:
     bridge, plain = pair
-    is_capped = plain.origin.config.model_type == "gemma2"
-    expected = ("twin", "eager", "never") if is_capped else ("twin", "sdpa", "beyond one slot")
     theirs, ours = bridge.fingerprint(), plain.fingerprint()
-    assert (ours["path"], ours["attention"], ours["sdpa_force_gqa"]) == expected
-    assert {key for key in ours if ours[key] != theirs.get(key)} == {
-        "path",
-        "attention",
-        "sdpa_force_gqa",
-        "products_in_float32",
-    }
+    assert (ours["path"], ours["attention"]) == ("twin", "one request a call, spans of 64")
+    assert {key for key in ours if ours[key] != theirs.get(key)} == {"path", "attention", "products_in_float32"}
 
 
 def test_twin_is_a_cached_lm() -> None:
@@ -107,29 +99,24 @@ def test_twin_is_a_cached_lm() -> None:
 
 
 @pytest.mark.parametrize("lean", [True, False])
-def test_hooks_and_environment_are_restored_after_an_exception(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the modules read the environment."""
+def test_hooks_and_threads_are_restored_after_an_exception(lean: bool) -> None:
     plain = TwinLM(loaded(), lean=lean)
     cache, ids = plain.new_cache(1, 8), torch.tensor([[1, 2]])
-    for before in (None, "0", "1"):
-        monkeypatch.delenv(FORCE_GQA, raising=False)
-        if before is not None:
-            monkeypatch.setenv(FORCE_GQA, before)
-        inside: list[str | None] = []
+    threads = torch.get_num_threads()
+    heard: list[int] = []
 
-        def fail(site: str, layer: int, value: Tensor, inside: list = inside) -> None:
-            inside.append(os.environ.get(FORCE_GQA))
-            raise RuntimeError("the listener failed")
+    def fail(site: str, layer: int, value: Tensor) -> None:
+        raise RuntimeError("the listener failed")
 
-        with pytest.raises(RuntimeError, match="the listener failed"), plain.capturing([("T", 1)], fail):
-            plain.forward(ids, cache, [0], [0], num_layers=2)
-        assert hooks_on(plain.model) == 0 and os.environ.get(FORCE_GQA) == before
-        assert cache._staged is None
-        with plain.capturing([("T", 1)], lambda *state, inside=inside: inside.append(os.environ.get(FORCE_GQA))):
-            plain.forward(ids, cache, [0], [0])
-            plain.forward(ids[:, :1], cache, [0], [0])
-        assert inside == ([before] * 3 if lean else ["1", "1", "0"])
-        assert hooks_on(plain.model) == 0 and os.environ.get(FORCE_GQA) == before
+    with pytest.raises(RuntimeError, match="the listener failed"), plain.capturing([("T", 1)], fail):
+        plain.forward(ids, cache, [0], [0], num_layers=2)
+    assert hooks_on(plain.model) == 0 and torch.get_num_threads() == threads
+    assert cache._staged is None
+    with plain.capturing([("T", 1)], lambda site, layer, value: heard.append(layer)):
+        plain.forward(ids, cache, [0], [0])
+        plain.forward(ids[:, :1], cache, [0], [0])
+    assert heard == [1, 1]
+    assert hooks_on(plain.model) == 0 and torch.get_num_threads() == threads
 
 
 def test_what_a_listener_returns_changes_nothing() -> None:

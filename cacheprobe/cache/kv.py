@@ -8,7 +8,7 @@ Knows nothing about models or requests. A row is one sequence's place; a slot is
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -16,16 +16,36 @@ from torch import Tensor
 
 from cacheprobe.cache.hidden_parts import HiddenParts
 from cacheprobe.cache.ledger import CacheIntegrityError, Ledger
+from cacheprobe.ops.equality import bitwise
+from cacheprobe.ops.request_attention import Reach
 
 _SPAN_STEP = 32
 """Slots by which attention's span grows: fewer spans are fewer shapes."""
+
+_ALIGNED_SLOTS = 64
+"""Each row's slots take up a multiple of these in memory: every row and head then begins at an address that is a
+multiple of 64 bytes, on which some libraries' sums depend."""
 
 _FEW_ROWS = 4
 """Up to so many rows are written slice by slice, which is quicker than an index of every slot."""
 
 
+class Copy(NamedTuple):
+    """A batch row of a pass that computes another one's tokens again, to be compared with it."""
+
+    original: int
+    copy: int
+    shift: int
+    """Slots by which the copy's tokens stand later than the original's."""
+    count: int
+    """Tokens to compare."""
+
+
 class KVCache:
     """Keys and values of every layer, [rows, heads, capacity, d] each, with per-row lengths and a ledger."""
+
+    can_compute_twice = True
+    """Whether two batch rows of a pass may stand for one cache row: a model may write more than keys and values."""
 
     def __init__(
         self,
@@ -42,10 +62,16 @@ class KVCache:
         self.rows, self.capacity = rows, capacity
         of_one = isinstance(device, str | torch.device)
         places = list(zip(layer_shapes, [device] * len(layer_shapes) if of_one else device, strict=True))
-        self.keys = [torch.zeros(rows, h, capacity, dk, dtype=dtype, device=at) for (h, dk, _), at in places]
-        self.values = [torch.zeros(rows, h, capacity, dv, dtype=dtype, device=at) for (h, _, dv), at in places]
+        self.keys = [_slots(rows, h, capacity, dk, dtype, at) for (h, dk, _), at in places]
+        self.values = [_slots(rows, h, capacity, dv, dtype, at) for (h, _, dv), at in places]
         self.span = capacity
         """Slots that attention runs over: all of them where bits are promised, fewer where nothing lies beyond."""
+        self.reach: Reach | None = None
+        """Where attention is computed request by request: which slots each request's attention runs over."""
+        self.copy: Copy | None = None
+        """In the pass at hand, a batch row that computes another one's tokens again."""
+        self.copy_differs_at: list[tuple[int, str]] = []
+        """(layer, "keys" or "values") where the copy of the pass at hand computed other bits than the original."""
         self.lengths = torch.zeros(rows, dtype=torch.long)
         self.prompt_lengths = torch.zeros(rows, dtype=torch.long)
         """How many of a row's positions are prompt, for models that read a prompt in another way than they write."""
@@ -101,10 +127,12 @@ class KVCache:
     def stage(self, rows: Sequence[int], starts: Sequence[int], width: int) -> Int[Tensor, "b t"]:
         """Say where the next forward writes: token slot t of batch row b goes to position starts[b] + t of rows[b].
 
-        Returns the absolute positions [b, t]. Pads included, so start + width must fit the capacity.
+        Returns the absolute positions [b, t]. Pads included, so start + width must fit the capacity. A free row may
+        stand there several times: what dummies write is never read.
         """
         start = torch.tensor(starts, dtype=torch.long)
-        if len(rows) != len(start) or len(set(rows)) != len(rows):
+        written = [row for b, row in enumerate(rows) if not (self.copy and b == self.copy.copy) and self._taken[row]]
+        if len(rows) != len(start) or len(set(written)) != len(written):
             raise ValueError(f"a forward needs one start for each of its rows, each row once; got {rows} and {starts}")
         if int(start.max()) + width > self.capacity or int(start.min()) < 0:
             raise ValueError(
@@ -117,10 +145,19 @@ class KVCache:
         is_run = list(rows) == list(range(first, first + len(rows)))
         self._staged = (positions, row_index, slice(first, first + len(rows)) if is_run else row_index[:, 0])
         self._staged_places = list(zip(rows, map(int, starts), strict=True))
+        self.copy_differs_at.clear()
         return positions
 
     def write(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> tuple[Tensor, Tensor]:
         """Store new keys and values at the staged positions; returns the rows' whole span, [b, h, s, d] each."""
+        rows = self.store(layer, k, v)
+        return self.keys[layer][:, :, : self.span][rows], self.values[layer][:, :, : self.span][rows]
+
+    def store(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> slice | Tensor:
+        """Store new keys and values at the staged positions; returns the index of the staged rows.
+
+        Those of a copy are compared with the original's and not stored: both stand for the same slots.
+        """
         if self._staged is None:
             raise CacheIntegrityError(f"layer {layer} wrote to the cache without a staged position")
         self.hidden_parts.enter(layer)
@@ -128,24 +165,47 @@ class KVCache:
         keys, values = self.keys[layer], self.values[layer]
         if k.shape[0] != positions.shape[0] or k.shape[2] != positions.shape[1]:
             raise CacheIntegrityError(f"layer {layer} wrote {tuple(k.shape)} for staged {tuple(positions.shape)}")
+        if self.copy is not None:
+            self._compare(layer, self.copy, k, v)
         if len(positions) <= _FEW_ROWS:
             width = positions.shape[1]
             for b, (row, start) in enumerate(self._staged_places):
-                keys[row, :, start : start + width] = k[b]
-                values[row, :, start : start + width] = v[b]
+                if self.copy is None or b != self.copy.copy:
+                    keys[row, :, start : start + width] = k[b]
+                    values[row, :, start : start + width] = v[b]
         else:
+            if self.copy is not None:  # it is the last row of its pass
+                positions, row_index, k, v = positions[:-1], row_index[:-1], k[:-1], v[:-1]
             keys[row_index, :, positions] = k.transpose(1, 2)
             values[row_index, :, positions] = v.transpose(1, 2)
-        return keys[:, :, : self.span][rows], values[:, :, : self.span][rows]
+        return rows
+
+    def _compare(self, layer: int, copy: Copy, k: Tensor, v: Tensor) -> None:
+        for name, made in (("keys", k), ("values", v)):
+            ours = made[copy.original, :, : copy.count]
+            again = made[copy.copy, :, copy.shift : copy.shift + copy.count]
+            if not bitwise(ours, again):
+                self.copy_differs_at.append((layer, name))
+
+    def row_views(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of each staged row, [1, h, capacity, d] each, no copies."""
+        keys, values = self.keys[layer], self.values[layer]
+        rows = [row for row, _ in self._staged_places]
+        return [keys[row : row + 1] for row in rows], [values[row : row + 1] for row in rows]
 
     @contextmanager
-    def attending_to(self, num_slots: int) -> Iterator[None]:
-        """Attention runs over no more slots than it takes to hold so many: sums may have other bits than over all."""
+    def attending_to(self, num_slots: int, reach: Reach | None = None, copy: Copy | None = None) -> Iterator[None]:
+        """For the passes inside the `with`: attention runs over no more slots than it takes to hold `num_slots`.
+
+        Sums may have other bits than over all slots. reach: attention is computed request by request, over these
+        slots. copy: one batch row, the last, computes another one's tokens again.
+        """
         self.span = min(-(-num_slots // _SPAN_STEP) * _SPAN_STEP, self.capacity)
+        self.reach, self.copy = reach, copy
         try:
             yield
         finally:
-            self.span = self.capacity
+            self.span, self.reach, self.copy = self.capacity, None, None
 
     def take_thoughts(self) -> list[Any]:
         """Thoughts that the last forward made, each once; a plain cache has none."""
@@ -226,3 +286,9 @@ class KVCache:
 def _is_finite(held: Tensor) -> bool:
     """Whether every number is: then, but for an overflow, their sum is, which takes a tenth of the time to find."""
     return bool(torch.isfinite(held.sum(dtype=torch.float32))) or bool(torch.isfinite(held).all())
+
+
+def _slots(rows: int, heads: int, capacity: int, width: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """Zeros [rows, heads, capacity, width], of which each row and head begins at a multiple of 64 bytes."""
+    held = -(-capacity // _ALIGNED_SLOTS) * _ALIGNED_SLOTS
+    return torch.zeros(rows, heads, held, width, dtype=dtype, device=device)[:, :, :capacity]

@@ -1,4 +1,4 @@
-"""Whether a fixed shape computes every row alike, wherever it stands: tried before it is relied on.
+"""Whether a fixed shape gives a token the same bits in every batch row and slot: tried before it is relied on.
 
 Decode-verify-rollback needs the same bits for a token in any row of the batch and any slot of the window. Libraries do
 not promise it, and some shapes break it: a vectorised loop ends with a scalar tail, and a matrix product may treat its
@@ -6,6 +6,9 @@ last row by itself, so that the last rows of an odd shape are rounded differentl
 48 in float32; 13 rows of 576 x 1536 in bfloat16).
 """
 
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,78 +16,197 @@ from torch import Tensor
 
 from cacheprobe.config import EngineConfig
 from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.equality import bitwise
+from cacheprobe.ops.request_attention import Reach, reach_of_pass, reach_of_positions
 
-_known: "WeakKeyDictionary[CachedLM, dict[tuple[int, ...], str | None]]" = WeakKeyDictionary()
 _NEARBY = 8
 """Larger groups that are tried for the error message."""
-_ROWS_TRIED, _MOST_TEXTS = 1000, 24
-"""Rows x layers to compute at least in a trial, and texts at most."""
+_GROUPS_OF_ONE_ROW = (16, 32, 8, 24, 48, 4, 2)
+"""Groups to choose from for windows of one row: as many requests as a decode serves at little more cost than one."""
+_GROUPS = (4, 8, 2, 16, 6, 12)
+"""Groups to choose from for longer windows."""
+_STREAMS = 5
+"""Texts of a trial at most; neighbouring rows of a pass hold different ones."""
+_STARTS = (0.0, 0.37, 0.71, 0.13, 1.0, 0.52, 0.89)
+"""Where the texts begin, as shares of the capacity."""
+_ROWS_TRIED, _MOST_CYCLES = 1000, 6
+"""Rows x layers to compute at least in a trial, and rounds of other texts at most: a fault shows in a few elements
+only, so small models are tried with more texts."""
 
 
-def require_consistent(model: CachedLM, config: EngineConfig) -> None:
-    """Try the verifier's shape, and the prefill's where several prompts share one; once for each model and shape.
+@dataclass(frozen=True)
+class Hooked:
+    """What else acts on the model in the run: where something does, another forward may run than where nothing does."""
 
-    Raises: ValueError naming the place that differs, and a group that does not.
+    listened: tuple[tuple[str, int], ...] = ()
+    """(site, layer) of attention heads that are listened to."""
+    edited: tuple[tuple[str, int], ...] = ()
+    """(site, layer) that interventions change."""
+
+
+_known: "WeakKeyDictionary[CachedLM, dict[Hashable, str | None]]" = WeakKeyDictionary()
+
+
+def serving_config(
+    model: CachedLM, config: EngineConfig, is_group_given: bool = True, hooked: Hooked = Hooked()
+) -> EngineConfig:
+    """The config with a group whose passes give a token the same bits everywhere: the one given, or one chosen here.
+
+    Each shape is tried once for a model and the numeric settings of the process.
+    Raises: ValueError for a given group that does not serve, naming one that does; and where none serves.
     """
-    if fault := _fault(model, config.group, config.window, config.capacity):
-        better = next(
-            (g for g in range(config.group + 1, config.group + _NEARBY) if not _fault_of(model, g, config)), None
-        )
-        remedy = f"set group={better}" if better else "choose another window or group; even numbers serve best"
-        raise ValueError(
-            f"verify passes of {config.group} x {config.window} rows do not compute every row alike on this machine: "
-            f"{fault}; {remedy}"
-        )
-    if config.prefill_group > 1 and (
-        fault := _fault(model, config.prefill_group, config.prefill_chunk, config.capacity)
-    ):
+    if is_group_given:
+        _require_verify(model, config, hooked)
+    else:
+        groups = _GROUPS_OF_ONE_ROW if config.window == 1 else _GROUPS
+        tried = ((group, _fault(model, group, config.window, config.capacity, "verify", hooked)) for group in groups)
+        first = next(tried)
+        group = first[0] if first[1] is None else next((group for group, fault in tried if fault is None), None)
+        if group is None:
+            raise ValueError(
+                f"no group of {', '.join(map(str, sorted(groups)))} gives every row the same bits with "
+                f"window={config.window} on this machine ({first[0]} x {config.window}: {first[1]}); "
+                f"{_other_window(model, config, hooked)}"
+            )
+        config = replace(config, group=group)
+    chunk = config.prefill_chunk, config.capacity, "prefill"
+    if config.prefill_group > 1 and (fault := _fault(model, config.prefill_group, *chunk, hooked)):
         raise ValueError(
             f"prefill passes of {config.prefill_group} x {config.prefill_chunk} rows do not compute every row alike on "
             f"this machine: {fault}; set prefill_group=1"
         )
+    return config
 
 
-def _fault_of(model: CachedLM, group: int, config: EngineConfig) -> str | None:
-    return _fault(model, group, config.window, config.capacity)
+def _require_verify(model: CachedLM, config: EngineConfig, hooked: Hooked) -> None:
+    size = config.window, config.capacity, "verify"
+    fault = _fault(model, config.group, *size, hooked)
+    if fault is None:
+        return
+    nearby = (*range(config.group + 1, config.group + _NEARBY), *_GROUPS)
+    better = next((group for group in nearby if _fault(model, group, *size, hooked) is None), None)
+    remedy = f"set group={better}" if better else _other_window(model, config, hooked)
+    raise ValueError(
+        f"verify passes of {config.group} x {config.window} rows do not compute every row alike on this machine: "
+        f"{fault}; {remedy}"
+    )
 
 
-def _fault(model: CachedLM, batch: int, width: int, capacity: int) -> str | None:
+def _other_window(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
+    """A remedy where no group serves."""
+    windows = [w for w in (1, config.window + 1, 4, 8, 16) if w != config.window and 2 * w <= config.capacity]
+    for window in windows:
+        for group in _GROUPS:
+            if _fault(model, group, window, config.capacity, "verify", hooked) is None:
+                return f"set window={window} and group={group}"
+    return "try torch.set_num_threads(1), or path='bridge'"
+
+
+def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hooked: Hooked) -> str | None:
     shapes = _known.setdefault(model, {})
-    key = (batch, width, capacity, torch.get_num_threads())
+    key = (batch, width, capacity, phase, hooked, torch.get_num_threads())
     if key not in shapes:
-        shapes[key] = _try(model, batch, width, capacity)
+        shapes[key] = _try(model, batch, width, capacity, phase, hooked)
     return shapes[key]
 
 
-def _try(model: CachedLM, batch: int, width: int, capacity: int) -> str | None:
-    """The first place whose logits differ from the same token's elsewhere, in words; None where there is none.
+def _try(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hooked: Hooked) -> str | None:
+    """The first place whose bits differ from the same token's elsewhere, in words; None where there is none."""
+    num_cycles = min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_CYCLES)
+    with ExitStack() as stack:
+        stack.enter_context(model.editing(hooked.edited, _change_nothing)) if hooked.edited else None
+        stack.enter_context(model.capturing(hooked.listened, _hear_nothing)) if hooked.listened else None
+        for cycle in range(num_cycles):
+            if fault := _Cycle(model, batch, width, capacity, phase, cycle).fault():
+                return fault
+    return None
 
-    One text stands in every row, and is then fed again from later starts, so that each token has been in several slots.
-    A fault shows in a few elements only, so small models are tried with several texts.
+
+class _Cycle:
+    """Passes over a few texts. Every cache row holds one text; with each pass it moves to the next batch row and, in
+    a longer window, to other slots. Logits, states, keys and values of a token must be those of the first pass.
+
+    The texts begin at places spread over the capacity, behind keys and values drawn at random.
     """
-    num_texts = min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_TEXTS)
-    for seed in range(num_texts):
-        if fault := _try_text(model, batch, width, capacity, seed):
-            return fault
-    return None
+
+    def __init__(self, model: CachedLM, batch: int, width: int, capacity: int, phase: str, number: int) -> None:
+        self.model, self.batch, self.width, self.phase, self.number = model, batch, width, phase, number
+        has_room = width > 1 and capacity >= 2 * width and phase == "verify"
+        self.shifts = sorted({0, 1, width // 2, width - 1}) if has_room else [0]
+        self.num_streams = min(batch, _STREAMS)
+        self.num_passes = 1 if batch == len(self.shifts) == 1 else 4 if len(self.shifts) > 1 else 3
+        length = width + max(self.shifts)
+        draw = torch.Generator().manual_seed(number)
+        self.texts = torch.randint(0, model.d_vocab, (self.num_streams, length), generator=draw)
+        shares = [_STARTS[(2 * number + j) % len(_STARTS)] for j in range(self.num_streams)]
+        self.starts = [int(share * (capacity - length)) for share in shares]
+        self.cache = model.new_cache(batch, capacity)
+        self._fill(draw)
+        self.first: dict[tuple[str, int, int], Tensor] = {}
+        """By site, layer and stream: the bits of its tokens in the first pass."""
+        self.found: str | None = None
+        self.shift_of_row: list[int] = []
+        self.stream_of_row: list[int] = []
+
+    def _fill(self, draw: torch.Generator) -> None:
+        held = self.cache.keys[0]
+        for row in range(self.batch):
+            start = self.starts[row % self.num_streams]
+            for kept in (*self.cache.keys, *self.cache.values):
+                if kept.shape[1:] != held.shape[1:] or (row < self.num_streams and kept is held):
+                    noise = torch.randn(kept.shape[1], start, kept.shape[3], generator=draw)
+                    kept[row, :, :start] = noise.to(kept)
+                else:
+                    kept[row, :, :start] = held[row % self.num_streams, :, :start]
+
+    def fault(self) -> str | None:
+        """Run the passes; the first difference, in words."""
+        for number in range(self.num_passes):
+            self._run(number)
+            if self.found is not None:
+                return self.found
+        return None
+
+    def _run(self, number: int) -> None:
+        rows = [(b + number) % self.batch for b in range(self.batch)]
+        turn = [(b + number + self.number) % len(self.shifts) for b in range(self.batch)]
+        self.shift_of_row = [self.shifts[i] if number else 0 for i in turn]
+        self.stream_of_row = [row % self.num_streams for row in rows]
+        of_row = list(zip(self.stream_of_row, self.shift_of_row, strict=True))
+        starts = [self.starts[stream] + shift for stream, shift in of_row]
+        fed = torch.stack([self.texts[stream, shift : shift + self.width] for stream, shift in of_row])
+        span, reach = self.cache.capacity, None
+        if self.model.attends_by_request:
+            of = reach_of_positions if self.phase == "verify" else reach_of_pass
+            reach = Reach(tuple(of(start, self.width, self.cache.capacity) for start in starts))
+            span = reach.span
+        sites = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
+        with self.cache.attending_to(span, reach), self.model.capturing(sites, self._compare):
+            logits = self.model.forward(fed, self.cache, rows, starts)
+        self._compare("logits", self.model.n_layers, logits)
+        for layer, (keys, values) in enumerate(zip(self.cache.keys, self.cache.values, strict=True)):
+            for name, held in (("keys", keys), ("values", values)):
+                pieces = [held[row, :, s : s + self.width].transpose(0, 1) for row, s in zip(rows, starts, strict=True)]
+                self._compare(name, layer, pieces)
+
+    def _compare(self, site: str, layer: int, value: "Tensor | Sequence[Tensor]") -> None:
+        if self.found is not None:
+            return
+        for b, (stream, shift) in enumerate(zip(self.stream_of_row, self.shift_of_row, strict=True)):
+            key = site, layer, stream
+            if key not in self.first:
+                self.first[key] = value[b].clone()
+                continue
+            known = self.first[key][shift:] if shift else self.first[key]
+            ours = value[b][: len(known)]
+            if not bitwise(ours, known):
+                same = [bitwise(ours[t], known[t]) for t in range(len(known))]
+                slot, what = same.index(False), site if site == "logits" else f"{site} of layer {layer}"
+                self.found = f"row {b} slot {slot} gives other {what} than the same token in slot {slot + shift}"
+                return
 
 
-def _try_text(model: CachedLM, batch: int, width: int, capacity: int, seed: int) -> str | None:
-    shifts = sorted({0, 1, width // 2, width - 1} if width > 1 else {0})
-    if capacity < 2 * width:  # no room to shift; such a run has one window in all
-        shifts = [0]
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(0, model.d_vocab, (width + max(shifts),), generator=generator)
-    cache = model.new_cache(batch, capacity)
-    first: Tensor | None = None
-    for shift in shifts:
-        token_ids = text[shift : shift + width].expand(batch, width).contiguous()
-        logits = model.forward(token_ids, cache, range(batch), [shift] * batch)
-        if first is None:
-            first = logits
-        for row in range(batch):
-            wrong = (logits[row, : width - shift] != first[0, shift:]).any(-1).nonzero()
-            if len(wrong):
-                slot = int(wrong[0])
-                return f"row {row} slot {slot} gives other logits than row 0 slot {slot + shift}"
-    return None
+def _change_nothing(site: str, layer: int, value: Tensor) -> None: ...
+
+
+def _hear_nothing(site: str, layer: int, value: Tensor) -> None: ...

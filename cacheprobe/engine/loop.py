@@ -14,6 +14,7 @@ from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.passes import EngineError, PassRunner
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Stepper
+from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.models.base import CachedLM
 from cacheprobe.records import Observer
@@ -44,15 +45,16 @@ def rounds(
     observer: Observer,
     drafter: Drafter | None = None,
     editor: Editor | None = None,
+    watch: Watch | None = None,
 ) -> Iterator[int]:
     """The loop, one round at a time; yields the step that each ended with. Between rounds a request may be cancelled.
 
-    editor: interventions, whose hooks are on the model already.
+    editor: interventions, whose hooks are on the model already.  watch: compares verify passes with themselves.
 
     A request whose pass fails ends with an error, and the others go on. Raises: EngineError where no request is left
     that did not fail.
     """
-    stepper, scheduler = prepare(model, states, config, observer, editor)
+    stepper, scheduler = prepare(model, states, config, observer, editor, watch)
     drafter = drafter or FastPath()
     drafter.check(model)
 
@@ -86,13 +88,15 @@ def prepare(
     config: EngineConfig,
     observer: Observer,
     editor: Editor | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Stepper, Scheduler]:
-    """A cache with a row for each request in flight and spare rows for dummies, and those who use it."""
+    """A cache with a row for each request in flight and one for all dummies, and those who use it."""
     if not states:
         raise EngineError("there is no request to run")
     in_flight = min(len(states), config.max_batch)
-    cache: KVCache = model.new_cache(in_flight + max(config.group, config.prefill_group), config.capacity)
+    cache: KVCache = model.new_cache(in_flight + 1, config.capacity)
     for state in states:
         length = config.draft_length
         state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
-    return Stepper(PassRunner(model, cache, observer, editor), config), Scheduler(states, cache, config, in_flight)
+    stepper = Stepper(PassRunner(model, cache, observer, editor, watch), config)
+    return stepper, Scheduler(states, cache, config, in_flight)

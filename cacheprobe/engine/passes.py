@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheprobe.cache.kv import KVCache
+from cacheprobe.cache.kv import Copy, KVCache
 from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.engine.watch import Difference, Watch
 from cacheprobe.interventions.editor import Editor, Slot, token_phase
 from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.request_attention import Piece, Reach, reach_of_pass, reach_of_positions
 from cacheprobe.records import ForwardRecord, Observer, RowSlot, Thought
 
 PAD_TOKEN_ID = 0
@@ -22,6 +24,10 @@ PAD_TOKEN_ID = 0
 
 class EngineError(RuntimeError):
     """A run that cannot go on. Names the request and the step; nothing of the failed pass was committed."""
+
+
+class ShapeFault(EngineError):
+    """A pass computed one request's tokens twice and got different bits: its shape is not reliable here."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,20 @@ class Outcome:
 class PassRunner:
     """Runs passes over one cache and counts them: the step number is the pass's place in the run."""
 
-    def __init__(self, model: CachedLM, cache: KVCache, observer: Observer, editor: Editor | None = None) -> None:
-        """editor: changes states inside the model, and is told before each pass where every position stands."""
+    def __init__(
+        self,
+        model: CachedLM,
+        cache: KVCache,
+        observer: Observer,
+        editor: Editor | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        """editor: changes states inside the model, and is told before each pass where every position stands.
+        watch: compares verify passes with themselves; by default their logits, keys and values.
+        """
         self.model, self.cache, self.observer, self.editor = model, cache, observer, editor
         self.step = -1
+        self.watch = watch or Watch()
         self.seconds = 0.0
         self.shape = (0, 0)
 
@@ -87,19 +103,26 @@ class PassRunner:
         self.step += 1
         longest = max(len(entry.token_ids) for entry in entries)
         size = len(entries) if batch is None else batch
-        rows = place_rows([entry.state.row for entry in entries], size, self.cache)
+        is_by_request = batch is not None and self.model.attends_by_request
+        taken = [entry.state.row for entry in entries]
+        rows = place_rows(taken, size, self.cache)
         if rows is None or longest > width:
             raise EngineError(
                 f"step {self.step}: {len(entries)} requests of up to {longest} tokens do not fit a {phase} pass of "
                 f"{size} x {width}"
             )
         index = {row: b for b, row in enumerate(rows)}
-        batch_index = tuple(index[entry.state.row] for entry in entries)
+        batch_index = tuple(index[row] for row in taken)
         starts = [0] * size
         token_ids = torch.full((size, width), PAD_TOKEN_ID, dtype=torch.long)
         for b, entry in zip(batch_index, entries, strict=True):
             starts[b] = entry.start
             token_ids[b, : len(entry.token_ids)] = torch.tensor(entry.token_ids)
+        copy = None
+        if phase == "verify" and size > len(entries) and num_layers is None:
+            feeds = [entry.token_ids for entry in entries]
+            states = [entry.state for entry in entries]
+            copy = self.watch.place_copy(self.cache, states, feeds, batch_index, rows, starts, token_ids)
         slots = tuple(_slots(entries, batch_index))
         self.shape = (size, width)
         began = time.perf_counter()
@@ -107,12 +130,18 @@ class PassRunner:
             self.observer.before_forward(self.step, phase, slots, self.shape)
         if self.editor is not None:
             self.editor.aim(self.step, _aims(phase, entries, batch_index), is_hidden)
-        span = self.cache.capacity if batch is not None else max(starts) + width
+        reach = self._reach(phase, entries, batch_index, size, copy) if is_by_request else None
+        span = reach.span if reach else self.cache.capacity if batch is not None else max(starts) + width
+
+        def forward() -> Tensor:
+            return self.model.forward(
+                token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
+            )
+
         try:
-            with self.cache.attending_to(span):
-                out = self.model.forward(
-                    token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
-                )
+            with self.cache.attending_to(span, reach, copy), self.watch.comparing(copy):
+                out = forward()
+                differs = None if copy is None else self.watch.difference(self.model, self.cache, copy, out, forward)
         except Exception as error:
             names = ", ".join(str(entry.state.request_id) for entry in entries)
             raise EngineError(
@@ -122,6 +151,10 @@ class PassRunner:
         finally:
             if self.editor is not None:
                 self.editor.rest()
+        if copy is not None:
+            self.observer.on_compared(self.step, None if differs is None else str(differs))
+        if differs is not None:
+            raise ShapeFault(self._told(differs, entries, batch_index))
         self._require_numbers(out, entries, batch_index, range(width) if logit_slots is None else logit_slots)
         if not is_hidden:
             logits = None if num_layers is not None or logit_slots is not None else out
@@ -130,6 +163,30 @@ class PassRunner:
         self._pass_on_thoughts(phase, entries, is_hidden)
         self.seconds = time.perf_counter() - began
         return Outcome(out, batch_index)
+
+    def _reach(
+        self, phase: str, entries: Sequence[Entry], batch_index: Sequence[int], size: int, copy: Copy | None
+    ) -> Reach:
+        """Which slots each request attends over: a verified token over the span of its own position, wherever in a
+        window it stands; a prompt's chunk over one span."""
+        of = reach_of_positions if phase == "verify" else reach_of_pass
+        pieces: list[tuple[Piece, ...]] = [()] * size
+        for b, entry in zip(batch_index, entries, strict=True):
+            pieces[b] = of(entry.start, len(entry.token_ids), self.cache.capacity)
+        if copy is not None:
+            start = next(e.start for b, e in zip(batch_index, entries, strict=True) if b == copy.original)
+            pieces[copy.copy] = of(start - copy.shift, copy.shift + copy.count, self.cache.capacity)
+        return Reach(tuple(pieces))
+
+    def _told(self, differs: Difference, entries: Sequence[Entry], batch_index: Sequence[int]) -> str:
+        whose = next(e.state.request_id for b, e in zip(batch_index, entries, strict=True) if b == differs.original)
+        group, window = self.shape
+        return (
+            f"request {whose} step {self.step}: a verify pass of {group} x {window} rows computed its tokens twice, "
+            f"and {differs}; this shape does not give the same bits everywhere on this machine "
+            f"({torch.get_num_threads()} threads), so no deterministic request can go on in it; nothing of this step "
+            f"was committed; set another group or window, torch.set_num_threads(1), or path='bridge'"
+        )
 
     def _pass_on_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
         """Tell of the thoughts whose chunk ended in a real token; pads and dummies think too, to no effect."""
@@ -173,21 +230,14 @@ class PassRunner:
 
 
 def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | None:
-    """Cache rows of a pass of `size` rows: those of its requests, and free ones for the dummies.
+    """Cache rows of a pass of `size` rows: those of its requests, then one free row for all dummies.
 
-    One run of neighbouring rows where there is one, since a run is a view of the cache and anything else a copy. Where
-    a row stands in a pass cannot change its bits. None where there are not enough free rows.
+    Where a row stands in a pass cannot change its bits. None where the requests are too many or no row is free.
     """
-    if len(taken) > size:
-        return None
-    first, last = min(taken), max(taken)
-    wanted = set(taken)
-    for start in range(max(last - size + 1, 0), min(first, cache.rows - size) + 1):
-        run = range(start, start + size)
-        if all(row in wanted or cache.is_free(row) for row in run):
-            return list(run)
-    free = [row for row in range(cache.rows) if cache.is_free(row)][: size - len(taken)]
-    return [*taken, *free] if len(taken) + len(free) == size else None
+    if len(taken) == size:
+        return list(taken)
+    spare = next((row for row in range(cache.rows) if cache.is_free(row)), None)
+    return None if spare is None or len(taken) > size else [*taken, *[spare] * (size - len(taken))]
 
 
 def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot]:

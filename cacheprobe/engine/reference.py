@@ -10,6 +10,7 @@ from cacheprobe.cache.surgery import CacheRows, take_rows
 from cacheprobe.config import EngineConfig
 from cacheprobe.engine.passes import EngineError, PassRunner
 from cacheprobe.engine.step import Stepper
+from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.models.base import CachedLM
 from cacheprobe.records import Observer
@@ -19,7 +20,7 @@ def read_rows(
     model: CachedLM, state: SequenceState, config: EngineConfig, observer: Observer, editor: Editor | None = None
 ) -> CacheRows:
     """The cache rows of a prompt, but for its last token's, as the oracle's prefill writes them."""
-    cache = model.new_cache(1 + max(config.group, config.prefill_group), config.capacity)
+    cache = model.new_cache(2, config.capacity)
     state.row = cache.allocate()
     Stepper(PassRunner(model, cache, observer, editor), config).admit([state], [state])
     if state.error:
@@ -33,6 +34,7 @@ def run_reference(
     config: EngineConfig,
     observer: Observer,
     editor: Editor | None = None,
+    watch: Watch | None = None,
 ) -> Iterator[int]:
     """Run each request by itself on a fresh cache: prefill in fixed chunks, then verify passes with empty drafts.
 
@@ -42,9 +44,9 @@ def run_reference(
     """
     first_step = -1
     for state in states:
-        cache = model.new_cache(1 + max(config.group, config.prefill_group), config.capacity)
+        cache = model.new_cache(2, config.capacity)
         state.row, state.cache = cache.allocate(), cache
-        passes = PassRunner(model, cache, observer, editor)
+        passes = PassRunner(model, cache, observer, editor, watch)
         passes.step = first_step
         stepper = Stepper(passes, config)
         stepper.admit([state], [state])

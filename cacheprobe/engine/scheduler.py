@@ -10,6 +10,10 @@ from cacheprobe.cache.kv import KVCache
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.config import EngineConfig
 
+WATCHED_EVERY = 16
+"""Of so many full passes, one leaves a place free, in which the pass is compared with itself; a request waits for the
+next pass."""
+
 
 class Scheduler:
     """First come, first served; at most `max_running` requests hold a cache row, and always one of the lowest."""
@@ -19,7 +23,7 @@ class Scheduler:
         self.max_running = max_running
         self.running: list[SequenceState] = []
         self.cache, self.config = cache, config
-        self._num_admitted = 0
+        self._num_admitted = self._num_full = 0
 
     @property
     def is_done(self) -> bool:
@@ -109,4 +113,12 @@ class Scheduler:
         size = self.config.group
         groups = [ready[i : i + size] for i in range(0, len(ready), size)]
         others_coming = any(state.is_verified for state in self.growing())
-        return [group for group in groups if len(group) == size or not others_coming]
+        chosen = [group for group in groups if len(group) == size or not others_coming]
+        return [self._leaving_a_place(group) for group in chosen]
+
+    def _leaving_a_place(self, group: list[SequenceState]) -> list[SequenceState]:
+        """The group, or all of it but its last request where it is this full pass's turn to be watched."""
+        if len(group) < self.config.group or len(group) == 1:
+            return group
+        self._num_full += 1
+        return group[:-1] if self._num_full % WATCHED_EVERY == 0 else group

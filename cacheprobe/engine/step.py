@@ -10,7 +10,7 @@ from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.books import Books
-from cacheprobe.engine.passes import EngineError, Entry, PassRunner
+from cacheprobe.engine.passes import EngineError, Entry, PassRunner, ShapeFault
 from cacheprobe.engine.prefill import Prefill
 from cacheprobe.ops.acceptance import clip_draft
 
@@ -159,10 +159,17 @@ class Stepper:
             self.books.forget_choices()
             for state in states:
                 self.books.scrub(state)
-            if len(states) > 1:
-                for state in states:
-                    self._guard(do, [state])
-            elif states[0].draft:  # candidates are hints: one that the model cannot digest costs a pass, no request
+            if isinstance(error, ShapeFault) and any(s.request.is_deterministic for s in states):
+                for state in [s for s in states if s.request.is_deterministic]:  # what they committed is in doubt
+                    self.books.stop(state, "error", error=str(error))
+                again = [s for s in states if not s.error]
+            else:
+                again = states if len(states) > 1 else ()
+            for state in again:
+                self._guard(do, [state])
+            if len(states) > 1 or states[0].error:
+                return
+            if states[0].draft:  # candidates are hints: one that the model cannot digest costs a pass, no request
                 self.books.clear_draft(states[0])
                 self._guard(do, states)
             else:

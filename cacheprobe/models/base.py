@@ -40,6 +40,8 @@ class CachedLM(Protocol):
     stop_token_ids: tuple[int, ...]
     injected_layers: tuple[int, ...]
     """Layers whose input is more than what left the layer before: something is added in between."""
+    attends_by_request: bool
+    """Whether attention follows the cache's `reach`: a call for each request, over slots that its positions name."""
 
     def check_settings(self, window: int) -> None:
         """Raises: ModelError for settings of a run that this model cannot be run with."""

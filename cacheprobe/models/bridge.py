@@ -106,6 +106,7 @@ class BridgeLM:
         return probe
 
     injected_layers: tuple[int, ...] = ()
+    attends_by_request = False
 
     def check_settings(self, window: int) -> None:
         """See CachedLM.check_settings: any window will do."""

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 
 from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.attention import ATTENTION, attend_over_cache
 from cacheprobe.models.together import Product, Together, Tried
 from cacheprobe.ops.compiled.block import CompiledBlock
 
@@ -67,7 +68,6 @@ class LeanForward:
         self.blocks = [_block(layer, kind, product, tried) for layer, kind in zip(decoder.layers, kinds, strict=True)]
         attention = decoder.layers[0].self_attn
         self.d_head, self.scale = int(attention.head_dim), float(attention.scaling)
-        self.groups = int(attention.num_key_value_groups)
         self.norm, self.unembed = _norm(decoder.norm), _linear(model.lm_head)
 
     @property
@@ -79,7 +79,7 @@ class LeanForward:
     @staticmethod
     def takes(model: Any) -> bool:
         """Whether the model is of a family that is computed here, with fused attention."""
-        return type(model).__name__ in FAMILIES and model.config._attn_implementation == "sdpa"
+        return type(model).__name__ in FAMILIES and model.config._attn_implementation == ATTENTION
 
     def __call__(
         self,
@@ -128,8 +128,8 @@ class LeanForward:
         if block.q_norm is not None and block.k_norm is not None:
             q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
         q, k = self._turned(q, k, turn)
-        keys, values = cache.write(layer, k.transpose(1, 2), v.transpose(1, 2))
-        attended = product(self._attended(q.transpose(1, 2), keys, values, mask), *block.o)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        attended = product(attend_over_cache(cache, layer, q, k, v, mask, self.scale), *block.o)
         tell(listeners, "T", layer, attended)
         stream = stream + attended
         read = self._rms_norm(stream, block.before_mlp)
@@ -138,21 +138,6 @@ class LeanForward:
         written = product(block.activation(gate.contiguous()) * up, *block.down)
         tell(listeners, "C", layer, written)
         return stream + written
-
-    def _attended(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """[b, t, h*d]. Grouped heads as the modules do them: see FORCE_GQA in models.twin."""
-        shape = q.shape
-        is_packed = self.groups > 1 and shape[2] == 1
-        is_grouped = self.groups > 1 and not is_packed
-        if is_packed:
-            q = q.reshape(shape[0], shape[1] // self.groups, self.groups, shape[3])
-        elif is_grouped and q.device.type != "cpu":
-            keys, values = (held.repeat_interleave(self.groups, 1) for held in (keys, values))
-            is_grouped = False
-        out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scale, enable_gqa=is_grouped)
-        if is_packed:
-            out = out.reshape(shape)
-        return out.transpose(1, 2).reshape(shape[0], shape[2], -1)
 
 
 def tell(listeners: Listeners, site: str, layer: int, value: Tensor) -> None:

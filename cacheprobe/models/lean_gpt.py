@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import layer_norm, linear
 
 from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.attention import ATTENTION, attend_over_cache
 from cacheprobe.models.lean import Listeners, tell
 from cacheprobe.models.together import Product
 
@@ -64,7 +65,7 @@ class LeanGPT:
         """Whether the model is of a family that is computed here, with fused attention."""
         config, name = model.config, type(model).__name__
         is_plain = name == "GPTNeoXForCausalLM" or (name == "GPT2LMHeadModel" and not config.add_cross_attention)
-        return is_plain and config._attn_implementation == "sdpa"
+        return is_plain and config._attn_implementation == ATTENTION
 
     def __call__(
         self,
@@ -109,9 +110,7 @@ class LeanGPT:
         q, k, v = self._heads(block.joint(block.before_attention(stream)))
         if turn is not None:
             q, k = _turned(q, *turn), _turned(k, *turn)
-        keys, values = cache.write(layer, k, v)
-        z = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=block.scale)
-        attended = block.out(z.transpose(1, 2).reshape(stream.shape))
+        attended = block.out(attend_over_cache(cache, layer, q, k, v, mask, block.scale))
         tell(listeners, "T", layer, attended)
         behind = attended + stream
         read = block.before_mlp(stream if self.is_parallel else behind)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cacheprobe.models.attention import ATTENTION, can_attend_here
 from cacheprobe.models.base import ModelError
 
 WRAPPED = "_original_component"
@@ -29,9 +30,9 @@ def empty_model(wrapped: nn.Module) -> nn.Module:
         config.output_attentions = config.output_hidden_states = False  # set by some bridges; fused attention has none
         with torch.device("meta"):
             try:
-                config._attn_implementation = "sdpa"
+                config._attn_implementation = ATTENTION if can_attend_here(type(wrapped)) else "sdpa"
                 plain = type(wrapped)(config)
-            except (ValueError, ImportError):  # not with this architecture's attention, such as Gemma2's soft-capping
+            except (ValueError, ImportError):  # not with this architecture's attention
                 config._attn_implementation = "eager"
                 plain = type(wrapped)(config)
     except Exception as error:

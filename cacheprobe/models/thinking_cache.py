@@ -34,6 +34,8 @@ class RowThought:
 class ThinkingCache(KVCache):
     """Rows of keys, values, H and states."""
 
+    can_compute_twice = False
+
     def __init__(
         self,
         rows: int,

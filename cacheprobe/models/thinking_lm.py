@@ -79,6 +79,8 @@ class ThinkingLM:
     def __repr__(self) -> str:
         return f"ThinkingLM({self.name}, {self.model!r})"
 
+    attends_by_request = False
+
     # -- running
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:

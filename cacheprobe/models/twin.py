@@ -5,7 +5,6 @@ its own.
 """
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -18,6 +17,7 @@ from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
 from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.attention import ATTENTION, attending
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.float64 import keeping_float64
@@ -29,11 +29,8 @@ from cacheprobe.models.together import Product
 from cacheprobe.models.twin_heads import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
 from cacheprobe.ops.compiled.block import CompiledBlock
+from cacheprobe.ops.request_attention import SPAN_STEP
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
-
-FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
-"""Read by transformers in every forward: 1 gives grouped keys and values to the fused attention as they are, 0 copies
-them for every query head; but with one slot a row, 0 packs the queries instead, which is five times faster."""
 
 LEAN = (LeanForward, LeanGPT)
 """Forwards without modules, each of some families."""
@@ -144,9 +141,8 @@ class TwinLM:
         extra = {"logits_to_keep": torch.tensor(list(logit_slots or ()), device=self.device)} if can_choose else {}
         with ExitStack() as stack:
             inputs = stack.enter_context(staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx))
-            is_forced = self._may_force_gqa and token_ids.shape[1] > 1
             stack.enter_context(keeping_float64(self.dtype))
-            stack.enter_context(_environment(FORCE_GQA, "1" if is_forced else "0"))
+            stack.enter_context(attending(cache.reach, self.n_layers if num_layers is None else num_layers))
             if num_layers is not None:
                 stack.enter_context(self._stop_after(num_layers))
             try:
@@ -229,23 +225,20 @@ class TwinLM:
 
     def fingerprint(self) -> dict[str, str | int | float]:
         """The bridge's, with what differs: the path, and the attention in use."""
-        attention = self.model.config._attn_implementation
-        forced = "beyond one slot" if self._may_force_gqa else "never"
         compiled = self.origin.compiled
         return {
             **self.origin.fingerprint(),
             "path": "twin",
-            "attention": attention,
-            "sdpa_force_gqa": forced,
+            "attention": f"one request a call, spans of {SPAN_STEP}" if self.attends_by_request else "sdpa",
             "products_in_float32": widening(None if compiled else self._wide_rows),
             **({"products_compiled": compiled.product.digest} if compiled else {}),
             **({"norms_compiled": self._compiled_block.digest} if self._compiled_block else {}),
         }
 
     @property
-    def _may_force_gqa(self) -> bool:
-        # CUDA's fused kernels take no mask together with grouped heads, and would fall back to a slow one
-        return self.device.type == "cpu" and self.model.config._attn_implementation == "sdpa"
+    def attends_by_request(self) -> bool:
+        """See CachedLM.attends_by_request."""
+        return self.model.config._attn_implementation == ATTENTION
 
     # what is the bridge's own
     name = property(attrgetter("origin.name"))
@@ -330,17 +323,3 @@ def _change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableH
         return ((edited, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": edited})
 
     return module.register_forward_pre_hook(on_input, with_kwargs=True)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """An environment variable for the duration of a forward, and whatever it was before after it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

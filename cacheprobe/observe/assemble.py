@@ -55,6 +55,7 @@ def assemble(
             "checks": checks,
             "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
             "preemptions": recorder.preemptions,
+            "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
             "behaviour": behaviour(recorder, requests, texts),
         },
         model=model,

@@ -1,6 +1,8 @@
 """The capture's own controls: every run shows that what it kept is what the model computed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,3 +80,11 @@ def _lens_rtol(dtype: torch.dtype) -> float:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def self_checks_text(meta: Mapping[str, Any]) -> str:
+    """How often verify passes were compared with themselves, for a repr; empty where none was."""
+    held = meta.get("self_checks") or {"compared": 0}
+    if not held["compared"]:
+        return ""
+    return f"; verified against itself {held['compared']:,} times, {len(held['differences'])} differences"

@@ -73,6 +73,10 @@ class Recorder:
     thoughts: list[Thought] = field(default_factory=list)
     preemptions: list[tuple[int, int]] = field(default_factory=list)
     """(request_id, step) of every eviction."""
+    num_compared: int = 0
+    """Verify passes that were compared with themselves while they ran."""
+    differences: list[str] = field(default_factory=list)
+    """Where such a pass differed from itself."""
 
     def __post_init__(self) -> None:
         dtype = getattr(torch, self.config.dtype) if self.config.dtype else self.model.dtype
@@ -273,6 +277,12 @@ class Recorder:
     def on_thought(self, thought: Thought) -> None:
         """See Observer."""
         self.thoughts.append(thought)
+
+    def on_compared(self, step: int, difference: str | None) -> None:
+        """See Observer."""
+        self.num_compared += 1
+        if difference is not None:
+            self.differences.append(f"step {step}: {difference}")
 
     def on_preempt(self, request_id: int, step: int) -> None:
         """See Observer."""

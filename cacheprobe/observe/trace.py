@@ -17,6 +17,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.names import HEAD_SITES, PATTERN
 from cacheprobe.observe import hypotheses as measures
 from cacheprobe.observe import measures as by_row
+from cacheprobe.observe.checks import self_checks_text
 from cacheprobe.observe.head_blocks import ragged_starts
 from cacheprobe.observe.ledgers import ledger_at
 from cacheprobe.observe.store import StateStore
@@ -59,11 +60,10 @@ class Trace:
         steps = self.event_table.drop_duplicates("step").phase.value_counts()
         phases = ", ".join(f"{steps.get(phase, 0)} {phase}" for phase in ("prefill", "decode", "verify"))
         text = f"Trace({len(self.requests)} requests, {steps.sum()} steps: {phases}"
-        drafted = self.num_drafted
-        if drafted:
-            rolled_back = self.num_rolled_back
-            text += f"; accepted {100 * (drafted - rolled_back) / drafted:.0f} %, rolled back {rolled_back} tokens"
-        return text + ")"
+        if drafted := self.num_drafted:
+            accepted = 100 * (drafted - self.num_rolled_back) / drafted
+            text += f"; accepted {accepted:.0f} %, rolled back {self.num_rolled_back} tokens"
+        return text + self_checks_text(self.meta) + ")"
 
     @property
     def fingerprint(self) -> dict[str, Any]:

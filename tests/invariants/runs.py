@@ -12,7 +12,7 @@ from cacheprobe.arguments import Setup
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.config import EngineConfig
-from cacheprobe.engine.consistency import require_consistent
+from cacheprobe.engine.consistency import serving_config
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe.observers import Silent, StepLog
 from cacheprobe.ops.equality import bitwise
@@ -21,7 +21,7 @@ from tests.invariants.machines import Spy
 from tests.tiny import VOCAB
 
 W, G, CHUNK, CAPACITY, NEW = 4, 3, 8, 64, 12
-SHAPES = dict(window=W, group=G, capacity=CAPACITY, prefill_chunk=CHUNK)
+SHAPES = dict(window=W, group=G, capacity=CAPACITY, prefill_chunk=CHUNK, pad_prefill=True)
 RUN = dict(**SHAPES, max_new_tokens=NEW, progress=False)
 """Small, and every number different, so that no two of them can be taken for each other."""
 
@@ -69,7 +69,7 @@ class Watched:
         names = [field.name for field in fields(EngineConfig)]
         self.config = EngineConfig(**{name: settings.pop(name) for name in names if name in settings})
         self.spy = model if isinstance(model, Spy) else Spy(model)
-        require_consistent(self.spy.inner, self.config)
+        serving_config(self.spy.inner, self.config)
         self.setup = Setup(self.spy, prompts, self.config, capture=capture, **settings)
         self.states: list[SequenceState] = self.setup.states(drafter)
         self.log = StepLog()

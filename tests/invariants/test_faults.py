@@ -16,7 +16,6 @@ from cacheprobe.engine.passes import EngineError
 from cacheprobe.engine.step import Stepper
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path, user_hooks
-from cacheprobe.models.twin import FORCE_GQA
 from cacheprobe.observe.observers import Silent
 from tests.invariants.machines import Call, Faulty, Meddler, Spy, tiny
 from tests.invariants.runs import (
@@ -189,7 +188,7 @@ def switches(model: BridgeLM) -> tuple:
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in twin.model.modules())
     own = sum(len(p.fwd_hooks) for p in model.bridge.hook_dict.values())
     return (
-        os.environ.get(FORCE_GQA), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks, own,
+        dict(os.environ), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks, own,
         tuple(user_hooks(model.bridge)), torch.get_default_dtype(), torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, model.bridge.training,
     )  # fmt: skip
@@ -228,19 +227,14 @@ def test_invariant_26_global_switches_restored() -> None:
         handle.remove()
         assert calls > 9
 
-    for before in (None, "1"):
-        with patch.dict(os.environ):
-            os.environ.pop(FORCE_GQA, None)
-            if before is not None:
-                os.environ[FORCE_GQA] = before
-            want = switches(model)
-            cp.run(model, PROMPTS, **RUN, deterministic=[0], path="twin")
-            assert switches(model) == want
-            cp.run(model, PROMPTS[:2], **RUN, deterministic=[0], path="bridge", drafter=cp.drafters.EarlyExit(layer=1))
-            assert switches(model) == want
-            for disturb in (abandon, cancel, lambda: fail("twin"), lambda: fail("bridge")):
-                disturb()
-                assert switches(model) == want
+    want = switches(model)
+    cp.run(model, PROMPTS, **RUN, deterministic=[0], path="twin")
+    assert switches(model) == want
+    cp.run(model, PROMPTS[:2], **RUN, deterministic=[0], path="bridge", drafter=cp.drafters.EarlyExit(layer=1))
+    assert switches(model) == want
+    for disturb in (abandon, cancel, lambda: fail("twin"), lambda: fail("bridge")):
+        disturb()
+        assert switches(model) == want
     with torch.enable_grad():
         cp.run(model, PROMPTS[:1], **RUN)
         assert torch.is_grad_enabled()
@@ -253,6 +247,7 @@ def test_invariant_26_global_switches_in_the_middle() -> None:
     """A stream that waits for its reader holds no switch: grad mode and environment are the reader's own."""
     model = loaded()
     stream = cp.stream(model, PROMPTS, window=W, group=G, capacity=64, max_new_tokens=6, deterministic=True)
+    threads = torch.get_num_threads()
     for _ in stream:
-        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and FORCE_GQA not in os.environ
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and torch.get_num_threads() == threads
     assert len(stream.trace().committed(0)) == 6

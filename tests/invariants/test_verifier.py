@@ -22,8 +22,10 @@ from tests.invariants.runs import (
     CAPACITY,
     CHUNK,
     HOT,
+    NEW,
     PROMPTS,
     RUN,
+    SHAPES,
     G,
     W,
     Watched,
@@ -200,19 +202,32 @@ def test_invariant_07_window_offset_independence_of_states() -> None:
 
 
 def test_invariant_07_window_offset_independence_of_shapes() -> None:
-    """Attention of a verifier's pass runs over the whole capacity: its shape does not tell where a window begins."""
-    attended: list[tuple[int, int]] = []
-    write = KVCache.write
+    """The slots that a verified position attends over depend on the position alone: not on where a window begins."""
+    prompts = [[3, *range(5, 63)], [7] * 50]
+    settings = {**SHAPES, "capacity": 192, "max_new_tokens": NEW, "sampling": HOT}
+    want = cp.reference(tiny(), prompts, **settings, progress=False)
+    spans: dict[int, set[int]] = {}
 
-    def watched(self: KVCache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = write(self, layer, k, v)
-        if k.shape[2] > 1:  # no decode of a fast path, which promises no bits
-            attended.append((keys.shape[2], values.shape[2]))
-        return keys, values
+    def look(call: Call) -> None:
+        if call.shape == (G, W):
+            assert call.cache.reach is not None
+            for start, pieces in zip(call.starts, call.cache.reach.pieces, strict=True):
+                for piece in pieces:
+                    for t in range(piece.first, piece.end):
+                        spans.setdefault(start + t, set()).add(piece.span)
 
-    with patch.object(KVCache, "write", watched):
-        cp.run(tiny(), PROMPTS[:2], **RUN, deterministic=True, capture=None)
-    assert set(attended) == {(CAPACITY, CAPACITY)}
+    for places in ([0, 2, 1], [2, None], [1, 1, 0]):
+        run = Watched(Meddler(tiny(), look), prompts, deterministic=True, drafter=wrong_at(want, places), **settings)
+        run.finished()
+    assert spans and all(held == {-(-(position + 1) // 64) * 64} for position, held in spans.items())
+    assert {64, 128} <= set().union(*spans.values())
+
+
+def test_invariant_07_window_offset_independence_of_the_bridge() -> None:
+    """On the bridge, whose attention is one call for a batch, a verify pass attends over the whole capacity."""
+    spy = Spans(tiny(path="bridge"))
+    cp.run(spy, PROMPTS[:2], **RUN, deterministic=True, capture=None)
+    assert {s for s, call in zip(spy.spans, spy.calls, strict=True) if call.shape == (G, W)} == {CAPACITY}
 
 
 def test_invariant_08_causality() -> None:

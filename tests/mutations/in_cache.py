@@ -28,7 +28,7 @@ MUTATIONS = [
     one(
         "keys are added to what a slot held",
         ("04", "13"),
-        f"{CACHE}.write",
+        f"{CACHE}.store",
         "keys[row, :, start : start + width] = k",
         "keys[row, :, start : start + width] += k",
     ),
@@ -105,14 +105,13 @@ MUTATIONS = [
     ),
     Mutation(
         "attention runs over the used length",
-        ("07_window_offset_independence_of_shapes", "07_window_offset_independence_of_states"),
+        ("07_window_offset_independence_of_shapes",),
         (
             Edit(
-                f"{CACHE}.write",
-                "return keys[:, :, : self.span][rows], values[:, :, : self.span][rows]",
-                "n = int(positions.max()) + 1\n    return keys[rows][:, :, :n], values[rows][:, :, :n]",
+                "cacheprobe.engine.passes:PassRunner._reach",
+                'of = reach_of_positions if phase == "verify" else reach_of_pass',
+                "of = reach_of_pass",
             ),
-            Edit(f"{CACHE}.mask", "torch.arange(self.span)", "torch.arange(int(positions.max()) + 1)"),
         ),
     ),
     one(
@@ -125,16 +124,16 @@ MUTATIONS = [
     one(
         "the cache begins as NaN",
         ("02", "05"),
-        f"{CACHE}.__init__",
-        "self.values = [torch.zeros(rows, h, capacity, dv,",
-        "self.values = [torch.full((rows, h, capacity, dv), torch.nan,",
+        "cacheprobe.cache.kv:_slots",
+        "return torch.zeros(rows, heads, held, width,",
+        "return torch.full((rows, heads, held, width), torch.nan,",
     ),
     one(
         "a neighbour's row is attended",
         ("05",),
-        f"{CACHE}.write",
-        "values[:, :, : self.span][rows]",
-        "(values[rows] + values[rows].roll(1, 0))[:, :, : self.span] / 2",
+        f"{CACHE}.row_views",
+        "return [keys[row : row + 1] for row in rows]",
+        "return [(keys[row : row + 1] + keys[row - 1 :][:1]) / 2 for row in rows]",
     ),
     one(
         "logits differ from call to call",
@@ -178,13 +177,12 @@ MUTATIONS = [
         "stack.callback(_listen(place, hear).remove)",
         "_listen(place, hear)",
     ),
-    one("the environment is not put back", ("26",), f"{TWIN}:_environment", "del os.environ[name]", "pass"),
     one(
-        "the environment is not put back after an error",
+        "attention leaves one thread behind",
         ("26",),
-        f"{TWIN}:_environment",
-        "    try:\n        yield\n    finally:\n        if",
-        "    yield\n    if True:\n        if",
+        "cacheprobe.ops.request_attention:_Threads.__exit__",
+        "torch.set_num_threads(self._all)",
+        "pass",
     ),
     one(
         "gradients stay off",

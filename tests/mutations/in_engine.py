@@ -126,7 +126,7 @@ MUTATIONS = [
     ),
     one(
         "a fixed pass attends to no more than is in use",
-        ("09_fixed_shape",),
+        ("07_window_offset_independence_of_the_bridge",),
         "cacheprobe.engine.passes:PassRunner.run",
         "self.cache.capacity if batch is not None else max(starts) + width",
         "max(starts) + width",
@@ -142,8 +142,8 @@ MUTATIONS = [
         "dummies are put into rows that are taken",
         ("05",),
         "cacheprobe.engine.passes:place_rows",
-        "row in wanted or cache.is_free(row)",
-        "True",
+        "if cache.is_free(row)",
+        "if not cache.is_free(row)",
     ),
     # -- prefill
     one(

@@ -1,0 +1,140 @@
+"""Compares a verify pass with itself while it runs: a free place of the pass computes one request's tokens again.
+
+What no library promises, that a token has the same bits in any batch row and any slot, is tried before a shape is used
+(engine.consistency) and watched here for as long as it is used.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheprobe.cache.kv import Copy, KVCache
+from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.models.base import CachedLM, StateSink
+from cacheprobe.names import PATTERN
+from cacheprobe.ops.equality import bitwise
+
+_PARTS = {
+    "pre": "the residual stream that enters",
+    "keys": "the keys (made by a norm and a product)",
+    "values": "the values (made by a norm and a product)",
+    "T": "the attention output (made by attention and a product)",
+    "C": "the MLP output (made by a norm, products and an activation)",
+    "S": "the residual stream that leaves",
+}
+"""What is compared in a layer, in the order in which it is computed."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a request's tokens, computed twice in one pass, got different bits."""
+
+    operation: str
+    layer: int | None
+    """None for the logits."""
+    original: int
+    copy: int
+    """Batch rows of the pass."""
+
+    def __str__(self) -> str:
+        where = self.operation if self.layer is None else f"{self.operation} of layer {self.layer}"
+        return f"batch rows {self.original} and {self.copy} differ in {where}"
+
+
+class Watch:
+    """Places the copies of one run and compares them.
+
+    Twin: cacheprobe.engine.consistency, which tries shapes on texts of its own before a run.
+    """
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._copy: Copy | None = None
+        self._heard: list[tuple[int, str]] = []
+
+    def listening(self, sink: StateSink) -> StateSink:
+        """A sink that compares a state with its copy's and passes it on."""
+
+        def hear(site: str, layer: int, value: Tensor) -> None:
+            if self._copy is not None:
+                self._compare_state(self._copy, site, layer, value)
+            sink(site, layer, value)
+
+        return hear
+
+    def place_copy(
+        self,
+        cache: KVCache,
+        states: Sequence[SequenceState],
+        token_ids: Sequence[Sequence[int]],
+        batch_index: Sequence[int],
+        rows: list[int],
+        starts: list[int],
+        fed: Tensor,
+    ) -> Copy | None:
+        """Fill the last batch row, a free one, with one of the pass's requests again; None where none can be copied.
+
+        token_ids: what each request feeds, committed tokens before it are in its state.  rows, starts, fed [b, t]: of
+        the pass; changed in place. In a longer window the copy begins some committed tokens earlier, so that slots
+        are compared as well as rows.
+        """
+        able = [i for i, state in enumerate(states) if not state.is_edited]
+        if not able or not cache.can_compute_twice:
+            return None
+        self._turn += 1
+        i = able[self._turn % len(able)]
+        original, copy, width = batch_index[i], len(rows) - 1, fed.shape[1]
+        start = starts[original]
+        shift = min(self._turn % width, start)
+        count = min(len(token_ids[i]), width - shift)
+        before = states[i].token_ids[start - shift : start]
+        fed[copy, : shift + count] = torch.tensor([*before, *token_ids[i][:count]])
+        rows[copy], starts[copy] = rows[original], start - shift
+        return Copy(original, copy, shift, count)
+
+    @contextmanager
+    def comparing(self, copy: Copy | None) -> Iterator[None]:
+        """States that are heard inside the `with` are compared with their copy's."""
+        self._copy = copy
+        self._heard.clear()
+        try:
+            yield
+        finally:
+            self._copy = None
+
+    def difference(
+        self, model: CachedLM, cache: KVCache, copy: Copy, logits: Tensor, forward: Callable[[], Tensor]
+    ) -> Difference | None:
+        """The first place where the pass just run differs from its copy, or None.
+
+        Where something differs the pass is run once more with every state listened to, to name the operation.
+        """
+        is_equal = bitwise(*_pair(copy, logits))
+        if is_equal and not self._heard and not cache.copy_differs_at:
+            return None
+        seen = self._first(cache)
+        with model.capturing([(s, n) for n in range(model.n_layers) for s in "STC"], self.listening(_hear_nothing)):
+            forward()
+        place = self._first(cache) or seen
+        operation = "the logits (made by the final norm and the unembedding)" if place is None else _PARTS[place[1]]
+        return Difference(operation, None if place is None else place[0], copy.original, copy.copy)
+
+    def _first(self, cache: KVCache) -> tuple[int, str] | None:
+        order = list(_PARTS)
+        return min((*self._heard, *cache.copy_differs_at), key=lambda at: (at[0], order.index(at[1])), default=None)
+
+    def _compare_state(self, copy: Copy, site: str, layer: int, value: Tensor) -> None:
+        tokens = value.transpose(1, 2) if site == PATTERN else value
+        if not bitwise(*_pair(copy, tokens)):
+            self._heard.append((layer, site if site in _PARTS else "T"))
+
+
+def _pair(copy: Copy, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The original's tokens and the copy's, of a value [b, t, ...]."""
+    return value[copy.original, : copy.count], value[copy.copy, copy.shift : copy.shift + copy.count]
+
+
+def _hear_nothing(site: str, layer: int, value: Tensor) -> None: ...

@@ -1,0 +1,176 @@
+"""Attention computed request by request, so that no other request can change its bits.
+
+A library may divide one call for a whole batch among its threads, so that a request's sums depend on the batch row
+that it stands in. Here each request has calls of its own, on its own keys, in a shape that depends on its positions
+alone.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+SPAN_STEP = 64
+"""Slots by which the span of a position grows: position p attends over the first ceil((p + 1) / 64) * 64 slots."""
+
+_ONE_THREAD_WORK = 2**24
+"""Multiplications of one request's scores up to which one thread computes them: waking another costs more."""
+
+_ALIGNMENT = 64
+"""Bytes. torch allocates at multiples of it; a part of a tensor may begin elsewhere."""
+
+_thread_count = threading.Lock()
+"""Held while the number of threads is lowered: a Python thread that starts then would take the low number over."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of one request that attend over the same number of slots."""
+
+    span: int
+    first: int
+    end: int
+    """Token slots first .. end - 1 of the request's batch row."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """For each batch row of a pass, the calls that its attention consists of; none for a row that nothing reads."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    _masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    @property
+    def span(self) -> int:
+        """Slots of the longest call."""
+        return max((piece.span for row in self.pieces for piece in row), default=0)
+
+    def mask(self, mask: Tensor, row: int, span: int, repeats: int) -> Tensor:
+        """The mask [1, 1 or g, r * t, span] of one call, of mask [b, 1 or h, t, s]; the one of all heads is kept."""
+        if mask.shape[1] > 1:  # of some heads alone: another one in each layer
+            return mask[row : row + 1, :, :, :span].reshape(1, -1, repeats * mask.shape[2], span)
+        key = id(mask), row, span
+        if key not in self._masks:
+            self._masks[key] = mask, mask[row : row + 1, :, :, :span].repeat(1, 1, repeats, 1)
+        return self._masks[key][1]
+
+
+def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
+    """Pieces of `count` tokens from position `start` on, each over the span of its own position.
+
+    The same position is computed over the same span wherever in a window it stands.
+    """
+    pieces, first = [], 0
+    while first < count:
+        span = -(-(start + first + 1) // SPAN_STEP) * SPAN_STEP
+        end = min(count, span - start)
+        pieces.append(Piece(min(span, capacity), first, end))
+        first = end
+    return tuple(pieces)
+
+
+def reach_of_pass(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
+    """One piece for all tokens of a pass whose place depends on the request alone, as in the reading of a prompt."""
+    return (Piece(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count),)
+
+
+def attend_by_request(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor,
+    reach: Reach,
+    scale: float | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """[b, t, h * d] of queries [b, h, t, d]; keys and values [1, g, s, d] of each batch row; mask [b, 1 or h, t, s].
+
+    Query heads that share a head of keys are folded into the rows of one call. Rows without a piece are zero.
+    A call of little work runs on one thread, whatever their number.
+    Twin: ops.attention.cached_attention, close: sums are ordered otherwise.
+    """
+    batch, heads, width, depth = q.shape
+    groups = keys[0].shape[1]
+    repeats = heads // groups
+    folded = q.reshape(batch, groups, repeats * width, depth)
+    out = q.new_zeros(batch, groups, repeats, width, values[0].shape[-1])
+    attend = scaled_dot_product_attention if softcap is None else _softcapped(softcap)
+    with _Threads(q.device) as threads:
+        for row, pieces in enumerate(reach.pieces):
+            own = _aligned(folded[row : row + 1])
+            for span, first, end in ((p.span, p.first, p.end) for p in pieces):
+                threads.take(heads * width * depth * span)
+                own_mask = reach.mask(mask, row, span, repeats)
+                part = attend(own, keys[row][:, :, :span], values[row][:, :, :span], attn_mask=own_mask, scale=scale)
+                made = part.view(groups, repeats, width, -1)
+                out[row, :, :, first:end] = made[:, :, first:end]
+    return out.view(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
+
+
+def attend_together(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None, softcap: float | None = None
+) -> Tensor:
+    """The same in one call for the whole batch: for passes of which no bits are promised.
+
+    keys, values: [b, g, s, d].
+    """
+    batch, heads, width, _ = q.shape
+    repeats = heads // keys.shape[1]
+    is_grouped = False
+    if softcap is not None:
+        keys, values = (held.repeat_interleave(repeats, 1) for held in (keys, values))
+        out = _softcapped(softcap)(q, keys, values, attn_mask=mask, scale=scale)
+        return out.transpose(1, 2).reshape(batch, width, -1)
+    if repeats > 1 and width == 1:  # the queries of one head of keys as one: five times faster
+        q = q.reshape(batch, heads // repeats, repeats, -1)
+        mask = mask if mask.shape[1] == 1 else mask.reshape(batch, heads // repeats, repeats, -1)
+    elif repeats > 1:
+        is_grouped = q.device.type == "cpu"
+        if not is_grouped:  # CUDA's fused kernels take no mask together with grouped heads
+            keys, values = (held.repeat_interleave(repeats, 1) for held in (keys, values))
+    out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+    return out.reshape(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
+
+
+def _softcapped(softcap: float) -> Callable[..., Tensor]:
+    """Attention whose scores are kept within +-softcap.  Source: Gemma 2 (arXiv 2408.00118), section 2."""
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, scale: float | None) -> Tensor:
+        scores = (q @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = (scores / softcap).tanh() * softcap + attn_mask
+        return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values
+
+    return attend
+
+
+def _aligned(part: Tensor) -> Tensor:
+    return part if part.data_ptr() % _ALIGNMENT == 0 else part.clone(memory_format=torch.contiguous_format)
+
+
+class _Threads:
+    """Sets how many threads the next call takes: one for little work, all for more; at the end as many as before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cpu = device.type == "cpu"
+
+    def __enter__(self) -> "_Threads":
+        if self._is_cpu:
+            _thread_count.acquire()
+        self._all = self._now = torch.get_num_threads()
+        return self
+
+    def take(self, work: int) -> None:
+        """work: multiplications of the call, a number that depends on its request alone."""
+        wanted = 1 if self._is_cpu and work <= _ONE_THREAD_WORK else self._all
+        if wanted != self._now:
+            torch.set_num_threads(wanted)
+            self._now = wanted
+
+    def __exit__(self, *exc: object) -> None:
+        if self._now != self._all:
+            torch.set_num_threads(self._all)
+        if self._is_cpu:
+            _thread_count.release()

@@ -1,0 +1,97 @@
+"""Attention request by request: right, and the same bits whatever else is in the batch."""
+
+import pytest
+import torch
+
+from cacheprobe.ops import request_attention
+from cacheprobe.ops.attention import cached_attention
+from cacheprobe.ops.equality import bitwise, close
+from cacheprobe.ops.request_attention import (
+    Reach,
+    attend_by_request,
+    attend_together,
+    reach_of_pass,
+    reach_of_positions,
+)
+
+CAPACITY = 200
+STARTS = (3, 60, 127, 0)
+
+
+def inputs(heads: int, groups: int, width: int, dtype: torch.dtype = torch.float32):
+    draw = torch.Generator().manual_seed(heads + width)
+    q = torch.randn(len(STARTS), heads, width, 16, generator=draw).to(dtype)
+    keys, values = (torch.randn(len(STARTS), groups, CAPACITY, 16, generator=draw).to(dtype) for _ in range(2))
+    positions = torch.tensor(STARTS)[:, None] + torch.arange(width)
+    hidden = torch.arange(CAPACITY) > positions[..., None]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+    return q, keys, values, positions, mask
+
+
+def attended(q, keys, values, mask, reach, rows=None):
+    rows = range(len(q)) if rows is None else rows
+    held = [[kept[row : row + 1] for row in rows] for kept in (keys, values)]
+    return attend_by_request(q, *held, mask, reach, 0.25)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("width", [1, 3, 16])
+@pytest.mark.parametrize("is_big", [True, False])
+def test_it_is_attention(heads: int, groups: int, width: int, is_big: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one thread and on all, and where a window's positions have two spans."""
+    if is_big:
+        monkeypatch.setattr(request_attention, "_ONE_THREAD_WORK", 0)
+    q, keys, values, positions, mask = inputs(heads, groups, width)
+    plain = cached_attention(q, keys, values, torch.arange(len(q)), positions, 0.25).transpose(1, 2).flatten(2)
+    for of in (reach_of_positions, reach_of_pass):
+        reach = Reach(tuple(of(start, width, CAPACITY) for start in STARTS))
+        assert close(attended(q, keys, values, mask, reach), plain, 1e-5, because="sums are ordered otherwise")
+    assert close(attend_together(q, keys, values, mask, 0.25), plain, 1e-5, because="sums are ordered otherwise")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 3, 5, 16])
+def test_a_request_alone_has_the_bits_of_a_request_in_a_batch(dtype: torch.dtype, width: int) -> None:
+    q, keys, values, _, mask = inputs(6, 2, width, dtype)
+    pieces = tuple(reach_of_positions(start, width, CAPACITY) for start in STARTS)
+    together = attended(q, keys, values, mask, Reach(pieces))
+    for row in range(len(q)):
+        alone = attended(q[row : row + 1], keys, values, mask[row : row + 1], Reach(pieces[row : row + 1]), [row])
+        assert bitwise(alone[0], together[row])
+
+
+def test_a_position_has_one_span_wherever_a_window_begins() -> None:
+    for width in (1, 7, 16, 70):
+        for start in range(150):
+            for piece in reach_of_positions(start, width, 1000):
+                for t in range(piece.first, piece.end):
+                    assert piece.span == (start + t) // 64 * 64 + 64
+    assert [(p.span, p.first, p.end) for p in reach_of_positions(60, 10, 100)] == [(64, 0, 4), (100, 4, 10)]
+    assert [(p.span, p.first, p.end) for p in reach_of_pass(60, 10, 100)] == [(100, 0, 10)]
+
+
+def test_rows_that_nothing_reads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, keys, values, _, mask = inputs(4, 4, 3)
+    calls = []
+    real = request_attention.scaled_dot_product_attention
+    monkeypatch.setattr(
+        request_attention, "scaled_dot_product_attention", lambda *a, **k: calls.append(a) or real(*a, **k)
+    )
+    out = attended(q, keys, values, mask, Reach(((), reach_of_positions(60, 3, CAPACITY), (), ())))
+    assert len(calls) == 1 and not out[[0, 2, 3]].any() and out[1].any()
+
+
+def test_threads_are_as_many_as_before_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, keys, values, _, mask = inputs(4, 4, 3)
+    seen = []
+
+    def fail(*args, **named):
+        seen.append(torch.get_num_threads())
+        raise RuntimeError("no")
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(request_attention, "scaled_dot_product_attention", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        attended(q, keys, values, mask, Reach(tuple(reach_of_positions(s, 3, CAPACITY) for s in STARTS)))
+    assert seen == [1] and torch.get_num_threads() == before
+    assert not request_attention._thread_count.locked()
