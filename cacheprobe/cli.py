@@ -56,8 +56,8 @@ def run(
     shots: int | None = None,
     chat: bool | None = None,
     drafter: str | None = None,
-    window: int = 16,
-    group: int = 4,
+    window: int | None = None,
+    group: int | None = None,
     deterministic: float = 0.0,
     capture: str = "STCZ",
     heads: Annotated[tuple[str, ...], Parameter(negative="")] = (),
@@ -108,7 +108,7 @@ def run(
     drafter
         NAME or NAME:key=value,... such as early_exit:layer=20. Without one, only deterministic requests are verified.
     window, group
-        Rows of a verify pass for each request, and requests in it.
+        Rows of a verify pass for each request, and requests in it. By default they are chosen for model and machine.
     deterministic
         Fraction of the requests.
     capture

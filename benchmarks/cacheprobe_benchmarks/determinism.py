@@ -1,11 +1,14 @@
 """What determinism costs: 64 requests on SmolLM2 in bfloat16, at most 16 in flight, a share of them deterministic.
 
-Two ways to verify are timed. `kept_at_*`: windows of one row, so that a verify pass is a decode of a fixed height in
-which the other requests ride along; it costs padding where fewer are in flight. `dvr_kept_at_*`: drafting by the fast
-path and verifying windows of 16, as LLM-42 does; it costs the verifier's rows again. Throughput over that of the same
-traffic with nothing deterministic. Hugging Face decodes the same requests in static batches of 16, in their order,
-each to its longest request's length; only the tokens that were asked for count. All of them advance side by side in one
-process, step by step, so that no ratio compares two minutes of the machine.
+Every setting is what `cp.run` takes by itself; that 16 requests are in flight belongs to the traffic. `kept_at_*` is the
+throughput with that share of deterministic requests, divided by the throughput of the same traffic with none.
+`*_stc` records S, T and C of every layer on both sides. `dvr_kept_at_*` asks for a window of 16, so that the fast path
+drafts and the verifier checks, as in LLM-42: every token is computed twice. `dvr_floor_at_*` is the share that would be
+kept if everything but the model's passes took no time.
+
+`base_over_hf` is our time for each token, with nothing deterministic, over Hugging Face's. Hugging Face decodes static
+batches of 16 to the longest request's length, and every token that it makes counts. All settings advance side by side
+in one process, step by step, so that no ratio compares two minutes of the machine.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,69 +18,79 @@ from typing import Any
 import torch
 
 import cacheprobe as cp
-from cacheprobe.config import EngineConfig
 from cacheprobe.progress import Progress
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine
-from cacheprobe_benchmarks.workload import (
-    CAPACITY,
-    IN_FLIGHT,
-    PROMPT_TOKENS,
-    Run,
-    Timing,
-    marked,
-    side_by_side,
-    timed,
-    traffic,
-)
+from cacheprobe_benchmarks.workload import IN_FLIGHT, Run, Timing, marked, side_by_side, traffic
 
-SHARES = (2, 5, 10, 20, 50, 100)
-DVR_SHARES = (100,)
-PREFILL = dict(prefill_chunk=PROMPT_TOKENS[1], pad_prefill=False)
-"""A verified prompt is one pass of its own length."""
-FIXED_HEIGHT = EngineConfig(window=1, group=IN_FLIGHT, capacity=CAPACITY, max_batch=IN_FLIGHT, **PREFILL)
-DVR = EngineConfig(window=16, group=4, capacity=CAPACITY, max_batch=IN_FLIGHT, **PREFILL)
+SHARES, STC_SHARES, DVR_SHARES = (2, 10, 50, 100), (10, 100), (10, 100)
+AT_DEFAULTS: dict[str, Any] = dict(max_batch=IN_FLIGHT)
+DVR: dict[str, Any] = dict(window=16, **AT_DEFAULTS)
+
+SETTINGS: dict[str, tuple[int, dict[str, Any], str | None]] = {
+    "base": (0, AT_DEFAULTS, None),
+    **{f"kept_at_{share}": (share, AT_DEFAULTS, None) for share in SHARES},
+    "base_stc": (0, AT_DEFAULTS, "STC"),
+    **{f"kept_at_{share}_stc": (share, AT_DEFAULTS, "STC") for share in STC_SHARES},
+    **{f"dvr_kept_at_{share}": (share, DVR, None) for share in DVR_SHARES},
+}
+"""By name: per cent of the requests that are deterministic, what `cp.run` is given, and what is recorded."""
 
 
 def run(rounds: int) -> dict[str, Any]:
     """Shares of throughput kept (higher is better) and the base loop's time over Hugging Face's (lower is better)."""
     torch.set_num_threads(2)
-    model, hf = cp.load_model("smollm2-135m", dtype="bfloat16"), HuggingFace()
-    requests = traffic(model)
-    settings: dict[str, tuple[int, EngineConfig]] = {"base": (0, FIXED_HEIGHT)}
-    settings |= {f"kept_at_{share}": (share, FIXED_HEIGHT) for share in SHARES}
-    settings |= {f"dvr_kept_at_{share}": (share, DVR) for share in DVR_SHARES}
-    for config in (FIXED_HEIGHT, DVR):  # shapes are tried, memory is touched
-        timed(model, marked(requests[:4], 1.0), config)
-    seconds: dict[str, list[float]] = {name: [] for name in ("hf", *settings)}
+    hf = HuggingFace()
+    models = {name: cp.load_model("smollm2-135m", dtype="bfloat16") for name in ("plain", "base_stc", *_captured())}
+    requests = traffic(models["plain"])
+    for name, (share, shapes, capture) in SETTINGS.items():  # shapes are tried, memory is touched
+        for _ in Run(_model(models, name), marked(requests[:4], share / 100), shapes, capture=capture).steps():
+            pass
+    seconds: dict[str, list[float]] = {name: [] for name in ("hf", *SETTINGS)}
     last: dict[str, Timing] = {}
     with Progress(100 * rounds, "measuring", "per cent") as bar:
         for number in range(rounds):
             runs = {
-                name: Run(model, marked(requests, share / 100), config) for name, (share, config) in settings.items()
+                name: Run(_model(models, name), marked(requests, share / 100), shapes, capture=capture)
+                for name, (share, shapes, capture) in SETTINGS.items()
             }
             jobs = {"hf": _hugging_face(hf, requests), **{name: run.steps() for name, run in runs.items()}}
             for name, taken in side_by_side(jobs, lambda share, n=number: bar.at(int(100 * (n + share)))).items():
                 seconds[name].append(taken)
                 bar.say(f"{name}: {taken:.1f} s")
             last = {name: run.timing(seconds[name][-1]) for name, run in runs.items()}
-    base = seconds["base"]
-    ratios = {"base_over_hf": [one / other for one, other in zip(base, seconds["hf"], strict=True)]}
-    for name in list(settings)[1:]:
-        ratios[name] = [one / other for one, other in zip(base, seconds[name], strict=True)]
     tokens = sum(map(len, last["base"].tokens))
+    made_by_hf = sum(len(batch) * longest for batch, longest in _batches(requests))
+    per_token = [one / tokens / (other / made_by_hf) for one, other in zip(seconds["base"], seconds["hf"], strict=True)]
+    ratios = {"base_over_hf": per_token}
+    for name in [name for name in SETTINGS if "kept" in name]:
+        base = seconds["base_stc" if name.endswith("_stc") else "base"]
+        ratios[name] = [one / other for one, other in zip(base, seconds[name], strict=True)]
+    for share in DVR_SHARES:
+        passes = sum(step.seconds for step in last[f"dvr_kept_at_{share}"].log.steps)
+        ratios[f"dvr_floor_at_{share}"] = [seconds["base"][-1] / passes]
     return {
         "benchmark": "determinism",
         "rounds": rounds,
         "requests": len(requests),
         "new_tokens": tokens,
+        "new_tokens_of_hf": made_by_hf,
         **{name: round(median(of_rounds), 2) for name, of_rounds in ratios.items()},
         "lower_is_better": ["base_over_hf"],
         "of_each_round": {name: [round(one, 2) for one in of_rounds] for name, of_rounds in ratios.items()},
-        "base_tokens_per_second": round(tokens / median(base), 1),
-        "costs": {name: costs(last[name]) for name in settings if "kept" in name},
+        "base_tokens_per_second": round(tokens / median(seconds["base"]), 1),
+        "costs": {name: costs(last[name]) for name in SETTINGS if "kept" in name},
         **machine(),
     }
+
+
+def _captured() -> list[str]:
+    return [name for name in SETTINGS if name.endswith("_stc") and name != "base_stc"]
+
+
+def _model(models: dict[str, Any], name: str) -> Any:
+    """Runs that record advance in turn, so each has a model of its own."""
+    return models.get(name, models["plain"])
 
 
 def costs(result: Timing) -> dict[str, float | int]:
@@ -98,9 +111,16 @@ def costs(result: Timing) -> dict[str, float | int]:
     }
 
 
-def _hugging_face(hf: HuggingFace, requests: Sequence[cp.Request]) -> Iterator[float]:
+def _batches(requests: Sequence[cp.Request]) -> Iterator[tuple[Sequence[cp.Request], int]]:
+    """Hugging Face's batches, in the order of arrival, and the tokens that each of their requests is decoded to."""
     for i in range(0, len(requests), IN_FLIGHT):
         batch = requests[i : i + IN_FLIGHT]
-        longest = max(request.sampling.max_new_tokens for request in batch)
+        yield batch, max(request.sampling.max_new_tokens for request in batch)
+
+
+def _hugging_face(hf: HuggingFace, requests: Sequence[cp.Request]) -> Iterator[float]:
+    done = 0
+    for batch, longest in _batches(requests):
         hf.generate([list(request.prompt) for request in batch], longest)
-        yield min(1.0, (i + IN_FLIGHT) / len(requests))
+        done += len(batch)
+        yield done / len(requests)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ import cacheprobe as cp
 from cacheprobe.arguments import Setup
 from cacheprobe.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
+from cacheprobe.engine.shapes import settle_shapes
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe.observers import StepLog
 
@@ -17,7 +19,6 @@ NUM_REQUESTS, IN_FLIGHT = 64, 16
 PROMPT_TOKENS, NEW_TOKENS = (8, 64), (32, 64)
 LAST_ARRIVAL = 80
 """Steps: about a third of those that the run takes."""
-CAPACITY = 160
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,26 @@ class Run:
     """A run that can be stepped, and says how far it is."""
 
     def __init__(
-        self, model: CachedLM, requests: Sequence, config: EngineConfig, drafter: Drafter | None = None,
-        path: str = "auto",
+        self, model: CachedLM, requests: Sequence, config: "EngineConfig | Mapping[str, Any]",
+        drafter: Drafter | None = None, path: str = "auto", capture: str | None = None,
     ) -> None:  # fmt: skip
-        setup = Setup(model, requests, config, capture=None, path=path)
-        self.requests, self.states, self.start = setup.requests, setup.states(drafter), setup.start(drafter)
+        """config: every shape, or those fields alone that `cp.run` would be given."""
+        is_whole = isinstance(config, EngineConfig)
+        settled = (config, True) if is_whole else settle_shapes(model, drafter is not None, config)
+        setup = Setup(model, requests, *settled, capture=capture, path=path)
+        self.requests, self.states = setup.requests, setup.states(drafter)
         self.total = sum(state.num_left for state in self.states)
         self.log = StepLog()
+        start = setup.start(drafter)
+        self._rounds = (
+            start(self.states, self.log)
+            if capture is None
+            else setup.recorded(start, self.states, self.log, kind="run", drafter=None)
+        )
 
     def steps(self) -> Iterator[float]:
         """Round by round; yields the share of the new tokens that are committed."""
-        for _ in self.start(self.states, self.log):
+        for _ in self._rounds:
             yield 1 - sum(state.num_left for state in self.states if not state.finish) / self.total
 
     def timing(self, seconds: float) -> Timing:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from cacheprobe.config import EngineConfig
-from cacheprobe.models.base import CachedLM, ModelError
 
 DRAFTED_WINDOW = 16
 """Rows of a verify pass where something is drafted: enough for the drafts of every drafter to pay."""
@@ -33,7 +32,7 @@ def settle_shapes(model: Any, is_drafted: bool, asked: Mapping[str, Any]) -> tup
     return EngineConfig(**given), is_group_given
 
 
-def _window(model: CachedLM, is_drafted: bool) -> int:
+def _window(model: Any, is_drafted: bool) -> int:
     device = getattr(getattr(model, "device", None), "type", "cpu")
     wanted = DRAFTED_WINDOW if is_drafted or device != "cpu" else 1
     if not hasattr(model, "check_settings"):
@@ -41,7 +40,7 @@ def _window(model: CachedLM, is_drafted: bool) -> int:
     for window in (wanted, 4, 8, DRAFTED_WINDOW):  # a model may need a window of whole chunks
         try:
             model.check_settings(window)
-        except ModelError:
+        except ValueError:
             continue
         return window
     return wanted

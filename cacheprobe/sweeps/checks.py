@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheprobe.config import CaptureConfig, EngineConfig, resolve_layers
+from cacheprobe.config import CaptureConfig, resolve_layers
+from cacheprobe.engine.shapes import settle_shapes
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.tuned_files import require_tuned_lens
 from cacheprobe.registry import make, parse_options
@@ -35,8 +36,9 @@ def complaint(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> s
     """Why a cell cannot be run; None where nothing speaks against it that is known before the weights are loaded."""
     try:
         facts = model_facts(axes["model"])
-        shapes = (axes["window"], run.group, run.capacity, run.prefill_chunk, run.prefill_group)
-        config = EngineConfig(*shapes, pad_prefill=run.pad_prefill)
+        names = ("group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill")
+        shapes = {"window": axes["window"], **{name: getattr(run, name) for name in names}}
+        config, _ = settle_shapes(None, axes["drafter"] is not None, shapes)
         resolve_layers(run.layers, facts.n_layers)
         CaptureConfig(run.capture)
         _check_model(facts, axes)

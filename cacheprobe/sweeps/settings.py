@@ -94,10 +94,11 @@ class RunSettings(_Strict):
     """cpu, cuda or cuda:1. An actor of Ray sees the GPUs that `resources.num_gpus` gives it, counted from 0."""
     max_new_tokens: Rows = 32
     capacity: Rows = 512
-    group: Rows = 4
-    prefill_chunk: Rows = 32
-    prefill_group: Rows = 1
-    pad_prefill: Annotated[bool, Field(strict=True)] = True
+    group: Rows | None = None
+    """None for what `cp.run` chooses, here and for the three below."""
+    prefill_chunk: Rows | None = None
+    prefill_group: Rows | None = None
+    pad_prefill: Annotated[bool, Field(strict=True)] | None = None
     deterministic: Annotated[float, Field(ge=0, le=1)] = 0.0
     capture: str | None = "Z"
     """Sites to keep, of S, T, C and Z."""
