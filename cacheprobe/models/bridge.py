@@ -67,7 +67,7 @@ class BridgeLM:
             bridge = build_bridge_from_module(
                 model, architecture, hf_config=model.config, tokenizer=tokenizer, model_name=name
             )
-        except (ValueError, KeyError, NotImplementedError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, NotImplementedError, AttributeError) as error:
             raise ModelError(f"{name}: TransformerBridge does not take {architecture}: {error}") from error
         return cls(bridge, name, weights_note)
 

@@ -1,0 +1,105 @@
+"""The scenarios of vLLM's batch-invariance suite over `cp.run`: a needle, log-probabilities, and a failing control."""
+
+import random
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.drafters.base import Drafter
+from cacheprobe.models.base import CachedLM
+from tests.field.subjects import SETTINGS, Answer, answer, near_tied, random_prompt, sampling, smollm2
+
+MODELS = {"float32": lambda: near_tied("float32"), "bfloat16": lambda: near_tied("bfloat16"), "smollm2": smollm2}
+DRAFTERS = {"undrafted": None, "drafted": cp.drafters.NGram(min_ngram=1)}
+NUM_TRIALS, LARGEST_BATCH, NEW_TOKENS = 2, 8, 10
+NUM_PROMPTS = 12
+
+QUICK = [("float32", "undrafted", 0.6), ("bfloat16", "undrafted", 0.0), ("bfloat16", "drafted", 0.6)]
+"""The needle's cases that `make test` runs; the others are slow."""
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+    for case in product(("float32", "bfloat16"), DRAFTERS, (0.0, 0.6))
+]
+
+
+@pytest.mark.parametrize(("name", "drafter", "temperature"), CASES)
+def test_needle_gets_the_same_answer_alone_and_among_random_requests(
+    name: str, drafter: str, temperature: float
+) -> None:
+    _try_needle(MODELS[name](), DRAFTERS[drafter], temperature, NUM_TRIALS, LARGEST_BATCH)
+
+
+@pytest.mark.slow
+def test_needle_gets_the_same_answer_in_a_real_model() -> None:
+    _try_needle(smollm2(), None, 0.0, num_trials=1, largest_batch=6)
+
+
+def _try_needle(
+    model: CachedLM, drafter: Drafter | None, temperature: float, num_trials: int, largest_batch: int
+) -> None:
+    """The needle is deterministic; some of the requests around it are, and the others are decoded unverified."""
+    draw = random.Random(12345)
+    chosen = sampling(temperature, NEW_TOKENS)
+    needle = random_prompt(draw, model, 5, 9)
+    alone = _run(model, [needle], chosen, [0], drafter)[0]
+    for trial in range(num_trials):
+        size = draw.randint(largest_batch // 2, largest_batch)
+        place = draw.randrange(size)
+        prompts = [needle if i == place else random_prompt(draw, model, 2, 60) for i in range(size)]
+        verified = {place, *(i for i in range(size) if draw.random() < 0.5)}
+        among = _run(model, prompts, chosen, sorted(verified), drafter)[place]
+        assert among == alone, f"trial {trial}: the needle at place {place} of {size} got another answer"
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_log_probabilities_are_bitwise_equal_alone_and_in_one_batch(name: str) -> None:
+    model, prompts = MODELS[name](), _ragged_prompts(MODELS[name]())
+    assert _differing(model, prompts, is_deterministic=True) == []
+
+
+@pytest.mark.slow
+def test_log_probabilities_are_bitwise_equal_alone_and_in_one_batch_of_a_real_model() -> None:
+    assert _differing(smollm2(), _ragged_prompts(smollm2())[:6], is_deterministic=True) == []
+
+
+def test_log_probabilities_without_determinism_differ() -> None:
+    """The control that should fail and does: the same traffic, unverified.
+
+    In float32, where a product's sums take another order for another number of rows, and over every log-probability
+    of many requests. In bfloat16 some processors round all of these differences away.
+    """
+    model = near_tied("float32")
+    differing = _differing(model, _ragged_prompts(model), is_deterministic=False)
+    assert differing, f"all {NUM_PROMPTS} requests gave equal bits alone and together; the control shows nothing"
+
+
+def _ragged_prompts(model: CachedLM) -> list[list[int]]:
+    """Returns prompts of very different lengths, so that alone and together every pass has another shape."""
+    draw = random.Random(12345)
+    lengths = [(50, 80), (30, 50), (10, 20), (2, 4)]
+    return [random_prompt(draw, model, *draw.choice(lengths)) for _ in range(NUM_PROMPTS)]
+
+
+def _differing(model: CachedLM, prompts: list[list[int]], is_deterministic: bool) -> list[int]:
+    """Returns which prompts get other tokens or log-probabilities in one batch than alone."""
+    chosen = sampling(0.6, 8)
+    verified = range(len(prompts)) if is_deterministic else ()
+    together = _run(model, prompts, chosen, verified, capture=None)
+    alone = [_run(model, [prompt], chosen, [0] if is_deterministic else (), capture=None)[0] for prompt in prompts]
+    return [i for i in range(len(prompts)) if together[i] != alone[i]]
+
+
+def _run(
+    model: CachedLM,
+    prompts: list[list[int]],
+    chosen: cp.SamplingParams,
+    deterministic: Sequence[int],
+    drafter: Drafter | None = None,
+    capture: str | None = "STCZ",
+) -> list[Answer]:
+    trace = cp.run(
+        model, prompts, sampling=chosen, deterministic=list(deterministic), drafter=drafter, capture=capture, **SETTINGS
+    )
+    return [answer(trace, i) for i in range(len(prompts))]
