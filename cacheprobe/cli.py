@@ -215,7 +215,9 @@ def report(
 
 @app.command
 def verify(run: Path, *, model: str | None = None, adapter: str | None = None, progress: bool = True) -> int:
-    """Replay a stored run against the oracle; exit 1 with the first difference.
+    """Compare a stored run with the oracle, its tables with each other and its files with their checksums.
+
+    Says what was compared and what was not. Exits 1 with the first difference.
 
     Parameters
     ----------
@@ -229,8 +231,12 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
         Show progress bars.
     """
     import cacheprobe as cp
+    from cacheprobe.observe.manifest import damaged_files
     from cacheprobe.observe.replay import require_run
 
+    if faults := damaged_files(run)[1]:  # before a damaged table is read
+        print("\n".join(f"damaged: {fault}" for fault in faults))
+        return 1
     trace = cp.load_trace(run)
     require_run(trace)
     finger = trace.fingerprint
@@ -244,15 +250,8 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
         progress=progress,
     )
     result = cp.verify(trace, loaded, progress=progress)
-    skipped = f"; {result.num_skipped} requests were never verified and are not compared" if result.num_skipped else ""
-    if not result.is_equal:
-        print(f"differs from the oracle: {result.first_difference}{skipped}")
-        return 1
-    print(
-        f"equal to the oracle: {result.num_tokens} tokens of {result.num_requests} requests, and {result.num_states} "
-        f"states and {result.num_readings} readings of the deterministic ones bit for bit{skipped}"
-    )
-    return 0
+    print(result)
+    return 0 if result.is_equal else 1
 
 
 @app.command(config=fill)

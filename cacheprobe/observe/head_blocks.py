@@ -13,9 +13,10 @@ from cacheprobe.names import PATTERN
 
 
 @dataclass
-class _Pass:
-    """The rows of one pass that are kept."""
+class HeadBlock:
+    """What heads held in one pass, of the rows that are kept."""
 
+    dtype: torch.dtype
     index: Tensor
     """[n] b x width + slot."""
     positions: Tensor
@@ -26,29 +27,29 @@ class _Pass:
         """Entries of one head: rows, or the weights of all rows."""
         return len(self.index) if site != PATTERN else int((self.positions + 1).sum())
 
+    def keep(self, site: str, layer: int, value: Tensor) -> None:
+        """Copy the kept rows of [b, t, h, d], or of a pattern [b, h, t, s] over the cache's slots."""
+        if site == PATTERN:
+            width = value.shape[2]
+            rows = value[self.index // width, :, self.index % width]  # [n, h, s]
+            is_seen = torch.arange(value.shape[3], device=value.device) <= self.positions[:, None]
+            taken = rows.masked_select(is_seen[:, None])  # row by row, and head by head in each
+        else:
+            taken = value.flatten(0, 1)[self.index]
+        self.held[site, layer] = taken.to("cpu", self.dtype)
+
 
 class HeadBlocks:
     """Sites q, k, v and z as [n, h, d] for each layer, and patterns as one flat tensor."""
 
     def __init__(self, sites: Sequence[str], layers: Sequence[int], dtype: torch.dtype) -> None:
         self.sites, self.layers, self.dtype = tuple(sites), tuple(layers), dtype
-        self._passes: list[_Pass] = []
+        self._passes: list[HeadBlock] = []
 
-    def open(self, index: Tensor, positions: Sequence[int]) -> None:
-        """A pass begins, of whose rows these are kept: place in the pass, batch before slots, and position."""
-        self._passes.append(_Pass(index, torch.tensor(positions, device=index.device)))
-
-    def keep(self, site: str, layer: int, value: Tensor) -> None:
-        """Copy the kept rows of [b, t, h, d], or of a pattern [b, h, t, s] over the cache's slots."""
-        now = self._passes[-1]
-        if site == PATTERN:
-            width = value.shape[2]
-            rows = value[now.index // width, :, now.index % width]  # [n, h, s]
-            is_seen = torch.arange(value.shape[3], device=value.device) <= now.positions[:, None]
-            taken = rows.masked_select(is_seen[:, None])  # row by row, and head by head in each
-        else:
-            taken = value.flatten(0, 1)[now.index]
-        now.held[site, layer] = taken.to("cpu", self.dtype)
+    def open(self, index: Tensor, positions: Sequence[int]) -> HeadBlock:
+        """A block for a pass of whose rows these are kept: place in the pass, batch before slots, and position."""
+        self._passes.append(HeadBlock(self.dtype, index, torch.tensor(positions, device=index.device)))
+        return self._passes[-1]
 
     def drop_last(self) -> None:
         """Forget the newest pass, which failed."""
@@ -67,7 +68,7 @@ class HeadBlocks:
         shape = like.shape[1:] if site != PATTERN else ()
         heads = 1 if site != PATTERN else len(like) // one.size(PATTERN)
 
-        def absent(one: _Pass) -> Tensor:
+        def absent(one: HeadBlock) -> Tensor:
             return torch.full((heads * one.size(site), *shape), torch.nan, dtype=self.dtype)
 
         return torch.cat([absent(one) if tensor is None else tensor for one, tensor in held])

@@ -1,5 +1,6 @@
 """The manifest of a saved run: its commit point, read and checked without opening anything else. Loads no torch."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,35 @@ def require_whole(directory: Path, manifest: dict[str, Any]) -> None:
             raise TraceError(
                 f"{path} has {path.stat().st_size} bytes instead of {size}; run it again or restore the file"
             )
+
+
+def sha256_of_file(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_manifest(manifest: dict[str, Any]) -> str:
+    """SHA-256 of what a manifest says, without its own checksum."""
+    said = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def damaged_files(directory: Path) -> tuple[int, list[str]]:
+    """(number of files compared with the checksums in the manifest, what is wrong with each that differs).
+
+    A run of trace format 3 or older has no checksums: 0 files are compared.
+    Raises: TraceError where `read_manifest` does, and where a file is missing or cut short.
+    """
+    manifest = read_manifest(directory)
+    require_whole(directory, manifest)
+    if not manifest["sha256"]:
+        return 0, []
+    faults = []
+    written = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    if sha256_of_manifest(written) != manifest["manifest_sha256"]:
+        faults.append(f"{MANIFEST} was changed after the run was saved: its checksum differs")
+    for name, digest in manifest["sha256"].items():
+        if sha256_of_file(directory / name) != digest:
+            faults.append(f"{name} was changed after the run was saved: its checksum differs")
+    return len(manifest["sha256"]) + 1, faults

@@ -3,6 +3,7 @@
     1   tokens, rows, readings, events, ledger, states at S, T and C
     2   arrivals, samples and preemptions; log-probabilities of committed tokens; thoughts
     3   states of attention heads
+    4   SHA-256 of every file, and of the manifest
 
 A stored run stays as it is on the disk; it is read as today's would be, and what its version did not record is listed
 in `meta["missing"]`, so that asking for it is an error and not an empty answer. `Trace.save` writes today's format.
@@ -32,7 +33,12 @@ def _from_2(old: Manifest) -> Manifest:
     return {**old, "format_version": 3, "heads": [], "meta": {**later, **old["meta"], "capture": capture}}
 
 
-_STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2}
+def _from_3(old: Manifest) -> Manifest:
+    """No checksums were stored, so damage on the disk cannot be noticed by them."""
+    return {**old, "format_version": 4, "sha256": {}, "manifest_sha256": None}
+
+
+_STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2, 3: _from_3}
 
 OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1
 """Trace formats that can be read. NEWEST is what is written."""

@@ -12,17 +12,17 @@ from torch import Tensor
 from cacheprobe.config import CaptureConfig
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.names import HEAD_SITES
 from cacheprobe.observe import checks
 from cacheprobe.observe.head_blocks import HeadBlocks
 from cacheprobe.observe.lens_reader import LensReader, Queued
+from cacheprobe.observe.open_pass import OpenPass
 from cacheprobe.observe.store import Blocks, MemoryStore
 from cacheprobe.records import Finished, ForwardRecord, RowSlot, StepRecord, Thought
 
 CHECK_EVERY = 16
 """Passes between self-checks, beside the first of each phase."""
-_CHECKED_ROWS, _LENS_CHECK_ROWS = 64, 16
-"""Rows of a pass that are checked at most: every so-manieth of them."""
+_LENS_CHECK_ROWS = 16
+"""Rows of a pass whose logits are compared with the lens, at most."""
 
 
 @dataclass(slots=True)
@@ -92,17 +92,12 @@ class Recorder:
         # of passes whose step is not reported yet, and may still fail
         self._num_settled = self._num_settled_thoughts = self._num_open_blocks = 0
         self._pending_reads: list[tuple[RowRecord, Queued]] = []
+        self._pending_masses: dict[int, tuple[float, ...]] = {}
         self._prompt_rows: dict[int, list[RowRecord]] = {}
         self._prompt_reads: dict[int, list[Queued]] = {}
         self._seen_phases: set[str] = set()
-        self._open: dict[str, Tensor] = {}
-        self._watched: dict[tuple[str, int], Tensor] | None = None
-        self._keep_flat = self._lens_flat = self._checked_flat = torch.empty(0, dtype=torch.long)
-        self._check_step = 1
-        self._lens_block: Tensor | None = None
+        self._now: OpenPass | None = None
         self._layers_below = _LayersBelow(self.layers)
-        self._kept: list[bool] = []
-        self._lens_rows: list[bool] = []
 
     def wanted(self) -> list[tuple[str, int]]:
         """(site, layer) pairs to listen to: the self-check needs all of them, whatever is kept."""
@@ -121,57 +116,36 @@ class Recorder:
 
     def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
         """Choose the rows to keep and open their blocks."""
-        device, width = self.model.device, shape[1]
-        flat = torch.tensor([row.batch_index * width + row.slot for row in rows])
-        self._kept = [self._keeps(phase, row.position) for row in rows]
-        self._lens_rows = [
-            self.reader is not None and self._reads(row) and kept for row, kept in zip(rows, self._kept, strict=True)
-        ]
-        self._keep_flat = flat[torch.tensor(self._kept)].to(device)
-        self._lens_flat = flat[torch.tensor(self._lens_rows)].to(device)
-        self._check_step = -(-len(rows) // _CHECKED_ROWS)
-        self._checked_flat = flat[:: self._check_step].to(device)
-        self._open = {}
-        if any(self._kept):
-            self._open = self.blocks.open(len(self._keep_flat), self.model.d_model)
+        device, width = self.model.device, self.model.d_model
+        kept = [self._keeps(phase, row.position) for row in rows]
+        reads = [self.reader is not None and self._reads(row) and k for row, k in zip(rows, kept, strict=True)]
+        now = self._now = OpenPass.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
+        if any(kept):
+            now.states = self.blocks.open(len(now.keep_index), width)
             self._num_open_blocks += 1
             if self.head_blocks is not None:
-                positions = [row.position for row, kept in zip(rows, self._kept, strict=True) if kept]
-                self.head_blocks.open(self._keep_flat, positions)
-        self._lens_block = (
-            torch.empty(
-                len(self.layers), len(self._lens_flat), self.model.d_model, dtype=self.model.dtype, device=device
-            )
-            if any(self._lens_rows)
-            else None
-        )
-        is_checked = self.config.keeps_rows and (phase not in self._seen_phases or step % CHECK_EVERY == 0)
-        self._watched = {} if is_checked else None
+                positions = [row.position for row, is_kept in zip(rows, kept, strict=True) if is_kept]
+                now.heads = self.head_blocks.open(now.keep_index, positions)
+        if any(reads):
+            size = (len(self.layers), len(now.lens_index), width)
+            now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
+        if self.config.keeps_rows and (phase not in self._seen_phases or step % CHECK_EVERY == 0):
+            now.watched = {}
         self._seen_phases.add(phase)
 
     def on_state(self, site: str, layer: int, value: Tensor) -> None:
-        """The model's hook: copy the wanted rows of [b, t, m], never keep the tensor itself."""
-        if site in HEAD_SITES:
-            if self.head_blocks is not None and any(self._kept):
-                self.head_blocks.keep(site, layer, value)
-            return
-        flat = value.reshape(-1, value.shape[-1]).to(self.model.device)  # layers may be on several
-        if self._watched is not None:
-            self._watched[site, layer] = flat[self._checked_flat]
-        index = self.blocks.layer_index.get(layer)
-        if index is None or site == "pre":
-            return
-        if site in self._open:
-            _take(flat, self._keep_flat, self._open[site][index])
-        if site == "S" and self._lens_block is not None:
-            _take(flat, self._lens_flat, self._lens_block[index])
+        """The model's hook. A value that comes while no pass is open is not recorded: see `OpenPass`."""
+        if self._now is not None:
+            self._now.take(site, layer, value, self.model.device)
 
     def after_forward(self, record: ForwardRecord) -> None:
         """Label the pass's rows, queue their lens readings, and check the capture."""
         ran = self.model.n_layers if record.num_layers is None else record.num_layers
-        next_index = self.blocks.num_rows - sum(self._kept)
+        now, self._now = self._now, None
+        assert now is not None
+        next_index = self.blocks.num_rows - sum(now.kept)
         lens_column = 0
-        for slot, is_kept, is_read in zip(record.rows, self._kept, self._lens_rows, strict=True):
+        for slot, is_kept, is_read in zip(record.rows, now.kept, now.lens_rows, strict=True):
             row = RowRecord(
                 slot.request_id,
                 record.step,
@@ -189,12 +163,11 @@ class Recorder:
                 row.status = "committed" if slot.is_canonical else "candidate"
             self.rows.append(row)
             if is_read:
-                self._queue(row, lens_column, ran)
+                assert now.lens_block is not None
+                self._queue(row, now.lens_block[:, lens_column], ran)
                 lens_column += 1
-        if self._watched is not None:
-            self._check(record, self._watched, ran)
-            self._watched = None
-        self._open, self._lens_block = {}, None
+        if now.watched is not None:
+            self._check(record, now, now.watched, ran)
 
     def _keeps(self, phase: str, position: int) -> bool:
         phases, positions = self.config.phases, self.config.positions
@@ -207,10 +180,9 @@ class Recorder:
     def _reads(self, row: RowSlot) -> bool:
         return self.config.prompt_hypotheses or row.position >= len(self.prompts[row.request_id]) - 1
 
-    def _queue(self, row: RowRecord, column: int, ran: int) -> None:
-        assert self.reader is not None and self._lens_block is not None
+    def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
         layers = self._layers_below[ran]
-        queued = Queued(len(self.rows) - 1, row.position, self._lens_block[: len(layers), column].clone(), layers)
+        queued = Queued(len(self.rows) - 1, row.position, states[: len(layers)].clone(), layers)
         self._pending_reads.append((row, queued))
 
     def _pass_on(self, row: RowRecord, queued: Queued) -> None:
@@ -222,16 +194,16 @@ class Recorder:
         else:
             self.reader.queue(row.request_id, queued)
 
-    def _check(self, record: ForwardRecord, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
+    def _check(self, record: ForwardRecord, now: OpenPass, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
         for layer in range(ran):
             pre = watched["pre", layer] if ("pre", layer) in watched else watched["S", layer - 1]
             sites = [watched[site, layer] for site in "TCS"]
             if rewritten := record.rewritten.get(layer):
-                own = [i for i, row in enumerate(range(0, len(record.rows), self._check_step)) if row not in rewritten]
+                own = [i for i, row in enumerate(range(0, len(record.rows), now.check_step)) if row not in rewritten]
                 pre, *sites = (value[own] for value in (pre, *sites))
             checks.check_residual(self.residual_check, pre, *sites, step=record.step)
         if record.logits is not None and ran == self.model.n_layers:
-            rows = self._checked_flat[:_LENS_CHECK_ROWS]
+            rows = now.checked_index[:_LENS_CHECK_ROWS]
             logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
 
@@ -246,6 +218,8 @@ class Recorder:
             self._pass_on(row, queued)
         self._num_settled, self._num_settled_thoughts, self._num_open_blocks = len(self.rows), len(self.thoughts), 0
         self._pending_reads.clear()
+        self.answer_mass |= self._pending_masses
+        self._pending_masses.clear()
 
     def on_failure(self, step: int) -> None:
         """See Observer. The step's earlier passes go with it: they will be run again."""
@@ -259,7 +233,8 @@ class Recorder:
         del self.rows[self._num_settled :], self.thoughts[self._num_settled_thoughts :]
         self._num_open_blocks = 0
         self._pending_reads.clear()
-        self._open, self._lens_block, self._watched = {}, None, None
+        self._pending_masses.clear()
+        self._now = None
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
         """See Observer. The rows are the source's, vectors included; only what followed them differs."""
@@ -313,7 +288,7 @@ class Recorder:
         answers = self.answers.get(request_id)
         if answers and position == len(self.prompts[request_id]) and request_id not in self.answer_mass:
             probs = logits.float().softmax(-1)
-            self.answer_mass[request_id] = tuple(float(probs[token]) for token in answers)
+            self._pending_masses[request_id] = tuple(float(probs[token]) for token in answers)
 
     def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
         """See Observer."""
@@ -342,11 +317,3 @@ class _LayersBelow(dict[int, Tensor]):
     def __missing__(self, ran: int) -> Tensor:
         self[ran] = torch.tensor([layer for layer in self._all if layer < ran], dtype=torch.long)
         return self[ran]
-
-
-def _take(flat: Tensor, index: Tensor, out: Tensor) -> None:
-    """flat[index] into `out`, without a copy in between where type and device are the same."""
-    if flat.dtype == out.dtype and flat.device == out.device:
-        torch.index_select(flat.detach(), 0, index, out=out)
-    else:
-        out.copy_(flat[index])

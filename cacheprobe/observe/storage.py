@@ -1,7 +1,7 @@
 """The only on-disk format: safetensors shards, Parquet tables, and a manifest that is written last.
 
     run/
-      manifest.json                  the commit point: names the files that belong to the run, with their sizes
+      manifest.json                  the commit point: names the files that belong to the run, with sizes and SHA-256
       states-<id>-00000.safetensors  one tensor [n, m] for each (site, layer), shards of about 1 GB; of attention heads
                                      [n, h, d], and of patterns one flat tensor (StateStore.heads says how)
       rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet
@@ -23,7 +23,15 @@ import pandas as pd
 
 from cacheprobe.files import fsync
 from cacheprobe.models.base import CachedLM
-from cacheprobe.observe.manifest import FORMAT_VERSION, MANIFEST, TraceError, read_manifest, require_whole
+from cacheprobe.observe.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    TraceError,
+    read_manifest,
+    require_whole,
+    sha256_of_file,
+    sha256_of_manifest,
+)
 from cacheprobe.observe.migrate import migrated_events
 from cacheprobe.observe.store import ShardStore, tensor_key
 from cacheprobe.observe.trace import Trace
@@ -57,10 +65,12 @@ def save_trace(trace: Trace, directory: Path, *, run_id: str | None = None) -> P
         )
     run_id = run_id or secrets.token_hex(4)
     files: dict[str, int] = {}
+    checksums: dict[str, str] = {}
 
     def write(name: str, fill: Callable[[Path], Any]) -> None:
         _write_whole(directory / name, fill)
         files[name] = (directory / name).stat().st_size
+        checksums[name] = sha256_of_file(directory / name)
 
     shards = _write_states(trace, run_id, write)
     for name, attribute in _TABLES.items():
@@ -80,6 +90,7 @@ def save_trace(trace: Trace, directory: Path, *, run_id: str | None = None) -> P
         "format_version": FORMAT_VERSION,
         "run_id": run_id,
         "files": files,
+        "sha256": checksums,
         "shards": shards,
         "sites": list(trace.store.sites),
         "heads": list(trace.store.heads),
@@ -87,6 +98,8 @@ def save_trace(trace: Trace, directory: Path, *, run_id: str | None = None) -> P
         "requests": [_request_to_json(trace, request) for request in trace.requests],
         "meta": trace.meta,
     }
+    manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists
+    manifest["manifest_sha256"] = sha256_of_manifest(manifest)
     text = json.dumps(manifest, indent=1, ensure_ascii=False)
     _write_whole(directory / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
     _sweep(directory, set(files))

@@ -50,7 +50,7 @@ class ShardStore:
         heads: Sequence[str] = (),
     ) -> None:
         self.sites, self.layers, self.heads = tuple(sites), tuple(layers), tuple(heads)
-        self._directory, self._shards = directory, list(shards)
+        self.directory, self._shards = directory, list(shards)
         self._where: dict[str, str] | None = None
         self._held: dict[str, Tensor] = {}
 
@@ -63,13 +63,13 @@ class ShardStore:
             if where is None:
                 where = self._where = {}
                 for shard in self._shards:
-                    with safe_open(self._directory / shard, framework="pt") as file:
+                    with safe_open(self.directory / shard, framework="pt") as file:
                         names = set(file.keys())
                         where.update(dict.fromkeys(names, shard))
                         if key in names:  # opening it again would take longer than reading
                             self._held[key] = file.get_tensor(key)
             if key not in self._held:
-                with safe_open(self._directory / where[key], framework="pt") as file:
+                with safe_open(self.directory / where[key], framework="pt") as file:
                     self._held[key] = file.get_tensor(key)
         return self._held[key]
 

@@ -1,0 +1,212 @@
+"""Damage to a stored run: each kind is noticed, and named, by `cp.verify` and by `cacheprobe verify`."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import cacheprobe as cp
+from cacheprobe.cli import verify as verify_command
+from cacheprobe.observe.audit import audit
+from cacheprobe.observe.manifest import damaged_files, sha256_of_manifest
+from cacheprobe.observe.store import MemoryStore
+from cacheprobe.records import Request
+from tests.tiny import PROMPTS, SMALL, loaded
+
+EARLY = cp.drafters.EarlyExit(layer=1)
+
+
+@pytest.fixture(scope="module")
+def run() -> cp.Trace:
+    """Two deterministic requests of three, preempted, drafted and rolled back, with states, heads and readings."""
+    heads = cp.CaptureConfig(sites="STCZ", heads=("z",))
+    return cp.run(loaded(), PROMPTS[:3], **SMALL, drafter=EARLY, deterministic=[0, 2], kv_rows=70, capture=heads)
+
+
+def table(trace: cp.Trace, name: str) -> pd.DataFrame:
+    made = getattr(trace, f"{name}_table").copy()
+    setattr(trace, f"{name}_table", made)
+    return made
+
+
+def change(name: str, column: str, where: str, new: Callable[[object], object]) -> Callable[[cp.Trace], None]:
+    """Another value in one cell of a table."""
+
+    def damage(trace: cp.Trace) -> None:
+        made = table(trace, name)
+        line = made.query(where).index[-1]
+        made.at[line, column] = new(made.at[line, column])
+
+    return damage
+
+
+def drop(name: str, where: str) -> Callable[[cp.Trace], None]:
+    def damage(trace: cp.Trace) -> None:
+        made = table(trace, name)
+        setattr(trace, f"{name}_table", made.drop(made.query(where).index[-1]).reset_index(drop=True))
+
+    return damage
+
+
+def drop_row_and_number_again(trace: cp.Trace) -> None:
+    drop("row", "request_id == 0 and phase == 'verify'")(trace)
+    trace.row_table["row"] = range(len(trace.row_table))
+
+
+def change_state(trace: cp.Trace) -> None:
+    states = {
+        (s, x): trace.store.all_of(s, x).clone() for s in (*trace.store.sites, *trace.store.heads) for x in range(3)
+    }
+    row = trace.rows(0, "committed").iloc[-1]
+    states["z", 1][row.state_index, 0, 0] += 1
+    trace.store = MemoryStore(states)
+
+
+def plus(amount: float) -> Callable[[object], object]:
+    return lambda value: value + amount  # type: ignore[operator]
+
+
+DRAFTED, OURS = "request_id == 0 and num_rolled_back > 1", "request_id == 0 and status == "
+READING = "the reading of layer"
+DAMAGES = {
+    "a verdict's target": (
+        change("event", "target_token_ids", DRAFTED, lambda v: [(v[0] + 1) % 96, *v[1:]]),
+        "events: request 0 step",
+    ),
+    "an accepted count": (change("event", "num_accepted", DRAFTED, plus(1)), "num_accepted is"),
+    "a wrong position": (change("row", "position", OURS + "'committed'", plus(1)), "rows: request 0"),
+    "a changed role": (change("row", "role", "role == 'recovered'", lambda _: "bonus"), "role bonus"),
+    "a changed status": (change("row", "status", OURS + "'candidate'", lambda _: "rolled_back"), "status rolled_back"),
+    "a missing row": (drop("row", "request_id == 0 and phase == 'decode'"), "ledger: request 0"),
+    "a missing row, numbered again": (drop_row_and_number_again, "rows: request 0"),
+    "a log-probability": (
+        change("event", "committed_logprobs_nats", DRAFTED, lambda v: [v[0] - 1e-4, *v[1:]]),
+        "log-probabilities",
+    ),
+    "a missing event": (drop("event", "request_id == 0 and phase == 'decode'"), "events: request 0"),
+    "a missing verdict": (drop("event", DRAFTED), "events: request 0"),
+    "a ledger's provenance": (
+        change("ledger", "provenance", "request_id == 0 and provenance == 'verified'", lambda _: "provisional"),
+        "ledger: request 0",
+    ),
+    "a ledger's missing change": (drop("ledger", "request_id == 0 and provenance == 'free'"), "ledger: request 0"),
+    "a reading's first choice": (
+        change("hypothesis", "token_id", "request_id == 1 and status == 'rolled_back'", lambda v: (v + 1) % 96),
+        "hypotheses: request 1",
+    ),
+    "a reading's entropy": (change("hypothesis", "entropy_nats", OURS + "'committed'", plus(1e-3)), READING),
+    "a reading's later choices": (
+        change("hypothesis", "top_token_ids", OURS + "'committed'", lambda v: [v[0], *v[:0:-1]]),
+        READING,
+    ),
+    "a reading's status": (
+        change("hypothesis", "status", OURS + "'rolled_back'", lambda _: "committed"),
+        "hypotheses: request 0",
+    ),
+    "a missing reading": (drop("hypothesis", "request_id == 1"), "hypotheses: row"),
+    "a head's state": (change_state, "site z of layer 1"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_noticed_by_name(run: cp.Trace, name: str, tmp_path: Path) -> None:
+    """Written wrong: the checksums fit, so only what is derived again shows it."""
+    damage, said = DAMAGES[name]
+    damaged = copy.copy(run)
+    damage(damaged)
+    stored = cp.load_trace(damaged.save(tmp_path / "run"))
+    assert damaged_files(tmp_path / "run")[1] == []
+    result = cp.verify(stored, loaded(), progress=False)
+    assert result.first_difference is not None and said in result.first_difference
+
+
+def test_a_whole_run_is_equal_and_says_what_was_not_compared(run: cp.Trace, tmp_path: Path) -> None:
+    result = cp.verify(cp.load_trace(run.save(tmp_path / "run")), loaded(), progress=False)
+    assert result.is_equal, result.first_difference
+    assert result.num_requests == 3 and result.num_logprobs == 40 and result.num_tokens == 60
+    assert result.num_states == (24 + 59) * 3 * 4 and result.num_readings == (20 + 20) * 3 and result.num_files == 6
+    assert result.lines == {n: len(getattr(run, f"{a}_table")) for n, a in zip(
+        ("rows", "events", "ledger", "hypotheses"), ("row", "event", "ledger", "hypothesis"), strict=True)}  # fmt: skip
+    loose = len(run.rows(0)) + len(run.rows(2)) - 24 - 59
+    text = str(result)
+    assert "equal to the oracle: 60 tokens of 3 requests" in text and "compared with their checksums: 6 files" in text
+    assert "not compared: log-probabilities, states and readings of 1 requests" in text
+    assert f"not compared: states and readings of {loose} rows that are not committed" in text
+    assert repr(result) == f"Replay({text})"
+
+
+def test_requests_that_nobody_verified_are_named() -> None:
+    result = cp.verify(cp.run(loaded(), PROMPTS[:3], **SMALL, deterministic=[1], capture=None), progress=False)
+    assert "not compared: tokens of 2 requests (0, 2)" in str(
+        result
+    ) and "not compared: states: the run kept none" in str(result)
+
+
+@pytest.mark.parametrize("kind", ["rows", "events", "ledger", "hypotheses", "states", "manifest"])
+def test_damage_on_the_disk_is_noticed_by_file(
+    run: cp.Trace, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of each file, or a word of the manifest."""
+    directory = run.save(tmp_path / "run")
+    path = next(directory.glob(f"{kind}*"))
+    if kind == "manifest":
+        path.write_text(path.read_text(encoding="utf-8").replace('"kind": "run"', '"kind": "nur"'), encoding="utf-8")
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    assert verify_command(directory, progress=False) == 1
+    assert f"damaged: {path.name} was changed after the run was saved" in capsys.readouterr().out
+
+
+def test_a_run_without_checksums_is_compared_all_the_same(run: cp.Trace, tmp_path: Path) -> None:
+    """As the third format stored it."""
+    directory = run.save(tmp_path / "run")
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    assert manifest["manifest_sha256"] == sha256_of_manifest(manifest)
+    old = {k: v for k, v in manifest.items() if k not in ("sha256", "manifest_sha256")} | {"format_version": 3}
+    path.write_text(json.dumps(old), encoding="utf-8")
+    shard = next(directory.glob("states-*"))
+    states = load_file(shard)
+    save_file({key: torch.clone(value) for key, value in states.items()}, shard)
+    result = cp.verify(cp.load_trace(directory), loaded(), progress=False)
+    assert result.is_equal and result.num_files == 0 and "not compared: files: the run was stored before" in str(result)
+
+
+SAMPLED = cp.SamplingParams(temperature=0.8)
+EVERY_WAY = [
+    {},
+    {"deterministic": [0, 2]},
+    {"deterministic": True, "kv_rows": 70},
+    {"window": 1, "group": 4, "deterministic": [1]},
+    {"drafter": EARLY, "acceptance": "rejection", "sampling": SAMPLED},
+    {"drafter": cp.drafters.NGram(), "kv_rows": 80},
+    {"deterministic": True, "sampling": cp.SamplingParams(n=2)},
+    {"deterministic": True, "capture": cp.CaptureConfig(positions=(5, 6, 7), phases=("decode", "verify"))},
+]
+
+
+@pytest.mark.parametrize("settings", EVERY_WAY)
+def test_a_right_run_has_no_fault(settings: dict) -> None:
+    """Every way of drafting and leaving that the loop has: what is derived again is what was recorded."""
+    trace = cp.run(loaded(), PROMPTS, **{**SMALL, **settings})
+    assert audit(trace, loaded().token_texts).faults == ()
+
+
+def test_cached_cancelled_and_shared_requests_have_no_fault() -> None:
+    rows = cp.cache_rows(loaded(), [1, 2, 3, 4, 5], capacity=96)
+    prompts = [Request([1, 2, 3, 4, 5, 6], cached=rows), [7, 7], [7, 7], [8, 9], [5]]
+    stream = cp.stream(
+        loaded(), prompts, window=4, group=2, capacity=96, kv_rows=70, deterministic=[1, 2, 3], capture="Z"
+    )
+    for number, _ in enumerate(stream):
+        if number == 6:
+            stream.cancel(1)
+    assert stream.trace().meta["finish"]["1"] == "cancelled"
+    assert audit(stream.trace(), loaded().token_texts).faults == ()
