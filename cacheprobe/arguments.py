@@ -246,7 +246,7 @@ class Setup:
         guard = RunGuard(model, self.fingerprint)
         steps = start(states, cast(Observer, Tee(recorder, *observers)))
         yield from guard.steps(steps, partial(self.hooks, recorder), has_pauses)
-        guard.require_unchanged()
+        guard.require_unchanged(has_pauses)
         errors = {str(state.request_id): state.error for state in states if state.error}
         meta = {**meta, "path_reason": self.path_reason, "errors": errors}
         if self.editor is not None:

@@ -254,12 +254,14 @@ def test_a_setting_that_changes_between_two_pieces_ends_the_stream(key: str) -> 
     assert digests(loaded())
 
 
-def test_weights_that_change_between_two_pieces_end_the_stream() -> None:
+@pytest.mark.parametrize("is_by_data", [False, True])
+def test_weights_that_change_between_two_pieces_end_the_stream(is_by_data: bool) -> None:
     model = fresh()
     stream = cp.stream(model, PROMPTS[:2], **STREAMED)
     next(stream)
     with torch.no_grad():
-        next(model.bridge.original_model.parameters()).mul_(1.5)
+        weight = next(model.bridge.original_model.parameters())
+        (weight.data if is_by_data else weight).mul_(1.5)
     with pytest.raises(FingerprintMismatch, match="begin and end of one run.*weights_sha256"):
         list(stream)
 

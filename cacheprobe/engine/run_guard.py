@@ -55,9 +55,13 @@ class RunGuard:
         what = "two steps of one run, which must end before a setting is changed,"
         require_same(self._settings, numeric_settings(), what)
 
-    def require_unchanged(self) -> None:
-        """Raises: FingerprintMismatch where settings or weights are others than at the run's begin."""
-        if numeric_settings() != self._settings or _versions(self.model) != self._versions:  # weights may have moved
+    def require_unchanged(self, had_pauses: bool) -> None:
+        """Raises: FingerprintMismatch if settings or weights are others than at the run's begin.
+
+        had_pauses: read all bytes of the weights again, since the caller's code ran in between; else do so if one was
+            edited or moved.
+        """
+        if had_pauses or numeric_settings() != self._settings or _versions(self.model) != self._versions:
             what = "begin and end of one run, which must end before weights or settings are changed,"
             require_same(self.fingerprint, self._fingerprint(), what)
 
