@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -16,6 +15,7 @@ from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
+from cacheprobe.models.turns import turn
 from cacheprobe.observe.import_generate import trace_of_generate
 from cacheprobe.observe.import_vllm import trace_of_vllm
 from cacheprobe.observe.observers import ProgressBar, Silent
@@ -184,9 +184,7 @@ def cache_rows(
     (state,) = setup.states(None)
     if state.request.num_prompt_tokens < 2:
         raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
-    with ExitStack() as stack:
-        if setup.editor is not None:
-            stack.enter_context(setup.model.editing(setup.editor.sites, setup.editor.edit))
+    with turn(setup.model), setup.hooks():
         return read_rows(setup.model, state, setup.config, Silent(), setup.editor)
 
 
@@ -275,7 +273,7 @@ def import_vllm(
 def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progress: bool) -> Trace:
     total = sum(request.sampling.max_new_tokens or 0 for request in setup.requests if request.sampling)
     with ProgressBar(total, enabled=progress) as bar:
-        trace = drain(setup.recorded(start, states, bar, **meta))
+        trace = drain(setup.recorded(start, states, bar, has_pauses=False, **meta))
     if progress and setup.capture.heads:
         print(f"path: {setup.path_reason}")
     for request_id, error in trace.meta["errors"].items():

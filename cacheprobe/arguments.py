@@ -1,8 +1,9 @@
 """A run's arguments, resolved and checked before anything is computed, and the run that they describe."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from cacheprobe.cache.sequence import SequenceState
@@ -11,8 +12,9 @@ from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, r
 from cacheprobe.drafters.base import Drafter, drafted_layers
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.consistency import Hooked, serving_config
-from cacheprobe.engine.fingerprint import schedule_fingerprint
+from cacheprobe.engine.fingerprint import Fingerprint, schedule_fingerprint
 from cacheprobe.engine.loop import rounds
+from cacheprobe.engine.run_guard import RunGuard, require_ready
 from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.checks import Drafting
@@ -22,6 +24,7 @@ from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.heads import require_heads
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.turns import turn
 from cacheprobe.noise import derive_seed
 from cacheprobe.observe.assemble import assemble
 from cacheprobe.observe.lens_reader import LENS_TILE
@@ -60,6 +63,7 @@ class Setup:
         """is_group_given: False where a group is chosen that gives every row the same bits."""
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
+        require_ready(model)
         self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
         self.model, self.path_reason = choose_path(model, path, self.capture.heads)
         self.model.check_settings(config.window)
@@ -217,7 +221,8 @@ class Setup:
             drafting = None if is_all_verified else self._drafting(drafter or FastPath())
             self.editor = Editor(self.interventions, self.model, states, drafting)
         if any(state.is_verified for state in states):
-            self.config = serving_config(self.model, self.config, self.is_group_given, self._hooked())
+            with turn(self.model):
+                self.config = serving_config(self.model, self.config, self.is_group_given, self._hooked())
         return states
 
     def _hooked(self) -> Hooked:
@@ -239,27 +244,42 @@ class Setup:
         )
 
     def recorded(
-        self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any
+        self, start: Start, states: Sequence[SequenceState], *observers: Observer, has_pauses: bool = True, **meta: Any
     ) -> Iterator[int]:
-        """The run under a recorder; yields steps, and returns the Trace as the generator's value."""
+        """The run under a recorder; yields steps, and returns the Trace as the generator's value.
+
+        has_pauses: the caller goes on in between, with the model free of the run's hooks; else no step is yielded.
+        """
         model, requests = self.model, self.requests
         prompts = {r.request_id: r.prompt_token_ids for r in requests}
         answers = {r.request_id: ids for r in requests if (ids := _answer_token_ids(r, model))}
         recorder = Recorder(model, self.capture, self.layers, self.lens, prompts, answers)
-        with ExitStack() as stack:
-            if self.editor is not None:  # first, so that what is recorded is what the model went on with
-                stack.enter_context(model.editing(self.editor.sites, self.editor.edit))
-            stack.enter_context(model.capturing(recorder.wanted(), self.watch.listening(recorder.on_state)))
-            yield from start(states, cast(Observer, Tee(recorder, *observers)))
-        fingerprint = schedule_fingerprint(model, self.config, LENS_TILE, self.interventions, self.requests)
+        guard = RunGuard(model, self.fingerprint)
+        steps = start(states, cast(Observer, Tee(recorder, *observers)))
+        yield from guard.steps(steps, partial(self.hooks, recorder), has_pauses)
+        guard.require_unchanged(has_pauses)
         errors = {str(state.request_id): state.error for state in states if state.error}
         meta = {**meta, "path_reason": self.path_reason, "errors": errors}
         if self.editor is not None:
             meta["interventions"] = self.editor.record()
-        trace = assemble(recorder, requests, fingerprint, self.config, self.capture, meta)
+        with turn(model):
+            trace = assemble(recorder, requests, guard.fingerprint, self.config, self.capture, meta)
         trace.interventions = self.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
         return trace
+
+    def fingerprint(self) -> Fingerprint:
+        return schedule_fingerprint(self.model, self.config, LENS_TILE, self.interventions, self.requests)
+
+    @contextmanager
+    def hooks(self, recorder: Recorder | None = None) -> Iterator[None]:
+        """Puts the interventions on the model, and what keeps states for a recorder."""
+        with ExitStack() as stack:
+            if self.editor is not None:  # first, so that what is recorded is what the model went on with
+                stack.enter_context(self.model.editing(self.editor.sites, self.editor.edit))
+            if recorder is not None:
+                stack.enter_context(self.model.capturing(recorder.wanted(), self.watch.listening(recorder.on_state)))
+            yield
 
 
 def drain(generator: Iterator[int]) -> Trace:

@@ -285,13 +285,37 @@ class Finished:
     committed: tuple[int, ...] = field(repr=False, default=())
 
 
+_LATER_FIELDS = {
+    "pad_prefill": True,
+    "float32_matmul_precision": "highest",
+    "deterministic_algorithms": "off",
+    "flush_denormal": False,
+    "attention_kernels": "all",
+    "mkl_enable_instructions": "",
+    "onednn_max_cpu_isa": "",
+    "onednn_default_fpmath_mode": "",
+}
+"""Fields of a fingerprint that earlier runs do not have, and what they are taken to have been: the defaults."""
+
+
 def fingerprint_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Fields in which two schedule fingerprints differ, with both values; None where one has no such field.
 
-    A model is its weights, wherever it was loaded from, so its name is no difference.
+    A field that was not recorded yet is taken at its default, and says so. A model is its weights, wherever it was
+    loaded from, so its name is no difference.
     """
     keys = sorted({*a, *b} - {"model", "adapter"})
-    return [(key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]
+    differing = [key for key in keys if _field(a, key) != _field(b, key)]
+    return [(key, _told(a, key), _told(b, key)) for key in differing]
+
+
+def _field(fingerprint: Mapping[str, Any], key: str) -> Any:
+    return fingerprint.get(key, _LATER_FIELDS.get(key))
+
+
+def _told(fingerprint: Mapping[str, Any], key: str) -> Any:
+    is_assumed = key not in fingerprint and key in _LATER_FIELDS and key != "pad_prefill"  # which says it by absence
+    return f"not recorded, so taken as {_LATER_FIELDS[key]!r}" if is_assumed else _field(fingerprint, key)
 
 
 @runtime_checkable

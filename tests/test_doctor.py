@@ -10,7 +10,7 @@ from cacheprobe.cli_demo import demo
 from cacheprobe.doctor import checkup, machine, models, pictures, software
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.models import inventory
-from cacheprobe.models.facts import platform_facts
+from cacheprobe.models.settings import numeric_settings
 from cacheprobe.models.tiny import FAMILIES
 from cacheprobe.ops import dispatch
 
@@ -26,7 +26,7 @@ def test_where_everything_is_here_the_demo_can_run(capsys: pytest.CaptureFixture
     assert cli_look.doctor() == 0
     said = capsys.readouterr().out
     assert said.endswith("cacheprobe demo can run\n")
-    for name, value in platform_facts().items():
+    for name, value in numeric_settings().items():
         assert f"{name}" in said and str(value) in said
     assert "coinflip-thinking" in said and "coin-flip" in said and "extra dev" in said and "chromium" in said
     assert "kernel" in said

@@ -115,7 +115,7 @@ def test_leaving_early_leaves_nothing_on_the_model() -> None:
     before = num_hooks()
     stream = cp.stream(model, PROMPTS, **STREAM, capture="STCZ")
     next(stream)
-    assert num_hooks() > before
+    assert num_hooks() == before  # between two pieces the model is free for other runs
     stream.close()
     assert num_hooks() == before
     for piece in cp.stream(model, PROMPTS, **STREAM, capture="STCZ"):

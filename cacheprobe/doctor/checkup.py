@@ -8,7 +8,7 @@ from cacheprobe.doctor.machine import dtypes, machine
 from cacheprobe.doctor.models import models
 from cacheprobe.doctor.pictures import pictures
 from cacheprobe.doctor.software import software, versions
-from cacheprobe.models.facts import platform_facts
+from cacheprobe.models.settings import numeric_settings
 from cacheprobe.terminal import Listing
 
 _NAMED = ("cacheprobe", "torch", "transformers", "transformer-lens", "plotly", "pandas")
@@ -48,7 +48,7 @@ class Checkup:
 
 def checkup() -> Checkup:
     """Look at everything; a second or two, most of it imports."""
-    fingerprint = [Finding(name, str(value) or "not set") for name, value in platform_facts().items()]
+    fingerprint = [Finding(name, str(value) or "not set") for name, value in numeric_settings().items()]
     return Checkup(
         {
             "machine": machine(),

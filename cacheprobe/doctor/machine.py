@@ -11,7 +11,7 @@ import torch
 
 from cacheprobe.config import RUN_DTYPES
 from cacheprobe.doctor.findings import Finding
-from cacheprobe.models.facts import platform_facts
+from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops.compiled.build import CompilerError, compiler
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -27,7 +27,7 @@ def machine() -> list[Finding]:
     """Processor, memory, instruction set, threads."""
     info = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""
     names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
-    facts = platform_facts()
+    facts = numeric_settings()
     limits = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")}
     told = ", ".join(f"{name}={value}" for name, value in limits.items() if value)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cacheprobe.config import EngineConfig
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.request_attention import Reach, reach_of_pass, reach_of_positions
 
@@ -104,7 +105,7 @@ def _other_window(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
 
 def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hooked: Hooked) -> str | None:
     shapes = _known.setdefault(model, {})
-    key = (batch, width, capacity, phase, hooked, torch.get_num_threads())
+    key = (batch, width, capacity, phase, hooked, *numeric_settings().values())
     if key not in shapes:
         shapes[key] = _try(model, batch, width, capacity, phase, hooked)
     return shapes[key]

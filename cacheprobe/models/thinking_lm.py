@@ -18,12 +18,14 @@ from torch import Tensor
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.facts import platform_facts, sha256_of
+from cacheprobe.models.facts import checksum_of, sha256_of
 from cacheprobe.models.hooked import ActivationCache
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
+from cacheprobe.models.settings import numeric_settings
 from cacheprobe.models.thinking import ThinkingModel
 from cacheprobe.models.thinking_blocks import Memory, attention_bias
 from cacheprobe.models.thinking_cache import RowThought, ThinkingCache
+from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.names import PATTERN, hook_name, resid_pre_name
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.tasks.words import encode_strictly
@@ -67,6 +69,7 @@ class ThinkingLM:
         self._trivial: tuple[int, ...] = (config.eos_id,)
         self._states: dict[tuple[int, ...], Tensor] = {}
         self._valid_for: object = None
+        self._hashed = "", ""
         self._listeners: list[tuple[dict[tuple[str, int], Tensor], StateSink]] = []
         """What each heard in the forward at hand, and whom to tell."""
         self._compression_points = [p for n, p in model.hook_dict.items() if n.startswith("compression")]
@@ -106,6 +109,7 @@ class ThinkingLM:
         """See CachedLM.check_settings."""
         self.config.check_window(self.name, window)
 
+    @one_at_a_time
     @torch.inference_mode()
     def forward(
         self,
@@ -274,7 +278,7 @@ class ThinkingLM:
         listener = (heard, sink)
         self._listeners.append(listener)
         try:
-            with self.model.hooks(fwd_hooks=hooks):
+            with computing, self.model.hooks(fwd_hooks=hooks):
                 yield
         finally:
             self._listeners = [other for other in self._listeners if other is not listener]
@@ -303,7 +307,7 @@ class ThinkingLM:
         def change(site: str, layer: int, value: Tensor, hook: Any) -> Tensor | None:
             return edit(site, layer, value)
 
-        with self.model.hooks(fwd_hooks=cast(Any, self._hooks(sites, change))):
+        with computing, self.model.hooks(fwd_hooks=cast(Any, self._hooks(sites, change))):
             yield
 
     def _hooks(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> list[tuple[str, Any]]:
@@ -314,6 +318,7 @@ class ThinkingLM:
             raise ModelError(f"{self.name} has no hook {missing[0]}")
         return hooks
 
+    @one_at_a_time
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
         """See CachedLM.read_out."""
@@ -328,15 +333,23 @@ class ThinkingLM:
         now = self.config.think_while_decoding
         return {
             "model": self.name,
-            "weights_sha256": sha256_of(sorted(self.model.named_parameters(), key=lambda item: item[0])),
+            "weights_sha256": self._weights_sha256(),
             "architecture": f"{type(self.model).__name__} {sorted(self.config.to_json().items())}",
             "path": "thinking",
             "attention": "sdpa",
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             **({"think_while_decoding": now} if now != self._made_with else {}),  # `verify` sets it as it was
-            **platform_facts(),
+            **numeric_settings(),
         }
+
+    def _weights_sha256(self) -> str:
+        """Taken anew after any edit of a weight; what was thought before is forgotten then."""
+        named = sorted(self.model.named_parameters(), key=lambda item: item[0])
+        if self._hashed[0] != (checksum := checksum_of(named)):
+            self._hashed = checksum, sha256_of(named)
+            self._states.clear()
+        return self._hashed[1]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text; with special tokens, pads in front make whole chunks of them.

@@ -26,6 +26,7 @@ from cacheprobe.models.lean import LeanForward
 from cacheprobe.models.lean_gpt import LeanGPT
 from cacheprobe.models.shared import WRAPPED, SharedWeights, empty_model
 from cacheprobe.models.together import Product
+from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.models.twin_heads import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
 from cacheprobe.ops.compiled.block import CompiledBlock
@@ -113,6 +114,7 @@ class TwinLM:
             path, cut = joint_place(self.origin, self.weights, site, layer)
             return (self.model.get_submodule(path), OUTPUT_POINT), cut
 
+    @one_at_a_time
     @torch.inference_mode()
     def forward(
         self,
@@ -179,7 +181,7 @@ class TwinLM:
         missing = [place for place in sites if place not in self._places and place[0] not in HEAD_SITES]
         if missing:
             raise ModelError(f"{self.name} has no site {missing[0][0]} at layer {missing[0][1]}")
-        with ExitStack() as stack:
+        with computing, ExitStack() as stack:
             for site, layer in sites:
                 hear: Callable[[Tensor], object] = partial(sink, site, layer)
                 if site in HEAD_SITES:
@@ -214,7 +216,7 @@ class TwinLM:
             return None if edited is None else edited.flatten(-2)
 
         points = self.origin.bridge.hook_dict
-        with ExitStack() as stack:
+        with computing, ExitStack() as stack:
             for site, layer in sites:
                 name = hook_name(site, layer)
                 if name not in points:

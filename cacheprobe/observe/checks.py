@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cacheprobe.models.settings import product_dtype
+
 
 class CaptureError(RuntimeError):
     """The capture contradicts the model. Nothing read from such a run can be trusted."""
@@ -75,7 +77,7 @@ def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) ->
 
 
 def _lens_rtol(dtype: torch.dtype) -> float:
-    return max(2 * torch.finfo(dtype).eps, 1e-5)
+    return max(2 * torch.finfo(product_dtype(dtype)).eps, 1e-5)
 
 
 def _name(dtype: torch.dtype) -> str:

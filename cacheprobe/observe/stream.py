@@ -29,7 +29,7 @@ class Piece:
 
 class _Heard(Silent):
     """What was committed and who ended since the last pieces. The engine holds this, and never the stream itself: a
-    stream that is let go ends its run at once, and takes its hooks off the model."""
+    stream that is let go ends its run at once."""
 
     def __init__(self) -> None:
         self.fresh: dict[int, list[int]] = {}
@@ -77,7 +77,7 @@ class Stream:
         return self._ready.popleft()
 
     def close(self) -> None:
-        """Leave the run where it stands; the model's hooks are removed."""
+        """Leave the run where it stands."""
         self._ready.clear()
         if isinstance(self._steps, Generator):
             self._steps.close()

@@ -1,0 +1,78 @@
+"""Guards a run against what happens around it: other runs, settings that change, weights that are edited."""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from cacheprobe.engine.fingerprint import Fingerprint, require_same
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.settings import numeric_settings, require_one_flush_mode
+from cacheprobe.models.turns import live_model, require_idle, turn
+
+
+def require_ready(model: CachedLM) -> None:
+    """Raises: ModelError where no run of this model can begin now: inside a step of another, or with threads that
+    round in two ways."""
+    require_idle(model)
+    require_one_flush_mode()
+
+
+class RunGuard:
+    """What a run began with, and whether it still holds.
+
+    The model has the run's hooks on it in its own turns alone, so that streams may take turns on one model.
+    """
+
+    def __init__(self, model: CachedLM, fingerprint: Callable[[], Fingerprint]) -> None:
+        self.model, self._fingerprint = model, fingerprint
+        self._settings, self._versions = numeric_settings(), _versions(model)
+        with turn(model):
+            self.fingerprint = fingerprint()
+
+    def steps(
+        self, steps: Iterator[int], hooks: Callable[[], AbstractContextManager[Any]], has_pauses: bool
+    ) -> Iterator[int]:
+        """Computes the steps of a run in turns, with its hooks on the model, and yields their numbers.
+
+        has_pauses: take one step in a turn, and let the caller do anything in between; else take all steps in one
+            turn, and yield nothing.
+        Raises: FingerprintMismatch naming a setting that changed between two steps; ModelError inside a step of
+        another run of the model.
+        """
+        try:
+            while True:
+                with turn(self.model), hooks():
+                    self._require_settings()
+                    step = next(steps, None) if has_pauses else _exhaust(steps)
+                if step is None:
+                    return
+                yield step
+        finally:
+            if isinstance(steps, Generator):
+                steps.close()
+
+    def _require_settings(self) -> None:
+        what = "two steps of one run, which must end before a setting is changed,"
+        require_same(self._settings, numeric_settings(), what)
+
+    def require_unchanged(self, had_pauses: bool) -> None:
+        """Raises: FingerprintMismatch if settings or weights are others than at the run's begin.
+
+        had_pauses: read all bytes of the weights again, since the caller's code ran in between; else do so if one was
+            edited or moved.
+        """
+        if had_pauses or numeric_settings() != self._settings or _versions(self.model) != self._versions:
+            what = "begin and end of one run, which must end before weights or settings are changed,"
+            require_same(self.fingerprint, self._fingerprint(), what)
+
+
+def _exhaust(steps: Iterator[int]) -> None:
+    for _ in steps:
+        pass
+
+
+def _versions(model: CachedLM) -> tuple[tuple[int, int], ...]:
+    """Address and edit count of every parameter; cheap, and blind to edits through `weight.data`."""
+    live = live_model(model)
+    weights = live.parameters() if hasattr(live, "parameters") else ()
+    return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)

@@ -1,0 +1,144 @@
+"""Settings of the process that may change bits: told in the fingerprint, or switched off while a model computes."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import transformers
+from torch import nn
+
+from cacheprobe.models.base import ModelError
+
+_Params, _Result = ParamSpec("_Params"), TypeVar("_Result")
+
+_PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+"""The words of `torch.backends`, and those of `torch.set_float32_matmul_precision` for the same."""
+_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE")
+"""Environment variables by which the libraries of products choose their code."""
+_LEAST = 5e-324
+"""The smallest float64 above zero: a thread that flushes denormal numbers takes it for zero."""
+_GRAIN = 32768
+"""Numbers that torch gives to one thread at least."""
+
+
+def numeric_settings() -> dict[str, str | int | float]:
+    """Returns libraries, threads and settings of this process that may change bits, whatever the model.
+
+    Cheap: it is asked before every step. Keys are those of the fingerprint, which an error names.
+    """
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled),
+        **{name.lower(): os.environ.get(name, "") for name in _VARIABLES},
+        "float32_matmul_precision": _PRECISIONS.get(precision, precision),
+        "deterministic_algorithms": _deterministic_algorithms(),
+        "flush_denormal": _flushes(_LEAST, 1.0),
+        "attention_kernels": _attention_kernels(),
+        **(_cuda_settings() if torch.cuda.is_available() else {}),
+    }
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type whose precision the factors of a product have: for float32, `torch.set_float32_matmul_precision`
+    may ask for less."""
+    precision = numeric_settings()["float32_matmul_precision"] if dtype == torch.float32 else "highest"
+    return {"medium": torch.bfloat16, "high": torch.float16}.get(str(precision), dtype)  # TF32 has float16's digits
+
+
+def _deterministic_algorithms() -> str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn only" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+
+
+def _flushes(least: float, one: float) -> bool:
+    """Whether the calling thread does; arguments, so that Python multiplies now and not when it compiles."""
+    return least * one == 0.0
+
+
+def _attention_kernels() -> str:
+    """Those of the fused attention that may run; despite their place in torch, on a CPU too."""
+    backend = torch.backends.cuda
+    enabled = {
+        "flash": backend.flash_sdp_enabled(),
+        "memory-efficient": backend.mem_efficient_sdp_enabled(),
+        "math": backend.math_sdp_enabled(),
+        "cudnn": backend.cudnn_sdp_enabled(),
+    }
+    return "all" if all(enabled.values()) else ", ".join(name for name, is_on in enabled.items() if is_on) or "none"
+
+
+def _cuda_settings() -> dict[str, str | int | float]:
+    matmul = torch.backends.cuda.matmul
+    return {
+        "cuda_float32_matmul_precision": _PRECISIONS.get(matmul.fp32_precision, matmul.fp32_precision),
+        "cuda_reduced_sums": f"float16 {matmul.allow_fp16_reduced_precision_reduction}, "
+        f"bfloat16 {matmul.allow_bf16_reduced_precision_reduction}",
+    }
+
+
+def require_one_flush_mode() -> None:
+    """Raises: ModelError where some threads flush denormal numbers and others do not: bits then depend on the thread
+    that a row falls to."""
+    least = torch.full((_GRAIN * torch.get_num_threads(),), _LEAST, dtype=torch.float64)
+    flushed = int((least * 1.0 == 0).sum())
+    if 0 < flushed < len(least) or (flushed > 0) != _flushes(_LEAST, 1.0):
+        raise ModelError(
+            "torch.set_flush_denormal(True) holds in some threads of this process and not in others, so bits "
+            "would depend on the thread; call torch.set_flush_denormal(False), or set it to True before torch computes"
+        )
+
+
+def plain_settings() -> AbstractContextManager[object]:
+    """Switches autocast off and makes float32 the default dtype inside the `with`; both are put back after it."""
+    cast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not cast and torch.get_default_dtype() == torch.float32:
+        return nullcontext()
+    return _plain(cast)
+
+
+@contextmanager
+def _plain(cast: list[str]) -> Iterator[None]:
+    default = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, default)
+        torch.set_default_dtype(torch.float32)
+        for kind in cast:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def in_plain_settings(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Makes a function that runs inside `plain_settings`."""
+
+    @wraps(function)
+    def plain(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        with plain_settings():
+            return function(*args, **kwargs)
+
+    return plain
+
+
+def evaluating(model: nn.Module) -> AbstractContextManager[object]:
+    """Puts every module of a model into eval mode inside the `with`: dropout does nothing there. Each goes back into
+    its own mode after it."""
+    trained = [module for module in model.modules() if module.training]
+    return _evaluating(trained) if trained else nullcontext()
+
+
+@contextmanager
+def _evaluating(trained: list[Any]) -> Iterator[None]:
+    try:
+        for module in trained:
+            module.training = False
+        yield
+    finally:
+        for module in trained:
+            module.training = True

@@ -1,0 +1,65 @@
+"""Lets one run compute at a time: runs of other threads wait for it, and a run inside its steps is refused."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from threading import RLock
+from typing import Any, ParamSpec, TypeVar
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.settings import plain_settings
+
+_Params, _Result = ParamSpec("_Params"), TypeVar("_Result")
+
+computing = RLock()
+"""Held while a model computes or has our hooks on it. One for all models: torch's default dtype and the environment
+variables that transformers reads belong to the process, and two runs that draft for each other wait for no circle."""
+
+_in_step: set[int] = set()
+"""Ids of the live models whose run is in the middle of a step. Read and written by the holder of `computing`."""
+
+
+def live_model(model: Any) -> Any:
+    """Returns the module that computes: the transformers model that a twin, its bridge and a second wrapper share."""
+    origin = getattr(model, "origin", model)
+    if (bridge := getattr(origin, "bridge", None)) is not None:
+        return bridge.original_model
+    return getattr(origin, "model", origin)
+
+
+def require_idle(model: Any) -> None:
+    """Raises: ModelError where this thread is inside a step of another run of this model."""
+    with computing:
+        if id(live_model(model)) in _in_step:
+            raise ModelError(
+                f"{model.name} is in the middle of a step of another run: a hook, a lens or a drafter started a run of "
+                "its own; start it after the step, or load a second model"
+            )
+
+
+@contextmanager
+def turn(model: Any) -> Iterator[None]:
+    """Around the steps of a run that follow each other undisturbed: no other thread computes, settings are plain.
+
+    Raises: ModelError inside a step of another run of the same model.
+    """
+    with computing:
+        require_idle(model)
+        key = id(live_model(model))
+        _in_step.add(key)
+        try:
+            with plain_settings():
+                yield
+        finally:
+            _in_step.discard(key)
+
+
+def one_at_a_time(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Makes a function that waits for other threads' computing, and runs in plain settings."""
+
+    @wraps(function)
+    def alone(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        with computing, plain_settings():
+            return function(*args, **kwargs)
+
+    return alone
