@@ -126,7 +126,8 @@ def test_a_bridge_of_the_users_has_a_twin() -> None:
     live.config.output_attentions = True  # as TransformerBridge.boot_transformers sets it
     bridge = build_bridge_from_module(live, "LlamaForCausalLM", hf_config=live.config)
     plain, _ = choose_path(cp.load_model(bridge), "twin")
-    assert plain.fingerprint()["attention"] == "sdpa" and not plain.model.config.output_attentions
+    assert plain.fingerprint()["attention"] == "one request a call, spans of 64"
+    assert not plain.model.config.output_attentions
 
 
 def test_processed_weights_are_refused() -> None:

@@ -1,7 +1,7 @@
 """What determinism costs: 64 requests on SmolLM2 in bfloat16, at most 16 in flight, a share of them deterministic.
 
-Every setting is what `cp.run` takes by itself; that 16 requests are in flight belongs to the traffic. `kept_at_*` is the
-throughput with that share of deterministic requests, divided by the throughput of the same traffic with none.
+Every setting is what `cp.run` takes by itself; that 16 requests are in flight belongs to the traffic. `kept_at_*` is
+the throughput with that share of deterministic requests, divided by the throughput of the same traffic with none.
 `*_stc` records S, T and C of every layer on both sides. `dvr_kept_at_*` asks for a window of 16, so that the fast path
 drafts and the verifier checks, as in LLM-42: every token is computed twice. `dvr_floor_at_*` is the share that would be
 kept if everything but the model's passes took no time.
