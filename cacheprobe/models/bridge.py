@@ -73,7 +73,8 @@ class BridgeLM:
         architecture = type(model).__name__
         model.eval()
         if (known := vars(model).get(_WRAPPED)) is not None:
-            return cls._again(*known, tokenizer, name, weights_note)
+            bridge, checksum = known
+            return cls._again(bridge, checksum, tokenizer, name, weights_note)
         if any(type(module).__module__.startswith("transformer_lens") for module in model.modules()):
             raise ModelError(f"{name}: the {architecture} is already inside a TransformerBridge; give the bridge")
         try:

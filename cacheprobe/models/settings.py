@@ -12,7 +12,8 @@ from torch import nn
 
 from cacheprobe.models.base import ModelError
 
-_Params, _Result = ParamSpec("_Params"), TypeVar("_Result")
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
 """The words of `torch.backends`, and those of `torch.set_float32_matmul_precision` for the same."""
@@ -29,13 +30,14 @@ def numeric_settings() -> dict[str, str | int | float]:
 
     Cheap: it is asked before every step. Keys are those of the fingerprint, which an error names.
     """
-    precision = torch.backends.mkldnn.matmul.fp32_precision
+    backends: Any = torch.backends  # its stubs lack the precision of a backend's products
+    precision = str(backends.mkldnn.matmul.fp32_precision)
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "mkldnn": torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled),
+        "mkldnn": backends.mkldnn.is_available() and bool(backends.mkldnn.enabled),
         **{name.lower(): os.environ.get(name, "") for name in _VARIABLES},
         "float32_matmul_precision": _PRECISIONS.get(precision, precision),
         "deterministic_algorithms": _deterministic_algorithms(),
@@ -77,8 +79,9 @@ def _attention_kernels() -> str:
 
 def _cuda_settings() -> dict[str, str | int | float]:
     matmul = torch.backends.cuda.matmul
+    precision = str(matmul.fp32_precision)
     return {
-        "cuda_float32_matmul_precision": _PRECISIONS.get(matmul.fp32_precision, matmul.fp32_precision),
+        "cuda_float32_matmul_precision": _PRECISIONS.get(precision, precision),
         "cuda_reduced_sums": f"float16 {matmul.allow_fp16_reduced_precision_reduction}, "
         f"bfloat16 {matmul.allow_bf16_reduced_precision_reduction}",
     }

@@ -9,7 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.settings import plain_settings
 
-_Params, _Result = ParamSpec("_Params"), TypeVar("_Result")
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 computing = RLock()
 """Held while a model computes or has our hooks on it. One for all models: torch's default dtype and the environment
