@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -16,14 +17,16 @@ import pytest
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.drafters.ngram import NGram
 from cacheprobe.engine import choosing
+from cacheprobe.observe.recorder import Recorder
 from cacheprobe.proof import control, soak
 from cacheprobe.proof import prove as proving
+from cacheprobe.proof.mixed import mixed_episode
 from cacheprobe.proof.prove import prove
 from cacheprobe.proof.soak import kind_of_rollback, one_episode
 from cacheprobe.proof.subjects import real_subjects, tiny_subjects, twin_subjects
 from cacheprobe.proof.tally import Tally
 from cacheprobe.proof.traffic import Corrupted, Episode, draw_episode, draw_request
-from cacheprobe.records import Request
+from cacheprobe.records import ForwardRecord, Request
 
 LLAMAS = [subject for subject in tiny_subjects() if subject.name == "llama"]
 """In three dtypes; loaded once for all tests."""
@@ -152,3 +155,41 @@ def test_traffic_draws_every_kind() -> None:
     assert len({(s.window, s.group, s.prefill_group) for s in tiny_subjects()}) == 6
     shapes = {(s.window, s.group) for s in real_subjects()}
     assert {(16, 4), (1, 16)} < shapes and any(s.prefill_group > 1 for s in real_subjects())
+
+
+def test_heads_evictions_interventions_streams_and_cancellations_together() -> None:
+    """All of them in the same episodes, and every state, head and reading is the oracle's."""
+    tally = Tally()
+    for episode in range(15):
+        mixed_episode(LLAMAS[episode % 3], tally, [6, episode])
+    counts, sites = tally.counts, [f"mixed_episodes_with_{site}" for site in ("q", "k", "v", "z", "pattern")]
+    others = ("interventions", "streams", "streams_abandoned", "requests_cancelled", "preemptions", "tokens")
+    kinds = [*sites, *(f"mixed_{name}" for name in others), "mixed_episodes_with_all_together"]
+    assert not tally.differences and [kind for kind in kinds if not counts[kind]] == []
+    assert counts["mixed_states_and_heads_compared"] > 1000 < counts["mixed_readings_compared"]
+    assert set(kinds) < set(tally.numbers())
+
+
+def test_heads_of_another_pass_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a recorder whose last block of heads stays open after its pass."""
+    right = Recorder.after_forward
+
+    def stale(recorder: Recorder, record: ForwardRecord) -> None:
+        now = recorder._now
+        right(recorder, record)
+        assert now is not None
+        recorder._now = replace(now, states={}, lens_block=None, watched=None)
+
+    monkeypatch.setattr(Recorder, "after_forward", stale)
+    tally = Tally()
+    for episode in range(6):
+        mixed_episode(LLAMAS[0], tally, [6, episode])
+    assert any("site" in difference for difference in tally.differences), tally.differences
+
+
+def test_mixed_episodes_are_part_of_a_proof_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "MIXED_SHARE", 0.5)
+    before = prove(100, tmp_path, real=False, progress=False)
+    after = prove(before["compared_tokens"] + 60, tmp_path, real=False, progress=False)
+    assert after["mixed_episodes"] >= before["mixed_episodes"] and after["mixed_episodes"] > 0
+    assert after["differences"] == 0 and after["episodes"] > after["mixed_episodes"]

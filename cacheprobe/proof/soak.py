@@ -10,6 +10,7 @@ import torch
 
 from cacheprobe.api import run
 from cacheprobe.observe.trace import Trace
+from cacheprobe.proof.mixed import mixed_episode
 from cacheprobe.proof.oracle import Answer, answer_of, ask
 from cacheprobe.proof.subjects import Subject
 from cacheprobe.proof.tally import Tally
@@ -24,6 +25,8 @@ MOST_REQUESTS = {"tiny": 24, "twins": 24, "real": 6}
 """Under test in an episode, beside up to three neighbours."""
 CAPTURE_SHARE = 0.15
 """Share of episodes that also capture states and readings, and compare them."""
+MIXED_SHARE = 0.1
+"""Share of episodes with heads, evictions, interventions, streams and cancellations together; see `proof.mixed`."""
 STATES_EVERY = 4
 """The oracle keeps states and readings of every so many requests of a pool."""
 SAVE_EVERY_SECONDS = 5.0
@@ -48,7 +51,9 @@ def soak(
         kind = min(kinds, key=lambda kind: done[kind])  # the one that is furthest behind its share
         listed = kinds[kind]
         subject = min(listed, key=lambda s: tally.episodes_of[s.key])
-        one_episode(subject, tally, [seed, tally.episodes])
+        drawn = [seed, tally.episodes]
+        is_mixed = np.random.default_rng([*drawn, 1]).random() < MIXED_SHARE
+        (mixed_episode if is_mixed else one_episode)(subject, tally, drawn)
         tally.seconds = before + time.monotonic() - began
         report(tally)
         if time.monotonic() - saved > SAVE_EVERY_SECONDS:

@@ -113,12 +113,12 @@ def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode
     requests = tuple(
         replace(request, arrival_step=int(rng.integers(0, 60)) if arriving else 0) for request, _ in listed
     )
-    drafter = _draw_drafter(subject, rng)
+    drafter = draw_drafter(subject, rng)
     acceptance = "rejection" if rng.random() < 0.1 else "equality"
     if drafter is not None and acceptance == "equality":  # D3 is promised to every drafted request
         requests = tuple(replace(r, is_deterministic=r.is_deterministic and rng.random() < 0.75) for r in requests)
     alone = 0.5 if subject.disagrees else 0.05
-    needed = max(_rows_needed(request, subject.window) for request in requests)
+    needed = max(rows_needed(request, subject.window) for request in requests)
     settings: dict[str, Any] = {
         "max_batch": 1 if rng.random() < alone else int(rng.integers(2, len(requests) + 2)),
         "draft_length": [None, None, "adaptive", 2][int(rng.integers(4))],
@@ -128,12 +128,14 @@ def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode
     return Episode(requests, tuple(number for _, number in listed), drafter, settings)
 
 
-def _rows_needed(request: Request, window: int) -> int:
+def rows_needed(request: Request, window: int) -> int:
+    """Return the cache rows without which the request cannot run alone."""
     assert request.sampling is not None and request.sampling.max_new_tokens is not None
     return len(request.prompt) + request.sampling.max_new_tokens + window
 
 
-def _draw_drafter(subject: Subject, rng: np.random.Generator) -> Drafter | None:
+def draw_drafter(subject: Subject, rng: np.random.Generator) -> Drafter | None:
+    """Draw a drafter, some of them with replaced candidates; None for the fast path by itself."""
     early, smaller = EarlyExit(layer=subject.model.n_layers - 2), subject.neighbour
     known = [None, FastPath(), early, NGram(), NGram() if smaller is None else DraftModel(smaller)]
     inner: Drafter | None = known[int(rng.choice(5, p=[0.3, 0.45, 0.1, 0.1, 0.05]))]
