@@ -73,7 +73,9 @@ def test_nonsense_and_stop_tokens(script) -> None:
     stop_at = {i: plain.committed(i).index(STOP) for i in range(5) if STOP in plain.committed(i)}
     assert stop_at, "no request meets the stop token; the test would show nothing"
     want = oracle(4, sampling=stops)
-    trace = cp.run(loaded(), PROMPTS, **windowed(4), drafter=cp.drafters.Scripted(script), sampling=stops, deterministic=True)
+    trace = cp.run(
+        loaded(), PROMPTS, **windowed(4), drafter=cp.drafters.Scripted(script), sampling=stops, deterministic=True
+    )
     for i in range(5):
         expected = plain.committed(i)[: stop_at[i] + 1] if i in stop_at else plain.committed(i)
         assert trace.committed(i) == want.committed(i) == expected
@@ -95,7 +97,9 @@ def test_accepted_stop_token_ends_mid_window() -> None:
 
 def test_stop_tokens_of_the_fast_path() -> None:
     want = oracle(4, sampling=cp.SamplingParams(stop_token_ids=(STOP,)))
-    trace = cp.run(loaded(), PROMPTS, **windowed(4), sampling=cp.SamplingParams(stop_token_ids=(STOP,)), deterministic=True)
+    trace = cp.run(
+        loaded(), PROMPTS, **windowed(4), sampling=cp.SamplingParams(stop_token_ids=(STOP,)), deterministic=True
+    )
     assert [trace.committed(i) for i in range(5)] == [want.committed(i) for i in range(5)]
     assert [trace.digest(i) for i in range(5)] == [want.digest(i) for i in range(5)]
 
