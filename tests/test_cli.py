@@ -133,6 +133,7 @@ import os, signal, sys
 from cacheprobe import cli, progress
 
 def at(self, done, note=""):
+    self.done = done
     if done >= 3:
         print("killed after", done, "tokens", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,7 @@ from cacheprobe.models.twin import TwinLM
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.wide_product import wide_product
 from tests.feeding import GARBAGE, fed_in_parts, texts
-from tests.shapes import serving
+from tests.shapes import fixed_pass, serving
 from tests.tiny import FAMILIES, VOCAB, loaded
 
 SUMS = "fused attention reorders sums"
@@ -154,7 +154,7 @@ def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple
         others = [r for r in torch.randperm(num_rows, generator=generator).tolist() if r != row][: batch - 1]
         rows = [*others[:index], row, *others[index:]]
         for begin in range(0, 32, 8):  # the prompt, in chunks of one shape, beyond the window's start too
-            plain.forward(text[None, begin : begin + 8], cache, [row], [begin])
+            fixed_pass(plain, text[None, begin : begin + 8], cache, [row], [begin], is_prefill=True)
         for other in others:
             noise = torch.randint(0, VOCAB, (1, 8), generator=generator)
             plain.forward(noise, cache, [other], [int(torch.randint(0, 24, (), generator=generator))])
@@ -162,7 +162,7 @@ def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple
         starts = torch.randint(0, 40, (batch,), generator=generator).tolist()
         ids[index], starts[index] = text[start : start + width], start
         ids[index, 31 - start + 1 :] = 7 + seed  # rejected, or pads
-        logits = plain.forward(ids, cache, rows, starts)[index, 31 - start]
+        logits = fixed_pass(plain, ids, cache, rows, starts)[index, 31 - start]
         return logits, *(held[row, :, :32] for held in (*cache.keys, *cache.values))
 
     last = batch - 1
