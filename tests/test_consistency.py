@@ -9,6 +9,8 @@ from cacheprobe.engine.consistency import serving_config
 from tests.shapes import serving
 from tests.tiny import PROMPTS, SMALL, hf_model
 
+pytestmark = pytest.mark.determinism
+
 
 class _LastPlaceDiffers:
     """A model whose last computed row is rounded otherwise where their number is odd, as vectorised loops do."""

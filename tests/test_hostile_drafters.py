@@ -12,6 +12,8 @@ from tests.equivalence import sample_token_slowly
 from tests.shapes import serving
 from tests.tiny import PROMPTS, SMALL, VOCAB, loaded
 
+pytestmark = pytest.mark.determinism
+
 STOP = 30
 
 

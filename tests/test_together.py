@@ -11,6 +11,8 @@ from cacheprobe.ops.equality import bitwise
 from tests.feeding import texts
 from tests.tiny import loaded
 
+pytestmark = pytest.mark.determinism
+
 SIZES = (24, 8, 8)
 
 

@@ -16,6 +16,8 @@ from tests.feeding import GARBAGE, fed_in_parts, texts
 from tests.shapes import fixed_pass, serving
 from tests.tiny import FAMILIES, VOCAB, loaded
 
+pytestmark = pytest.mark.determinism
+
 SUMS = "fused attention reorders sums"
 
 

@@ -37,6 +37,8 @@ from tests.invariants.runs import (
 from tests.shapes import fixed_pass, serving
 from tests.tiny import VOCAB
 
+pytestmark = pytest.mark.determinism
+
 LENGTH = 22
 """Tokens of the texts below."""
 
