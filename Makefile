@@ -1,5 +1,6 @@
 # make demo      set up once, then show the loop on a real model
 # make test      set up once, then run the tests      make test-all   the slow ones too
+# make test-processors   the determinism tests in environments that reach other code of the libraries
 # make docs      the documentation, as HTML              make lint       ruff: rules and format
 # make types     basedpyright over the package      make bench-small    what is quick to measure, printed
 # make wheel-check   build the wheel, and run its demo in an environment that has never seen the source
@@ -20,10 +21,10 @@ KEY := $(shell { pwd -P; cat $(INPUTS); } | sha256sum | cut -c1-16)
 STAMP := .venv/.ready-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all docs lint types bench-small wheel-check browser clean
+.PHONY: help setup demo test test-all test-processors docs lint types bench-small wheel-check browser clean
 
 help:
-	@sed -n '1,7s/^# //p' Makefile
+	@sed -n '1,8s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -41,6 +42,10 @@ test: $(STAMP) browser
 
 test-all: $(STAMP) browser
 	@$(TEST_ENV) CACHEPROBE_PRESET=full $(BIN)/python -m pytest -q $(WORKERS) -m ""
+
+# Some of them alone: make test-processors ENVIRONMENTS="OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE"
+test-processors: $(STAMP)
+	@$(TEST_ENV) bash scripts/test_processors.sh "$(BIN)/python -m pytest -q $(WORKERS)" $(ENVIRONMENTS)
 
 docs: $(STAMP)
 	@$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html

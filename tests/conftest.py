@@ -8,9 +8,11 @@ import pytest
 from hypothesis import settings
 
 # Read by torch, transformers and their friends when a test first imports them.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+if int(os.environ["OMP_NUM_THREADS"]) > (os.cpu_count() or 1):
+    os.environ.setdefault("MKL_DYNAMIC", "FALSE")  # else torch starts with as many threads as there are cores
 for name, value in {
-    "OMP_NUM_THREADS": "2",
-    "MKL_NUM_THREADS": "2",
+    "MKL_NUM_THREADS": os.environ["OMP_NUM_THREADS"],  # torch starts with MKL's number where the two differ
     "OMP_WAIT_POLICY": "PASSIVE",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",

@@ -26,7 +26,7 @@ def run(folder: Path, browser: Path, *, ci: bool = False) -> subprocess.Complete
     (folder / "env").symlink_to(str(which("env")))
     environment = {"PATH": str(folder), **({"CI": "1"} if ci else {})}
     command = [str(which("bash")), str(SCRIPT), str(browser)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("ci", [False, True])

@@ -19,6 +19,8 @@ from cacheprobe.records import ForwardRecord, RowSlot
 from tests.test_engine_errors import BAD, indigestible
 from tests.tiny import SMALL, VOCAB, loaded
 
+pytestmark = pytest.mark.determinism
+
 TWO = [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
 SHAPE = dict(window=4, group=2, capacity=64, deterministic=True, progress=False)
 

@@ -20,6 +20,8 @@ from cacheprobe.ops.plain import rms_norm
 from cacheprobe.ops.readout import read_logits
 from tests.tiny import PROMPTS, SMALL, hf_model
 
+pytestmark = pytest.mark.determinism
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

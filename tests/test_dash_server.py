@@ -53,7 +53,7 @@ def test_two_colons_are_every_address_of_both_kinds(runs: Path) -> None:
     with listen(Shelf.of([runs / "a-one"]), host="::", port=0) as server:
         for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
             with socket.socket(family) as one:
-                one.settimeout(10)
+                one.settimeout(300)
                 one.connect((host, server.port))
 
 
@@ -85,14 +85,14 @@ def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monk
     let_go = Event()
 
     def slow(*_: object) -> str:
-        assert let_go.wait(30)
+        assert let_go.wait(300)
         return "slow"
 
     monkeypatch.setattr("cacheprobe.dash_app.timeline.view", slow)
     body = json.dumps({"facts": {"run": 0}, "timeline": {"run": 0}}).encode()
     with served(Shelf.of([runs / "a-one"])) as url:
         sent = urllib.request.Request(f"{url}ask", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(sent, timeout=30) as answer:
+        with urllib.request.urlopen(sent, timeout=300) as answer:
             assert answer.headers["Transfer-Encoding"] == "chunked" and answer.headers["Connection"] == "close"
             assert json.loads(answer.readline())["view"] == "facts"
             let_go.set()

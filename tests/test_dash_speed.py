@@ -1,7 +1,8 @@
-"""How long a page of a long run takes to open, and a click to be answered. Prints what it measured.
+"""How often the server reads the files of a run; and, among the slow tests, how long a page of a long run takes to open
+and a click to be answered. The slow test prints what it measured.
 
-What a clock shows is held to the limits where the machine has nothing else to do; the server's own processor time is
-held to them always.
+The slow test holds wall time to the limits only where the machine has nothing else to do, and the server's own
+processor time always.
 """
 
 import os
@@ -16,6 +17,7 @@ from playwright.sync_api import Browser, Page
 from cacheprobe.dash_app import cache, card, decode, facts, lens, timeline
 from cacheprobe.dash_app.reader import Reader
 from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.observe.stored import StoredRun
 from tests.chromium import chromium
 from tests.dash_page import answered, served
 from tests.large_run import save_large_run
@@ -86,18 +88,16 @@ def in_browser(
     return opened, answers, wholes
 
 
-def on_the_server(run: Path, clicks: list[tuple[int, int]]) -> tuple[float, dict[str, float]]:
-    """Processor seconds of all first answers together; and of each view's answer to a click, the median."""
-    start = time.process_time()
+def views_of_clicks(run: Path, clicks: list[tuple[int, int]]) -> Iterator[dict[str, Callable[[], object]]]:
+    """Yields for each click on (request, step) what computes every view's answer, by the name of the view."""
     shelf = Shelf.of([run])
     reader = Reader(shelf)
-    taken: dict[str, list[float]] = {}
-    for number, (request, step) in enumerate(clicks):
+    for request, step in clicks:
         about = dict(run=0, request=request, step=step, site="S", lens="recorded", position=18)
         pages = dict(requests=[0, 8], steps=[0, 60], places=[0, 12], place=2, width=1190)
         shown = dict(colour="logprob", rows="all", theme="light", row=None)
         ask = {**about, **pages, **shown}
-        views: dict[str, Callable[[], object]] = {
+        yield {
             "facts": partial(facts.run_facts, shelf, reader, ask),
             "story": partial(facts.request_story, shelf, ask),
             "timeline": partial(timeline.view, shelf, ask),
@@ -108,12 +108,18 @@ def on_the_server(run: Path, clicks: list[tuple[int, int]]) -> tuple[float, dict
             "card": partial(card.view, shelf, reader, ask),
             "grid": partial(lens.grid, shelf, reader, ask),
         }
+
+
+def on_the_server(run: Path, clicks: list[tuple[int, int]]) -> tuple[float, dict[str, float]]:
+    """Processor seconds of all first answers together; and of each view's answer to a click, the median."""
+    start, opening = time.process_time(), 0.0
+    taken: dict[str, list[float]] = {}
+    for views in views_of_clicks(run, clicks):
         for name, view in views.items():
             before = time.process_time()
             view()
             taken.setdefault(name, []).append(time.process_time() - before)
-        if number == 0:
-            opening = time.process_time() - start
+        opening = opening or time.process_time() - start
     return opening, {name: median(many[1:]) for name, many in taken.items()}
 
 
@@ -122,6 +128,7 @@ def median(values: list[float]) -> float:
 
 
 def measured(what: str, browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> None:
+    """Prints the seconds of opening and of clicks, and holds them to the limits."""
     opening, views = on_the_server(run, clicks)
     each = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in views.items())
     print(f"\n{what}, processor time of the server: opening {opening:.2f} s; answers to a click, ms: {each}")
@@ -139,9 +146,31 @@ def measured(what: str, browser: Browser, run: Path, clicks: list[tuple[int, int
         assert max(opened) < OPEN_SECONDS and max(answers) < CLICK_SECONDS and median(wholes) < CLICK_SECONDS
 
 
-def test_a_short_run_by_the_same_way(browser: Browser, tmp_path: Path) -> None:
-    run = save_large_run(tmp_path / "run", requests=3, tokens=12, layers=4)
-    measured("3 requests x 12 tokens x 4 layers", browser, run, [(1, 4), (2, 8)])
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_large_run(tmp_path_factory.mktemp("short") / "run", requests=3, tokens=12, layers=4)
+
+
+def test_a_click_reads_no_file_twice(short_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading files is what a click would wait for: each table is read once, and the lens readings of each request."""
+    tables: list[str] = []
+    readings: list[int] = []
+    whole, of_request = StoredRun._whole, StoredRun._read_readings
+    monkeypatch.setattr(StoredRun, "_whole", lambda self, name: (tables.append(name), whole(self, name))[1])
+    monkeypatch.setattr(
+        StoredRun, "_read_readings", lambda self, request: (readings.append(request), of_request(self, request))[1]
+    )
+    for views in views_of_clicks(short_run, [(1, 4), (2, 8), (1, 6), (2, 4), (1, 4)]):
+        for view in views.values():
+            view()
+    assert sorted(tables) == sorted(set(tables)) and {"rows", "events"} <= set(tables)
+    assert readings == [1, 2]
+
+
+def test_the_short_run_is_opened_and_clicked_in_a_browser(browser: Browser, short_run: Path) -> None:
+    """The slow test's way of measuring works, whatever the seconds are."""
+    opened, answers, wholes = in_browser(browser, short_run, [(1, 4), (2, 8)])
+    assert len(opened) == 3 and len(answers) == len(wholes) == 2
 
 
 @pytest.mark.slow

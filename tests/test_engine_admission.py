@@ -9,6 +9,8 @@ from cacheprobe.records import Request, SamplingParams
 from tests.invariants.machines import Meddler, tiny
 from tests.invariants.runs import NEW, PROMPTS, RUN, Watched, babbler, outcome
 
+pytestmark = pytest.mark.determinism
+
 
 def test_all_who_have_arrived_start_together() -> None:
     """Arrival step 0 is the first round's: a round begins at the step that comes next, and not at the last one. (The

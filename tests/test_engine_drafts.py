@@ -16,6 +16,8 @@ from tests.invariants.machines import rounding_by_shape, tiny
 from tests.invariants.runs import CHUNK, HOT, NEW, PROMPTS, RUN, Watched, babbler, future, outcome
 from tests.tiny import VOCAB, loaded
 
+pytestmark = pytest.mark.determinism
+
 LONG = {**RUN, "window": 8, "group": 2, "max_new_tokens": 24}
 
 

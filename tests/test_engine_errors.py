@@ -14,6 +14,8 @@ from tests.invariants.machines import Call, Faulty, tiny, wide_bfloat16
 from tests.invariants.runs import CHUNK, NEW, PROMPTS, RUN, G, Outcome, W, Watched, future, outcome
 from tests.tiny import hf_model
 
+pytestmark = pytest.mark.determinism
+
 BAD = 96
 """A token that the model below cannot digest."""
 

@@ -17,6 +17,8 @@ from cacheprobe.records import Request, SamplingParams
 from tests.invariants.machines import Call, Faulty, Spy, rounding_by_shape, tiny, wide_bfloat16
 from tests.invariants.runs import Watched, outcome
 
+pytestmark = pytest.mark.determinism
+
 LETTERS = [0x61, 0xC3, 0xA9, 0x62, 0x63, 0xE2, 0x82, 0xAC]
 SHAPES = [(1, 4), (2, 2), (2, 4), (3, 4), (4, 2), (4, 3), (6, 2)]
 """Windows and groups."""

@@ -19,6 +19,8 @@ from tests.test_engine_errors import BAD, indigestible
 from tests.test_families import ALIKE
 from tests.tiny import FAMILIES, PROMPTS, SMALL, hf_model, loaded
 
+pytestmark = pytest.mark.determinism
+
 VECTORS, EVERY = ("q", "k", "v", "z"), ("q", "k", "v", "z", "pattern")
 SUMS = "rows of other products, and attention over a whole capacity: sums are reordered"
 FEW = {**SMALL, "max_new_tokens": 8}

@@ -9,14 +9,23 @@ import cacheprobe as cp
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.engine.passes import EngineError
 from tests.equivalence import sample_token_slowly
+from tests.shapes import serving
 from tests.tiny import PROMPTS, SMALL, VOCAB, loaded
+
+pytestmark = pytest.mark.determinism
 
 STOP = 30
 
 
 @cache
+def windowed(window: int) -> dict:
+    """Settings of a run with this window, and a group that serves with it here."""
+    return {**SMALL, "window": window, "group": serving(loaded(), window)}
+
+
+@cache
 def oracle(window: int, **extra) -> cp.Trace:
-    return cp.reference(loaded(), PROMPTS, **{**SMALL, "window": window, **extra})
+    return cp.reference(loaded(), PROMPTS, **{**windowed(window), **extra})
 
 
 def future(trace: cp.Trace, state: SequenceState, wrong_at: int | None) -> list[int]:
@@ -31,7 +40,7 @@ def future(trace: cp.Trace, state: SequenceState, wrong_at: int | None) -> list[
 def test_all_right_costs_least(window: int) -> None:
     want = oracle(window)
     drafter = cp.drafters.Scripted(lambda state: future(want, state, None))
-    trace = cp.run(loaded(), PROMPTS, **{**SMALL, "window": window}, drafter=drafter, deterministic=True)
+    trace = cp.run(loaded(), PROMPTS, **windowed(window), drafter=drafter, deterministic=True)
     assert [trace.committed(i) for i in range(5)] == [want.committed(i) for i in range(5)]
     assert [trace.digest(i) for i in range(5)] == [want.digest(i) for i in range(5)]
     assert trace.num_rolled_back == 0
@@ -46,7 +55,7 @@ def test_wrong_at_each_draft(window: int, wrong_at: int) -> None:
     """A first mismatch at every row, the last one included, whose off-by-one is the field's classic."""
     want = oracle(window)
     drafter = cp.drafters.Scripted(lambda state: future(want, state, wrong_at))
-    trace = cp.run(loaded(), PROMPTS, **{**SMALL, "window": window}, drafter=drafter, deterministic=True)
+    trace = cp.run(loaded(), PROMPTS, **windowed(window), drafter=drafter, deterministic=True)
     for i in range(5):
         assert trace.committed(i) == want.committed(i) and trace.digest(i) == want.digest(i)
     verify = trace.events().query("phase == 'verify'")
@@ -66,7 +75,9 @@ def test_nonsense_and_stop_tokens(script) -> None:
     stop_at = {i: plain.committed(i).index(STOP) for i in range(5) if STOP in plain.committed(i)}
     assert stop_at, "no request meets the stop token; the test would show nothing"
     want = oracle(4, sampling=stops)
-    trace = cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.Scripted(script), sampling=stops, deterministic=True)
+    trace = cp.run(
+        loaded(), PROMPTS, **windowed(4), drafter=cp.drafters.Scripted(script), sampling=stops, deterministic=True
+    )
     for i in range(5):
         expected = plain.committed(i)[: stop_at[i] + 1] if i in stop_at else plain.committed(i)
         assert trace.committed(i) == want.committed(i) == expected
@@ -79,7 +90,7 @@ def test_accepted_stop_token_ends_mid_window() -> None:
     plain = oracle(8)
     stops = cp.SamplingParams(stop_token_ids=(STOP,))
     drafter = cp.drafters.Scripted(lambda state: future(plain, state, None))
-    trace = cp.run(loaded(), PROMPTS, **{**SMALL, "window": 8}, drafter=drafter, sampling=stops)
+    trace = cp.run(loaded(), PROMPTS, **windowed(8), drafter=drafter, sampling=stops)
     ended = trace.events().query("finish == 'stop' and phase == 'verify'")
     assert len(ended)
     for _, event in ended.iterrows():
@@ -88,7 +99,9 @@ def test_accepted_stop_token_ends_mid_window() -> None:
 
 def test_stop_tokens_of_the_fast_path() -> None:
     want = oracle(4, sampling=cp.SamplingParams(stop_token_ids=(STOP,)))
-    trace = cp.run(loaded(), PROMPTS, **SMALL, sampling=cp.SamplingParams(stop_token_ids=(STOP,)), deterministic=True)
+    trace = cp.run(
+        loaded(), PROMPTS, **windowed(4), sampling=cp.SamplingParams(stop_token_ids=(STOP,)), deterministic=True
+    )
     assert [trace.committed(i) for i in range(5)] == [want.committed(i) for i in range(5)]
     assert [trace.digest(i) for i in range(5)] == [want.digest(i) for i in range(5)]
 
@@ -108,7 +121,7 @@ def test_sampling_is_lossless(temperature: float, seed: int) -> None:
     for drafter in drafters:
         # with a drafter every request is verified, also those that are not deterministic
         options = {"drafter": drafter, "deterministic": drafter is None}
-        trace = cp.run(loaded(), PROMPTS, **SMALL, sampling=sampling, seed=seed, **options)
+        trace = cp.run(loaded(), PROMPTS, **windowed(4), sampling=sampling, seed=seed, **options)
         assert [trace.committed(i) for i in range(5)] == [want.committed(i) for i in range(5)]
     greedy = oracle(4)
     assert [want.committed(i) for i in range(5)] != [greedy.committed(i) for i in range(5)]
@@ -120,7 +133,7 @@ def test_noise_belongs_to_the_tokens_own_position() -> None:
     token came to stand, gives every committed token. (Were verify off by one, the oracle would be off with it.)"""
     sampling = cp.SamplingParams(temperature=1.0, seed=11)
     model = loaded()
-    for trace in (oracle(4, sampling=sampling), cp.run(model, PROMPTS, **SMALL, sampling=sampling)):
+    for trace in (oracle(4, sampling=sampling), cp.run(model, PROMPTS, **windowed(4), sampling=sampling)):
         for i, prompt in enumerate(PROMPTS):
             text = prompt + trace.committed(i)
             with torch.inference_mode():

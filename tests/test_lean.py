@@ -14,6 +14,8 @@ from cacheprobe.ops.equality import bitwise
 from tests.feeding import fed_in_parts, texts
 from tests.tiny import FAMILIES, SLIDING, hf_model, loaded
 
+pytestmark = pytest.mark.determinism
+
 
 def is_lean(family: str) -> bool:
     return any(kind.takes(TwinLM(loaded(family)).model) for kind in LEAN)

@@ -287,7 +287,7 @@ def test_a_kernel_shows_a_picture() -> None:
     )
     cell = nbformat.v4.new_code_cell(source)
     book = nbformat.v4.new_notebook(cells=[cell])
-    NotebookClient(book, timeout=120).execute()
+    NotebookClient(book, timeout=600).execute()
     (output,) = book.cells[0].outputs
     assert output.output_type == "execute_result" and output.data["text/html"].startswith('<div class="cp alone">')
     assert output.data["text/plain"].startswith("Markup('Request 3 holds 5 cache rows after step 0: 5 prefill'")

@@ -28,6 +28,8 @@ from cacheprobe.proof.tally import Tally
 from cacheprobe.proof.traffic import Corrupted, Episode, draw_episode, draw_request
 from cacheprobe.records import ForwardRecord, Request
 
+pytestmark = pytest.mark.determinism
+
 LLAMAS = [subject for subject in tiny_subjects() if subject.name == "llama"]
 """In three dtypes; loaded once for all tests."""
 TWIN = twin_subjects()[0]

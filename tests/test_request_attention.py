@@ -14,6 +14,8 @@ from cacheprobe.ops.request_attention import (
     reach_of_positions,
 )
 
+pytestmark = pytest.mark.determinism
+
 CAPACITY = 200
 STARTS = (3, 60, 127, 0)
 

@@ -83,8 +83,7 @@ def test_a_smaller_coin_model_is_trained_anew_to_the_accuracy_of_the_shipped_one
     mini = preset_of("coin-flip", "mini")
     quick = replace(mini, pool=6_000, loop=replace(mini.loop, steps=180, lr=4e-3, warmup=20))
     monkeypatch.setitem(PRESETS["coin-flip"], "quick", quick)
-    record = train_thinking("coin-flip", "quick", "thinking", 0, tmp_path / "coin", progress=False)
-    assert record["cpu_seconds"] < 60
+    train_thinking("coin-flip", "quick", "thinking", 0, tmp_path / "coin", progress=False)
     again, shipped = cp.load_model(str(tmp_path / "coin")), cp.load_model("coinflip-thinking")
     assert again.model.num_parameters < shipped.model.num_parameters / 4
     for lm in (again, shipped):

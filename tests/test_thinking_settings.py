@@ -1,17 +1,20 @@
 """What a Thinking States training is told: the form of its thoughts, and its time; and how long a state then lasts."""
 
+import itertools
 import json
 import math
 import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.tasks import FORMATS, annotate_all, word_tokenizer
+from cacheprobe.training import loop
 from cacheprobe.training.evaluate import Verdicts
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.presets import PRESETS, Preset, preset_of
@@ -62,18 +65,27 @@ def test_a_training_of_another_form_or_arm_is_not_gone_on_with(tmp_path: Path) -
     train(preset, "thinking", 0, tmp_path)
 
 
+@pytest.fixture
+def second_by_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every training step take one second of the processor."""
+    readings = itertools.count()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(process_time=lambda: float(next(readings))))
+
+
+@pytest.mark.usefixtures("second_by_second")
 def test_a_training_may_be_broken_off_after_some_seconds() -> None:
     heard: list[int] = []
-    made = train(quick(500), "thinking", 0, report=lambda at, _: heard.append(at.step), seconds=0.2)
-    assert 1 <= heard[-1] < 500 and 0.2 <= made.cpu_seconds < 5 and not made.model.training
-    assert train(quick(3), "thinking", 0, seconds=math.inf).cpu_seconds > 0
+    made = train(quick(500), "thinking", 0, report=lambda at, _: heard.append(at.step), seconds=2.5)
+    assert heard == [1, 2, 3] and made.cpu_seconds == 3.0 and not made.model.training
+    assert train(quick(3), "thinking", 0, seconds=math.inf).cpu_seconds == 3.0
 
 
+@pytest.mark.usefixtures("second_by_second")
 def test_a_minute_says_what_it_came_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS["coin-flip"], "quick", quick(40))
-    result = minute.run(minute.Config(presets=("quick",), seconds=0.1, texts=20))
+    result = minute.run(minute.Config(presets=("quick",), seconds=2, texts=20))
     (line,) = result.lines
-    assert line.steps < line.steps_of_preset == 40 and line.texts == 20 >= line.right and line.to_99 is None
+    assert line.steps == 2 < line.steps_of_preset == 40 and line.texts == 20 >= line.right and line.to_99 is None
     assert line.parameters == sum(w.numel() for w in train(quick(1)).model.parameters())
     held = json.loads(json.dumps(asdict(result)))
     assert minute.Result.of(held) == result

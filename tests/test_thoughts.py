@@ -1,7 +1,5 @@
-"""Gold thoughts by chunk: agreement with a walk over tokens, the three formats by hand, phases, limits and speed."""
+"""Gold thoughts by chunk: agreement with a walk over tokens, the three formats by hand, phases, limits and calls."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -21,6 +19,7 @@ from cacheprobe.tasks import (
     annotate,
     annotate_all,
     coin_question,
+    mixed,
     word_tokenizer,
 )
 from cacheprobe.tasks.two_coins import two_coins_question
@@ -277,21 +276,20 @@ def test_a_padding_call_before_changes_nothing(words):
     assert annotate(ONE_OF_EACH, words, 4) == before
 
 
-SPEED = """
-import time
-from cacheprobe.tasks import CoinFlip, annotate_all, mixed, word_tokenizer
-words = word_tokenizer(CoinFlip().vocabulary())
-start = time.process_time()
-examples = mixed(CoinFlip(), range(1, 11), n=20_000, seed=1)
-drawn = time.process_time()
-annotate_all(examples, words, 6, "state")
-print(drawn - start, time.process_time() - drawn)
-"""
+@pytest.mark.parametrize("form", FORMATS)
+def test_many_examples_are_encoded_by_as_many_calls_as_few(
+    words: PreTrainedTokenizerFast, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of the tokenizer costs more than all else: one for all texts, and one for each different thought."""
+    encode, calls = PreTrainedTokenizerFast.__call__, 0
 
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        return encode(*args, **kwargs)
 
-def test_twenty_thousand_are_drawn_and_annotated_in_seconds():
-    """In a process of its own: the type checks of a test run would be most of what is measured."""
-    done = subprocess.run([sys.executable, "-c", SPEED], capture_output=True, text=True, check=True)
-    drawing, annotating = map(float, done.stdout.split())
-    print(f"drawn in {drawing:.2f} CPU-seconds, annotated in {annotating:.2f}")
-    assert drawing + annotating < 5
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counted)
+    examples = mixed(CoinFlip(), range(1, 11), n=200, seed=1)
+    annotated = annotate_all(examples, words, 6, form)
+    distinct = {state for example in examples for state in example.question.states}
+    assert len(annotated) == 200 and 1 < calls <= 1 + len(distinct)

@@ -13,7 +13,10 @@ from cacheprobe.models.twin import TwinLM
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.wide_product import wide_product
 from tests.feeding import GARBAGE, fed_in_parts, texts
+from tests.shapes import fixed_pass, serving
 from tests.tiny import FAMILIES, VOCAB, loaded
+
+pytestmark = pytest.mark.determinism
 
 SUMS = "fused attention reorders sums"
 
@@ -70,14 +73,20 @@ def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, TwinLM])
             assert [bool(keys.any()) for keys in cache.keys] == [layer < num_layers for layer in range(3)]
 
 
-def test_chosen_logits_are_those_of_the_slots(pair: tuple[BridgeLM, TwinLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, plain = pair
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("can_choose", [True, False])
+def test_chosen_logits_are_those_of_the_slots(
+    pair: tuple[BridgeLM, TwinLM], lean: bool, can_choose: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order asked for, with and without a model that takes logits_to_keep."""
+    plain = TwinLM(pair[0], lean=lean)
+    monkeypatch.setattr(plain, "_can_choose_logits", can_choose)
     ids, cache = torch.tensor([[5, 6, 7, 8]]), plain.new_cache(1, 8)
     every = plain.forward(ids, cache, [0], [0])
     chosen = plain.forward(ids, cache, [0], [0], logit_slots=[3, 1])
-    assert chosen.shape == (1, 2, VOCAB) and close(chosen, every[:, [3, 1]], 1e-6, because="fewer rows in the product")
-    monkeypatch.setattr(plain, "_can_choose_logits", False)  # as in models without logits_to_keep
-    assert bitwise(plain.forward(ids, cache, [0], [0], logit_slots=[3, 1]), every[:, [3, 1]])
+    why = "a product of two rows may sum in another order than one of four"
+    assert chosen.shape == (1, 2, VOCAB) and close(chosen, every[:, [3, 1]], 1e-6, because=why)
+    assert not close(chosen, every[:, [1, 3]], 1e-2, because="the control: other slots, other logits")
 
 
 def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, TwinLM]) -> None:
@@ -134,18 +143,20 @@ def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple
     """Neither its place in the batch, nor the other rows, nor what is stale, nor its slot in the window matter."""
     plain = TwinLM(loaded(family, dtype))
     (text,) = texts(40)
-    batch, width = shape
+    at_least, width = shape
+    batch = serving(plain, width, at_least=at_least, capacity=64)
+    num_rows = 2 * max(batch, 4)
 
     def measured(seed: int, index: int, row: int, start: int, garbage: float) -> tuple[Tensor, ...]:
         """Logits of position 31, and keys and values up to it, of one row among others."""
         generator = torch.Generator().manual_seed(seed)
-        cache = plain.new_cache(8, 64)
+        cache = plain.new_cache(num_rows, 64)
         for held in (*cache.keys, *cache.values):
             held.normal_(0, garbage, generator=generator)
-        others = [r for r in torch.randperm(8, generator=generator).tolist() if r != row][: batch - 1]
+        others = [r for r in torch.randperm(num_rows, generator=generator).tolist() if r != row][: batch - 1]
         rows = [*others[:index], row, *others[index:]]
         for begin in range(0, 32, 8):  # the prompt, in chunks of one shape, beyond the window's start too
-            plain.forward(text[None, begin : begin + 8], cache, [row], [begin])
+            fixed_pass(plain, text[None, begin : begin + 8], cache, [row], [begin], is_prefill=True)
         for other in others:
             noise = torch.randint(0, VOCAB, (1, 8), generator=generator)
             plain.forward(noise, cache, [other], [int(torch.randint(0, 24, (), generator=generator))])
@@ -153,7 +164,7 @@ def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple
         starts = torch.randint(0, 40, (batch,), generator=generator).tolist()
         ids[index], starts[index] = text[start : start + width], start
         ids[index, 31 - start + 1 :] = 7 + seed  # rejected, or pads
-        logits = plain.forward(ids, cache, rows, starts)[index, 31 - start]
+        logits = fixed_pass(plain, ids, cache, rows, starts)[index, 31 - start]
         return logits, *(held[row, :, :32] for held in (*cache.keys, *cache.values))
 
     last = batch - 1

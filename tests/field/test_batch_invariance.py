@@ -11,6 +11,8 @@ from cacheprobe.drafters.base import Drafter
 from cacheprobe.models.base import CachedLM
 from tests.field.subjects import SETTINGS, Answer, answer, near_tied, random_prompt, sampling, smollm2
 
+pytestmark = pytest.mark.determinism
+
 MODELS = {"float32": lambda: near_tied("float32"), "bfloat16": lambda: near_tied("bfloat16"), "smollm2": smollm2}
 DRAFTERS = {"undrafted": None, "drafted": cp.drafters.NGram(min_ngram=1)}
 NUM_TRIALS, LARGEST_BATCH, NEW_TOKENS = 2, 8, 10

@@ -14,6 +14,8 @@ import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from tests.field.subjects import SETTINGS, near_tied, random_prompt, sampling, smollm2
 
+pytestmark = pytest.mark.determinism
+
 NUM_TRIALS, NEW_TOKENS = 6, 10
 LENGTHS = (1, 17, 40, 71)
 """Tokens of the prefixes: below, at about and above the chunks in which prompts are read."""

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 import cacheprobe as cp
@@ -25,6 +26,8 @@ from tests.invariants.runs import (
     wrong_at,
 )
 from tests.tiny import VOCAB, loaded
+
+pytestmark = pytest.mark.determinism
 
 
 def alone(model: CachedLM, request: Request, **settings) -> Outcome:

@@ -33,6 +33,8 @@ from tests.invariants.runs import (
 )
 from tests.tiny import loaded
 
+pytestmark = pytest.mark.determinism
+
 
 def half_way(model: Spy) -> tuple[Stepper, list[SequenceState]]:
     """Three requests with full drafts, about to be verified."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 
 import cacheprobe as cp
@@ -18,6 +19,8 @@ from tests.equivalence import choose_token_slowly, sample_token_slowly
 from tests.invariants.machines import Spy, rounding_by_shape, tiny
 from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, SHAPES, W, Watched, babbler, future, outcome, wrong_at
 from tests.tiny import VOCAB, hf_model, loaded
+
+pytestmark = pytest.mark.determinism
 
 BYTES = [0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0x20, 0xF0]
 """A letter, a space, and parts of characters of two to four bytes."""

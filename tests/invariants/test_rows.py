@@ -29,6 +29,8 @@ from tests.invariants.runs import (
 )
 from tests.tiny import VOCAB
 
+pytestmark = pytest.mark.determinism
+
 
 def test_invariant_15_no_leak() -> None:
     """After every round: one row for each request in flight, as long as it needs, and all free in the end."""

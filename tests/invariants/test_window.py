@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import pytest
 import torch
 
 import cacheprobe as cp
@@ -29,6 +30,8 @@ from tests.invariants.runs import (
     same_rows,
     wrong_at,
 )
+
+pytestmark = pytest.mark.determinism
 
 
 def test_invariant_10_progress() -> None:
