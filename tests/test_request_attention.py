@@ -32,8 +32,12 @@ def inputs(heads: int, groups: int, width: int, dtype: torch.dtype = torch.float
 
 def attended(q, keys, values, mask, reach, rows=None):
     rows = range(len(q)) if rows is None else rows
-    held = [[kept[row : row + 1] for row in rows] for kept in (keys, values)]
-    return attend_by_request(q, *held, mask, reach, 0.25)
+    places = list(rows)
+
+    def held(row: int, span: int):
+        return tuple(kept[places[row] : places[row] + 1, :, :span] for kept in (keys, values))
+
+    return attend_by_request(q, held, mask, reach, 0.25)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])

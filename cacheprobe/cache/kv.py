@@ -83,6 +83,7 @@ class KVCache:
         self._taken = [False] * rows
         self._staged: tuple[Tensor, Tensor, slice | Tensor] | None = None
         self._staged_places: list[tuple[int, int]] = []
+        self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def __repr__(self) -> str:
         used = f"{sum(self._taken)} of {self.rows} rows, {int(self.lengths.sum())} slots in use"
@@ -187,11 +188,14 @@ class KVCache:
             if not bitwise(ours, again):
                 self.copy_differs_at.append((layer, name))
 
-    def row_views(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of each staged row, [1, h, capacity, d] each, no copies."""
-        keys, values = self.keys[layer], self.values[layer]
-        rows = [row for row, _ in self._staged_places]
-        return [keys[row : row + 1] for row in rows], [values[row : row + 1] for row in rows]
+    def row_view(self, layer: int, batch_row: int, span: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, h, span, d] of the first slots of a staged row; views, made once."""
+        row, _ = self._staged_places[batch_row]
+        key = layer, row, span
+        if key not in self._views:
+            keys, values = self.keys[layer], self.values[layer]
+            self._views[key] = keys[row : row + 1, :, :span], values[row : row + 1, :, :span]
+        return self._views[key]
 
     @contextmanager
     def attending_to(self, num_slots: int, reach: Reach | None = None, copy: Copy | None = None) -> Iterator[None]:

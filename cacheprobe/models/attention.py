@@ -6,6 +6,7 @@ A pass of which bits are promised attends request by request, any other in one c
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ def attend_over_cache(
         keys, values = cache.write(layer, k, v)
         return attend_together(q, keys, values, mask, scale)
     cache.store(layer, k, v)
-    return attend_by_request(q, *cache.row_views(layer), mask, cache.reach, scale)
+    return attend_by_request(q, partial(cache.row_view, layer), mask, cache.reach, scale)
 
 
 def _interface(
@@ -88,8 +89,11 @@ def _interface(
     if calls is None or calls.reach is None:
         out = attend_together(query, key, value, attention_mask, scaling, softcap)
     else:
-        rows = key.split(1), value.split(1)
-        out = attend_by_request(query, *rows, attention_mask, calls.reach, scaling, softcap)
+
+        def held(row: int, span: int) -> tuple[Tensor, Tensor]:
+            return key[row : row + 1, :, :span], value[row : row + 1, :, :span]
+
+        out = attend_by_request(query, held, attention_mask, calls.reach, scaling, softcap)
     if calls is not None:
         calls.count += 1
     return out.unflatten(-1, (query.shape[1], -1)), None

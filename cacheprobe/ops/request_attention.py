@@ -6,7 +6,7 @@ alone.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,10 @@ _ALIGNMENT = 64
 
 _thread_count = threading.Lock()
 """Held while the number of threads is lowered: a Python thread that starts then would take the low number over."""
+
+
+Held = Callable[[int, int], tuple[Tensor, Tensor]]
+"""(batch row, span) -> that row's keys and values of its first slots, [1, g, span, d] each."""
 
 
 @dataclass(frozen=True)
@@ -78,36 +82,35 @@ def reach_of_pass(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
 
 
 def attend_by_request(
-    q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor,
-    reach: Reach,
-    scale: float | None,
-    softcap: float | None = None,
+    q: Tensor, held: Held, mask: Tensor, reach: Reach, scale: float | None, softcap: float | None = None
 ) -> Tensor:
-    """[b, t, h * d] of queries [b, h, t, d]; keys and values [1, g, s, d] of each batch row; mask [b, 1 or h, t, s].
+    """[b, t, h * d] of queries [b, h, t, d]; mask [b, 1 or h, t, s], additive.
 
     Query heads that share a head of keys are folded into the rows of one call. Rows without a piece are zero.
     A call of little work runs on one thread, whatever their number.
     Twin: ops.attention.cached_attention, close: sums are ordered otherwise.
     """
     batch, heads, width, depth = q.shape
-    groups = keys[0].shape[1]
+    groups, value_depth = (held(0, 1)[0].shape[1], held(0, 1)[1].shape[3])
     repeats = heads // groups
-    folded = q.reshape(batch, groups, repeats * width, depth)
-    out = q.new_zeros(batch, groups, repeats, width, values[0].shape[-1])
+    folded = q.reshape(batch, groups, repeats * width, depth).split(1)
     attend = scaled_dot_product_attention if softcap is None else _softcapped(softcap)
+    nothing, made = q.new_zeros(1, groups, repeats * width, value_depth), []
     with _Threads(q.device) as threads:
         for row, pieces in enumerate(reach.pieces):
-            own = _aligned(folded[row : row + 1])
-            for span, first, end in ((p.span, p.first, p.end) for p in pieces):
-                threads.take(heads * width * depth * span)
-                own_mask = reach.mask(mask, row, span, repeats)
-                part = attend(own, keys[row][:, :, :span], values[row][:, :, :span], attn_mask=own_mask, scale=scale)
-                made = part.view(groups, repeats, width, -1)
-                out[row, :, :, first:end] = made[:, :, first:end]
-    return out.view(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
+            own, parts = _aligned(folded[row]), []
+            for piece in pieces:
+                threads.take(heads * width * depth * piece.span)
+                keys, values = held(row, piece.span)
+                own_mask = reach.mask(mask, row, piece.span, repeats)
+                parts.append(attend(own, keys, values, attn_mask=own_mask, scale=scale))
+            if len(parts) > 1:
+                of_slots = [part.view(1, groups, repeats, width, -1) for part in parts]
+                cut = [part[:, :, :, p.first : p.end] for part, p in zip(of_slots, pieces, strict=True)]
+                cut.append(of_slots[-1][:, :, :, pieces[-1].end :])  # pads, of which nothing is read
+                parts = [torch.cat(cut, 3).view_as(parts[0])]
+            made.append(parts[0] if parts else nothing)
+    return torch.cat(made).view(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
 
 
 def attend_together(

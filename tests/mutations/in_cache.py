@@ -131,9 +131,9 @@ MUTATIONS = [
     one(
         "a neighbour's row is attended",
         ("05",),
-        f"{CACHE}.row_views",
-        "return [keys[row : row + 1] for row in rows]",
-        "return [(keys[row : row + 1] + keys[row - 1 :][:1]) / 2 for row in rows]",
+        f"{CACHE}.row_view",
+        "row, _ = self._staged_places[batch_row]",
+        "row, _ = self._staged_places[batch_row - 1]",
     ),
     one(
         "logits differ from call to call",
