@@ -18,7 +18,7 @@ from cacheprobe.config import EngineConfig
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.ops.request_attention import Reach, reach_of_pass, reach_of_positions
+from cacheprobe.ops.request_attention import SPAN_STEP, Reach, reach_of_pass, reach_of_positions
 
 _NEARBY = 8
 """Larger groups that are tried for the error message."""
@@ -178,7 +178,7 @@ class _Cycle:
         fed = torch.stack([self.texts[stream, shift : shift + self.width] for stream, shift in of_row])
         span, reach = self.cache.capacity, None
         if self.model.attends_by_request:
-            of = reach_of_positions if self.phase == "verify" else reach_of_pass
+            of = reach_of_pass if self.phase == "prefill" and self.width > SPAN_STEP else reach_of_positions
             reach = Reach(tuple(of(start, self.width, self.cache.capacity) for start in starts))
             span = reach.span
         sites = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]

@@ -15,7 +15,7 @@ from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.engine.watch import Difference, Watch
 from cacheprobe.interventions.editor import Editor, Slot, token_phase
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.request_attention import Piece, Reach, reach_of_pass, reach_of_positions
+from cacheprobe.ops.request_attention import SPAN_STEP, Piece, Reach, reach_of_pass, reach_of_positions
 from cacheprobe.records import ForwardRecord, Observer, RowSlot, Thought
 
 PAD_TOKEN_ID = 0
@@ -167,9 +167,9 @@ class PassRunner:
     def _reach(
         self, phase: str, entries: Sequence[Entry], batch_index: Sequence[int], size: int, copy: Copy | None
     ) -> Reach:
-        """Which slots each request attends over: a verified token over the span of its own position, wherever in a
-        window it stands; a prompt's chunk over one span."""
-        of = reach_of_positions if phase == "verify" else reach_of_pass
+        """Which slots each request attends over: a token over the span of its own position, wherever in a window it
+        stands; all of a long chunk of a prompt over one span, since where it stands depends on the prompt alone."""
+        of = reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions
         pieces: list[tuple[Piece, ...]] = [()] * size
         for b, entry in zip(batch_index, entries, strict=True):
             pieces[b] = of(entry.start, len(entry.token_ids), self.cache.capacity)

@@ -109,8 +109,8 @@ MUTATIONS = [
         (
             Edit(
                 "cacheprobe.engine.passes:PassRunner._reach",
-                'of = reach_of_positions if phase == "verify" else reach_of_pass',
-                "of = reach_of_pass",
+                'reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions',
+                "reach_of_pass",
             ),
         ),
     ),
