@@ -43,9 +43,9 @@ test: $(STAMP) browser
 test-all: $(STAMP) browser
 	@$(TEST_ENV) CACHEPROBE_PRESET=full $(BIN)/python -m pytest -q $(WORKERS) -m ""
 
-# Some of them alone: make test-processors ENVIRONMENTS="OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE"
+# Some alone: make test-processors ENVIRONMENTS="OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE" TESTS="tests/invariants"
 test-processors: $(STAMP)
-	@$(TEST_ENV) bash scripts/test_processors.sh "$(BIN)/python -m pytest -q $(WORKERS)" $(ENVIRONMENTS)
+	@$(TEST_ENV) TESTS="$(TESTS)" bash scripts/test_processors.sh "$(BIN)/python -m pytest -q $(WORKERS)" $(ENVIRONMENTS)
 
 docs: $(STAMP)
 	@$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html

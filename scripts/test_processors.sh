@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests marked `determinism` once in each environment, prints a line for each, and fails if any has failed.
-#   scripts/test_processors.sh "python -m pytest -q" [NAME=VALUE ...]     all environments by default
+#   [TESTS="FILE ..."] scripts/test_processors.sh "python -m pytest -q" [NAME=VALUE ...]
+# By default all files with such tests, and all environments.
 # Each environment makes the libraries take other code: fewer vector instructions, or another number of threads. Where
 # the processor lacks what a value names, the library takes what there is.
 set -uo pipefail
@@ -16,8 +17,11 @@ if [ ${#environments[@]} -eq 0 ]; then
         MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=AVX2
     )
 fi
-# These files alone: collecting all tests takes longer than running some of them.
-mapfile -t files < <(grep -rlE '^pytestmark = .*mark\.determinism' tests --include='test_*.py' | sort)
+# Files alone that hold such tests: collecting all tests takes longer than running some of them.
+read -ra files <<<"${TESTS:-}"
+if [ ${#files[@]} -eq 0 ]; then
+    mapfile -t files < <(grep -rlE '^pytestmark = .*mark\.determinism' tests --include='test_*.py' | sort)
+fi
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
 failed=0

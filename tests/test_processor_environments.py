@@ -47,6 +47,9 @@ def test_every_environment_gets_a_line_and_one_failure_fails_all(tmp_path: Path)
     asked = Path(f"{fake}.asked").read_text().splitlines()
     assert len(asked) == 3 and all("tests/test_twin.py" in line for line in asked)
     assert run("OMP_NUM_THREADS=4").returncode == 0
+    inherited["TESTS"] = "tests/test_lean.py tests/invariants"
+    run("OMP_NUM_THREADS=4")
+    assert Path(f"{fake}.asked").read_text().splitlines()[-1] == "4: tests/test_lean.py tests/invariants"
 
 
 def test_by_default_all_environments_are_tried(tmp_path: Path) -> None:
