@@ -145,7 +145,7 @@ def reference(
         window, group, capacity, prefill_chunk, prefill_group, acceptance=acceptance, pad_prefill=pad_prefill
     )
     asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
-    setup = Setup(model, prompts, config, *asked)
+    setup = Setup(model, prompts, config, *asked, max_in_flight=1)
     states = setup.states(drafter, is_all_verified=True)
     return _record(
         setup,
@@ -173,7 +173,9 @@ def cache_rows(
     Raises: ValueError for a prompt of one token, and for a model that remembers more than keys and values.
     """
     config = EngineConfig(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
-    setup = Setup(model, [prompt], config, True, None, max_new_tokens=1, path=path, interventions=interventions)
+    setup = Setup(
+        model, [prompt], config, True, None, max_new_tokens=1, path=path, interventions=interventions, max_in_flight=1
+    )
     (state,) = setup.states(None)
     if state.request.num_prompt_tokens < 2:
         raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")

@@ -1,6 +1,6 @@
 """A run's arguments, resolved and checked before anything is computed, and the run that they describe."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -13,6 +13,7 @@ from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.consistency import require_consistent
 from cacheprobe.engine.fingerprint import schedule_fingerprint
 from cacheprobe.engine.loop import rounds
+from cacheprobe.engine.sizes import require_cache_fits, require_records_fit
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.checks import Drafting
 from cacheprobe.interventions.editor import Editor
@@ -21,6 +22,7 @@ from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.heads import require_heads
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.prompts import answer_ids_of, as_list, text_of, token_ids_of
 from cacheprobe.noise import derive_seed
 from cacheprobe.observe.assemble import assemble
 from cacheprobe.observe.lens_reader import LENS_TILE
@@ -28,6 +30,7 @@ from cacheprobe.observe.observers import Tee
 from cacheprobe.observe.recorder import Recorder
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Observer, Request, SamplingParams
+from cacheprobe.values import whole_number
 
 DEFAULT_SAMPLING = SamplingParams(
     temperature=0.0, max_new_tokens=32, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=(), n=1
@@ -54,7 +57,9 @@ class Setup:
         seed: int = 0,
         path: str = "auto",
         interventions: "Intervention | Iterable[Any]" = (),
+        max_in_flight: int | None = None,
     ) -> None:
+        """max_in_flight: requests that hold a cache row at once, if that is not config.max_batch."""
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
         self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
@@ -69,22 +74,40 @@ class Setup:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise ValueError(f"sampling must be a cp.SamplingParams, got a {type(sampling).__name__}")
         run_sampling = SamplingParams(max_new_tokens=max_new_tokens).over(sampling or SamplingParams())
+        _check_stops(run_sampling, model)
+        run_seed = SamplingParams(seed=whole_number("seed", seed)).seed
         self.fallback = run_sampling.over(DEFAULT_SAMPLING).over(SamplingParams(stop_token_ids=model.stop_token_ids))
         self.interventions = as_interventions(interventions)
         self.editor: Editor | None = None
-        listed = _as_list(prompts)
+        listed = as_list(prompts)
         chosen = pick_deterministic(deterministic, len(listed))
-        self.requests: tuple[Request, ...] = ()
-        for i, item in enumerate(listed):
-            self.requests += self._samples(self._request(item, i, i in chosen), seed)
+        self._check_sizes([self._size(item) for item in listed], max_in_flight)
+        read = [self._request(item, i, i in chosen) for i, item in enumerate(listed)]
+        self._check_sizes([(r.num_prompt_tokens, *self._size(r)[1:]) for r in read], max_in_flight)
+        requests: list[Request] = []
+        for request in read:
+            requests += self._samples(request, len(requests), run_seed or 0)
+        self.requests: tuple[Request, ...] = tuple(requests)
         self._check_positions()
 
     # -- requests
 
-    def _samples(self, request: Request, run_seed: int) -> tuple[Request, ...]:
-        """The request as often as it asks for samples, each with an id and a seed of its own."""
+    def _size(self, item: Any) -> tuple[int, int, int]:
+        """(prompt tokens, new tokens, samples) of a prompt, as far as they are known before it is read."""
+        own = item.sampling if isinstance(item, Request) and item.sampling else SamplingParams()
+        asked = own.over(self.fallback)
+        return 1, min(asked.max_new_tokens or 1, self.model.n_ctx), asked.n or 1
+
+    def _check_sizes(self, requests: list[tuple[int, int, int]], max_in_flight: int | None) -> None:
+        """Raises: ValueError for a cache, or for records of all tokens, that this machine's memory cannot hold."""
+        in_flight = min(sum(n for _, _, n in requests), max_in_flight or self.config.max_batch)
+        require_cache_fits(self.model, self.config, in_flight, max(prompt + new for prompt, new, _ in requests))
+        require_records_fit(self.model, self.capture, self.layers, requests)
+
+    def _samples(self, request: Request, first: int, run_seed: int) -> tuple[Request, ...]:
+        """The request as often as it asks for samples, each with an id (from `first` on) and a seed of its own."""
         assert request.sampling is not None and request.sampling.n is not None
-        first, n = len(self.requests), request.sampling.n
+        n = request.sampling.n
         made = []
         for i in range(n):
             own = request.sampling.seed
@@ -100,11 +123,10 @@ class Setup:
         prompt: Any = given.prompt if given else item
         example = given.example if given else None
         if hasattr(prompt, "prompt_text"):
-            example, prompt = prompt, prompt.prompt_text(self.model.tokenizer)
-        ids = self._token_ids(prompt, index, is_chat=bool(getattr(example, "chat", False)))
+            example, prompt = prompt, text_of(prompt, self.model, index)
+        ids = token_ids_of(prompt, self.model, index, is_chat=bool(getattr(example, "chat", False)))
         own = given.sampling if given and given.sampling else SamplingParams()
-        if not isinstance(own, SamplingParams):
-            raise ValueError(f"request {index}: sampling must be a cp.SamplingParams, got a {type(own).__name__}")
+        _check_stops(own, self.model, f"request {index}: ")
         request = Request(
             prompt=prompt if isinstance(prompt, str) else ids,
             sampling=own.over(self.fallback),
@@ -121,23 +143,6 @@ class Setup:
         self._check_cached(request)
         self._check_fit(request)
         return request
-
-    def _token_ids(self, prompt: Any, index: int, is_chat: bool) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            ids = self.model.encode(prompt, add_special_tokens=not is_chat)
-        else:
-            try:
-                ids = tuple(int(token_id) for token_id in prompt)
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"request {index}: a prompt is text, a list of token ids, a task example or a Request; "
-                    f"got {prompt!r:.60}"
-                ) from error
-        if not ids or prompt == "":
-            raise ValueError(f"request {index}: the prompt is empty; give at least one token")
-        if bad := [t for t in ids if not 0 <= t < self.model.d_vocab]:
-            raise ValueError(f"request {index}: token id {bad[0]} is outside the vocabulary of {self.model.d_vocab}")
-        return ids
 
     def _check_fit(self, request: Request) -> None:
         assert request.sampling is not None and request.sampling.max_new_tokens is not None
@@ -234,8 +239,9 @@ class Setup:
         """The run under a recorder; yields steps, and returns the Trace as the generator's value."""
         model, requests = self.model, self.requests
         prompts = {r.request_id: r.prompt_token_ids for r in requests}
-        answers = {r.request_id: ids for r in requests if (ids := _answer_token_ids(r, model))}
-        recorder = Recorder(model, self.capture, self.layers, self.lens, prompts, answers)
+        answers = {r.request_id: answer_ids_of(r, model) for r in requests}
+        known = {request_id: ids for request_id, (ids, _) in answers.items() if ids}
+        recorder = Recorder(model, self.capture, self.layers, self.lens, prompts, known)
         with ExitStack() as stack:
             if self.editor is not None:  # first, so that what is recorded is what the model went on with
                 stack.enter_context(model.editing(self.editor.sites, self.editor.edit))
@@ -261,30 +267,6 @@ def drain(generator: Iterator[int]) -> Trace:
             return end.value
 
 
-def _answer_token_ids(request: Request, model: CachedLM) -> tuple[int, ...]:
-    """First token ids of a task's answers; none where the tokenizer does not tell them apart at their first token."""
-    if request.example is None:
-        return ()
-    try:
-        return request.example.answer_token_ids(model.tokenizer)
-    except ValueError:
-        return ()
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many: a list of whole numbers is one prompt of token ids."""
-    if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
-        return [prompts]
-    if isinstance(prompts, Mapping):
-        raise ValueError("prompts are a mapping, as a tokenizer returns; pass its input_ids as lists of token ids")
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"a prompt is text, a list of token ids, a task example or a Request; got {prompts!r:.60}")
-    listed = list(prompts)
-    if not listed:
-        raise ValueError("there are no prompts; give at least one")
-    return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
-
-
 def as_interventions(given: Any) -> tuple[Intervention, ...]:
     """One or many; the pairs that `swap` makes may stand among them as they are."""
     listed = [given] if isinstance(given, Intervention) else list(given)
@@ -293,6 +275,13 @@ def as_interventions(given: Any) -> tuple[Intervention, ...]:
         if not isinstance(one, Intervention):
             raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
     return tuple(flat)
+
+
+def _check_stops(sampling: SamplingParams, model: CachedLM, where: str = "") -> None:
+    """Raises: ValueError for a stop token that the model does not have, and could never say."""
+    ids = cast("tuple[int, ...]", sampling.stop_token_ids or ())
+    if bad := [token_id for token_id in ids if token_id >= model.d_vocab]:
+        raise ValueError(f"{where}stop_token_ids holds {bad[0]}, outside the vocabulary of {model.d_vocab}")
 
 
 def _check_drafter(drafter: Any) -> None:
