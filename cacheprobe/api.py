@@ -275,6 +275,8 @@ def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progres
         print(f"path: {setup.path_reason}")
     for request_id, error in trace.meta["errors"].items():
         warnings.warn(f"request {request_id} ended with an error: {error}", RuntimeWarning, stacklevel=3)
+    for why in dict.fromkeys(trace.missing.values()):
+        warnings.warn(why, RuntimeWarning, stacklevel=3)
     if setup.editor is not None and meta["kind"] == "run":  # the oracle runs no drafts that could be changed
         for one in [one for one in setup.editor.unused() if str(one.request_id) not in trace.meta["errors"]]:
             warnings.warn(f"{one} never acted: no pass computed its positions", RuntimeWarning, stacklevel=3)

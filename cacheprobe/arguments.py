@@ -1,5 +1,6 @@
 """A run's arguments, resolved and checked before anything is computed, and the run that they describe."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any, cast
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.cache.surgery import CacheRows, require_fit, require_plain
 from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
-from cacheprobe.drafters.base import Drafter, drafted_layers
+from cacheprobe.drafters.base import Drafter, deadline_seconds, drafted_layers
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.consistency import require_consistent
 from cacheprobe.engine.fingerprint import schedule_fingerprint
@@ -30,11 +31,14 @@ from cacheprobe.observe.observers import Tee
 from cacheprobe.observe.recorder import Recorder
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Observer, Request, SamplingParams
-from cacheprobe.values import whole_number
+from cacheprobe.values import number, whole_number
 
 DEFAULT_SAMPLING = SamplingParams(
     temperature=0.0, max_new_tokens=32, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=(), n=1
 )
+
+MAX_DEADLINE = threading.TIMEOUT_MAX / 20
+"""Seconds; a wait of ten deadlines is then still one that Python can take."""
 
 Start = Callable[[Sequence[SequenceState], Observer], Iterator[int]]
 """Begins a run over these states: an iterator of the steps that its rounds end with."""
@@ -222,15 +226,13 @@ class Setup:
         return states
 
     def _drafting(self, drafter: Drafter) -> Drafting:
-        _check_drafter(drafter)
-        drafter.check(self.model)
+        _check_drafter(drafter, self.model)
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
     def start(self, drafter: Drafter | None) -> Start:
         """The loop over these requests, ready to begin."""
         if drafter is not None:
-            _check_drafter(drafter)
-            drafter.check(self.model)
+            _check_drafter(drafter, self.model)
         return lambda states, observer: rounds(self.model, states, self.config, observer, drafter, self.editor)
 
     def recorded(
@@ -249,7 +251,8 @@ class Setup:
             yield from start(states, cast(Observer, Tee(recorder, *observers)))
         fingerprint = schedule_fingerprint(model, self.config, LENS_TILE, self.interventions, self.requests)
         errors = {str(state.request_id): state.error for state in states if state.error}
-        meta = {**meta, "path_reason": self.path_reason, "errors": errors}
+        failed = {f"answers of request {number}": why for number, (_, why) in answers.items() if why}
+        meta = {**meta, "path_reason": self.path_reason, "errors": errors, "missing": failed}
         if self.editor is not None:
             meta["interventions"] = self.editor.record()
         trace = assemble(recorder, requests, fingerprint, self.config, self.capture, meta)
@@ -284,9 +287,24 @@ def _check_stops(sampling: SamplingParams, model: CachedLM, where: str = "") -> 
         raise ValueError(f"{where}stop_token_ids holds {bad[0]}, outside the vocabulary of {model.d_vocab}")
 
 
-def _check_drafter(drafter: Any) -> None:
-    if isinstance(drafter, type) or not hasattr(drafter, "extend"):
+def _check_drafter(drafter: Any, model: CachedLM) -> None:
+    """Raises: ValueError for what is no drafter, and for one that cannot serve this model."""
+    missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
+    if isinstance(drafter, type) or missing:
+        lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""
         raise ValueError(
-            f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}; names stand only in "
-            "command lines"
+            f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}{lacks}; names stand "
+            "only in command lines"
         )
+    seconds = deadline_seconds(drafter)
+    if seconds is not None and not 0 < number("deadline_seconds", seconds) <= MAX_DEADLINE:
+        raise ValueError(
+            f"deadline_seconds of drafter {drafter.name} must be above 0 and at most {MAX_DEADLINE:.0f}, or None for "
+            f"no deadline, got {seconds}"
+        )
+    try:
+        drafter.check(model)
+    except ValueError:
+        raise
+    except Exception as error:  # a user's own code
+        raise ValueError(f"check of drafter {drafter.name} failed, {type(error).__name__}: {error!s:.200}") from error
