@@ -151,7 +151,8 @@ def reference(
         pad_prefill=pad_prefill, acceptance=acceptance,
     )  # fmt: skip
     asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
-    setup = Setup(model, prompts, *settle_shapes(model, drafter is not None, shapes), *asked)
+    settled = settle_shapes(model, drafter is not None, shapes)
+    setup = Setup(model, prompts, *settled, *asked, max_in_flight=1)
     states = setup.states(drafter, is_all_verified=True)
     return _record(
         setup,
@@ -180,7 +181,9 @@ def cache_rows(
     """
     shapes = dict(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
     settled = settle_shapes(model, False, shapes)
-    setup = Setup(model, [prompt], *settled, True, None, max_new_tokens=1, path=path, interventions=interventions)
+    setup = Setup(
+        model, [prompt], *settled, True, None, max_new_tokens=1, path=path, interventions=interventions, max_in_flight=1
+    )
     (state,) = setup.states(None)
     if state.request.num_prompt_tokens < 2:
         raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
@@ -278,6 +281,8 @@ def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progres
         print(f"path: {setup.path_reason}")
     for request_id, error in trace.meta["errors"].items():
         warnings.warn(f"request {request_id} ended with an error: {error}", RuntimeWarning, stacklevel=3)
+    for why in dict.fromkeys(trace.missing.values()):
+        warnings.warn(why, RuntimeWarning, stacklevel=3)
     if setup.editor is not None and meta["kind"] == "run":  # the oracle runs no drafts that could be changed
         for one in [one for one in setup.editor.unused() if str(one.request_id) not in trace.meta["errors"]]:
             warnings.warn(f"{one} never acted: no pass computed its positions", RuntimeWarning, stacklevel=3)

@@ -1,6 +1,7 @@
 """A run's arguments, resolved and checked before anything is computed, and the run that they describe."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -9,12 +10,13 @@ from typing import Any, cast
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.cache.surgery import CacheRows, require_fit, require_plain
 from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
-from cacheprobe.drafters.base import Drafter, drafted_layers
+from cacheprobe.drafters.base import Drafter, deadline_seconds, drafted_layers
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.consistency import Hooked, serving_config
 from cacheprobe.engine.fingerprint import Fingerprint, schedule_fingerprint
 from cacheprobe.engine.loop import rounds
 from cacheprobe.engine.run_guard import RunGuard, require_ready
+from cacheprobe.engine.sizes import require_cache_fits, require_records_fit
 from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.checks import Drafting
@@ -24,6 +26,7 @@ from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.heads import require_heads
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.prompts import answer_ids_of, as_list, text_of, token_ids_of
 from cacheprobe.models.turns import turn
 from cacheprobe.noise import derive_seed
 from cacheprobe.observe.assemble import assemble
@@ -32,10 +35,14 @@ from cacheprobe.observe.observers import Tee
 from cacheprobe.observe.recorder import Recorder
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Observer, Request, SamplingParams
+from cacheprobe.values import number, whole_number
 
 DEFAULT_SAMPLING = SamplingParams(
     temperature=0.0, max_new_tokens=32, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=(), n=1
 )
+
+MAX_DEADLINE = threading.TIMEOUT_MAX / 20
+"""Seconds; a wait of ten deadlines is then still one that Python can take."""
 
 Start = Callable[[Sequence[SequenceState], Observer], Iterator[int]]
 """Begins a run over these states: an iterator of the steps that its rounds end with."""
@@ -59,8 +66,11 @@ class Setup:
         seed: int = 0,
         path: str = "auto",
         interventions: "Intervention | Iterable[Any]" = (),
+        max_in_flight: int | None = None,
     ) -> None:
-        """is_group_given: False where a group is chosen that gives every row the same bits."""
+        """is_group_given: False where a group is chosen that gives every row the same bits.
+        max_in_flight: requests that hold a cache row at once, if that is not config.max_batch.
+        """
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
         require_ready(model)
@@ -76,23 +86,41 @@ class Setup:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise ValueError(f"sampling must be a cp.SamplingParams, got a {type(sampling).__name__}")
         run_sampling = SamplingParams(max_new_tokens=max_new_tokens).over(sampling or SamplingParams())
+        _check_stops(run_sampling, model)
+        run_seed = SamplingParams(seed=whole_number("seed", seed)).seed
         self.fallback = run_sampling.over(DEFAULT_SAMPLING).over(SamplingParams(stop_token_ids=model.stop_token_ids))
         self.interventions = as_interventions(interventions)
         self.editor: Editor | None = None
         self.watch = Watch()
-        listed = _as_list(prompts)
+        listed = as_list(prompts)
         chosen = pick_deterministic(deterministic, len(listed))
-        self.requests: tuple[Request, ...] = ()
-        for i, item in enumerate(listed):
-            self.requests += self._samples(self._request(item, i, i in chosen), seed)
+        self._check_sizes([self._size(item) for item in listed], max_in_flight)
+        read = [self._request(item, i, i in chosen) for i, item in enumerate(listed)]
+        self._check_sizes([(r.num_prompt_tokens, *self._size(r)[1:]) for r in read], max_in_flight)
+        requests: list[Request] = []
+        for request in read:
+            requests += self._samples(request, len(requests), run_seed or 0)
+        self.requests: tuple[Request, ...] = tuple(requests)
         self._check_positions()
 
     # -- requests
 
-    def _samples(self, request: Request, run_seed: int) -> tuple[Request, ...]:
-        """The request as often as it asks for samples, each with an id and a seed of its own."""
+    def _size(self, item: Any) -> tuple[int, int, int]:
+        """(prompt tokens, new tokens, samples) of a prompt, as far as they are known before it is read."""
+        own = item.sampling if isinstance(item, Request) and item.sampling else SamplingParams()
+        asked = own.over(self.fallback)
+        return 1, min(asked.max_new_tokens or 1, self.model.n_ctx), asked.n or 1
+
+    def _check_sizes(self, requests: list[tuple[int, int, int]], max_in_flight: int | None) -> None:
+        """Raises: ValueError for a cache, or for records of all tokens, that this machine's memory cannot hold."""
+        in_flight = min(sum(n for _, _, n in requests), max_in_flight or self.config.max_batch)
+        require_cache_fits(self.model, self.config, in_flight, max(prompt + new for prompt, new, _ in requests))
+        require_records_fit(self.model, self.capture, self.layers, requests)
+
+    def _samples(self, request: Request, first: int, run_seed: int) -> tuple[Request, ...]:
+        """The request as often as it asks for samples, each with an id (from `first` on) and a seed of its own."""
         assert request.sampling is not None and request.sampling.n is not None
-        first, n = len(self.requests), request.sampling.n
+        n = request.sampling.n
         made = []
         for i in range(n):
             own = request.sampling.seed
@@ -108,11 +136,10 @@ class Setup:
         prompt: Any = given.prompt if given else item
         example = given.example if given else None
         if hasattr(prompt, "prompt_text"):
-            example, prompt = prompt, prompt.prompt_text(self.model.tokenizer)
-        ids = self._token_ids(prompt, index, is_chat=bool(getattr(example, "chat", False)))
+            example, prompt = prompt, text_of(prompt, self.model, index)
+        ids = token_ids_of(prompt, self.model, index, is_chat=bool(getattr(example, "chat", False)))
         own = given.sampling if given and given.sampling else SamplingParams()
-        if not isinstance(own, SamplingParams):
-            raise ValueError(f"request {index}: sampling must be a cp.SamplingParams, got a {type(own).__name__}")
+        _check_stops(own, self.model, f"request {index}: ")
         request = Request(
             prompt=prompt if isinstance(prompt, str) else ids,
             sampling=own.over(self.fallback),
@@ -129,23 +156,6 @@ class Setup:
         self._check_cached(request)
         self._check_fit(request)
         return request
-
-    def _token_ids(self, prompt: Any, index: int, is_chat: bool) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            ids = self.model.encode(prompt, add_special_tokens=not is_chat)
-        else:
-            try:
-                ids = tuple(int(token_id) for token_id in prompt)
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"request {index}: a prompt is text, a list of token ids, a task example or a Request; "
-                    f"got {prompt!r:.60}"
-                ) from error
-        if not ids or prompt == "":
-            raise ValueError(f"request {index}: the prompt is empty; give at least one token")
-        if bad := [t for t in ids if not 0 <= t < self.model.d_vocab]:
-            raise ValueError(f"request {index}: token id {bad[0]} is outside the vocabulary of {self.model.d_vocab}")
-        return ids
 
     def _check_fit(self, request: Request) -> None:
         assert request.sampling is not None and request.sampling.max_new_tokens is not None
@@ -230,15 +240,13 @@ class Setup:
         return Hooked(heads, tuple(self.editor.sites) if self.editor is not None else ())
 
     def _drafting(self, drafter: Drafter) -> Drafting:
-        _check_drafter(drafter)
-        drafter.check(self.model)
+        _check_drafter(drafter, self.model)
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
     def start(self, drafter: Drafter | None) -> Start:
         """The loop over these requests, ready to begin."""
         if drafter is not None:
-            _check_drafter(drafter)
-            drafter.check(self.model)
+            _check_drafter(drafter, self.model)
         return lambda states, observer: rounds(
             self.model, states, self.config, observer, drafter, self.editor, self.watch
         )
@@ -252,14 +260,16 @@ class Setup:
         """
         model, requests = self.model, self.requests
         prompts = {r.request_id: r.prompt_token_ids for r in requests}
-        answers = {r.request_id: ids for r in requests if (ids := _answer_token_ids(r, model))}
-        recorder = Recorder(model, self.capture, self.layers, self.lens, prompts, answers)
+        answers = {r.request_id: answer_ids_of(r, model) for r in requests}
+        known = {request_id: ids for request_id, (ids, _) in answers.items() if ids}
+        recorder = Recorder(model, self.capture, self.layers, self.lens, prompts, known)
         guard = RunGuard(model, self.fingerprint)
         steps = start(states, cast(Observer, Tee(recorder, *observers)))
         yield from guard.steps(steps, partial(self.hooks, recorder), has_pauses)
         guard.require_unchanged(has_pauses)
         errors = {str(state.request_id): state.error for state in states if state.error}
-        meta = {**meta, "path_reason": self.path_reason, "errors": errors}
+        failed = {f"answers of request {number}": why for number, (_, why) in answers.items() if why}
+        meta = {**meta, "path_reason": self.path_reason, "errors": errors, "missing": failed}
         if self.editor is not None:
             meta["interventions"] = self.editor.record()
         with turn(model):
@@ -291,30 +301,6 @@ def drain(generator: Iterator[int]) -> Trace:
             return end.value
 
 
-def _answer_token_ids(request: Request, model: CachedLM) -> tuple[int, ...]:
-    """First token ids of a task's answers; none where the tokenizer does not tell them apart at their first token."""
-    if request.example is None:
-        return ()
-    try:
-        return request.example.answer_token_ids(model.tokenizer)
-    except ValueError:
-        return ()
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many: a list of whole numbers is one prompt of token ids."""
-    if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
-        return [prompts]
-    if isinstance(prompts, Mapping):
-        raise ValueError("prompts are a mapping, as a tokenizer returns; pass its input_ids as lists of token ids")
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"a prompt is text, a list of token ids, a task example or a Request; got {prompts!r:.60}")
-    listed = list(prompts)
-    if not listed:
-        raise ValueError("there are no prompts; give at least one")
-    return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
-
-
 def as_interventions(given: Any) -> tuple[Intervention, ...]:
     """One or many; the pairs that `swap` makes may stand among them as they are."""
     listed = [given] if isinstance(given, Intervention) else list(given)
@@ -325,9 +311,31 @@ def as_interventions(given: Any) -> tuple[Intervention, ...]:
     return tuple(flat)
 
 
-def _check_drafter(drafter: Any) -> None:
-    if isinstance(drafter, type) or not hasattr(drafter, "extend"):
+def _check_stops(sampling: SamplingParams, model: CachedLM, where: str = "") -> None:
+    """Raises: ValueError for a stop token that the model does not have, and could never say."""
+    ids = cast("tuple[int, ...]", sampling.stop_token_ids or ())
+    if bad := [token_id for token_id in ids if token_id >= model.d_vocab]:
+        raise ValueError(f"{where}stop_token_ids holds {bad[0]}, outside the vocabulary of {model.d_vocab}")
+
+
+def _check_drafter(drafter: Any, model: CachedLM) -> None:
+    """Raises: ValueError for what is no drafter, and for one that cannot serve this model."""
+    missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
+    if isinstance(drafter, type) or missing:
+        lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""
         raise ValueError(
-            f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}; names stand only in "
-            "command lines"
+            f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}{lacks}; names stand "
+            "only in command lines"
         )
+    seconds = deadline_seconds(drafter)
+    if seconds is not None and not 0 < number("deadline_seconds", seconds) <= MAX_DEADLINE:
+        raise ValueError(
+            f"deadline_seconds of drafter {drafter.name} must be above 0 and at most {MAX_DEADLINE:.0f}, or None for "
+            f"no deadline, got {seconds}"
+        )
+    try:
+        drafter.check(model)
+    except ValueError:
+        raise
+    except Exception as error:  # a user's own code
+        raise ValueError(f"check of drafter {drafter.name} failed, {type(error).__name__}: {error!s:.200}") from error

@@ -130,12 +130,22 @@ def run(
     """
     given = dict(locals())
     import cacheprobe as cp
+    from cacheprobe.config import EngineConfig
     from cacheprobe.observe.summary import closing
+    from cacheprobe.records import SamplingParams
     from cacheprobe.registry import make
+    from cacheprobe.values import require_encodable
 
     if bool(prompt) == (task is not None):
         raise ValueError("give either --prompt (once or more) or --task, such as --task coin_flip")
+    # before examples are made and the model is loaded, which takes seconds: settings check themselves
+    SamplingParams(seed=seed, max_new_tokens=max_new_tokens, n=n)
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, stop=stop)
+    kept = cp.CaptureConfig(capture, heads=heads)
+    EngineConfig(window=window, group=group, capacity=capacity, max_batch=max_batch, kv_rows=kv_rows)
     prompts: Any = list(prompt)
+    for text in prompts:
+        require_encodable("--prompt", text)
     if task is not None:
         settings = {"people": people, "flip_probability": flip_probability, "shots": shots, "chat": chat}
         stated = {name: value for name, value in settings.items() if value is not None}
@@ -157,9 +167,9 @@ def run(
         window=window,
         group=group,
         deterministic=deterministic,
-        capture=cp.CaptureConfig(capture, heads=heads),
+        capture=kept,
         layers=list(layers) or "all",
-        sampling=cp.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, stop=stop),
+        sampling=sampling,
         max_new_tokens=max_new_tokens,
         seed=seed,
         capacity=capacity,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheprobe.names import HEAD_SITES, SITES
+from cacheprobe.values import flag, is_flag, whole_number
 
 ACCEPTANCES = ("equality", "rejection")
 RUN_DTYPES = ("float32", "bfloat16", "float16")
@@ -96,27 +97,32 @@ class CaptureConfig:
     def __post_init__(self) -> None:
         from cacheprobe.records import PHASES
 
-        if self.sites is None:
-            object.__setattr__(self, "sites", "")
-        elif not self.sites:
+        sites = "" if self.sites is None else _joined_sites(self.sites)
+        if self.sites is not None and not sites:
             raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z, or None")
-        unknown = sorted(set(self.sites or "") - set("STCZ"))
-        if unknown:
+        if unknown := sorted(set(sites) - set("STCZ")):
             raise ValueError(f"unknown site {unknown[0]!r} in capture={self.sites!r}; sites are S, T, C and Z")
-        heads = (self.heads,) if isinstance(self.heads, str) else tuple(self.heads)
-        if strange := sorted(set(heads) - set(HEAD_SITES)):
+        object.__setattr__(self, "sites", sites)
+        heads = _listed("capture heads", self.heads, "names of sites of attention heads")
+        if strange := sorted({str(site) for site in heads} - set(HEAD_SITES)):
             raise ValueError(f"unknown site {strange[0]!r} in heads={heads!r}; sites are {', '.join(HEAD_SITES)}")
         object.__setattr__(self, "heads", tuple(site for site in HEAD_SITES if site in heads))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r} for captured states; choose one of {', '.join(DTYPES)}")
+        if self.phases is not None:
+            object.__setattr__(self, "phases", _listed("capture phases", self.phases, "names of phases"))
         for phase in self.phases or ():
             if phase not in PHASES:
                 raise ValueError(f"unknown phase {phase!r}; phases are {', '.join(PHASES)}")
         for name in ("layers", "positions"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(int(item) for item in getattr(self, name)))
+                items = _listed(f"capture {name}", getattr(self, name), "whole numbers")
+                numbers = tuple(whole_number(f"capture {name}: an entry", item) for item in items)
+                object.__setattr__(self, name, numbers)
         if min(self.positions or (0,)) < 0:
             raise ValueError(f"capture position {min(self.positions or ())} is negative; positions count from 0")
+        object.__setattr__(self, "prompt_hypotheses", flag("prompt_hypotheses", self.prompt_hypotheses))
+        object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
         if self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         for name in ("layers", "positions", "phases"):
@@ -137,13 +143,31 @@ class CaptureConfig:
         return "Z" in (self.sites or "")
 
 
+def _joined_sites(sites: Any) -> str:
+    """The sites as one text; a list of them is joined."""
+    listed = _listed("capture", [sites] if isinstance(sites, str) else sites, "a text of S, T, C and Z, or None")
+    if not all(isinstance(site, str) for site in listed):
+        raise ValueError(f"capture must be a text of S, T, C and Z, or None, got {sites!r:.60}")
+    return "".join(listed)
+
+
+def _listed(name: str, given: Any, wanted: str) -> tuple[Any, ...]:
+    """One text, or several entries, as a tuple."""
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
+        raise ValueError(f"{name} must be {wanted}, got {given!r:.60}")
+    return tuple(given)
+
+
 def resolve_layers(layers: "str | int | Iterable[Any] | None", n_layers: int) -> tuple[int, ...]:
     """Sorted layer numbers, negative ones counted from the end; "all" and None mean every layer."""
     if layers is None or (isinstance(layers, str) and layers == "all"):
         return tuple(range(n_layers))
-    if isinstance(layers, str):
+    if isinstance(layers, str | bytes):
         raise ValueError(f"unknown layers {layers!r}; give 'all', a number or a list of numbers")
-    wanted = [int(layer) for layer in (layers if isinstance(layers, Iterable) else [layers])]
+    listed = layers if isinstance(layers, Iterable) and getattr(layers, "ndim", 1) else [layers]
+    wanted = [whole_number("layers: a layer", layer) for layer in listed]
     if not wanted:
         raise ValueError("layers is empty: give at least one layer, or 'all'")
     for layer in wanted:
@@ -154,19 +178,27 @@ def resolve_layers(layers: "str | int | Iterable[Any] | None", n_layers: int) ->
 
 def pick_deterministic(deterministic: "bool | float | Iterable[Any]", n: int) -> frozenset[int]:
     """Indices of the deterministic ones among n requests: all, none, a fraction (evenly spaced), or a list."""
-    if isinstance(deterministic, bool):
-        return frozenset(range(n)) if deterministic else frozenset()
-    if isinstance(deterministic, int | float):
-        if not 0 <= deterministic <= 1:
-            raise ValueError(f"deterministic as a fraction must lie between 0 and 1, got {deterministic}")
-        count = max(1, round(deterministic * n)) if deterministic else 0
+    given: Any = deterministic
+    if getattr(given, "ndim", None) == 0:  # one number or flag of numpy or torch
+        given = given.item()
+    if isinstance(given, bool):
+        return frozenset(range(n)) if given else frozenset()
+    if isinstance(given, int | float):
+        if not 0 <= given <= 1:
+            raise ValueError(f"deterministic as a fraction must lie between 0 and 1, got {given}")
+        count = max(1, round(given * n)) if given else 0
         return frozenset(i * n // count for i in range(count))
-    listed = [item.item() if hasattr(item, "item") else item for item in deterministic]  # numpy's bools are no bools
-    if listed and all(isinstance(item, bool) for item in listed):
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise ValueError(
+            f"deterministic must be True, False, a fraction, or a list of indices or flags, got {given!r:.60}"
+        )
+    listed = list(given)
+    if listed and all(is_flag(item) for item in listed):
         if len(listed) != n:
             raise ValueError(f"deterministic lists {len(listed)} flags for {n} requests; give one for each")
-        return frozenset(i for i, flag in enumerate(listed) if flag)
-    for index in listed:
+        return frozenset(i for i, flagged in enumerate(listed) if flagged)
+    indices = [whole_number("deterministic: an index", item) for item in listed]
+    for index in indices:
         if not 0 <= index < n:
             raise ValueError(f"deterministic names request {index}, but there are requests 0 to {n - 1}")
-    return frozenset(listed)
+    return frozenset(indices)

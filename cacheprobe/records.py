@@ -5,8 +5,9 @@ Knows nothing about models, tensors or files. `Observer` is the one way out of t
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from operator import index
 from typing import Any, Protocol, runtime_checkable
+
+from cacheprobe.values import flag, number, require_encodable, whole_number
 
 PHASES = ("prefill", "decode", "verify")
 ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back")
@@ -54,18 +55,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             if getattr(self, name) is not None:  # numpy's numbers are welcome, and become Python's
-                object.__setattr__(self, name, _as(kind, name, getattr(self, name)))
+                object.__setattr__(self, name, kind(name, getattr(self, name)))
         for name, (is_allowed, wanted) in _LIMITS.items():
             value = getattr(self, name)
             if value is not None and not is_allowed(value):
                 raise ValueError(f"{name} must be {wanted}, got {value}")
         if self.stop_token_ids is not None:
-            ids = self.stop_token_ids if isinstance(self.stop_token_ids, Iterable) else (self.stop_token_ids,)
-            object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in ids))
+            object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
         if self.stop is not None:
-            object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-            if not all(isinstance(text, str) and text for text in self.stop):
-                raise ValueError(f"stop must hold texts of at least one character, got {self.stop!r}")
+            object.__setattr__(self, "stop", _stop_texts(self.stop))
 
     def over(self, fallback: "SamplingParams") -> "SamplingParams":
         """These settings, with `fallback`'s where a field is None."""
@@ -83,8 +81,8 @@ class SamplingParams:
 
 
 _KINDS = {
-    "temperature": float, "seed": index, "max_new_tokens": index, "top_k": index, "top_p": float, "min_p": float,
-    "repetition_penalty": float, "n": index,
+    "temperature": number, "seed": whole_number, "max_new_tokens": whole_number, "top_k": whole_number,
+    "top_p": number, "min_p": number, "repetition_penalty": number, "n": whole_number,
 }  # fmt: skip
 _LIMITS = {
     "temperature": (lambda x: 0 <= x < float("inf"), "a finite number >= 0"),
@@ -98,11 +96,23 @@ _LIMITS = {
 }
 
 
-def _as(kind: Any, name: str, value: Any) -> Any:
-    try:
-        return kind(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a {'number' if kind is float else 'whole number'}, got {value!r}") from None
+def _stop_token_ids(given: Any) -> tuple[int, ...]:
+    """One token id or several as a tuple. Whether the vocabulary has them is the run's to check."""
+    listed = given if isinstance(given, Iterable) and getattr(given, "ndim", 1) else (given,)
+    ids = tuple(whole_number("stop_token_ids: a token id", token_id) for token_id in listed)
+    if min(ids, default=0) < 0:
+        raise ValueError(f"stop_token_ids must hold token ids from 0 on, got {min(ids)}; () stops at none")
+    return ids
+
+
+def _stop_texts(given: Any) -> tuple[str, ...]:
+    """One stop text or several as a tuple."""
+    listed = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if not all(isinstance(text, str) and text for text in listed):
+        raise ValueError(f"stop must hold texts of at least one character, got {given!r:.60}")
+    for text in listed:
+        require_encodable("stop", text)
+    return listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +139,19 @@ class Request:
     """Must be said of a deterministic request with `cached`: it is comparable only with others that begin there."""
     keep_rows: bool = False
     """Copy its cache rows when it ends, for `trace.cache_rows` and `trace.fork`: they stay in memory with the trace."""
+
+    def __post_init__(self) -> None:
+        for name in ("is_deterministic", "own_fingerprint", "keep_rows"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        object.__setattr__(self, "arrival_step", whole_number("arrival_step", self.arrival_step))
+        if self.arrival_step < 0:
+            raise ValueError(f"arrival_step must be at least 0, the first step of a run, got {self.arrival_step}")
+        if self.sampling is not None and not isinstance(self.sampling, SamplingParams):
+            raise ValueError(f"sampling must be a cp.SamplingParams, got a {type(self.sampling).__name__}")
+        if isinstance(self.prompt, bytes | bytearray | memoryview):
+            raise ValueError(f"a prompt must be text or a list of token ids, got {self.prompt!r:.60}; decode it first")
+        if isinstance(self.prompt, str):
+            require_encodable("a prompt", self.prompt)
 
     @property
     def num_cached(self) -> int:

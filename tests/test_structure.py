@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (  # imports point to a line above; what shares a line stays apart, except the first line's single files
-    ("records", "names", "config", "registry", "noise", "progress", "terminal", "files", "strict_yaml"),
+    ("records", "names", "config", "registry", "noise", "progress", "terminal", "files", "strict_yaml", "values"),
     ("ops",),
     ("cache", "tasks"),
     ("models",),

@@ -34,7 +34,8 @@ class DraftContext(Protocol):
 class Drafter(Protocol):
     """Proposes continuations. Candidates are hints: any tokens at all change the cost and never the output.
 
-    One that does not run the verified model, or stops before its end, says so: see `drafted_layers`.
+    One that does not run the verified model, or stops before its end, says so: see `drafted_layers`. A call that does
+    not return in time ends the requests that it was for: see `deadline_seconds`.
     """
 
     name: ClassVar[str]
@@ -59,3 +60,15 @@ def drafted_layers(drafter: Drafter, model: CachedLM) -> int:
     """
     told = getattr(drafter, "drafted_layers", None)
     return model.n_layers if told is None else told
+
+
+DEADLINE_SECONDS = 60.0
+"""For one call of a drafter's, passes of the verified model apart."""
+
+
+def deadline_seconds(drafter: Drafter) -> float | None:
+    """How long one call of a user's own drafter may take: its attribute `deadline_seconds`, 60 where it has none.
+
+    None for no deadline; the drafter then runs in the thread that called `cp.run`, and not in one of its own.
+    """
+    return getattr(drafter, "deadline_seconds", DEADLINE_SECONDS)

@@ -1,13 +1,14 @@
 """A drafter that says what it is told: for experiments with a chosen draft, and for hostile ones."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.drafters.base import DraftContext
+from cacheprobe.drafters.base import DEADLINE_SECONDS, DraftContext
 from cacheprobe.models.base import CachedLM
 from cacheprobe.registry import register
+from cacheprobe.values import whole_number
 
 Script = Callable[[SequenceState], Sequence[int]]
 
@@ -18,6 +19,8 @@ class Scripted:
     """Drafts `script(state)`: as many tokens as it likes, cut by the engine to what one pass can hold."""
 
     script: Script
+    deadline_seconds: float | None = field(default=DEADLINE_SECONDS, repr=False, compare=False)
+    """For one call of the script's; see `drafters.base.deadline_seconds`."""
     name: ClassVar[str] = "scripted"
     drafted_layers: ClassVar[int] = 0
 
@@ -28,4 +31,6 @@ class Scripted:
         """Nothing is kept for a request."""
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        return [[] if state.draft else [int(token) for token in self.script(state)] for state in states]
+        return [
+            [] if state.draft else [whole_number("a token", token) for token in self.script(state)] for state in states
+        ]

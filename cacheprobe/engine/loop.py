@@ -57,25 +57,29 @@ def rounds(
     stepper, scheduler = prepare(model, states, config, observer, editor, watch)
     drafter = drafter or FastPath()
     drafter.check(model)
+    calls = stepper.drafter_calls
 
-    while not scheduler.is_done:
-        for state in scheduler.cancelled():
-            stepper.books.stop(state, "cancelled")
-        for state in scheduler.retire():  # before others have to give way for them
-            drafter.release(state)
-        for state in scheduler.giving_way():
-            stepper.books.evict(state)
-            drafter.release(state)
-        if newcomers := scheduler.admit(stepper.passes.step + 1):
-            stepper.admit(newcomers, scheduler.running)
-        riders = scheduler.riders()
-        if growing := [state for state in scheduler.growing() if state not in riders]:
-            stepper.decode(drafter, growing)
-        for group in scheduler.ready_groups(riders):
-            stepper.verify(group)
-        for state in scheduler.retire():
-            drafter.release(state)
-        yield stepper.passes.step
+    try:
+        while not scheduler.is_done:
+            for state in scheduler.cancelled():
+                stepper.books.stop(state, "cancelled")
+            for state in scheduler.retire():  # before others have to give way for them
+                calls.release(drafter, state)
+            for state in scheduler.giving_way():
+                stepper.books.evict(state)
+                calls.release(drafter, state)
+            if newcomers := scheduler.admit(stepper.passes.step + 1):
+                stepper.admit(newcomers, scheduler.running)
+            riders = scheduler.riders()
+            if growing := [state for state in scheduler.growing() if state not in riders]:
+                stepper.decode(drafter, growing)
+            for group in scheduler.ready_groups(riders):
+                stepper.verify(group)
+            for state in scheduler.retire():
+                calls.release(drafter, state)
+            yield stepper.passes.step
+    finally:
+        calls.close()
 
     stepper.cache.check_integrity()
     if all(state.error for state in states):

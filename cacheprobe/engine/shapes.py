@@ -23,7 +23,9 @@ def settle_shapes(model: Any, is_drafted: bool, asked: Mapping[str, Any]) -> tup
     given = {name: value for name, value in asked.items() if value is not None}
     window = given.get("window")
     if window is None:
-        window = given["window"] = min(_window(model, is_drafted), given.get("capacity", EngineConfig.capacity))
+        capacity = given.get("capacity")
+        window = _window(model, is_drafted)
+        window = given["window"] = min(window, capacity) if type(capacity) is int and capacity > 0 else window
     is_group_given = "group" in given
     given.setdefault("group", 16 if window == 1 else 4)
     given.setdefault("prefill_group", 1)

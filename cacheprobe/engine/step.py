@@ -10,6 +10,7 @@ from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.books import Books
+from cacheprobe.engine.drafting import DrafterCalls
 from cacheprobe.engine.passes import EngineError, Entry, PassRunner, ShapeFault
 from cacheprobe.engine.prefill import Prefill
 from cacheprobe.ops.acceptance import clip_draft
@@ -23,6 +24,7 @@ class Stepper:
         self.model, self.cache = passes.model, passes.cache
         self.books = Books(passes, config)
         self._prefill = Prefill(passes, self.books)
+        self.drafter_calls = DrafterCalls()
 
     # -- prefill
 
@@ -50,7 +52,7 @@ class Stepper:
 
     def _decode(self, drafter: Drafter, states: Sequence[SequenceState]) -> None:
         before = self.passes.step
-        proposals = self._proposals(drafter, states)
+        proposals = self.drafter_calls.extend(self, drafter, states, before, self.config.window)
         kept = [self._clip(drafter, state, ids) for state, ids in zip(states, proposals, strict=True)]
         committed, proposed = [], []
         for state, token_ids in zip(states, kept, strict=True):
@@ -64,21 +66,6 @@ class Stepper:
             self.passes.skip()
         self.books.report("decode", states, committed=tuple(committed), proposed=tuple(proposed))
 
-    def _proposals(self, drafter: Drafter, states: Sequence[SequenceState]) -> list[list[int]]:
-        try:
-            proposals = drafter.extend(self, states)
-        except EngineError:
-            raise
-        except Exception as error:
-            names = ", ".join(str(state.request_id) for state in states)
-            raise EngineError(
-                f"requests {names} step {self.passes.step}: drafter {drafter.name} failed with "
-                f"{type(error).__name__}: {error!s:.200}"
-            ) from error
-        if len(proposals) != len(states):
-            raise EngineError(f"drafter {drafter.name} gave {len(proposals)} proposals for {len(states)} requests")
-        return proposals
-
     def _clip(self, drafter: Drafter, state: SequenceState, token_ids: Sequence[int]) -> tuple[int, ...]:
         if not state.is_verified:
             return tuple(token_ids)
@@ -86,8 +73,8 @@ class Stepper:
         kept = clip_draft([*state.generated, *state.draft], token_ids, state.stop_rule, limit)
         if bad := [t for t in kept if not 0 <= t < self.model.d_vocab]:
             raise EngineError(
-                f"request {state.request_id}: drafter {drafter.name} proposed token {bad[0]}, outside the "
-                f"vocabulary of {self.model.d_vocab}; use a drafter that shares the model's tokenizer"
+                f"request {state.request_id} step {self.passes.step}: drafter {drafter.name} proposed token {bad[0]}, "
+                f"outside the vocabulary of {self.model.d_vocab}; use a drafter that shares the model's tokenizer"
             )
         return kept
 

@@ -30,6 +30,8 @@ def assemble(
     columns = recorder.reader.finish() if recorder.reader is not None else {}
     hypotheses = tables.hypotheses_table(columns, rows, recorder.lens.name, model.token_texts) if columns else None
     thoughts = recorder.thoughts
+    behaved, failed = _behaviour_or_why(recorder, requests, texts)
+    missing = {**meta.get("missing", {}), **_unread(recorder, columns), **failed}
     checks = [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows]
     return Trace(
         requests=tuple(requests),
@@ -43,7 +45,7 @@ def assemble(
         thought_table=thoughts_table(thoughts, rows, requests, tokens, model) if thoughts else None,
         thought_states=thought_states(thoughts) if thoughts else None,
         meta={
-            **meta,
+            **{name: value for name, value in meta.items() if name != "missing"},
             "fingerprint": fingerprint,
             "config": asdict(config),
             "capture": {**asdict(capture), "layers": list(recorder.layers)},
@@ -56,7 +58,8 @@ def assemble(
             "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
             "preemptions": recorder.preemptions,
             "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
-            "behaviour": behaviour(recorder, requests, texts),
+            "behaviour": behaved,
+            **({"missing": missing} if missing else {}),
         },
         model=model,
     )
@@ -72,6 +75,24 @@ def _thinking(model: CachedLM) -> dict[str, Any]:
         "feeds_back": getattr(config, "feeds_back", True),
         "learned_first_state": getattr(config, "learned_first_state", False),
     }
+
+
+def _unread(recorder: Recorder, columns: dict[str, Any]) -> dict[str, str]:
+    """Readings that a lens failed to give: of each such request, and of the whole run if there are no others."""
+    errors = recorder.reader.errors if recorder.reader is not None else {}
+    whole = {"Z": next(iter(errors.values()))} if errors and not columns else {}
+    return whole | {f"Z of request {request_id}": why for request_id, why in errors.items()}
+
+
+def _behaviour_or_why(
+    recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]
+) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """(`behaviour`, {}) or, where a user's own task fails to score the texts, (None, why)."""
+    try:
+        return behaviour(recorder, requests, texts), {}
+    except Exception as error:
+        why = f"the task's examples could not be scored, {type(error).__name__}: {error!s:.200}"
+        return None, {"behaviour": why}
 
 
 def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, Any] | None:

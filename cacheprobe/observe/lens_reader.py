@@ -3,9 +3,13 @@
 A row waits until the token that follows it is committed, since its rank is part of the record; rows whose position
 is never committed are read at the end, without a target. A tile always has the same height, padded with zeros, so that
 a row's bits depend on itself alone (in bfloat16 nearly every row changes bits with the tile's height).
+
+A lens may be a user's own. If it fails on a tile, each request's rows are read once more, at the same places of a tile
+whose other rows are zeros; a request whose rows fail then has no readings, and the others have the same as ever.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,10 +34,12 @@ class Queued:
     layers: Tensor
     """[layers] the block after which each stood."""
     target: int = -1
+    request_id: int = -1
+    step: int = -1
 
 
 class LensReader:
-    """Queue of rows to read; finished readings pile up in `columns`."""
+    """Queue of rows to read; readings come out as columns at the end."""
 
     def __init__(self, model: CachedLM, lens: Lens, top_k: int) -> None:
         self.model, self.lens, self.top_k = model, lens, top_k
@@ -42,7 +48,9 @@ class LensReader:
         self._open: dict[int, list[Queued]] = {}
         self._ready: list[Queued] = []
         self._num_ready = 0
-        self._parts: list[tuple[Tensor, Tensor, Tensor, Readout]] = []
+        self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Readout]] = []
+        self.errors: dict[int, str] = {}
+        """By request: why it has no readings."""
 
     def queue(self, request_id: int, queued: Queued) -> None:
         self._open.setdefault(request_id, []).append(queued)
@@ -62,13 +70,18 @@ class LensReader:
 
     def queue_resolved(self, queued: Queued) -> None:
         """A row whose target is known, or known to be none."""
+        if queued.request_id in self.errors:
+            return
         self._ready.append(queued)
         self._num_ready += len(queued.layers)
         while self._num_ready >= LENS_TILE:
             self._read_tile()
 
     def finish(self) -> dict[str, Any]:
-        """Read what is left; returns the columns: row, layer, target, and the Readout's, as one tensor each."""
+        """Read what is left; returns the columns: row, layer, target, and the Readout's, as one tensor each.
+
+        Without the requests in `errors`: what was read of them before the lens failed would look like a whole reading.
+        """
         left = [request_id for request_id, rows in self._open.items() if rows]
         if left:
             raise RuntimeError(f"requests {left} have lens rows but never ended")
@@ -76,35 +89,96 @@ class LensReader:
             self._read_tile()
         if not self._parts:
             return {}
-        rows, layers, targets, readouts = zip(*self._parts, strict=True)
+        owners, rows, layers, targets, readouts = zip(*self._parts, strict=True)
         columns = {"row": torch.cat(rows), "layer": torch.cat(layers), "target": torch.cat(targets)}
         for name, parts in zip(Readout._fields, zip(*readouts, strict=True), strict=True):
             columns[name] = torch.cat(parts)
-        return columns
+        failed = torch.isin(torch.cat(owners), torch.tensor([*self.errors], dtype=torch.long))
+        if not bool(failed.any()):
+            return columns
+        return {name: column[~failed] for name, column in columns.items()} if not bool(failed.all()) else {}
 
     def _read_tile(self) -> None:
-        """Take up to LENS_TILE vectors off the queue; a row's layers may fall into two tiles."""
-        taken: list[Queued] = []
-        count = 0
-        while self._ready and count < LENS_TILE:
-            queued = self._ready.pop(0)
-            room = LENS_TILE - count
-            if len(queued.layers) > room:
-                rest = Queued(queued.row, queued.position, queued.states[room:], queued.layers[room:], queued.target)
-                self._ready.insert(0, rest)
-                queued = Queued(queued.row, queued.position, queued.states[:room], queued.layers[:room], queued.target)
-            taken.append(queued)
-            count += len(queued.layers)
-        self._num_ready -= count
-
+        """Take up to LENS_TILE vectors off the queue and read them; a row's layers may fall into two tiles."""
+        taken = self._take()
+        count = sum(len(q.layers) for q in taken)
         states = torch.zeros(LENS_TILE, self.model.d_model, dtype=self.model.dtype, device=self.model.device)
         layers = torch.zeros(LENS_TILE, dtype=torch.long, device=self.model.device)
         states[:count] = torch.cat([q.states for q in taken]).to(states.device)
         layers[:count] = torch.cat([q.layers for q in taken]).to(layers.device)
         targets = torch.full((LENS_TILE,), -1, device=layers.device)
         targets[:count] = torch.cat([torch.full((len(q.layers),), q.target) for q in taken])
-        with torch.inference_mode():
-            readout = self._read(self.lens.logits(self.model, states, layers), targets, self.top_k)
-        rows = torch.cat([torch.full((len(q.layers),), q.row) for q in taken])
-        kept = Readout(*(column[:count].cpu() for column in readout))
-        self._parts.append((rows, layers[:count].cpu(), targets[:count].cpu(), kept))
+        owners, rows = (
+            torch.cat([torch.full((len(q.layers),), number) for q, number in zip(taken, numbers, strict=True)])
+            for numbers in ([q.request_id for q in taken], [q.row for q in taken])
+        )
+
+        def keep(readout: Readout, which: "slice | Tensor") -> None:
+            here = (owners[which], rows[which], layers[:count].cpu()[which], targets[:count].cpu()[which])
+            self._parts.append((*here, Readout(*(column[which] for column in readout))))
+
+        whole = self._tried(states, layers, targets, range(count))
+        if isinstance(whole, Readout):
+            keep(whole, slice(None))
+            return
+        for request_id in dict.fromkeys(q.request_id for q in taken):
+            mine = (owners == request_id).nonzero()[:, 0]
+            alone = torch.zeros_like(states)
+            alone[mine] = states[mine]
+            readout = self._tried(alone, layers, targets, mine.tolist())
+            if isinstance(readout, Readout):
+                keep(readout, mine)
+            else:
+                place, why = readout
+                self._fail(taken, request_id, int(layers[place]), int(rows[place]), why)
+
+    def _take(self) -> list[Queued]:
+        """Up to LENS_TILE vectors off the queue."""
+        taken: list[Queued] = []
+        room = LENS_TILE
+        while self._ready and room:
+            queued = self._ready.pop(0)
+            if len(queued.layers) > room:
+                rest = replace(queued, states=queued.states[room:], layers=queued.layers[room:])
+                self._ready.insert(0, rest)
+                queued = replace(queued, states=queued.states[:room], layers=queued.layers[:room])
+            taken.append(queued)
+            room -= len(queued.layers)
+        self._num_ready -= LENS_TILE - room
+        return taken
+
+    def _tried(
+        self, states: Tensor, layers: Tensor, targets: Tensor, places: Sequence[int]
+    ) -> "Readout | tuple[int, str]":
+        """What the lens says of a tile, as far as it is filled; or the first of `places` where it fails, and why."""
+        shape = (len(states), self.model.d_vocab)
+        count = int(max(places)) + 1
+        try:
+            with torch.inference_mode():
+                logits: Any = self.lens.logits(self.model, states, layers)
+                if not isinstance(logits, Tensor) or logits.shape != shape or not logits.is_floating_point():
+                    return places[0], f"must return logits {list(shape)}, got {_described(logits)}"
+                readout = Readout(*(column.cpu() for column in self._read(logits, targets, self.top_k)))
+        except Exception as error:  # a user's own code: whatever it raises concerns its readings alone
+            expected = f"expected were logits {list(shape)} of states {list(states.shape)}"
+            return places[0], f"failed with {type(error).__name__}: {error!s:.200}; {expected}"
+        is_number = readout.entropy_nats.isfinite() & readout.top_logprob_nats[:, 0].isfinite()
+        if bad := [place for place in places if not is_number[place]]:
+            return bad[0], f"must return logits {list(shape)} with a finite largest one, got NaN or infinity"
+        return Readout(*(column[:count] for column in readout))
+
+    def _fail(self, taken: Sequence[Queued], request_id: int, layer: int, row: int, why: str) -> None:
+        step = next(q.step for q in taken if q.row == row)
+        self.errors[request_id] = (
+            f"request {request_id} step {step} layer {layer}: lens {self.lens.name} {why}; this request has no "
+            "readings, its tokens and states stay"
+        )
+        self._ready = [queued for queued in self._ready if queued.request_id != request_id]
+        self._num_ready = sum(len(queued.layers) for queued in self._ready)
+
+
+def _described(value: Any) -> str:
+    """A lens's wrong answer in words: a tensor's shape and dtype, or the value itself."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return f"{value!r:.60}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
-from cacheprobe.lenses.base import Lens, require_readable
+from cacheprobe.lenses.base import Lens, LensError, require_readable
 from cacheprobe.models.base import CachedLM
 from cacheprobe.observe.lens_reader import LensReader, Queued
 from cacheprobe.observe.tables import hypotheses_table
@@ -48,8 +48,12 @@ def read_states(
         if ran:
             states = torch.stack([kept[layer][row.state_index] for layer in ran])
             target = following[row.row] if targets is None else targets[row.row]
-            reader.queue_resolved(Queued(row.row, row.position, states, torch.tensor(ran), target))
-    return hypotheses_table(reader.finish(), trace.row_table, lens.name, model.token_texts, site)
+            own = (row.request_id, row.step)
+            reader.queue_resolved(Queued(row.row, row.position, states, torch.tensor(ran), target, *own))
+    columns = reader.finish()
+    for why in reader.errors.values():
+        raise LensError(why)
+    return hypotheses_table(columns, trace.row_table, lens.name, model.token_texts, site)
 
 
 def predicting_rows(trace: "Trace") -> pd.DataFrame:

@@ -182,7 +182,8 @@ class Recorder:
 
     def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
         layers = self._layers_below[ran]
-        queued = Queued(len(self.rows) - 1, row.position, states[: len(layers)].clone(), layers)
+        states = states[: len(layers)].clone()
+        queued = Queued(len(self.rows) - 1, row.position, states, layers, request_id=row.request_id, step=row.step)
         self._pending_reads.append((row, queued))
 
     def _pass_on(self, row: RowRecord, queued: Queued) -> None:
@@ -244,7 +245,8 @@ class Recorder:
             mine = replace(row, request_id=request_id)
             self.rows.append(mine)
             if (queued := reads.get(numbers.get(id(row), -1))) is not None:
-                self._pending_reads.append((mine, replace(queued, row=len(self.rows) - 1, target=-1)))
+                own = replace(queued, row=len(self.rows) - 1, target=-1, request_id=request_id)
+                self._pending_reads.append((mine, own))
         prompt = len(self.prompts[source_id])
         for thought in [t for t in self.thoughts if t.request_id == source_id and t.end < prompt]:
             self.thoughts.append(replace(thought, request_id=request_id))

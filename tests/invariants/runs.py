@@ -132,7 +132,9 @@ def reference_rows(model: CachedLM, prompts: Any, **settings: Any) -> tuple[cp.T
     spy = Spy(model)
     trace = cp.reference(spy, prompts, **{**RUN, "capture": None, **settings})
     lengths = [r.num_prompt_tokens + len(trace.committed(i)) - 1 for i, r in enumerate(trace.requests)]
-    *caches, _ = spy.caches  # one for each request, and the last for what a row of the trace's caches holds
+    caches = [
+        cache for cache in spy.caches if cache.capacity > 1
+    ]  # those of one slot only tell how many bytes it takes
     return trace, [cache_rows(cache, 0, length) for cache, length in zip(caches, lengths, strict=True)]
 
 

@@ -1,0 +1,94 @@
+"""Turns what a user gives as prompts into token ids of a model; refuses what is no prompt, by the request's number."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.records import Request
+from cacheprobe.values import require_encodable, whole_number
+
+KINDS = "a prompt is text, a list of token ids, a task example or a Request"
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or many: a list of whole numbers is one prompt of token ids."""
+    if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        raise ValueError("prompts are a mapping, as a tokenizer returns; pass its input_ids as lists of token ids")
+    if isinstance(prompts, bytes | bytearray | memoryview):
+        raise ValueError(f"{KINDS}; got bytes, {prompts!r:.60}; decode them first")
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"{KINDS}; got {prompts!r:.60}")
+    listed = list(prompts)
+    if not listed:
+        raise ValueError("there are no prompts; give at least one")
+    return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
+
+
+def text_of(example: Any, model: CachedLM, index: int) -> str:
+    """The text of a task's example. Raises: ValueError naming the request where the example fails."""
+    try:
+        text = example.prompt_text(model.tokenizer)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"request {index}: its example's prompt_text failed, {_kind(error)}") from error
+    if not isinstance(text, str):
+        raise ValueError(f"request {index}: its example's prompt_text must return text, got {text!r:.60}")
+    return text
+
+
+def token_ids_of(prompt: Any, model: CachedLM, index: int, is_chat: bool) -> tuple[int, ...]:
+    """The token ids of a text, or those given, inside the model's vocabulary and at least one.
+
+    is_chat: the text has its special tokens already.  Raises: ValueError naming the request.
+    """
+    if isinstance(prompt, str):
+        ids = _encoded(prompt, model, index, is_chat)
+    else:
+        try:
+            if isinstance(prompt, bytes | bytearray | memoryview):
+                raise ValueError("decode bytes first")
+            ids = tuple(whole_number("a token id", token_id) for token_id in prompt)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"request {index}: {KINDS}; got {prompt!r:.60} ({error})") from error
+    if not ids or (isinstance(prompt, str) and not prompt):
+        raise ValueError(f"request {index}: the prompt is empty; give at least one token")
+    if bad := [t for t in ids if not 0 <= t < model.d_vocab]:
+        raise ValueError(f"request {index}: token id {bad[0]} is outside the vocabulary of {model.d_vocab}")
+    return ids
+
+
+def answer_ids_of(request: Request, model: CachedLM) -> tuple[tuple[int, ...], str]:
+    """(First token ids of the answers of the request's task, "") or, where its task fails, ((), why).
+
+    A task says by a ValueError that this tokenizer does not tell its answers apart at their first token: no fault.
+    """
+    if request.example is None:
+        return (), ""
+    where = f"request {request.request_id}: answer_token_ids of its task's {type(request.example).__name__}"
+    try:
+        given = request.example.answer_token_ids(model.tokenizer)
+    except ValueError:
+        return (), ""
+    except Exception as error:  # a user's own code: whatever it raises concerns this request alone
+        return (), f"{where} failed, {_kind(error)}"
+    try:
+        if isinstance(given, str | bytes | Mapping):
+            raise ValueError("not a list")
+        ids = tuple(whole_number("a token id", token_id) for token_id in given)
+    except (TypeError, ValueError):
+        return (), f"{where} must return a list of token ids, got {given!r:.60}"
+    if bad := [t for t in ids if not 0 <= t < model.d_vocab]:
+        return (), f"{where} gave token {bad[0]}, outside the vocabulary of {model.d_vocab}"
+    return ids, ""
+
+
+def _encoded(text: str, model: CachedLM, index: int, is_chat: bool) -> tuple[int, ...]:
+    require_encodable(f"request {index}: the prompt", text)
+    return model.encode(text, add_special_tokens=not is_chat)
+
+
+def _kind(error: Exception) -> str:
+    return f"{type(error).__name__}: {error!s:.200}"
