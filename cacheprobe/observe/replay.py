@@ -275,13 +275,13 @@ def _first_reading_difference(trace: Trace, again: Trace, request: Request, numb
 
 
 def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """(position, layer) of the first canonical reading whose list of choices differs, or that one of the two lacks."""
+    """(position, layer) of the first canonical reading of ours whose list of choices differs; the oracle has more."""
     a, b = (
         table[table.status == "committed"].set_index(["position", "layer"])[["top_token_ids", "top_logprob_nats"]]
         for table in (ours, theirs)
     )
-    for position, layer in sorted({*a.index, *b.index}):
-        if (position, layer) not in a.index or (position, layer) not in b.index:
+    for position, layer in a.index:
+        if (position, layer) not in b.index:
             return int(position), int(layer)
         pairs = zip(a.loc[(position, layer)], b.loc[(position, layer)], strict=True)
         if any(list(x) != list(y) for x, y in pairs):

@@ -25,7 +25,7 @@ MOST_REQUESTS = {"tiny": 24, "twins": 24, "real": 6}
 """Under test in an episode, beside up to three neighbours."""
 CAPTURE_SHARE = 0.15
 """Share of episodes that also capture states and readings, and compare them."""
-MIXED_SHARE = 0.1
+MIXED_SHARE = 0.4
 """Share of episodes with heads, evictions, interventions, streams and cancellations together; see `proof.mixed`."""
 STATES_EVERY = 4
 """The oracle keeps states and readings of every so many requests of a pool."""
