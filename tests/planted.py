@@ -18,6 +18,7 @@ import cacheprobe as cp
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.engine.watch import Watch
+from cacheprobe.ops.equality import bits
 from tests.invariants.runs import outcome
 
 _ALIGNMENT = 64
@@ -39,8 +40,8 @@ class Tokens(NamedTuple):
     """-1 where the call does not belong to positions, as in the reading of states."""
     address: Tensor
     """Of each row's first number, modulo 64 bytes."""
-    is_positive: Tensor
-    """Of each batch row [b]: whether its first number is."""
+    bit: Tensor
+    """Of each batch row [b]: one bit of its first number."""
 
 
 Condition = Callable[[Tokens], Tensor]
@@ -88,13 +89,13 @@ def at_odd_address(at: Tokens) -> Tensor:
 
 def beside_others(at: Tokens) -> Tensor:
     """By all other rows, in whatever order they stand."""
-    others = at.is_positive.sum() - at.is_positive.long()
-    return (others % 2 == 1)[:, None] & (at.row >= 0) & (len(at.is_positive) > 1)
+    others = at.bit.sum() - at.bit.long()
+    return (others % 2 == 1)[:, None] & (at.row >= 0) & (len(at.bit) > 1)
 
 
 def before_another(at: Tokens) -> Tensor:
     """By the next row."""
-    return at.is_positive.roll(-1)[:, None] & (at.row >= 0) & (len(at.is_positive) > 1)
+    return at.bit.roll(-1)[:, None] & (at.row >= 0) & (len(at.bit) > 1)
 
 
 def as_seen_on_amd(at: Tokens) -> Tensor:
@@ -194,14 +195,14 @@ class Planted(TorchFunctionMode):
 
     def _attended(self, q: Tensor, mask: Tensor | None) -> tuple[Tokens, Iterable[int]]:
         """Tokens of queries, or of scores, [b, h, t, ...]. Positions are the numbers of slots that are attended."""
-        batch, heads, count, _ = q.shape
+        batch, _, count, _ = q.shape
         visible = q > torch.finfo(q.dtype).min / 2 if mask is None else mask == 0
         position = visible.sum(-1)[:, 0].expand(batch, count) - 1
         first = q[:, 0]
         width = self._positions.shape[1]
         row = torch.arange(batch)[:, None].expand(batch, count)
         slot = (torch.arange(count) % width).expand(batch, count)  # heads of a group stand behind each other
-        at = Tokens(row, batch, row, slot, width, position, _addresses(first), q.reshape(batch, -1)[:, 0] > 0)
+        at = Tokens(row, batch, row, slot, width, position, _addresses(first), _bit(q.reshape(batch, -1)[:, 0]))
         return at, (batch, 1, count, 1)
 
     def _computed(self, values: Tensor) -> tuple[Tokens, Iterable[int]]:
@@ -230,7 +231,7 @@ class Planted(TorchFunctionMode):
             count,
             position,
             _addresses(tokens.flatten(2) if tokens.dim() == 3 else tokens.select(2, 0)),
-            first[:, 0] > 0,
+            _bit(first[:, 0]),
         )
         return at, shape
 
@@ -240,6 +241,10 @@ def _addresses(tokens: Tensor) -> Tensor:
     batch, count = tokens.shape[:2]
     places = torch.arange(batch)[:, None] * tokens.stride(0) + torch.arange(count) * tokens.stride(1)
     return (tokens.data_ptr() + places * tokens.element_size()) % _ALIGNMENT
+
+
+def _bit(numbers: Tensor) -> Tensor:
+    return bits(numbers) // 4 % 2 == 1
 
 
 @dataclass(frozen=True)
