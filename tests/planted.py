@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 import cacheprobe as cp
 from cacheprobe.cache.kv import KVCache
-from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.passes import EngineError, PassRunner
 from cacheprobe.engine.watch import Watch
+from cacheprobe.observe.lens_reader import ReadingFault
 from cacheprobe.ops.equality import bits
 from tests.invariants.runs import outcome
 
@@ -262,12 +263,20 @@ def ends(model: Any, fault: Planted, prompts: Any, alone: Iterable[int] = (0, -1
     without the check while it runs, which may stop them too.
     """
     settings = {"deterministic": True, "progress": False, **settings}
+    run_pass, num_passes = PassRunner.run, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        return run_pass(*args, **kwargs)
+
     try:
-        with fault:
+        with fault, patch.object(PassRunner, "run", counted):
             trace = cp.run(model, prompts, **settings)
     except ValueError as error:
+        assert not num_passes, f"refused after {num_passes} passes: {error}"
         return Verdict("refused", str(error))
-    except EngineError as error:
+    except (EngineError, ReadingFault) as error:
         return Verdict("stopped", str(error))
     errors = trace.meta["errors"]
     with fault, patch.object(Watch, "place_copy", lambda *_: None):

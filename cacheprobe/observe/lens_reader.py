@@ -1,8 +1,9 @@
 """Z: reads queued states through a lens in tiles of a fixed number of vectors.
 
 A row waits until the token that follows it is committed, since its rank is part of the record; rows whose position
-is never committed are read at the end, without a target. A tile always has the same height, padded with zeros, so that
-a row's bits depend on itself alone (in bfloat16 nearly every row changes bits with the tile's height).
+is never committed are read at the end, without a target. A tile always has the same height, so that a row's bits depend
+on itself alone (in bfloat16 nearly every row changes bits with the tile's height). Free places of a tile read its own
+vectors again, which must give the same bits there.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,15 @@ from torch import Tensor
 
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.readout import Readout, read_logits
 
 LENS_TILE = 480
 """Vectors of one unembedding product: 16 tokens of 30 layers. Where its weights are widened first, few would pay it."""
+
+
+class ReadingFault(RuntimeError):
+    """A tile read one vector twice and got different bits."""
 
 
 @dataclass(slots=True)
@@ -103,8 +109,26 @@ class LensReader:
         layers[:count] = torch.cat([q.layers for q in taken]).to(layers.device)
         targets = torch.full((LENS_TILE,), -1, device=layers.device)
         targets[:count] = torch.cat([torch.full((len(q.layers),), q.target) for q in taken])
+        again = torch.arange(min(count, LENS_TILE - count))
+        for held in (states, layers, targets):
+            held[LENS_TILE - 1 - again] = held[again]
         with torch.inference_mode():
             readout = self._read(self.lens.logits(self.model, states, layers), targets, self.top_k)
+        _require_same(readout, again)
         rows = torch.cat([torch.full((len(q.layers),), q.row) for q in taken])
         kept = Readout(*(column[:count].cpu() for column in readout))
         self._parts.append((rows, layers[:count].cpu(), targets[:count].cpu(), kept))
+
+
+def _require_same(readout: Readout, again: Tensor) -> None:
+    """Raises: ReadingFault where a vector has other bits at the tile's end, where it was read again."""
+    for name, column in zip(Readout._fields, readout, strict=True):
+        ours, copies = column[again], column[LENS_TILE - 1 - again]
+        if not bitwise(ours, copies):
+            row = next(k for k in range(len(ours)) if not bitwise(ours[k], copies[k]))
+            raise ReadingFault(
+                f"reading Z, {name} of one vector differs between rows {row} and {LENS_TILE - 1 - row} of a pass of "
+                f"{LENS_TILE} rows (made by the final norm, the unembedding and a sum over the vocabulary), so Z would "
+                f"depend on the other requests on this machine ({torch.get_num_threads()} threads); set torch.set_num_threads(1), "
+                "or capture='STC'"
+            )
