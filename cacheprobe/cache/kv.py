@@ -38,7 +38,9 @@ class Copy(NamedTuple):
     shift: int
     """Slots by which the copy's tokens stand later than the original's."""
     count: int
-    """Tokens to compare."""
+    """Tokens of the pass to compare."""
+    num_again: int = 0
+    """Tokens before them to compare with what the cache holds, which an earlier pass computed."""
 
 
 class KVCache:
@@ -182,10 +184,13 @@ class KVCache:
         return rows
 
     def _compare(self, layer: int, copy: Copy, k: Tensor, v: Tensor) -> None:
-        for name, made in (("keys", k), ("values", v)):
+        row, start = self._staged_places[copy.original]
+        for name, made, held in (("keys", k, self.keys[layer]), ("values", v, self.values[layer])):
             ours = made[copy.original, :, : copy.count]
             again = made[copy.copy, :, copy.shift : copy.shift + copy.count]
-            if not bitwise(ours, again):
+            stored = held[row, :, start - copy.num_again : start]
+            made_again = made[copy.copy, :, copy.shift - copy.num_again : copy.shift]
+            if not (bitwise(ours, again) and bitwise(stored, made_again)):
                 self.copy_differs_at.append((layer, name))
 
     def row_view(self, layer: int, batch_row: int, span: int) -> tuple[Tensor, Tensor]:

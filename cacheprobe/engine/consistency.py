@@ -125,7 +125,8 @@ def _try(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hoo
 
 class _Cycle:
     """Passes over a few texts. Every cache row holds one text; with each pass it moves to the next batch row and, in
-    a longer window, to other slots. Logits, states, keys and values of a token must be those of the first pass.
+    a longer window, to other slots; in the last pass it has other neighbours. Logits, states, keys and values of a
+    token must be those of the first pass.
 
     The texts begin at places spread over the capacity, behind keys and values drawn at random.
     """
@@ -147,6 +148,7 @@ class _Cycle:
         """By site, layer and stream: the bits of its tokens in the first pass."""
         self.found: str | None = None
         self.shift_of_row: list[int] = []
+        self.is_compared: list[bool] = []
         self.stream_of_row: list[int] = []
 
     def _fill(self, draw: torch.Generator) -> None:
@@ -161,8 +163,8 @@ class _Cycle:
                     kept[row, :, :start] = held[row % self.num_streams, :, :start]
 
     def fault(self) -> str | None:
-        """Run the passes; the first difference, in words."""
-        for number in range(self.num_passes):
+        """Run the passes, the last with other neighbours; the first difference, in words."""
+        for number in range(self.num_passes + (self.batch > 1)):
             self._run(number)
             if self.found is not None:
                 return self.found
@@ -171,11 +173,15 @@ class _Cycle:
     def _run(self, number: int) -> None:
         rows = [(b + number) % self.batch for b in range(self.batch)]
         turn = [(b + number + self.number) % len(self.shifts) for b in range(self.batch)]
-        self.shift_of_row = [self.shifts[i] if number else 0 for i in turn]
+        has_others = number == self.num_passes
+        self.shift_of_row = [self.shifts[i] if number and not has_others else 0 for i in turn]
         self.stream_of_row = [row % self.num_streams for row in rows]
         of_row = list(zip(self.stream_of_row, self.shift_of_row, strict=True))
         starts = [self.starts[stream] + shift for stream, shift in of_row]
         fed = torch.stack([self.texts[stream, shift : shift + self.width] for stream, shift in of_row])
+        self.is_compared = [True] * self.batch
+        if has_others:
+            self._replace_neighbours(fed)
         span, reach = self.cache.capacity, None
         if self.model.attends_by_request:
             of = reach_of_pass if self.phase == "prefill" and self.width > SPAN_STEP else reach_of_positions
@@ -190,10 +196,19 @@ class _Cycle:
                 pieces = [held[row, :, s : s + self.width].transpose(0, 1) for row, s in zip(rows, starts, strict=True)]
                 self._compare(name, layer, pieces)
 
+    def _replace_neighbours(self, fed: Tensor) -> None:
+        """Every second row feeds another text, so that the rows between them have other neighbours than before."""
+        for b in range(self.batch):
+            if (b + self.number) % 2:
+                self.is_compared[b] = False
+                fed[b] = (fed[b] + 1 + b) % self.model.d_vocab
+
     def _compare(self, site: str, layer: int, value: "Tensor | Sequence[Tensor]") -> None:
         if self.found is not None:
             return
         for b, (stream, shift) in enumerate(zip(self.stream_of_row, self.shift_of_row, strict=True)):
+            if not self.is_compared[b]:
+                continue
             key = site, layer, stream
             if key not in self.first:
                 self.first[key] = value[b].clone()

@@ -119,9 +119,9 @@ class PassRunner:
             starts[b] = entry.start
             token_ids[b, : len(entry.token_ids)] = torch.tensor(entry.token_ids)
         copy = None
+        states = [entry.state for entry in entries]
         if phase == "verify" and size > len(entries) and num_layers is None:
             feeds = [entry.token_ids for entry in entries]
-            states = [entry.state for entry in entries]
             copy = self.watch.place_copy(self.cache, states, feeds, batch_index, rows, starts, token_ids)
         slots = tuple(_slots(entries, batch_index))
         self.shape = (size, width)
@@ -155,6 +155,8 @@ class PassRunner:
             self.observer.on_compared(self.step, None if differs is None else str(differs))
         if differs is not None:
             raise ShapeFault(self._told(differs, entries, batch_index))
+        if phase == "verify":
+            self.watch.remember(states, batch_index, starts, out)
         self._require_numbers(out, entries, batch_index, range(width) if logit_slots is None else logit_slots)
         if not is_hidden:
             logits = None if num_layers is not None or logit_slots is not None else out

@@ -51,7 +51,12 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._turn = 0
+        self._times: dict[int, int] = {}
+        """By request: how often it was compared."""
+        self._before: dict[int, tuple[int, int, Tensor]] = {}
+        """By cache row: request, first position and logits [t, v] of its last verify pass."""
+        self._logits_before: Tensor | None = None
+        """Of the last tokens [n, v] that the copy of the pass at hand computes again, where they are known."""
         self._copy: Copy | None = None
         self._heard: list[tuple[int, str]] = []
 
@@ -78,22 +83,42 @@ class Watch:
         """Fill the last batch row, a free one, with one of the pass's requests again; None where none can be copied.
 
         token_ids: what each request feeds, committed tokens before it are in its state.  rows, starts, fed [b, t]: of
-        the pass; changed in place. In a longer window the copy begins some committed tokens earlier, so that slots
-        are compared as well as rows.
+        the pass; changed in place. The request is the one that was compared least often. The copy begins up to a
+        window of committed tokens earlier, so that slots are compared as well as rows; tokens that an earlier pass
+        computed are compared with what that pass stored, beside other neighbours.
         """
         able = [i for i, state in enumerate(states) if not state.is_edited]
         if not able or not cache.can_compute_twice:
             return None
-        self._turn += 1
-        i = able[self._turn % len(able)]
-        original, copy, width = batch_index[i], len(rows) - 1, fed.shape[1]
-        start = starts[original]
-        shift = min(self._turn % width, start)
+        i = min(able, key=lambda i: self._times.get(states[i].request_id, 0))
+        state, original, width = states[i], batch_index[i], fed.shape[1]
+        times = self._times[state.request_id] = self._times.get(state.request_id, 0) + 1
+        start, copy = starts[original], len(rows) - 1
+        num_verified = max(start - state.request.num_prompt_tokens, 0) if state.is_verified else 0
+        shift = min((times - 1) % (width + 1), start, width if num_verified else width - 1)
         count = min(len(token_ids[i]), width - shift)
-        before = states[i].token_ids[start - shift : start]
-        fed[copy, : shift + count] = torch.tensor([*before, *token_ids[i][:count]])
+        fed[copy, : shift + count] = torch.tensor([*state.token_ids[start - shift : start], *token_ids[i][:count]])
         rows[copy], starts[copy] = rows[original], start - shift
-        return Copy(original, copy, shift, count)
+        num_again = min(shift, num_verified)
+        self._logits_before = self._known_logits(state, start, num_again)
+        return Copy(original, copy, shift, count, num_again)
+
+    def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
+        """Those of the tokens before `start`, up to `num_again`, that the request's last verify pass computed."""
+        request_id, first, logits = self._before.get(state.row, (-1, 0, torch.zeros(0)))
+        is_its_own = request_id == state.request_id and first < start
+        return logits[max(start - num_again - first, 0) : start - first] if is_its_own else None
+
+    def remember(
+        self, states: Sequence[SequenceState], batch_index: Sequence[int], starts: Sequence[int], logits: Tensor
+    ) -> None:
+        """Keep a verify pass's logits until the next one; of longer windows those of the request to compare next."""
+        kept = list(zip(states, batch_index, strict=True))
+        if logits.shape[1] > 1:
+            self._before.clear()
+            kept = [min(kept, key=lambda one: self._times.get(one[0].request_id, 0))]
+        for state, b in kept:
+            self._before[state.row] = state.request_id, starts[b], logits[b]
 
     @contextmanager
     def comparing(self, copy: Copy | None) -> Iterator[None]:
@@ -112,7 +137,9 @@ class Watch:
 
         Where something differs the pass is run once more with every state listened to, to name the operation.
         """
-        is_equal = bitwise(*_pair(copy, logits))
+        before = self._logits_before
+        made_again = logits[copy.copy, copy.shift - (0 if before is None else len(before)) : copy.shift]
+        is_equal = bitwise(*_pair(copy, logits)) and (before is None or bitwise(before, made_again))
         if is_equal and not self._heard and not cache.copy_differs_at:
             return None
         seen = self._first(cache)

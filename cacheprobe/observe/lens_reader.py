@@ -1,8 +1,9 @@
 """Z: reads queued states through a lens in tiles of a fixed number of vectors.
 
 A row waits until the token that follows it is committed, since its rank is part of the record; rows whose position
-is never committed are read at the end, without a target. A tile always has the same height, padded with zeros, so that
-a row's bits depend on itself alone (in bfloat16 nearly every row changes bits with the tile's height).
+is never committed are read at the end, without a target. A tile always has the same height, so that a row's bits depend
+on itself alone (in bfloat16 nearly every row changes bits with the tile's height). Free places of a tile read its own
+vectors again, which must give the same bits there.
 
 A lens may be a user's own. If it fails on a tile, each request's rows are read once more, at the same places of a tile
 whose other rows are zeros; a request whose rows fail then has no readings, and the others have the same as ever.
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.readout import Readout, read_logits
 
 LENS_TILE = 480
@@ -117,9 +119,17 @@ class LensReader:
             here = (owners[which], rows[which], layers[:count].cpu()[which], targets[:count].cpu()[which])
             self._parts.append((*here, Readout(*(column[which] for column in readout))))
 
+        again = torch.arange(min(count, LENS_TILE - count))
+        for held in (states, layers, targets):
+            held[LENS_TILE - 1 - again] = held[again]
         whole = self._tried(states, layers, targets, range(count))
+        if isinstance(whole, Readout) and (why := _difference(whole, again)):
+            for request_id in dict.fromkeys(q.request_id for q in taken):
+                place = int((owners == request_id).nonzero()[0, 0])
+                self._fail(taken, request_id, int(layers[place]), int(rows[place]), why)
+            return
         if isinstance(whole, Readout):
-            keep(whole, slice(None))
+            keep(whole, slice(count))
             return
         for request_id in dict.fromkeys(q.request_id for q in taken):
             mine = (owners == request_id).nonzero()[:, 0]
@@ -150,9 +160,8 @@ class LensReader:
     def _tried(
         self, states: Tensor, layers: Tensor, targets: Tensor, places: Sequence[int]
     ) -> "Readout | tuple[int, str]":
-        """What the lens says of a tile, as far as it is filled; or the first of `places` where it fails, and why."""
+        """What the lens says of a tile; or the first of `places` where it fails, and why."""
         shape = (len(states), self.model.d_vocab)
-        count = int(max(places)) + 1
         try:
             with torch.inference_mode():
                 logits: Any = self.lens.logits(self.model, states, layers)
@@ -165,7 +174,7 @@ class LensReader:
         is_number = readout.entropy_nats.isfinite() & readout.top_logprob_nats[:, 0].isfinite()
         if bad := [place for place in places if not is_number[place]]:
             return bad[0], f"must return logits {list(shape)} with a finite largest one, got NaN or infinity"
-        return Readout(*(column[:count] for column in readout))
+        return readout
 
     def _fail(self, taken: Sequence[Queued], request_id: int, layer: int, row: int, why: str) -> None:
         step = next(q.step for q in taken if q.row == row)
@@ -182,3 +191,18 @@ def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     return f"{value!r:.60}"
+
+
+def _difference(readout: Readout, again: Tensor) -> str | None:
+    """Why a tile whose first vectors were read again at its end, in reverse, cannot be relied on; None where it can."""
+    for name, column in zip(Readout._fields, readout, strict=True):
+        if bitwise(column[again], column[LENS_TILE - 1 - again]):
+            continue
+        row = next(k for k in range(len(again)) if not bitwise(column[k], column[LENS_TILE - 1 - k]))
+        return (
+            f"gave other bits of {name} for one vector in rows {row} and {LENS_TILE - 1 - row} of a pass of "
+            f"{LENS_TILE} rows (made by the final norm, the unembedding and a sum over the vocabulary), so Z would depend on the "
+            f"other requests on this machine ({torch.get_num_threads()} threads); set torch.set_num_threads(1), or "
+            "capture='STC'"
+        )
+    return None
