@@ -18,7 +18,6 @@ import cacheprobe as cp
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.engine.passes import EngineError, PassRunner
 from cacheprobe.engine.watch import Watch
-from cacheprobe.observe.lens_reader import ReadingFault
 from cacheprobe.ops.equality import bits
 from tests.invariants.runs import outcome
 
@@ -276,9 +275,9 @@ def ends(model: Any, fault: Planted, prompts: Any, alone: Iterable[int] = (0, -1
     except ValueError as error:
         assert not num_passes, f"refused after {num_passes} passes: {error}"
         return Verdict("refused", str(error))
-    except (EngineError, ReadingFault) as error:
+    except EngineError as error:
         return Verdict("stopped", str(error))
-    errors = trace.meta["errors"]
+    errors = trace.meta["errors"] | {key.split()[-1]: why for key, why in trace.missing.items()}
     with fault, patch.object(Watch, "place_copy", lambda *_: None):
         oracle = cp.reference(model, prompts, **settings)
         by_itself = {i % len(prompts): cp.run(model, [prompts[i]], **settings) for i in alone}

@@ -201,8 +201,8 @@ def _difference(readout: Readout, again: Tensor) -> str | None:
         row = next(k for k in range(len(again)) if not bitwise(column[k], column[LENS_TILE - 1 - k]))
         return (
             f"gave other bits of {name} for one vector in rows {row} and {LENS_TILE - 1 - row} of a pass of "
-            f"{LENS_TILE} rows (made by the final norm, the unembedding and a sum over the vocabulary), so Z would depend on the "
-            f"other requests on this machine ({torch.get_num_threads()} threads); set torch.set_num_threads(1), or "
+            f"{LENS_TILE} rows (made by the final norm, the unembedding and a sum over the vocabulary), so Z would "
+            f"depend on the other requests on this machine ({torch.get_num_threads()} threads); set torch.set_num_threads(1), or "
             "capture='STC'"
         )
     return None
