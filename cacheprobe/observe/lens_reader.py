@@ -129,6 +129,6 @@ def _require_same(readout: Readout, again: Tensor) -> None:
             raise ReadingFault(
                 f"reading Z, {name} of one vector differs between rows {row} and {LENS_TILE - 1 - row} of a pass of "
                 f"{LENS_TILE} rows (made by the final norm, the unembedding and a sum over the vocabulary), so Z would "
-                f"depend on the other requests on this machine ({torch.get_num_threads()} threads); set torch.set_num_threads(1), "
-                "or capture='STC'"
+                f"depend on the other requests on this machine ({torch.get_num_threads()} threads); "
+                "set torch.set_num_threads(1), or capture='STC'"
             )
