@@ -103,8 +103,9 @@ def test_no_fault_is_silent(
 ) -> None:
     fault = Planted(operation, DEPENDS_ON[name], share=3)
     verdict = ends(fresh(family, dtype), fault, PROMPTS, window=window, group=group, **RUN)
-    assert fault.num_calls and verdict.kind in ("right", "refused"), verdict
-    if operation != "attention" and "slot" not in name and name != "address":
+    assert fault.num_calls and verdict.kind in ("right", "refused", "stopped"), verdict
+    is_rounded_away = operation == "norm" and dtype == torch.bfloat16  # computed in float32
+    if operation != "attention" and "slot" not in name and name != "address" and not is_rounded_away:
         assert verdict.kind == "refused", verdict
 
 
@@ -172,7 +173,7 @@ def test_without_the_trial_the_check_while_it_runs_stops_it(
     operation: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, "trial")
-    shapes = dict(window=window, group=4, max_new_tokens=3 * window + 5, capacity=64)
+    shapes = dict(window=window, group=4, max_new_tokens=3 * window + 5, capacity=64, capture="STC")
     assert ends(fresh(), Planted(operation, in_second_half), PROMPTS[:3], **shapes).kind == "stopped"
     without(monkeypatch, "check while it runs")
     assert ends(fresh(), Planted(operation, in_second_half), PROMPTS[:3], **shapes).kind == "different"
