@@ -255,7 +255,7 @@ class Verdict:
     said: str = ""
 
 
-def ends(model: Any, fault: Planted, prompts: Any, alone: Iterable[int] = (0, -1), **settings: Any) -> Verdict:
+def ends(model: Any, fault: Planted, prompts: Any, alone: Iterable[int] = (), **settings: Any) -> Verdict:
     """Run all prompts as deterministic requests under the fault, and compare what was not refused or stopped.
 
     With `cp.reference` all of them, with the request run alone those of `alone`; both under the same fault, and

@@ -16,7 +16,7 @@ from tests.tiny import hf_model
 
 PROMPTS = [[5, 6, 7], [*range(20, 32)], [*range(40, 57)], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
 """Some begin before the positions from which faults act, one behind them."""
-RUN = dict(max_new_tokens=7, capacity=64)
+RUN = dict(max_new_tokens=5, capacity=64)
 FLOATS = (torch.float32, torch.bfloat16)
 ANYWHERE = ("product", "norm", "activation")
 """Operations that one call computes for the whole batch."""
@@ -50,7 +50,7 @@ def later(fault: Planted, window: int, num_new: int, family: str = "qwen3"):
     model = fresh(family)
     shapes = dict(window=window, group=4, max_new_tokens=num_new, capacity=64)
     cp.run(model, PROMPTS[:1], **shapes, deterministic=True, progress=False)
-    return ends(model, fault, PROMPTS[:3], alone=(), **shapes)
+    return ends(model, fault, PROMPTS[:3], **shapes)
 
 
 # -- the fault as it was seen
@@ -60,7 +60,7 @@ def later(fault: Planted, window: int, num_new: int, family: str = "qwen3"):
 @pytest.mark.parametrize("window", [1, 3, 5, 7])
 def test_the_fault_that_was_seen_changes_no_request(window: int, dtype: torch.dtype) -> None:
     fault = Planted("attention", as_seen_on_amd)
-    assert ends(fresh(dtype=dtype), fault, PROMPTS, window=window, group=4, **RUN).kind == "right" and fault.num_calls
+    assert ends(fresh(dtype=dtype), fault, PROMPTS, alone=(1, 3), window=window, group=4, **RUN).kind == "right"
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -80,7 +80,7 @@ def test_without_guards_the_fault_that_was_seen_is_silent(monkeypatch: pytest.Mo
         for dtype in FLOATS:
             fault = Planted("attention", lambda at: as_seen_on_amd(at) & (at.position >= 20))
             kinds[window, dtype] = ends(
-                fresh(dtype=dtype), fault, PROMPTS, alone=(), window=window, group=4, **RUN
+                fresh(dtype=dtype), fault, PROMPTS, window=window, group=4, **{**RUN, "max_new_tokens": 7}
             ).kind
     assert [kind for (window, _), kind in kinds.items() if window % 2] == ["different"] * 6
     assert [kind for (window, _), kind in kinds.items() if not window % 2] == ["right"] * 4
@@ -102,9 +102,10 @@ def test_no_fault_is_silent(
     operation: str, name: str, family: str, dtype: torch.dtype, window: int, group: int | None
 ) -> None:
     fault = Planted(operation, DEPENDS_ON[name], share=3)
-    verdict = ends(fresh(family, dtype), fault, PROMPTS, alone=(2,), window=window, group=group, **RUN)
-    assert fault.num_calls and verdict.kind in ("right", "refused"), verdict
-    if operation != "attention" and "slot" not in name and name != "address":
+    verdict = ends(fresh(family, dtype), fault, PROMPTS, window=window, group=group, **RUN)
+    assert fault.num_calls and verdict.kind in ("right", "refused", "stopped"), verdict
+    is_rounded_away = operation == "norm" and dtype == torch.bfloat16  # computed in float32
+    if operation != "attention" and "slot" not in name and name != "address" and not is_rounded_away:
         assert verdict.kind == "refused", verdict
 
 
@@ -128,8 +129,8 @@ def test_with_one_thread_a_fault_of_the_second_thread_is_right() -> None:
 
 def test_a_group_is_chosen_that_the_fault_spares() -> None:
     fault = Planted("norm", lambda at: in_second_half(at) & (at.num_rows == 16))
-    assert ends(fresh("llama"), fault, PROMPTS, alone=(0,), window=1, **RUN).kind == "right" and fault.num_changed
-    assert ends(fresh("llama"), fault, PROMPTS, alone=(), window=1, group=16, **RUN).kind == "refused"
+    assert ends(fresh("llama"), fault, PROMPTS, window=1, **RUN).kind == "right" and fault.num_changed
+    assert ends(fresh("llama"), fault, PROMPTS, window=1, group=16, **RUN).kind == "refused"
 
 
 # -- faults that begin after the shape was tried
@@ -172,7 +173,7 @@ def test_without_the_trial_the_check_while_it_runs_stops_it(
     operation: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, "trial")
-    shapes = dict(window=window, group=4, max_new_tokens=3 * window + 5, capacity=64, alone=())
+    shapes = dict(window=window, group=4, max_new_tokens=3 * window + 5, capacity=64, capture="STC")
     assert ends(fresh(), Planted(operation, in_second_half), PROMPTS[:3], **shapes).kind == "stopped"
     without(monkeypatch, "check while it runs")
     assert ends(fresh(), Planted(operation, in_second_half), PROMPTS[:3], **shapes).kind == "different"
@@ -206,9 +207,9 @@ def test_a_trial_beside_the_same_neighbours_accepts_a_fault_of_neighbours(monkey
     without(monkeypatch, "check while it runs")
     shapes = dict(window=1, group=4, **RUN)
     fault = Planted("activation", DEPENDS_ON["neighbours"])
-    assert ends(fresh(), fault, PROMPTS, alone=(), **shapes).kind == "refused"
+    assert ends(fresh(), fault, PROMPTS, **shapes).kind == "refused"
     monkeypatch.setattr(_Cycle, "_replace_neighbours", lambda cycle, fed: None)
-    assert ends(fresh(), fault, PROMPTS, alone=(), **shapes).kind == "different"
+    assert ends(fresh(), fault, PROMPTS, **shapes).kind == "different"
 
 
 # -- reading Z
@@ -217,7 +218,7 @@ def test_a_trial_beside_the_same_neighbours_accepts_a_fault_of_neighbours(monkey
 @pytest.mark.parametrize("operation", ["unembedding", "norm"])
 def test_a_fault_of_places_in_a_reading_is_stopped(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With windows of one row, the odd slots of a reading are the only ones."""
-    shapes = dict(window=1, group=4, alone=(), **RUN)
+    shapes = dict(window=1, group=4, **RUN)
     verdict = ends(fresh(), Planted(operation, DEPENDS_ON["odd slots"]), PROMPTS, **shapes)
     assert verdict.kind == "stopped" and "for one vector" in verdict.said and "set_num_threads" in verdict.said
     monkeypatch.setattr(lens_reader, "_difference", lambda *read: None)

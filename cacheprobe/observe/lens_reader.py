@@ -202,7 +202,7 @@ def _difference(readout: Readout, again: Tensor) -> str | None:
         return (
             f"gave other bits of {name} for one vector in rows {row} and {LENS_TILE - 1 - row} of a pass of "
             f"{LENS_TILE} rows (made by the final norm, the unembedding and a sum over the vocabulary), so Z would "
-            f"depend on the other requests on this machine ({torch.get_num_threads()} threads); set torch.set_num_threads(1), or "
-            "capture='STC'"
+            f"depend on the other requests on this machine ({torch.get_num_threads()} threads); set "
+            "torch.set_num_threads(1), or capture='STC'"
         )
     return None
