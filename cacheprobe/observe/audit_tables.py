@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -135,7 +134,7 @@ def _missing_readings(trace: Trace, table: pd.DataFrame) -> Iterator[str]:
             yield f"row {row} has {found[row]} readings, {count} layers were read"
 
 
-def _unequal(ours: "pd.Series[Any]", theirs: "pd.Series[Any]") -> list[int]:
+def _unequal(ours: pd.Series, theirs: pd.Series) -> list[int]:
     """Lines in which two columns differ; null equals null."""
     a, b = ours.reset_index(drop=True), theirs.reset_index(drop=True)
     same = (a == b).fillna(False).to_numpy(dtype=bool) | (a.isna() & b.isna()).to_numpy(dtype=bool)
