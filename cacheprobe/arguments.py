@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from torch import Tensor
+
 from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.cache.surgery import CacheRows, require_fit, require_plain
 from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
@@ -23,7 +25,7 @@ from cacheprobe.interventions.checks import Drafting
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
-from cacheprobe.models.base import CachedLM
+from cacheprobe.models.base import CachedLM, StateSink
 from cacheprobe.models.heads import require_heads
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.prompts import answer_ids_of, as_list, text_of, token_ids_of
@@ -288,8 +290,20 @@ class Setup:
             if self.editor is not None:  # first, so that what is recorded is what the model went on with
                 stack.enter_context(self.model.editing(self.editor.sites, self.editor.edit))
             if recorder is not None:
-                stack.enter_context(self.model.capturing(recorder.wanted(), self.watch.listening(recorder.on_state)))
+                sink = of_this_thread(self.watch.listening(recorder.on_state))
+                stack.enter_context(self.model.capturing(recorder.wanted(), sink))
             yield
+
+
+def of_this_thread(sink: StateSink) -> StateSink:
+    """The sink for what the calling thread computes: a drafter that was given up may go on in a thread of its own."""
+    owner = threading.get_ident()
+
+    def hear(site: str, layer: int, value: Tensor) -> None:
+        if threading.get_ident() == owner:
+            sink(site, layer, value)
+
+    return hear
 
 
 def drain(generator: Iterator[int]) -> Trace:

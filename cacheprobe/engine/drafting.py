@@ -30,6 +30,7 @@ from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.drafters.base import DraftContext, Drafter, deadline_seconds
 from cacheprobe.drafters.scripted import Scripted
 from cacheprobe.engine.passes import EngineError
+from cacheprobe.models.turns import computing
 from cacheprobe.values import whole_number
 
 MOST_GIVEN_UP = 8
@@ -169,7 +170,11 @@ class _Thread:
         lent = None
         if context is not None:
             lent = _Lent(context.model, self._said, self._answers, self._is_given_up)
-        self.jobs.put((_settings(), lambda: job(lent)))
+        with computing.lent_to(self._thread.ident):  # it may run a model by itself
+            self.jobs.put((_settings(), lambda: job(lent)))
+            return self._wait(context, seconds)
+
+    def _wait(self, context: DraftContext | None, seconds: float) -> Any:
         began = time.monotonic()
         until, last = began + seconds, began + _PASSES_COUNT * seconds
         while True:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from threading import RLock
+from threading import RLock, get_ident, local
 from typing import Any, ParamSpec, TypeVar
 
 from cacheprobe.models.base import ModelError
@@ -12,7 +12,37 @@ from cacheprobe.models.settings import plain_settings
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
-computing = RLock()
+
+class _Computing:
+    """A lock that its holder may enter again, and may lend to a thread that it waits for."""
+
+    def __init__(self) -> None:
+        self._lock, self._lent, self._held = RLock(), set[int](), local()
+
+    def __enter__(self) -> None:
+        is_lent = get_ident() in self._lent
+        if not is_lent:
+            self._lock.acquire()
+        self._held.__dict__.setdefault("locks", []).append(not is_lent)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._held.locks.pop():
+            self._lock.release()
+
+    @contextmanager
+    def lent_to(self, thread: int | None) -> Iterator[None]:
+        """Inside the `with`, in which the caller only waits, that thread may compute as the caller might."""
+        if thread is None:
+            yield
+            return
+        self._lent.add(thread)
+        try:
+            yield
+        finally:
+            self._lent.discard(thread)
+
+
+computing = _Computing()
 """Held while a model computes or has our hooks on it. One for all models: torch's default dtype and the environment
 variables that transformers reads belong to the process, and two runs that draft for each other wait for no circle."""
 
