@@ -130,7 +130,7 @@ def run(
     """
     given = dict(locals())
     import cacheprobe as cp
-    from cacheprobe.config import EngineConfig
+    from cacheprobe.engine.shapes import settle_shapes
     from cacheprobe.observe.summary import closing
     from cacheprobe.records import SamplingParams
     from cacheprobe.registry import make
@@ -142,7 +142,8 @@ def run(
     SamplingParams(seed=seed, max_new_tokens=max_new_tokens, n=n)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, stop=stop)
     kept = cp.CaptureConfig(capture, heads=heads)
-    EngineConfig(window=window, group=group, capacity=capacity, max_batch=max_batch, kv_rows=kv_rows)
+    shapes = dict(window=window, group=group, capacity=capacity, max_batch=max_batch, kv_rows=kv_rows)
+    settle_shapes(None, drafter is not None, shapes)
     prompts: Any = list(prompt)
     for text in prompts:
         require_encodable("--prompt", text)

@@ -37,7 +37,7 @@ class Copy(NamedTuple):
     copy: int
     shift: int
     """Slots by which the copy's tokens stand later than the original's."""
-    count: int
+    num_tokens: int
     """Tokens of the pass to compare."""
     num_again: int = 0
     """Tokens before them to compare with what the cache holds, which an earlier pass computed."""
@@ -186,8 +186,8 @@ class KVCache:
     def _compare(self, layer: int, copy: Copy, k: Tensor, v: Tensor) -> None:
         row, start = self._staged_places[copy.original]
         for name, made, held in (("keys", k, self.keys[layer]), ("values", v, self.values[layer])):
-            ours = made[copy.original, :, : copy.count]
-            again = made[copy.copy, :, copy.shift : copy.shift + copy.count]
+            ours = made[copy.original, :, : copy.num_tokens]
+            again = made[copy.copy, :, copy.shift : copy.shift + copy.num_tokens]
             stored = held[row, :, start - copy.num_again : start]
             made_again = made[copy.copy, :, copy.shift - copy.num_again : copy.shift]
             if not (bitwise(ours, again) and bitwise(stored, made_again)):

@@ -177,7 +177,7 @@ class PassRunner:
             pieces[b] = of(entry.start, len(entry.token_ids), self.cache.capacity)
         if copy is not None:
             start = next(e.start for b, e in zip(batch_index, entries, strict=True) if b == copy.original)
-            pieces[copy.copy] = of(start - copy.shift, copy.shift + copy.count, self.cache.capacity)
+            pieces[copy.copy] = of(start - copy.shift, copy.shift + copy.num_tokens, self.cache.capacity)
         return Reach(tuple(pieces))
 
     def _told(self, differs: Difference, entries: Sequence[Entry], batch_index: Sequence[int]) -> str:

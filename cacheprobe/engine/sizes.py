@@ -1,7 +1,7 @@
 """Estimates a run's memory from its settings, and refuses sizes that cannot fit before anything is allocated.
 
-An estimate is a lower bound of what the run takes at its full length: a run that fits is never refused. A request that
-meets a stop token ends earlier and takes less; nothing says beforehand which one does.
+An estimate is a lower bound of what the run takes if every request reaches its full length. A request that meets a stop
+token ends earlier and takes less, which nothing says beforehand: a run that would end early may be refused.
 """
 
 import os

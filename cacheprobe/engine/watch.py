@@ -161,7 +161,7 @@ class Watch:
 
 def _pair(copy: Copy, value: Tensor) -> tuple[Tensor, Tensor]:
     """The original's tokens and the copy's, of a value [b, t, ...]."""
-    return value[copy.original, : copy.count], value[copy.copy, copy.shift : copy.shift + copy.count]
+    return value[copy.original, : copy.num_tokens], value[copy.copy, copy.shift : copy.shift + copy.num_tokens]
 
 
 def _hear_nothing(site: str, layer: int, value: Tensor) -> None: ...

@@ -86,7 +86,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def self_checks_text(meta: Mapping[str, Any]) -> str:
     """How often verify passes were compared with themselves, for a repr; empty where none was."""
-    held = meta.get("self_checks") or {"compared": 0}
+    held: dict[str, Any] = meta.get("self_checks") or {"compared": 0}
     if not held["compared"]:
         return ""
     return f"; verified against itself {held['compared']:,} times, {len(held['differences'])} differences"
