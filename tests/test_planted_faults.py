@@ -165,6 +165,13 @@ def test_any_fault_that_begins_later_is_stopped(operation: str, name: str, windo
     assert later(Planted(operation, DEPENDS_ON[name]), window, 4 * window + 9).kind == "stopped"
 
 
+@pytest.mark.parametrize("window", [3, 5, 7])
+@pytest.mark.parametrize("name", ["slot", "odd slots"])
+def test_a_fault_of_slots_that_begins_later_is_stopped_in_a_short_run(name: str, window: int) -> None:
+    """Where one or two verify passes are all that a request gets, they compare slots."""
+    assert later(Planted("product", DEPENDS_ON[name]), window, window + 2).kind == "stopped"
+
+
 # -- each guard removed
 
 

@@ -95,7 +95,8 @@ class Watch:
         times = self._times[state.request_id] = self._times.get(state.request_id, 0) + 1
         start, copy = starts[original], len(rows) - 1
         num_verified = max(start - state.request.num_prompt_tokens, 0) if state.is_verified else 0
-        shift = min((times - 1) % (width + 1), start, width if num_verified else width - 1)
+        turn = times - (width == 1)  # of a longer window slots first: a short request may be compared only once
+        shift = min(turn % (width + 1), start, width if num_verified else width - 1)
         count = min(len(token_ids[i]), width - shift)
         fed[copy, : shift + count] = torch.tensor([*state.token_ids[start - shift : start], *token_ids[i][:count]])
         rows[copy], starts[copy] = rows[original], start - shift
