@@ -234,7 +234,9 @@ class Setup:
             self.editor = Editor(self.interventions, self.model, states, drafting)
         if any(state.is_verified for state in states):
             with turn(self.model):
-                self.config = serving_config(self.model, self.config, self.is_group_given, self._hooked())
+                promised = any(state.request.is_deterministic for state in states)
+                given = self.is_group_given
+                self.config = serving_config(self.model, self.config, given, self._hooked(), promised)
         return states
 
     def _hooked(self) -> Hooked:

@@ -110,7 +110,7 @@ SAMPLES: dict[str, Callable[[cp.Trace, cp.Trace], tuple[Given, Given]]] = {
 
 EVERY = {  # what each tip says
     "cache_picture": [
-        r"rows? \d|cache rows?:", "prefill|verified|provisional|pending|decoded", r"step \d|not written yet",
+        r"rows? \d|cache rows?:", "prefill|verified|provisional|pending|decoded", r"steps? \d|not written yet",
     ],
     "comparison": [r"request \d", r"generated token \d", r"position \d"],
     "decode_grid": [r"request \d", r"token \d", r"step \d", "committed|candidate|rolled back|pending"],

@@ -168,7 +168,7 @@ def test_heads_evictions_interventions_streams_and_cancellations_together() -> N
     others = ("interventions", "streams", "streams_abandoned", "requests_cancelled", "preemptions", "tokens")
     kinds = [*sites, *(f"mixed_{name}" for name in others), "mixed_episodes_with_all_together"]
     assert not tally.differences and [kind for kind in kinds if not counts[kind]] == []
-    assert counts["mixed_states_and_heads_compared"] > 1000 < counts["mixed_readings_compared"]
+    assert counts["mixed_states_and_heads_compared"] > 1000 and counts["mixed_readings_compared"] > 300
     assert set(kinds) < set(tally.numbers())
 
 

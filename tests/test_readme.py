@@ -54,7 +54,7 @@ def test_pictures_are_there() -> None:
 def test_the_loop_is_the_loop() -> None:
     shown = re.search(r"## The loop\n.*?```python\n(.*?)```", README, re.DOTALL).group(1)
     source = (ROOT / "cacheprobe/engine/loop.py").read_text()
-    indented = "".join(f"    {line}\n" for line in shown.splitlines())
+    indented = "".join(f"        {line}\n" for line in shown.splitlines())
     assert indented in source
 
 

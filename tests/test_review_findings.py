@@ -69,7 +69,7 @@ def test_unpadded_prefill_is_another_schedule_and_is_verified_as_such() -> None:
     settings = {**SMALL, "pad_prefill": False}
     trace = cp.run(loaded(), PROMPTS[:2], **settings, deterministic=True)
     assert cp.verify(trace, progress=False).is_equal
-    padded = cp.run(loaded(), PROMPTS[:2], **SMALL, deterministic=True)
+    padded = cp.run(loaded(), PROMPTS[:2], **SMALL, pad_prefill=True, deterministic=True)
     assert "pad_prefill" not in padded.fingerprint
     with pytest.raises(FingerprintMismatch, match="under different schedules; pad_prefill: "):
         require_same(padded.fingerprint, trace.fingerprint, "two runs")

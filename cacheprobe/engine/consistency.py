@@ -49,10 +49,16 @@ _known: "WeakKeyDictionary[CachedLM, dict[Hashable, str | None]]" = WeakKeyDicti
 
 
 def serving_config(
-    model: CachedLM, config: EngineConfig, is_group_given: bool = True, hooked: Hooked = Hooked()
+    model: CachedLM,
+    config: EngineConfig,
+    is_group_given: bool = True,
+    hooked: Hooked = Hooked(),
+    is_promised: bool = True,
 ) -> EngineConfig:
     """The config with a group whose passes give a token the same bits everywhere: the one given, or one chosen here.
 
+    is_promised: whether a request is deterministic. Where none is, and no group serves, the first one is taken: drafts
+        are then checked in a shape whose rounding may depend on the batch row, as in any other engine.
     Each shape is tried once for a model and the numeric settings of the process.
     Raises: ValueError for a given group that does not serve, naming one that does; and where none serves.
     """
@@ -63,7 +69,9 @@ def serving_config(
         tried = ((group, _fault(model, group, config.window, config.capacity, "verify", hooked)) for group in groups)
         first = next(tried)
         group = first[0] if first[1] is None else next((group for group, fault in tried if fault is None), None)
-        if group is None:
+        if group is None and not is_promised:
+            group = first[0]
+        elif group is None:
             raise ValueError(
                 f"no group of {', '.join(map(str, sorted(groups)))} gives every row the same bits with "
                 f"window={config.window} on this machine ({first[0]} x {config.window}: {first[1]}); "

@@ -5,6 +5,7 @@ they decode. With a drafter every request is verified.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.cache.sequence import SequenceState
@@ -58,8 +59,7 @@ def rounds(
     drafter = drafter or FastPath()
     drafter.check(model)
     calls = stepper.drafter_calls
-
-    try:
+    with closing(calls):
         while not scheduler.is_done:
             for state in scheduler.cancelled():
                 stepper.books.stop(state, "cancelled")
@@ -78,8 +78,6 @@ def rounds(
             for state in scheduler.retire():
                 calls.release(drafter, state)
             yield stepper.passes.step
-    finally:
-        calls.close()
 
     stepper.cache.check_integrity()
     if all(state.error for state in states):

@@ -141,6 +141,8 @@ class PassRunner:
         try:
             with self.cache.attending_to(span, reach, copy), self.watch.comparing(copy):
                 out = forward()
+                if copy is not None and not bool(torch.isfinite(out.amax(-1)).all()):
+                    copy = None  # told below: what is no number has no bits to compare
                 differs = None if copy is None else self.watch.difference(self.model, self.cache, copy, out, forward)
         except Exception as error:
             names = ", ".join(str(entry.state.request_id) for entry in entries)

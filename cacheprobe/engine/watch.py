@@ -80,14 +80,14 @@ class Watch:
         starts: list[int],
         fed: Tensor,
     ) -> Copy | None:
-        """Fill the last batch row, a free one, with one of the pass's requests again; None where none can be copied.
+        """Fill the last batch row, a free one, with a deterministic request of the pass again; None where none can be.
 
         token_ids: what each request feeds, committed tokens before it are in its state.  rows, starts, fed [b, t]: of
         the pass; changed in place. The request is the one that was compared least often. The copy begins up to a
         window of committed tokens earlier, so that slots are compared as well as rows; tokens that an earlier pass
         computed are compared with what that pass stored, beside other neighbours.
         """
-        able = [i for i, state in enumerate(states) if not state.is_edited]
+        able = [i for i, s in enumerate(states) if s.request.is_deterministic and not s.is_edited]
         if not able or not cache.can_compute_twice:
             return None
         i = min(able, key=lambda i: self._times.get(states[i].request_id, 0))

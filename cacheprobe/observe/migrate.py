@@ -34,8 +34,9 @@ def _from_2(old: Manifest) -> Manifest:
 
 
 def _from_3(old: Manifest) -> Manifest:
-    """No checksums were stored, so damage on the disk cannot be noticed by them."""
-    return {**old, "format_version": 4, "sha256": {}, "manifest_sha256": None}
+    """No checksums were stored, so damage on the disk cannot be noticed by them; no pass was compared with itself."""
+    meta = {"self_checks": {"compared": 0, "differences": []}, **old["meta"]}
+    return {**old, "format_version": 4, "meta": meta, "sha256": {}, "manifest_sha256": None}
 
 
 _STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2, 3: _from_3}
