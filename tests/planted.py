@@ -193,7 +193,7 @@ class Planted(TorchFunctionMode):
             out.copy_(torch.where(chosen.view(shape) & elements, larger, out))
         return out
 
-    def _attended(self, q: Tensor, mask: Tensor | None) -> tuple[Tokens, Iterable[int]]:
+    def _attended(self, q: Tensor, mask: Tensor | None) -> tuple[Tokens, tuple[int, ...]]:
         """Tokens of queries, or of scores, [b, h, t, ...]. Positions are the numbers of slots that are attended."""
         batch, _, count, _ = q.shape
         visible = q > torch.finfo(q.dtype).min / 2 if mask is None else mask == 0
@@ -205,7 +205,7 @@ class Planted(TorchFunctionMode):
         at = Tokens(row, batch, row, slot, width, position, _addresses(first), _bit(q.reshape(batch, -1)[:, 0]))
         return at, (batch, 1, count, 1)
 
-    def _computed(self, values: Tensor) -> tuple[Tokens, Iterable[int]]:
+    def _computed(self, values: Tensor) -> tuple[Tokens, tuple[int, ...]]:
         """Tokens of [b, t, ...], [b, h, t, d] or [b * t, m]; what belongs to no pass has no positions."""
         batch, count = self._positions.shape
         shape: tuple[int, ...] = (batch, count, *[1] * (values.dim() - 2))

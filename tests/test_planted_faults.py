@@ -1,6 +1,7 @@
 """Beside a library whose bits depend on what they may not, a run is right, refused or stopped; never other bits."""
 
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.tiny import hf_model
 
 PROMPTS = [[5, 6, 7], [*range(20, 32)], [*range(40, 57)], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
 """Some begin before the positions from which faults act, one behind them."""
-RUN = dict(max_new_tokens=5, capacity=64)
+RUN: dict[str, Any] = dict(max_new_tokens=5, capacity=64)
 FLOATS = (torch.float32, torch.bfloat16)
 ANYWHERE = ("product", "norm", "activation")
 """Operations that one call computes for the whole batch."""
@@ -48,7 +49,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *guards: str) -> None:
 def later(fault: Planted, window: int, num_new: int, family: str = "qwen3"):
     """The verdict on a fault that begins after the shape was tried; one place of four is free."""
     model = fresh(family)
-    shapes = dict(window=window, group=4, max_new_tokens=num_new, capacity=64)
+    shapes: dict[str, Any] = dict(window=window, group=4, max_new_tokens=num_new, capacity=64)
     cp.run(model, PROMPTS[:1], **shapes, deterministic=True, progress=False)
     return ends(model, fault, PROMPTS[:3], **shapes)
 
@@ -180,7 +181,7 @@ def test_without_the_trial_the_check_while_it_runs_stops_it(
     operation: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, "trial")
-    shapes = dict(window=window, group=4, max_new_tokens=3 * window + 5, capacity=64, capture="STC")
+    shapes: dict[str, Any] = dict(window=window, group=4, max_new_tokens=3 * window + 5, capacity=64, capture="STC")
     assert ends(fresh(), Planted(operation, in_second_half), PROMPTS[:3], **shapes).kind == "stopped"
     without(monkeypatch, "check while it runs")
     assert ends(fresh(), Planted(operation, in_second_half), PROMPTS[:3], **shapes).kind == "different"
@@ -212,7 +213,7 @@ def test_without_comparing_earlier_passes_a_fault_of_neighbours_is_silent(monkey
 
 def test_a_trial_beside_the_same_neighbours_accepts_a_fault_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "check while it runs")
-    shapes = dict(window=1, group=4, **RUN)
+    shapes: dict[str, Any] = dict(window=1, group=4, **RUN)
     fault = Planted("activation", DEPENDS_ON["neighbours"])
     assert ends(fresh(), fault, PROMPTS, **shapes).kind == "refused"
     monkeypatch.setattr(_Cycle, "_replace_neighbours", lambda cycle, fed: None)
@@ -225,7 +226,7 @@ def test_a_trial_beside_the_same_neighbours_accepts_a_fault_of_neighbours(monkey
 @pytest.mark.parametrize("operation", ["unembedding", "norm"])
 def test_a_fault_of_places_in_a_reading_is_stopped(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With windows of one row, the odd slots of a reading are the only ones."""
-    shapes = dict(window=1, group=4, **RUN)
+    shapes: dict[str, Any] = dict(window=1, group=4, **RUN)
     verdict = ends(fresh(), Planted(operation, DEPENDS_ON["odd slots"]), PROMPTS, **shapes)
     assert verdict.kind == "stopped" and "for one vector" in verdict.said and "set_num_threads" in verdict.said
     monkeypatch.setattr(lens_reader, "_difference", lambda *read: None)
