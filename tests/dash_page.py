@@ -25,9 +25,10 @@ EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
 def save_runs(folder: Path) -> Path:
     """a-one: of a random model; b-other: of its neighbour; c-thinking: of the shipped tiny model; d-hostile: a-one with
     an attack in place of every text; e-broken: half written."""
-    one = cp.run(loaded(), PROMPTS, **SMALL, **EARLY)
+    shapes = {**SMALL, "prefill_chunk": 32, "pad_prefill": True}
+    one = cp.run(loaded(), PROMPTS, **shapes, **EARLY)
     one.save(folder / "a-one")
-    cp.run(perturbed(loaded(), 0.02), PROMPTS, **SMALL, **EARLY).save(folder / "b-other")
+    cp.run(perturbed(loaded(), 0.02), PROMPTS, **shapes, **EARLY).save(folder / "b-other")
     save_thinking(folder / "c-thinking")
     hostile(one).save(folder / "d-hostile")
     shutil.copytree(folder / "a-one", folder / "e-broken")

@@ -317,7 +317,7 @@ MUTATIONS: list[Mutation] = [
         ("a lease is kept",),
         f"{LEASE}:_take",
         "- time.time()) > 0",
-        "- time.time()) > 99",
+        "- time.time()) > 9999",
     ),
     one(
         "a lease that ran out holds",
