@@ -34,7 +34,10 @@ def test_a_shape_that_rounds_its_last_row_otherwise_is_refused(slot: bool) -> No
     model = _LastPlaceDiffers(cp.load_model(hf_model()), slot)
     better = serving(model, 3, at_least=4, capacity=64)
     assert better % 2 == 0, "an odd number of rows serves"
-    with pytest.raises(ValueError, match=rf"3 x 3 rows do not compute every row alike.*row 2 slot.*set group={better}"):
+    # which of two places that differ is named depends on which of them was computed first
+    with pytest.raises(
+        ValueError, match=rf"3 x 3 rows do not compute every row alike.*row \d slot \d.*set group={better}"
+    ):
         serving_config(model, EngineConfig(window=3, group=3, capacity=64))
 
 
