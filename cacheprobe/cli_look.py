@@ -47,7 +47,7 @@ def hypotheses(
     site
         Likewise: S, T, C, or thought.
     status
-        Likewise: committed, candidate or rolled_back.
+        Likewise: committed, candidate, rolled_back or given_up. The last two are left out unless named.
     lens
         Likewise, by its name.
     """
@@ -55,7 +55,7 @@ def hypotheses(
     from cacheprobe.observe.export import require_ending, select_hypotheses, write_table
 
     require_ending(out)
-    table = cp.load_trace(run).hypotheses()
+    table = cp.load_trace(run).hypotheses(include_rolled_back=bool(set(status) & {"rolled_back", "given_up"}))
     chosen = select_hypotheses(table, request=request, layer=layer, site=site, status=status, lens=lens)
     print(f"{len(chosen)} of {len(table)} readings: {write_table(chosen, out)}")
 

@@ -10,8 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 from cacheprobe.values import flag, number, require_encodable, whole_number
 
 PHASES = ("prefill", "decode", "verify")
-ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back")
-STATUSES = ("committed", "candidate", "rolled_back")
+ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back", "given_up")
+STATUSES = ("committed", "candidate", "rolled_back", "given_up")
+FED_A_DRAFT_IN_VAIN = ("rolled_back", "given_up")
+"""Statuses of rows that were fed a draft token which was never committed: rejected, behind a rejected one, or given up
+without a verdict."""
+VERDICTS = ("accepted", "rejected", "never_judged")
+"""Of a drafted token. accepted: the verifier chose it.  rejected: the verifier chose another.  never_judged: it stood
+behind a rejected one, or its draft was given up (its request lost its cache, was cancelled, or a pass failed)."""
 PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited")
 
 
@@ -363,6 +369,10 @@ class Observer(Protocol):
 
     def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
         """Draft tokens at positions start..end-1 were rejected."""
+        ...
+
+    def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
+        """Draft tokens at positions start..end-1 were dropped without a verdict."""
         ...
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:

@@ -66,10 +66,10 @@ trace
 # %%
 settling = trace.settling()
 canonical = settling[settling.status == "committed"]
-canonical[["position", "settling_layer", "num_flips", "path", "final_token"]].head(6)
+canonical[["position", "prediction_depth", "num_flips", "path", "final_token"]].head(6)
 
 # %%
-quartiles = canonical.settling_layer.quantile([0.25, 0.5, 0.75])
+quartiles = canonical.prediction_depth.quantile([0.25, 0.5, 0.75])
 print(quartiles.to_dict(), "of layers 0 to", model.n_layers - 1)
 print("flips on the way:", round(canonical.num_flips.mean(), 1))
 
@@ -87,7 +87,7 @@ sure = trace.commitment(margin=0.5)
 sure = sure[sure.status == "committed"]
 is_sure = sure.commitment_layer.notna()
 later = sure[is_sure].commitment_layer.astype(int)
-settled = sure[is_sure].row.map(canonical.set_index("row").settling_layer)
+settled = sure[is_sure].row.map(canonical.set_index("row").prediction_depth)
 stays = sure[is_sure].stays.mean()
 print(f"{is_sure.mean():.0%} of rows have a layer that is sure; {stays:.0%} of these stay with what it said")
 print(f"where it stays, that is {(later - settled)[sure[is_sure].stays].mean():+.1f} layers from where it settles")

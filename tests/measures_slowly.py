@@ -122,3 +122,46 @@ def rejected_tokens_slowly(trace: cp.Trace) -> dict[tuple[int, int, int], tuple[
             order = sorted(range(len(logits)), key=lambda i, logits=logits: (-logits[i], i))
             out[event["request_id"], event["step"], layer] = (token, order.index(token), logits[token] - total)
     return out
+
+
+def drafts_slowly(trace: cp.Trace) -> dict[tuple[int, int, int], tuple[int, str]]:
+    """(request, step, position of a row) -> the token drafted for the next position in that pass, and its verdict."""
+    out = {}
+    for request in trace.requests:
+        events = [e for e in trace.events().to_dict("records") if e["request_id"] == request.request_id]
+        length, waiting = request.num_prompt_tokens, []
+        for event in sorted(events, key=lambda e: e["step"]):
+            if event["phase"] == "prefill" and waiting:
+                waiting = []  # read again after an eviction
+            for token in event["proposed_token_ids"]:
+                place = length + len(waiting) - 1
+                waiting.append((event["step"], place, int(token)))
+                out[request.request_id, event["step"], place] = (int(token), "never_judged")
+            if not pd.isna(event["num_accepted"]):
+                drafted = [int(token) for token in event["draft_token_ids"]]
+                assert [token for *_, token in waiting] == drafted
+                for i, (step, place, token) in enumerate(waiting):
+                    accepted = int(event["num_accepted"])
+                    verdict = "accepted" if i < accepted else "rejected" if i == accepted else "never_judged"
+                    for at in (step, event["step"]):
+                        out[request.request_id, at, place] = (token, verdict)
+                waiting = []
+            length += len(event["committed_token_ids"])
+    return out
+
+
+def shares_by_verdict_slowly(table: pd.DataFrame) -> dict[tuple[int, str], tuple[int, float, float | None]]:
+    """(layer, verdict) -> rows, share with the committed token first, share with the drafted token first."""
+    counts: dict[tuple[int, str], list[int]] = {}
+    for r in table.to_dict("records"):
+        if r["status"] in ("rolled_back", "given_up") or pd.isna(r["committed_token_id"]):
+            continue
+        verdict = "not_drafted" if pd.isna(r["verdict"]) else r["verdict"]
+        mine = counts.setdefault((r["layer"], verdict), [0, 0, 0])
+        mine[0] += 1
+        mine[1] += r["token_id"] == r["committed_token_id"]
+        mine[2] += not pd.isna(r["drafted_token_id"]) and r["token_id"] == r["drafted_token_id"]
+    return {
+        key: (rows, committed / rows, None if key[1] == "not_drafted" else drafted / rows)
+        for key, (rows, committed, drafted) in counts.items()
+    }

@@ -14,6 +14,7 @@ from cacheprobe.dash_app.asking import NotAsked, answered, span
 from cacheprobe.dash_app.shelf import Shelf, whole
 from cacheprobe.observe.comparison import RequestDifference
 from cacheprobe.observe.hypotheses import settling
+from cacheprobe.observe.token_history import Fate, standing_at, token_history
 from cacheprobe.records import fingerprint_differences
 from cacheprobe.views.cache_strip import cache_strip, memory_sentence
 from cacheprobe.views.decode_grid import SIGNS, decode_picture
@@ -22,7 +23,6 @@ from cacheprobe.views.run_comparison import comparison_title, fingerprint_block,
 from cacheprobe.views.style import DIAGRAM_CSS
 from cacheprobe.views.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
 from cacheprobe.views.token_card import card_parts
-from cacheprobe.views.token_history import Fate, standing_at, token_history
 from tests.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -125,7 +125,7 @@ def test_the_card_of_a_row(trace: cp.Trace) -> None:
     assert "<script" not in card and "window.hacked" in card
     assert "drafted in step 5" in card and "rolled back" in card and "recovered" in card
     assert re.findall(r'<tr data-layer="(\d)"', card) == ["2", "1", "0"]
-    assert f"from layer {about['settling_layer']} on" in card
+    assert f"from layer {about['prediction_depth']} on" in card
     with pytest.raises(ValueError, match="a card is of one row"):
         card_parts(table, about, [], {}, "x")
 

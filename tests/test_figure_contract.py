@@ -96,13 +96,13 @@ def swapped(table: pd.DataFrame, column: str) -> pd.DataFrame:
 
 SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]]] = {
     # a table, another with another finding, and what is given beside it
-    "agreement_figure": lambda: (trace().agreement(), trace().agreement().iloc[::-1].set_axis([0, 1, 2]), {}),
     "attribution": lambda: ((t := trace().attribution(0, 7)), swapped(t, "logit"), {}),
     "carried_figure": lambda: ((t := carried()), swapped(t, "nld"), {}),
     "coin_rows_figure": lambda: ((t := coin_rows()), t.assign(total=-t.total), {}),
     "disagreement_figure": lambda: (
         (t := by_layer(drafter="ngram", control=0.2, rejected=7, nats=0.1)), t.assign(share=0.1), {},
     ),
+    "draft_verdicts": lambda: ((t := trace().hypotheses()), t.assign(layer=2 - t.layer), {}),
     "final_choice_figure": lambda: ((t := by_layer(kind="answer", chance=0.1, rows=9)), t.assign(share=0.1), {}),
     "foresight_figure": lambda: (foreseen(0.1), foreseen(-0.1), {}),
     "lens_grid": lambda: ((t := trace().hypotheses()), t.assign(agrees=False), dict(request_id=0)),
@@ -111,7 +111,7 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
     "state_algorithm_figure": lambda: (
         (t := algorithm()[0].assign(examples=40)), t.assign(accuracy=0.5), dict(patches=algorithm()[1]),
     ),
-    "settling_figure": lambda: ((t := trace().settling()), t.assign(settling_layer=0), {}),
+    "settling_figure": lambda: ((t := trace().settling()), t.assign(prediction_depth=0), {}),
     "sweep_grid": lambda: (
         (t := swept()), swapped(t, "agrees_mean"), dict(rows="drafter", columns="seed"),
     ),
@@ -145,6 +145,8 @@ PROVENANCE = {
 """What a pointer is told of each part, where the table has the column."""
 OTHERWISE = {("foresight_figure", "position")}
 """There a column of that name is a control: what the position alone foretells."""
+SUMMED = {"draft_verdicts"}
+"""Each point is a share over many rows, so it names none."""
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -161,7 +163,7 @@ def test_the_pointer_is_told_where_a_number_is_from(name: str) -> None:
         for said in hovers(drawn):
             assert any(place in said for place in ("layer", "position", "%{x}", "%{text}")), (drawn.name, said)
             for column, wanted in PROVENANCE.items():
-                is_known = column in columns and (name, column) not in OTHERWISE
+                is_known = column in columns and (name, column) not in OTHERWISE and name not in SUMMED
                 assert not is_known or re.search(wanted, said), (drawn.name, column, said)
         assert drawn.hovertemplate is None or drawn.hovertemplate.endswith("<extra></extra>")
 
@@ -254,10 +256,11 @@ def test_figures_are_had_without_torch_or_a_model() -> None:
 import sys
 import pandas as pd
 from cacheprobe import views
-table = pd.DataFrame({"committed": [0.2, 0.9]}, index=[0, 1])
-title = views.agreement_figure(table).layout.title.text
+columns = dict(row=0, site="S", status="committed", verdict="accepted", drafted_token_id=5, agrees=True)
+table = pd.DataFrame([dict(columns, layer=layer, token_id=5) for layer in (0, 1)])
+title = views.draft_verdicts(table).layout.title.text
 assert not {"torch", "transformers"} & set(sys.modules)
 print(title)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.stdout.startswith("From layer 1 on"), done.stderr
+    assert done.stdout.endswith("from layer 0 on\n"), done.stderr

@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.observe.token_history import Fate, fates_at, token_history
 from cacheprobe.views.insight import first_insight, insight, opening
 from cacheprobe.views.report import report_html
-from cacheprobe.views.token_history import Fate, fates_at, token_history
 from tests.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 

@@ -46,8 +46,8 @@ def test_show_says_what_the_run_holds(trace: cp.Trace, stored: Path, capsys: pyt
         assert sum(int(r[column]) for r in requests) == verdicts[total]
     layers = held["first choice = committed token, by layer"]
     assert [row[0] for row in layers.rows] == ["0", "1", "2"]
-    committed = layers.columns.index("committed")
-    assert [float(row[committed]) for row in layers.rows] == trace.agreement()["committed"].round(2).tolist()
+    accepted = layers.columns.index("accepted")
+    assert [float(row[accepted]) for row in layers.rows] == trace.agreement()["accepted"].round(2).tolist()
 
 
 def test_show_a_request_in_detail(trace: cp.Trace, stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,9 @@ def test_tables_on_a_terminal_and_lines_elsewhere(
 def test_hypotheses_are_written_as_they_are(trace: cp.Trace, stored: Path, tmp_path: Path, ending: str) -> None:
     out = tmp_path / "new" / f"readings{ending}"
     cli_look.hypotheses(stored, out=out, request=(1, 3), layer=(0, 2), status=("rolled_back",))
-    ours = trace.hypotheses().query("request_id in (1, 3) and layer in (0, 2) and status == 'rolled_back'")
+    ours = trace.hypotheses(include_rolled_back=True).query(
+        "request_id in (1, 3) and layer in (0, 2) and status == 'rolled_back'"
+    )
     theirs = pd.read_csv(out) if ending == ".csv" else pd.read_parquet(out)
     assert len(theirs) == len(ours) > 0 and list(theirs.columns) == list(ours.columns)
     for column in ("row", "layer", "token_id", "logprob_nats"):

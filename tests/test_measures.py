@@ -31,8 +31,8 @@ def none(value: object) -> object:
 
 
 def test_by_layer(trace: cp.Trace) -> None:
-    table = measures.by_layer(trace.readings())
-    slowly = by_layer_slowly(trace.readings())
+    readings = trace.readings(include_rolled_back=True)
+    table, slowly = measures.by_layer(readings), by_layer_slowly(readings)
     assert {"committed", "candidate", "rolled_back"} <= set(table.status) and len(table) == len(slowly)
     for line in table.itertuples():
         mine = (line.rows, line.rank_median, line.logprob_nats_mean, line.agrees_mean, line.entropy_nats_mean)
@@ -56,7 +56,7 @@ def test_saturation(trace: cp.Trace, top: int) -> None:
     columns = [f"saturation_layer_{k + 1}" for k in range(top)]
     mine = {line["row"]: (*(line[c] for c in columns), line["is_in_order"]) for line in table.to_dict("records")}
     assert mine == saturation_slowly(trace.readings(), top)
-    settled = trace.settling().set_index("row").settling_layer
+    settled = trace.settling().set_index("row").prediction_depth
     assert table.set_index("row").saturation_layer_1.to_dict() == settled.to_dict()
     if top > 1:
         assert not table.is_in_order.all() and table.is_in_order.any()
@@ -85,7 +85,7 @@ def test_draft_agreement_foretells_the_drafter(trace: cp.Trace) -> None:
 
 def test_divergences(trace: cp.Trace) -> None:
     table = trace.divergences(cp.lenses.LogitLens())
-    assert set(table.status) == {"committed", "candidate", "rolled_back"}
+    assert set(table.status) == {"committed", "candidate"}
     model, counted = loaded(), 0
     for row, mine in list(table.groupby("row"))[::5]:
         logits = [model.read_out(trace.vectors("S", layer, [row]))[0].double().tolist() for layer in mine.layer]

@@ -24,7 +24,8 @@ def test_the_notebook_example_runs(tmp_path: Path, monkeypatch) -> None:
     scope: dict = {}
     exec(code, scope)
     assert cp.load_trace(tmp_path / "runs/coin").text(0) == scope["trace"].text(0)
-    assert {"committed", "candidate"} <= set(scope["beliefs"].status)
+    assert {"committed", "candidate"} == set(scope["beliefs"].status)
+    assert {"drafted_token", "verdict", "prediction_depth"} <= set(scope["beliefs"].columns)
 
 
 def test_the_tree_is_true() -> None:

@@ -7,8 +7,8 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.dash_app import cache, decode, facts, timeline
 from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.observe.token_history import standing_at, token_history
 from cacheprobe.views.report_figures import report_drawings
-from cacheprobe.views.token_history import standing_at, token_history
 from cacheprobe.views.windows import find_windows
 from tests.invariants.runs import RUN
 from tests.test_engine_errors import BAD, indigestible

@@ -86,7 +86,7 @@ def test_readings_are_the_runs_own() -> None:
     )
     assert set(kinds) == set(settles.KINDS)
     for (kind, layer), settled in final.items():
-        assert settled == pytest.approx((depth.settling_layer[kinds == kind] <= layer).mean())
+        assert settled == pytest.approx((depth.prediction_depth[kinds == kind] <= layer).mean())
     rejected = trace.rejected(cp.lenses.LogitLens()).query("layer == 1")
     found = settles._logprobs(trace, rejected.row.tolist(), 1, rejected.rejected_token_id.to_numpy(dtype=int))
     np.testing.assert_allclose(found, rejected.rejected_logprob_nats, atol=1e-5)  # float32 sums

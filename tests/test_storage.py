@@ -91,7 +91,7 @@ def test_damage_is_named(saved: Path, damage, message: str) -> None:
 def test_another_version_is_refused(saved: Path) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
     (saved / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
-    with pytest.raises(TraceError, match="trace format 99, this cacheprobe reads 1 to 4"):
+    with pytest.raises(TraceError, match="trace format 99, this cacheprobe reads 1 to 5"):
         cp.load_trace(saved)
 
 

@@ -12,7 +12,7 @@ from cacheprobe.observe.comparison import compare_requests, first_difference, fi
 from cacheprobe.observe.ledgers import ledger_at, rows_in_use
 from cacheprobe.observe.manifest import TraceError
 from cacheprobe.observe.stored import StoredRun
-from cacheprobe.views.token_history import standing_at, token_history
+from cacheprobe.observe.token_history import standing_at, token_history
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
 EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
@@ -41,7 +41,7 @@ def plain(table: pd.DataFrame) -> list[list]:
 def test_readings_are_those_of_the_whole_table(trace: cp.Trace, run: StoredRun) -> None:
     path = next(run.directory.glob("hypotheses-*.parquet"))
     assert pq.ParquetFile(path).num_row_groups > len(PROMPTS)
-    whole = trace.hypotheses()
+    whole = trace.hypotheses(include_rolled_back=True)
     for request in range(len(PROMPTS)):
         own = whole[whole.request_id == request]
         assert plain(run.readings(request)) == plain(own)

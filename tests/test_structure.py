@@ -14,7 +14,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (  # imports point to a line above; what shares a line stays apart, except the first line's single files
-    ("records", "names", "config", "registry", "noise", "progress", "terminal", "files", "strict_yaml", "values"),
+    (
+        "records",
+        "names",
+        "config",
+        "registry",
+        "noise",
+        "progress",
+        "terminal",
+        "files",
+        "strict_yaml",
+        "values",
+        "token_text",
+    ),
     ("ops",),
     ("cache", "tasks"),
     ("models",),

@@ -69,7 +69,7 @@ def test_a_rolled_back_state_is_that_of_the_wrong_text(drafted: cp.Trace) -> Non
 
 
 def test_readings_cover_the_predicting_rows(drafted: cp.Trace) -> None:
-    hypotheses = drafted.hypotheses()
+    hypotheses = drafted.hypotheses(include_rolled_back=True)
     for i, prompt in enumerate(PROMPTS):
         rows = drafted.rows(i)
         wanted = rows[rows.position >= len(prompt) - 1]
@@ -92,7 +92,7 @@ def test_rank_is_null_where_nothing_was_committed() -> None:
     """A request ends at a stop token while wrong drafts lie beyond it: nothing ever stood where they speak of."""
     stops = cp.SamplingParams(stop_token_ids=(30,))
     trace = cp.run(loaded(), PROMPTS, **SMALL, sampling=stops, drafter=cp.drafters.Scripted(lambda state: [1, 2, 3]))
-    hypotheses = trace.hypotheses()
+    hypotheses = trace.hypotheses(include_rolled_back=True)
     ends = {i: len(prompt) + len(trace.committed(i)) for i, prompt in enumerate(PROMPTS)}
     beyond = hypotheses.position + 1 >= hypotheses.request_id.map(ends)
     assert beyond.any() and (hypotheses.status[beyond] == "rolled_back").all()
@@ -179,7 +179,7 @@ def test_captured_states_are_copies() -> None:
 
 def hypotheses_by_hand() -> pd.DataFrame:
     """Two rows of four layers: "tails" before "heads", and one that never moves."""
-    base = dict(request_id=0, step=3, phase="verify", site="S")
+    base = dict(request_id=0, step=3, phase="verify", site="S", verdict="accepted", drafted_token="heads")
     rows = [
         dict(
             base,
@@ -207,6 +207,7 @@ def hypotheses_by_hand() -> pd.DataFrame:
             token="x",
             committed_token=None,
             agrees=None,
+            verdict="never_judged",
         )
         for layer in range(4)
     ]
@@ -215,21 +216,22 @@ def hypotheses_by_hand() -> pd.DataFrame:
 
 def test_settling_by_hand() -> None:
     table = settling(hypotheses_by_hand()).set_index("row")
-    assert table.settling_layer.to_dict() == {0: 3, 1: 0} and table.num_flips.to_dict() == {0: 3, 1: 0}
+    assert table.prediction_depth.to_dict() == {0: 3, 1: 0} and table.num_flips.to_dict() == {0: 3, 1: 0}
     assert table.path[0] == "tails → heads → tails → heads" and table.path[1] == "x"
 
 
 def test_agreement_by_hand() -> None:
     table = agreement_by_layer(hypotheses_by_hand())
-    assert table["committed"].tolist() == [0, 1, 0, 1] and list(table.columns) == ["committed"]
+    assert table["accepted"].tolist() == [0, 1, 0, 1] and list(table.columns) == ["accepted"]
     with pytest.raises(ValueError, match="Z"):
         agreement_by_layer(hypotheses_by_hand().query("row == 1"))
 
 
 def test_the_notebook_expression_works(drafted: cp.Trace) -> None:
     beliefs = drafted.hypotheses()
-    table = beliefs.groupby(["layer", "status"]).agrees.mean().unstack()
-    assert table.loc[2, "committed"] == 1.0 and {"candidate", "committed", "rolled_back"} <= set(table.columns)
+    table = beliefs.groupby(["layer", "verdict"]).agrees.mean().unstack()
+    assert table.loc[2, "accepted"] == table.loc[2, "rejected"] == 1.0
+    assert table["accepted"].tolist() == pytest.approx(drafted.agreement()["accepted"].tolist())
 
 
 def test_filters_that_match_nothing_say_so() -> None:

@@ -129,12 +129,12 @@ def test_a_whole_run_is_equal_and_says_what_was_not_compared(run: cp.Trace, tmp_
     result = cp.verify(cp.load_trace(run.save(tmp_path / "run")), loaded(), progress=False)
     assert result.is_equal, result.first_difference
     assert result.num_requests == 3 and result.num_logprobs == 40 and result.num_tokens == 60
-    assert result.num_states == (24 + 59) * 3 * 4 and result.num_readings == (20 + 20) * 3 and result.num_files == 6
+    assert result.num_states == (24 + 59) * 3 * 4 and result.num_readings == (20 + 20) * 3 and result.num_files == 7
     assert result.lines == {n: len(getattr(run, f"{a}_table")) for n, a in zip(
         ("rows", "events", "ledger", "hypotheses"), ("row", "event", "ledger", "hypothesis"), strict=True)}  # fmt: skip
     loose = len(run.rows(0)) + len(run.rows(2)) - 24 - 59
     text = str(result)
-    assert "equal to the oracle: 60 tokens of 3 requests" in text and "compared with their checksums: 6 files" in text
+    assert "equal to the oracle: 60 tokens of 3 requests" in text and "compared with their checksums: 7 files" in text
     assert "not compared: log-probabilities, states and readings of 1 requests" in text
     assert f"not compared: states and readings of {loose} rows that are not committed" in text
     assert repr(result) == f"Replay({text})"

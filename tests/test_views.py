@@ -184,12 +184,15 @@ def test_finding_is_computed() -> None:
 
 def test_curves_are_the_tables(trace: cp.Trace) -> None:
     agreement, settling = trace.agreement(), trace.settling()
-    figure = cp.views.agreement_figure(agreement)
-    for line, status in zip(figure.data, ("committed", "candidate", "rolled_back"), strict=True):
-        assert list(line.y) == pytest.approx(agreement[status].dropna().tolist())
+    figure = cp.views.draft_verdicts(trace.hypotheses())
+    accepted, rejected, drafted, undrafted = figure.data
+    for line, verdict in ((accepted, "accepted"), (rejected, "rejected"), (undrafted, "not_drafted")):
+        assert list(line.y) == pytest.approx(agreement[verdict].dropna().tolist())
+    assert drafted.y[-1] == 0 < max(drafted.y)  # greedy: what the last layer has first is never rejected
+    assert "is first more often than the draft from layer" in figure.layout.title.text
     boxes = cp.views.settling_figure(settling).data
-    assert sum(len(box.x) for box in boxes) == len(settling)
-    assert len({trace.line.dash for trace in figure.data}) == 3  # told apart without colour
+    assert sum(len(box.x) for box in boxes) == (settling.verdict != "never_judged").fillna(True).sum()
+    assert len({(line.line.dash, line.line.color) for line in figure.data}) == 4
 
 
 def test_text_is_made_visible_and_cut() -> None:

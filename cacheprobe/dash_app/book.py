@@ -9,9 +9,9 @@ import pandas as pd
 
 from cacheprobe.observe.ledgers import ledger_at, rows_in_use
 from cacheprobe.observe.stored import StoredRun
+from cacheprobe.observe.token_history import standing_at, token_history
 from cacheprobe.views.insight import opening
 from cacheprobe.views.timeline import step_words, timeline_finding
-from cacheprobe.views.token_history import standing_at, token_history
 from cacheprobe.views.windows import Window, find_windows
 
 

@@ -6,10 +6,10 @@ from cacheprobe.dash_app.reader import Reader
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.dash_app.tokenizers import texts_of
 from cacheprobe.observe.hypotheses import settling
+from cacheprobe.observe.token_history import fates_at
 from cacheprobe.views.insight import insight
 from cacheprobe.views.text import markup
 from cacheprobe.views.token_card import card_parts
-from cacheprobe.views.token_history import fates_at
 
 
 def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:

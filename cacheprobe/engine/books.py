@@ -116,7 +116,7 @@ class Books:
     # -- leaving early
 
     def stop(self, state: SequenceState, reason: str, error: str | None = None) -> None:
-        """End a request as it stands: its open draft is rolled back, what it committed stays."""
+        """End a request as it stands: its open draft is given up, what it committed stays."""
         if error is None:
             self._give_up_draft(state)
         else:
@@ -146,7 +146,7 @@ class Books:
     def _give_up_draft(self, state: SequenceState) -> None:
         if state.draft:
             start = state.frontier + 1
-            self.observer.on_rollback(state.request_id, self.passes.step, start, start + len(state.draft))
+            self.observer.on_give_up(state.request_id, self.passes.step, start, start + len(state.draft))
         state.drop_draft()
 
     # -- the ledger and the record

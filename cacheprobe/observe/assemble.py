@@ -29,7 +29,7 @@ def assemble(
     rows = tables.rows_table(recorder.rows, model.token_texts)
     columns = recorder.reader.finish() if recorder.reader is not None else {}
     hypotheses = tables.hypotheses_table(columns, rows, recorder.lens.name, model.token_texts) if columns else None
-    thoughts = recorder.thoughts
+    thoughts, events = recorder.thoughts, tables.events_table(recorder.steps)
     behaved, failed = _behaviour_or_why(recorder, requests, texts)
     missing = {**meta.get("missing", {}), **_unread(recorder, columns), **failed}
     checks = [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows]
@@ -39,7 +39,8 @@ def assemble(
         texts=texts,
         row_table=rows,
         hypothesis_table=hypotheses,
-        event_table=tables.events_table(recorder.steps),
+        event_table=events,
+        token_table=tables.tokens_table(rows, tokens, events, columns, model.token_texts),
         ledger_table=tables.ledger_table(recorder.ledger),
         store=recorder.store(),
         thought_table=thoughts_table(thoughts, rows, requests, tokens, model) if thoughts else None,

@@ -13,6 +13,7 @@ from cacheprobe.models.output_parts import HeadWriter, OutputParts
 from cacheprobe.names import HEADS
 from cacheprobe.observe.reading import committed_after, require_model
 from cacheprobe.ops.sampling import lowest_argmax
+from cacheprobe.token_text import visible
 
 if TYPE_CHECKING:
     from cacheprobe.observe.trace import Trace
@@ -66,7 +67,7 @@ def attribution(
     if output.bias is not None and bool(output.bias.any()):
         lines.append(("unembed bias", None, None, output.bias[token_ids].double().cpu()))
     names = ("request_id", "row", "position", "status")
-    texts = model.token_texts(token_ids)
+    texts = [visible(text) for text in model.token_texts(token_ids)]
     table = pd.DataFrame(
         [
             {

@@ -12,8 +12,10 @@ import pandas as pd
 
 from cacheprobe.observe.audit_tables import hypothesis_faults, ledger_faults, numbering_faults
 from cacheprobe.observe.comparison import first_difference
+from cacheprobe.observe.token_history import token_history
 from cacheprobe.observe.trace import Trace
-from cacheprobe.records import Request
+from cacheprobe.records import FED_A_DRAFT_IN_VAIN, Request
+from cacheprobe.token_text import visible
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class History:
     """By step: position of the first draft token, number accepted, and the tokens that the pass was fed."""
     lengths: list[tuple[int, int]] = field(default_factory=list)
     """(step, length of `text` after it)."""
+    drafts: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+    """By position: (step that drafted a token for it, what became of the token)."""
     given_up: list[int] = field(default_factory=list)
     """Steps after which the request lost its cache row."""
 
@@ -51,13 +55,14 @@ class History:
             start, accepted, _ = self.verdicts[step]
             is_kept, status = position < start + accepted, "committed"
         elif phase == "decode" and self.is_verified:
-            verdict = min((s for s in self.verdicts if s > step), default=None)
-            lost = min((s for s in self.given_up if s >= step), default=None)
-            if verdict is not None and (lost is None or verdict <= lost):
-                is_kept = position < self.verdicts[verdict][0] + self.verdicts[verdict][1]
-            else:
-                is_kept = position < self.length_before(step)
-            status = "candidate"
+            is_kept, status = position < self.length_before(step), "candidate"
+            if not is_kept:  # it was fed the newest draft token of its position
+                outcome = max(
+                    ((born, said) for born, said in self.drafts.get(position, ()) if born < step), default=(0, "")
+                )
+                if outcome[1] not in ("accepted", "rolled_back"):
+                    return "given_up", "given_up"
+                is_kept = outcome[1] == "accepted"
         else:
             is_kept, status = True, "committed"
         if not is_kept:
@@ -71,7 +76,7 @@ def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = N
     histories: dict[int, History] = {}
     for request in trace.requests:
         own = trace.event_table[trace.event_table.request_id == request.request_id]
-        history = histories[request.request_id] = _history(trace, request)
+        history = histories[request.request_id] = _history(trace, request, own)
         found = (
             ("events", _event_faults(trace, request, own, history)),  # first: they fill the history
             ("rows", _row_faults(trace, request, history)),
@@ -91,12 +96,14 @@ def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = N
     return Audit({name: len(table) for name, table in tables.items() if table is not None}, tuple(faults))
 
 
-def _history(trace: Trace, request: Request) -> History:
+def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
     prompt = list(request.prompt_token_ids)
     is_all = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     by_equality = request.is_deterministic or trace.meta["config"].get("acceptance", "equality") == "equality"
     history = History(prompt, is_all or request.is_deterministic, by_equality)
     history.text, history.roles = list(prompt), ["prompt"] * len(prompt)
+    for draft in token_history(events)[lambda t: t.outcome != "committed"].fillna({"outcome": ""}).itertuples():
+        history.drafts.setdefault(len(prompt) + draft.place, []).append((draft.born, draft.outcome))
     history.given_up = [step for number, step in trace.meta["preemptions"] if number == request.request_id]
     return history
 
@@ -189,7 +196,7 @@ def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[st
         wanted = history.expected_status(row.step, row.phase, row.position)
         if (row.role, row.status) != wanted:
             yield f"{where} role {row.role} and status {row.status}, the events give {wanted[0]} and {wanted[1]}"
-        elif row.status != "rolled_back" and row.token_id != text[row.position]:
+        elif row.status not in FED_A_DRAFT_IN_VAIN and row.token_id != text[row.position]:
             yield f"{where} token {row.token_id}, the committed text has {text[row.position]}"
         if (row.position < prompt) != (row.phase == "prefill"):
             yield f"{where} a {row.phase} pass beside a prompt of {prompt} tokens"
@@ -228,8 +235,8 @@ def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> I
     for name, table, ids, said in tables:
         distinct = table[[ids, said]].drop_duplicates()
         for number, text, want in zip(distinct[ids], distinct[said], texts(distinct[ids].tolist()), strict=True):
-            if text != want:
-                yield f"{name}: {said} of token {number} is {text!r}, the model's tokenizer gives {want!r}"
+            if text != visible(want):
+                yield f"{name}: {said} of token {number} is {text!r}, the model's tokenizer gives {visible(want)!r}"
 
 
 def _null_fault(event: Any, name: str) -> str | None:

@@ -2,25 +2,26 @@
 
 import pandas as pd
 
-_ROW = ["request_id", "row", "step", "phase", "status", "position"]
+from cacheprobe.observe.draft_verdicts import by_verdict
+
+_ROW = ["request_id", "row", "step", "phase", "status", "position", "verdict"]
 _CHOICE = ["row", "layer", "token_id", "token"]
 
 
 def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """How often each layer's first choice is the committed token, by layer (rows) and status (columns).
+    """How often each layer's first choice is the committed token, by layer (rows) and verdict (columns).
 
-    Rows without a committed successor do not count. Source: "accuracy of the hidden predictions" of the logit lens.
+    A column holds the readings of positions whose draft was accepted, rejected or never judged; not_drafted holds those
+    of positions for which the row's pass had no draft. `draft_verdicts.by_verdict` says which rows count.
+    Source: "accuracy of the hidden predictions" of the logit lens.
     """
-    known = hypotheses[hypotheses.agrees.notna()]
-    if known.empty:
-        raise ValueError("no hypothesis has a committed token to agree with; capture must include Z")
-    return known.assign(agrees=known.agrees.astype(float)).groupby(["layer", "status"]).agrees.mean().unstack()
+    return by_verdict(hypotheses).groupby(["layer", "verdict"]).agrees.mean().unstack()
 
 
 def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
     """When each row's prediction settles, and what it was on the way: one line for every row of the trace.
 
-    settling_layer: first layer from which the first choice stays that of the last layer read (prediction depth).
+    prediction_depth: first layer from which the first choice stays that of the last layer read (prediction depth).
     num_flips: changes of first choice between adjacent layers.  path: the distinct first choices in order, as text.
     final_token: the last layer's first choice.  agrees: whether that is the committed token; null where none was.
     Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
@@ -43,18 +44,30 @@ def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
             paths[-1].append(token)
         own, previous = row, token_id
     ends = table[~table.row.duplicated(keep="last")].rename(columns={"token": "final_token"})
-    said = [" → ".join(token.strip() or repr(token) for token in path) for path in paths]
-    ends = ends.assign(settling_layer=settled, num_flips=flips, path=said)
-    columns = [*_ROW, "settling_layer", "num_flips", "path", "final_token", "committed_token", "agrees"]
+    said = [" → ".join(path) for path in paths]
+    ends = ends.assign(prediction_depth=settled, num_flips=flips, path=said)
+    columns = [
+        *_ROW,
+        "prediction_depth",
+        "num_flips",
+        "path",
+        "final_token",
+        "committed_token",
+        "drafted_token",
+        "agrees",
+    ]
     return ends[columns].reset_index(drop=True)
 
 
-def settling_by_status(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """Rows, settling layer (median, mean) and flips (mean) by status."""
-    table = settling(hypotheses)
-    return table.groupby("status").agg(
-        rows=("row", "size"),
-        settling_layer_median=("settling_layer", "median"),
-        settling_layer_mean=("settling_layer", "mean"),
-        flips_mean=("num_flips", "mean"),
+def settling_by_verdict(hypotheses: pd.DataFrame) -> pd.DataFrame:
+    """By verdict, as in `agreement_by_layer`: rows, prediction depth (median, mean), changes of first choice (mean)."""
+    return (
+        settling(by_verdict(hypotheses))
+        .groupby("verdict")
+        .agg(
+            rows=("row", "size"),
+            prediction_depth_median=("prediction_depth", "median"),
+            prediction_depth_mean=("prediction_depth", "mean"),
+            flips_mean=("num_flips", "mean"),
+        )
     )

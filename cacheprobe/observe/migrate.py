@@ -4,15 +4,19 @@
     2   arrivals, samples and preemptions; log-probabilities of committed tokens; thoughts
     3   states of attention heads
     4   SHA-256 of every file, and of the manifest
+    5   the texts of all tokens that the run names; status given_up, of drafts without a verdict; visible tokens
 
 A stored run stays as it is on the disk; it is read as today's would be, and what its version did not record is listed
 in `meta["missing"]`, so that asking for it is an error and not an empty answer. `Trace.save` writes today's format.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
+
+from cacheprobe.observe.token_history import token_history
+from cacheprobe.token_text import visible
 
 Manifest = dict[str, Any]
 
@@ -39,7 +43,12 @@ def _from_3(old: Manifest) -> Manifest:
     return {**old, "format_version": 4, "meta": meta, "sha256": {}, "manifest_sha256": None}
 
 
-_STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2, 3: _from_3}
+def _from_4(old: Manifest) -> Manifest:
+    """The tables are migrated as they are read: see `migrated_rows` and `migrated_readings`."""
+    return {**old, "format_version": 5}
+
+
+_STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}
 
 OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1
 """Trace formats that can be read. NEWEST is what is written."""
@@ -65,3 +74,29 @@ def migrated_events(events: pd.DataFrame) -> pd.DataFrame:
         ],
         axis=1,
     )
+
+
+def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int]) -> pd.DataFrame:
+    """The rows table of a run before format 5: tokens in their visible form, and `given_up` told from `rolled_back`.
+
+    A rolled-back row was given up if the newest draft token at its position had no verdict. Rows of verify passes had
+    one, since the rows of a failed pass were never kept.
+    """
+    history = token_history(events)
+    position = history.place + history.request_id.map(prompt_lengths)
+    drafts = history[history.outcome != "committed"].assign(position=position)
+    lost = rows[(rows.status == "rolled_back") & (rows.phase == "decode")]
+    fed = lost[["row", "request_id", "position", "step"]].merge(drafts, on=["request_id", "position"])
+    newest = fed[fed.born < fed.step].sort_values("born").drop_duplicates("row", keep="last")
+    given_up = newest[(newest.outcome.isna() | (newest.outcome == "given_up").fillna(False)).to_numpy(dtype=bool)].row
+    is_given_up = rows.row.isin(given_up)
+    changed = {name: rows[name].mask(is_given_up, "given_up") for name in ("role", "status")}
+    return rows.assign(token=rows.token.map(visible), **changed)
+
+
+def migrated_readings(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Readings or thoughts of a run before format 5, with the role and status of its migrated rows."""
+    about = rows.set_index("row").loc[readings.row]
+    there = [name for name in ("token", "committed_token") if name in readings.columns]
+    tokens = {name: readings[name].map(visible, na_action="ignore") for name in there}
+    return readings.assign(role=about.role.to_numpy(), status=about.status.to_numpy(), **tokens)

@@ -8,8 +8,11 @@ import torch
 
 from cacheprobe.lenses.base import Lens, LensError, require_readable
 from cacheprobe.models.base import CachedLM
+from cacheprobe.observe.draft_verdicts import with_verdicts
 from cacheprobe.observe.lens_reader import LensReader, Queued
 from cacheprobe.observe.tables import hypotheses_table
+from cacheprobe.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.token_text import visible
 
 if TYPE_CHECKING:
     from cacheprobe.observe.trace import Trace
@@ -26,7 +29,8 @@ def read_states(
 ) -> pd.DataFrame:
     """A hypotheses table of the kept states, as in `observe.tables.hypotheses_table`, read by this lens at this site.
 
-    layers: those kept, by default.  rows: from `trace.rows(...)`; by default every row that predicts a generated token.
+    layers: those kept, by default.  rows: from `trace.rows(...)`; by default every row that predicts a generated token
+        and was not fed a draft token that was never committed.
     targets: by row, the token to rank instead of the committed one.
     Layers that did not run for a row (an early exit) have no line. All layers of a row stand in one product.
     Raises: LensError for a lens that cannot read it, ValueError where the states or the model are missing.
@@ -53,13 +57,26 @@ def read_states(
     columns = reader.finish()
     for why in reader.errors.values():
         raise LensError(why)
-    return hypotheses_table(columns, trace.row_table, lens.name, model.token_texts, site)
+    table = hypotheses_table(columns, trace.row_table, lens.name, model.token_texts, site)
+    lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
+    return with_verdicts(table, trace.event_table, lengths, _Texts(model))
+
+
+class _Texts(dict[int, str]):
+    """Token id -> visible form, asked of the model's tokenizer once for each."""
+
+    def __init__(self, model: CachedLM) -> None:
+        self._model = model
+
+    def __missing__(self, token_id: int) -> str:
+        self[token_id] = visible(self._model.token_texts([token_id])[0])
+        return self[token_id]
 
 
 def predicting_rows(trace: "Trace") -> pd.DataFrame:
-    """Rows from each prompt's last token on, whose states were kept."""
+    """Rows that predict a generated token and were kept, without those fed a draft token that was not committed."""
     first = {request.request_id: request.num_prompt_tokens - 1 for request in trace.requests}
-    table = trace.row_table
+    table = trace.row_table[~trace.row_table.status.isin(FED_A_DRAFT_IN_VAIN)]
     return table[(table.position >= table.request_id.map(first)) & (table.state_index >= 0)]
 
 

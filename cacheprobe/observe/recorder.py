@@ -269,9 +269,16 @@ class Recorder:
 
     def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
         """See Observer."""
+        self._drop(request_id, start, end, "rolled_back")
+
+    def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
+        """See Observer."""
+        self._drop(request_id, start, end, "given_up")
+
+    def _drop(self, request_id: int, start: int, end: int, status: str) -> None:
         for row in self._undecided[request_id]:
-            if start <= row.position < end:
-                row.role = row.status = "rolled_back"
+            if not row.role and start <= row.position < end:
+                row.role = row.status = status
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
         """See Observer. Rows of accepted drafts: the verifier's are canonical, the drafter's are candidates."""

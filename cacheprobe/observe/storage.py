@@ -4,7 +4,7 @@
       manifest.json                  the commit point: names the files that belong to the run, with sizes and SHA-256
       states-<id>-00000.safetensors  one tensor [n, m] for each (site, layer), shards of about 1 GB; of attention heads
                                      [n, h, d], and of patterns one flat tensor (StateStore.heads says how)
-      rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet
+      rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet, tokens-<id>.parquet
       thoughts-<id>.parquet and .safetensors  of a Thinking States model
 
 Every file is written beside its place, flushed to the disk and renamed. Files carry an id of their own, so that saving
@@ -32,7 +32,7 @@ from cacheprobe.observe.manifest import (
     sha256_of_file,
     sha256_of_manifest,
 )
-from cacheprobe.observe.migrate import migrated_events
+from cacheprobe.observe.migrate import migrated_events, migrated_readings, migrated_rows
 from cacheprobe.observe.store import ShardStore, tensor_key
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Request, SamplingParams
@@ -47,6 +47,7 @@ _TABLES = {
     "events": "event_table",
     "ledger": "ledger_table",
     "thoughts": "thought_table",
+    "tokens": "token_table",
 }
 _THOUGHT_STATES = "thoughts-{}.safetensors"
 
@@ -73,6 +74,7 @@ def save_trace(trace: Trace, directory: Path, *, run_id: str | None = None) -> P
         checksums[name] = sha256_of_file(directory / name)
 
     shards = _write_states(trace, run_id, write)
+    assert trace.token_texts  # makes the table of tokens, where the run has none
     for name, attribute in _TABLES.items():
         table = getattr(trace, attribute)
         if table is not None:
@@ -123,6 +125,12 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     }
     held["event_table"] = migrated_events(held["event_table"])
     requests = tuple(_request_from_json(item) for item in manifest["requests"])
+    if held["token_table"] is None:
+        lengths = {request.request_id: request.num_prompt_tokens for request in requests}
+        held["row_table"] = migrated_rows(held["row_table"], held["event_table"], lengths)
+        for name in ("hypothesis_table", "thought_table"):
+            if held[name] is not None:
+                held[name] = migrated_readings(held[name], held["row_table"])
     return Trace(
         requests=requests,
         tokens={item["request_id"]: item["committed_token_ids"] for item in manifest["requests"]},

@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from cacheprobe.observe.draft_verdicts import with_verdicts
 from cacheprobe.observe.manifest import TraceError, read_manifest, require_whole
-from cacheprobe.observe.migrate import migrated_events
+from cacheprobe.observe.migrate import migrated_events, migrated_readings, migrated_rows
+from cacheprobe.token_text import visible
 
 _REQUESTS_HELD = 8
 """Readings of so many requests stay in memory, in Arrow's compact form."""
@@ -50,7 +52,8 @@ class StoredRun:
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        return self._whole("rows")
+        rows = self._whole("rows")
+        return rows if self._path("tokens") else migrated_rows(rows, self.events, self._prompt_lengths)
 
     @cached_property
     def events(self) -> pd.DataFrame:
@@ -64,14 +67,17 @@ class StoredRun:
     @cached_property
     def thoughts(self) -> pd.DataFrame | None:
         """None where the model writes none."""
-        return self._whole("thoughts") if self._path("thoughts") else None
+        if not self._path("thoughts"):
+            return None
+        thoughts = self._whole("thoughts")
+        return thoughts if self._path("tokens") else migrated_readings(thoughts, self.rows)
 
     @property
     def has_readings(self) -> bool:
         return self._path("hypotheses") is not None
 
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
-        """Lens readings of one request, as in `Trace.readings()`; of some positions alone, where they are given.
+        """Lens readings of one request, as in `Trace.readings(include_rolled_back=True)`; of some positions, if given.
 
         Raises: ValueError where the run read no lens.
         """
@@ -80,12 +86,22 @@ class StoredRun:
             position = table["position"]
             inside = pc.and_(pc.greater_equal(position, positions.start), pc.less(position, positions.stop))
             table = table.filter(inside)
-        return table.to_pandas()
+        readings = table.to_pandas()
+        if self._path("tokens") is None:
+            readings = migrated_readings(readings, self.rows)
+        own = self.events[self.events.request_id == request_id]
+        return with_verdicts(readings, own, self._prompt_lengths, self.token_texts)
+
+    @property
+    def _prompt_lengths(self) -> dict[int, int]:
+        return {request["request_id"]: len(request["prompt_token_ids"]) for request in self.requests}
 
     @cached_property
     def token_texts(self) -> dict[int, str]:
-        """Token id -> text, of every token that a table of the run names; a layer's lesser choices may not be among
-        them."""
+        """The visible form of every token that the run names, by token id."""
+        if self._path("tokens") is not None:
+            table = self._whole("tokens")
+            return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
         texts = dict(zip(self.rows.token_id.tolist(), self.rows.token.tolist(), strict=True))
         if (path := self._path("hypotheses")) is not None:
             for number, text in (("token_id", "token"), ("committed_token_id", "committed_token")):
@@ -93,7 +109,7 @@ class StoredRun:
                 lacking = pa.array(set(pc.unique(ids).to_pylist()) - {None, *texts}, ids.type)
                 if len(lacking):  # texts are a hundred times what their numbers are: most are never looked at
                     there = pq.read_table(path, columns=[text])[text].take(pc.index_in(lacking, value_set=ids))
-                    texts |= dict(zip(lacking.to_pylist(), there.to_pylist(), strict=True))
+                    texts |= {t: visible(s) for t, s in zip(lacking.to_pylist(), there.to_pylist(), strict=True)}
         return texts
 
     def _read_readings(self, request_id: int) -> pa.Table:

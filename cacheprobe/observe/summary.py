@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from cacheprobe.observe.hypotheses import agreement_by_layer, settling_by_status
+from cacheprobe.observe.hypotheses import agreement_by_layer, settling_by_verdict
 from cacheprobe.observe.trace import Trace
 
 
@@ -42,7 +42,7 @@ def summary(trace: Trace) -> str:
         table = agreement_by_layer(hypotheses)
         shown = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
         lines += ["first choice = committed token, by layer:", table.loc[shown].round(2).to_string(na_rep="-")]
-        lines += ["settling:", settling_by_status(hypotheses).round(1).to_string()]
+        lines += ["settling:", settling_by_verdict(hypotheses).round(1).to_string()]
     return "\n".join(lines)
 
 

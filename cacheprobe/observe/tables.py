@@ -1,6 +1,6 @@
 """From what the recorder holds to tidy pandas tables. Columns are documented where they are made."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -9,6 +9,7 @@ import pandas as pd
 
 from cacheprobe.observe.recorder import LedgerChange, RowRecord
 from cacheprobe.records import StepRecord
+from cacheprobe.token_text import visible
 
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
@@ -21,8 +22,9 @@ EVENT_COLUMNS = [
 
 
 def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
-    """One row for every token of every pass: row, request_id, step, phase, role, status, position, token_id, token,
-    num_layers (that ran), state_index (place among the stored vectors; -1 where a filter dropped it)."""
+    """One row for every token of every pass: row, request_id, step, phase, role, status, position, token_id, token (in
+    its visible form), num_layers (that ran), state_index (place among the stored vectors; -1 where a filter dropped
+    it)."""
     table = pd.DataFrame([asdict(row) for row in rows], columns=[field.name for field in fields(RowRecord)])
     table.insert(0, "row", np.arange(len(table)))
     table.insert(7, "token", texts_of(table.token_id.to_numpy(), token_texts))
@@ -34,10 +36,10 @@ def hypotheses_table(
 ) -> pd.DataFrame:
     """One row for every lens reading: layer x position x pass.
 
-    The reading of a row at position p speaks of the token at p + 1. token_id, token, logprob_nats: the layer's first
-    choice; top_token_ids, top_logprob_nats: its first five; entropy_nats; committed_token_id, committed_token: what
-    was committed at p + 1, null where nothing was; rank, committed_logprob_nats: that token's place and log-probability
-    in this layer's reading; agrees: whether the first choice is the committed token.
+    A row at position p reads the token at p and predicts the one at p + 1. token_id, token, logprob_nats: the layer's
+    first choice; top_token_ids, top_logprob_nats: its first five; entropy_nats; committed_token_id, committed_token:
+    what was committed at p + 1, null where nothing was; rank, committed_logprob_nats: that token's place and
+    log-probability in this layer's reading; agrees: whether the first choice is the committed token.
     """
     about = rows.set_index("row").loc[columns["row"].numpy()]
     target, top = columns["target"].numpy(), columns["top_token_ids"].numpy()
@@ -113,6 +115,40 @@ def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
 
 
 def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:
-    """Each token's text, decoding every distinct id once."""
+    """Each token's visible form, decoding every distinct id once."""
     distinct, inverse = np.unique(token_ids, return_inverse=True)
-    return np.array(token_texts(distinct.tolist()), dtype=object)[inverse]
+    return np.array([visible(text) for text in token_texts(distinct.tolist())], dtype=object)[inverse]
+
+
+def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
+    """As `tokens_table`, of the tokens whose texts these tables hold; for runs that stored no table of tokens."""
+    parts = [rows[["token_id", "token"]]]
+    if hypotheses is not None:
+        committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
+        parts += [hypotheses[["token_id", "token"]], committed.set_axis(["token_id", "token"], axis=1)]
+    table = pd.concat([part.astype({"token_id": "int64", "token": object}) for part in parts])
+    return table.drop_duplicates("token_id", ignore_index=True)
+
+
+def tokens_table(
+    rows: pd.DataFrame,
+    tokens: Mapping[int, Sequence[int]],
+    events: pd.DataFrame,
+    columns: Mapping[str, Any],
+    token_texts: TokenTexts,
+) -> pd.DataFrame:
+    """One row for every token that the run names: token_id, token (in its visible form).
+
+    Named are tokens that were fed, committed, drafted or chosen by the verifier, and every choice of a reading.
+    tokens: committed ids by request.  columns: as from `LensReader.finish`, {} where no lens was read.
+    """
+    listed = [*tokens.values(), *(ids for name in _EVENT_IDS for ids in events[name])]
+    parts = [rows.token_id.to_numpy(), *(np.asarray(ids, dtype=np.int64) for ids in listed)]
+    if columns:
+        target = columns["target"].numpy()
+        parts += [columns["top_token_ids"].numpy().ravel(), target[target >= 0]]
+    distinct = np.unique(np.concatenate(parts).astype(np.int64))
+    return pd.DataFrame({"token_id": distinct, "token": texts_of(distinct, token_texts)})
+
+
+_EVENT_IDS = ("proposed_token_ids", "draft_token_ids", "target_token_ids")

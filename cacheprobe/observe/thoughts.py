@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.records import Request, Thought
+from cacheprobe.token_text import visible
 
 THOUGHT_LENS = "thinking block"
 
@@ -83,7 +84,7 @@ def thought_states(thoughts: Sequence[Thought]) -> Tensor:
     return torch.stack([thought.state for thought in thoughts]).clone()
 
 
-def as_hypotheses(thoughts: pd.DataFrame, layer: int, model: CachedLM | None) -> pd.DataFrame:
+def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, str]) -> pd.DataFrame:
     """Thoughts as lines of the hypotheses table: what was believed at l_out, beside the first token of the answer.
 
     site: "thought".  layer: l_out.  token: the thought's first token; an empty thought is its end alone, and agrees
@@ -100,11 +101,11 @@ def as_hypotheses(thoughts: pd.DataFrame, layer: int, model: CachedLM | None) ->
             "site": "thought",
             "lens": THOUGHT_LENS,
             "token_id": thoughts.first_token_id,
-            "token": thoughts.tokens.str[0],
+            "token": thoughts.tokens.str[0].map(visible),
             "logprob_nats": thoughts.first_logprob_nats,
             "entropy_nats": thoughts.entropy_nats,
             "committed_token_id": thoughts.committed_token_id,
-            "committed_token": [_text(model, token) for token in thoughts.committed_token_id],
+            "committed_token": [_text(token_texts, token) for token in thoughts.committed_token_id],
             "rank": thoughts["rank"],
             "committed_logprob_nats": thoughts.committed_logprob_nats,
             "agrees": agrees,
@@ -112,10 +113,8 @@ def as_hypotheses(thoughts: pd.DataFrame, layer: int, model: CachedLM | None) ->
     )
 
 
-def _text(model: CachedLM | None, token_id: Any) -> str | None:
-    if pd.isna(token_id):
-        return None
-    return model.token_texts([int(token_id)])[0] if model is not None else f"<{token_id}>"
+def _text(token_texts: Mapping[int, str], token_id: Any) -> str | None:
+    return None if pd.isna(token_id) else token_texts.get(int(token_id), f"<{token_id}>")
 
 
 def _rank(logits: Tensor, token_id: int) -> int:

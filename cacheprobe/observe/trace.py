@@ -21,7 +21,7 @@ from cacheprobe.observe.checks import self_checks_text
 from cacheprobe.observe.head_blocks import ragged_starts
 from cacheprobe.observe.ledgers import ledger_at
 from cacheprobe.observe.store import StateStore
-from cacheprobe.observe.thoughts import as_hypotheses
+from cacheprobe.observe.tables import token_texts_of
 from cacheprobe.records import STATUSES, Request
 
 SITE_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"}
@@ -55,6 +55,10 @@ class Trace:
     """What changed the run. Their vectors are not saved: a loaded trace has a record of them in its meta alone."""
     kept_rows: Mapping[int, CacheRows] = field(default_factory=dict, repr=False)
     """By request, of those that asked for it; they are not saved."""
+    token_table: pd.DataFrame | None = field(default=None, repr=False)
+    """Columns token_id and token, of every token that the run names; None where an older version stored the run."""
+    judged_readings: pd.DataFrame | None = field(default=None, init=False, repr=False, compare=False)
+    """The readings with their verdicts, made when they are first asked for."""
 
     def __repr__(self) -> str:
         steps = self.event_table.drop_duplicates("step").phase.value_counts()
@@ -99,7 +103,7 @@ class Trace:
     def logprobs(self, request_id: SupportsIndex) -> list[float]:
         """Log-probability, in nats, of each committed token under the logits that chose it, before any processor."""
         self._require(request_id)
-        self._require_there("log-probabilities")
+        self.require_there("log-probabilities")
         events = self.event_table[self.event_table.request_id == request_id]
         return [float(nats) for step in events.committed_logprobs_nats for nats in step]
 
@@ -112,40 +116,36 @@ class Trace:
     def ledger(self, request_id: SupportsIndex, step: SupportsIndex | None = None) -> pd.DataFrame:
         """Cache rows of a request after `step` (default: its last): position, provenance, step of the last write."""
         self._require(request_id)
-        self._require_there("ledger")
+        self.require_there("ledger")
         steps = self.event_table.step
         if step is not None and not (len(steps) and 0 <= int(step) <= steps.max()):
             raise ValueError(f"no step {step} in this trace; it has {f'0 to {steps.max()}' if len(steps) else 'none'}")
         return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
 
-    def hypotheses(self) -> pd.DataFrame:
-        """Every lens reading, one row for each layer x position x step; as in `observe.tables.hypotheses_table`.
+    def hypotheses(self, include_rolled_back: bool = False) -> pd.DataFrame:
+        """Every lens reading, one row for each layer x position x step, beside the draft that was judged there.
 
-        On a Thinking States model its thoughts stand among them, at site "thought"; see `observe.thoughts`.
+        Columns: those of `observe.tables.hypotheses_table`, and `drafted_token`, `verdict` and `prediction_depth` of
+        `observe.draft_verdicts.with_verdicts`; top_tokens are the texts of top_token_ids. Thoughts of a Thinking States
+        model stand among them, at site "thought". An import without readings is read by the logit lens.
+        include_rolled_back: also rows that were fed a rejected draft token, or one that was given up. They follow a
+            text that was never committed, so nothing committed can be compared with their prediction.
         """
-        spoken = None
-        if self.thought_table is not None:
-            spoken = as_hypotheses(self.thought_table, self.meta["thought_layer"], self.model)
-        if self.hypothesis_table is None and spoken is not None:
-            return spoken
-        if self.hypothesis_table is None:
-            self._require_there("Z")
-            capture = self.meta["capture"]
-            if "Z" in capture["sites"]:
-                filters = f"positions={capture['positions']}, phases={capture['phases']}"
-                raise ValueError(
-                    f"the capture filters {filters} kept no row that predicts a generated token; widen them"
-                )
-            raise ValueError("this run read no lens; run it with 'Z' in capture=")
-        if spoken is None:
-            return self.hypothesis_table.copy()
-        both = pd.concat([self.hypothesis_table, spoken.astype(self.hypothesis_table.dtypes[spoken.columns].to_dict())])
-        return both.sort_values(["request_id", "step", "row", "layer"], ignore_index=True, kind="stable")
+        from cacheprobe.observe.beliefs import hypotheses_of
 
-    def readings(self) -> pd.DataFrame:
+        return hypotheses_of(self, include_rolled_back)
+
+    def readings(self, include_rolled_back: bool = False) -> pd.DataFrame:
         """The lens readings alone, without thoughts: what the measures by layer are taken over."""
-        table = self.hypotheses()
+        table = self.hypotheses(include_rolled_back)
         return table[table.site != "thought"].reset_index(drop=True) if self.thought_table is not None else table
+
+    @property
+    def token_texts(self) -> Mapping[int, str]:
+        """The visible form of every token that the run names, by token id."""
+        if self.token_table is None:
+            self.token_table = token_texts_of(self.row_table, self.hypothesis_table)
+        return dict(zip(self.token_table.token_id.tolist(), self.token_table.token.tolist(), strict=True))
 
     def read(
         self,
@@ -162,7 +162,7 @@ class Trace:
         return read_states(self, lens, site, layers, rows, model)
 
     def agreement(self) -> pd.DataFrame:
-        """Share of first choices that equal the committed token, by layer and status."""
+        """Share of first choices that equal the committed token, by layer and verdict; see `agreement_by_layer`."""
         return measures.agreement_by_layer(self.readings())
 
     def settling(self) -> pd.DataFrame:
@@ -202,7 +202,7 @@ class Trace:
         return attribution(self, request_id, position, **which)
 
     def rows(self, request_id: SupportsIndex, status: str | None = None) -> pd.DataFrame:
-        """Every row of a request, or those of one status: committed, candidate or rolled_back."""
+        """Every row of a request, or those of one status: committed, candidate, rolled_back or given_up."""
         self._require(request_id)
         if status is not None and status not in STATUSES:
             raise ValueError(f"unknown status {status!r}; statuses are {', '.join(STATUSES)}")
@@ -385,14 +385,14 @@ class Trace:
                 f"unknown site {site!r}; states are kept at S, T and C, and heads at {', '.join(HEAD_SITES)}"
             )
         held = (*self.store.sites, *self.store.heads)
-        self._require_there(site)
+        self.require_there(site)
         if site not in held:
             remedy = f"; run it with CaptureConfig(heads=({site!r},))" if site in HEAD_SITES else ""
             raise ValueError(f"site {site} was not captured; this run kept {', '.join(held) or 'no states'}{remedy}")
-        self._require_there(f"{site} of layer {int(layer)}")
+        self.require_there(f"{site} of layer {int(layer)}")
         if layer not in self.store.layers:
             raise ValueError(f"layer {layer} was not captured; this run kept layers {list(self.store.layers)}")
 
-    def _require_there(self, what: str) -> None:
+    def require_there(self, what: str) -> None:
         if reason := self.missing.get(what):
             raise ValueError(f"this trace has no {what}: {reason}")

@@ -9,6 +9,7 @@ from cacheprobe.patching.grid import Grid, difference, pair_meta, pair_table
 from cacheprobe.patching.parts import Parts
 from cacheprobe.patching.runs import Run, read, run_once
 from cacheprobe.patching.sweep import Group, sweep
+from cacheprobe.token_text import visible
 
 _LEAST_DIFFERENCE = 1e-4
 """Of the two runs' logit differences: float32 rounds logits by less, and NLD divides by it."""
@@ -65,7 +66,7 @@ def grid_of_pair(
     asked = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
     said = dict(sorted(sweep(model, groups, answer, parts_of(store, model, asked), progress).items()))
     ends = (read(run.logits[None], answer)[0] for run in runs)
-    table = pair_table(said, axes, model.token_texts(corrupt), *ends)
+    table = pair_table(said, axes, [visible(text) for text in model.token_texts(corrupt)], *ends)
     return Grid(table, pair_meta(model, kind, site, runs, answer))
 
 

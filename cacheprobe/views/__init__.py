@@ -4,7 +4,7 @@ from cacheprobe.views.attribution import attribution
 from cacheprobe.views.cache_picture import cache_picture
 from cacheprobe.views.carried import carried_figure, ways_figure
 from cacheprobe.views.coin_rows import coin_rows_figure
-from cacheprobe.views.curves import agreement_figure, settling_figure
+from cacheprobe.views.curves import draft_verdicts, settling_figure
 from cacheprobe.views.decode_grid import decode_grid
 from cacheprobe.views.diagram import decoded_diagram, window_diagram
 from cacheprobe.views.disagreement import disagreement_figure, final_choice_figure
@@ -29,7 +29,6 @@ __all__ = [
     "Markup",
     "Window",
     "accepted_whole",
-    "agreement_figure",
     "attribution",
     "cache_picture",
     "carried_figure",
@@ -38,6 +37,7 @@ __all__ = [
     "decode_grid",
     "decoded_diagram",
     "disagreement_figure",
+    "draft_verdicts",
     "final_choice_figure",
     "find_windows",
     "foresight_figure",

@@ -1,78 +1,90 @@
-"""Whole-run figures: agreement with the committed token by layer, and where predictions settle."""
+"""Whole-run figures: where accepted and rejected drafts part, and the prediction depth of rows."""
 
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from cacheprobe.observe.draft_verdicts import NOT_DRAFTED, parting, shares_by_verdict
+from cacheprobe.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, layout_template
 from cacheprobe.views.text import markup, shorten
 
-_WORDS = {"committed": "committed", "candidate": "candidate", "rolled_back": "rolled back"}
 _MOST_POINTS = 600
 """Rows drawn one by one; of more, only the outliers are."""
 _NARROW = dict(l=48, r=12, t=56, b=48)
 
 
-def agreement_figure(agreement: pd.DataFrame) -> go.Figure:
-    """Share of first choices that are the committed token, by layer, one line for each status.
+_LINES = (
+    ("accepted", "committed_first", "draft accepted", "committed", "solid"),
+    ("rejected", "committed_first", "draft rejected: the committed token", "rolled_back", "solid"),
+    ("rejected", "drafted_first", "draft rejected: the drafted token", "rolled_back", "dot"),
+    (NOT_DRAFTED, "committed_first", "nothing drafted", "candidate", "dash"),
+)
+"""Verdict, column, name, style and dash of each line of `draft_verdicts`."""
 
-    agreement: as in `Trace.agreement`, layers down, statuses across. A line ends where no row of its status was read: a
-    drafter may stop early.
+
+def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
+    """At which layer accepted and rejected drafts part: the share of readings with a token as first choice, by layer.
+
+    One line for positions whose draft was accepted, two for those whose draft was rejected (the committed token, and
+    the drafted one), and one for positions where nothing was drafted. Readings of the draft pass and of the verify pass
+    count alike. A draft that was never judged is in no line.
+    hypotheses: as in `Trace.hypotheses` or `Trace.read`; lines of thoughts are left out.
+    Raises: ValueError where no reading has a committed token.
     """
-    if agreement.empty:
-        raise ValueError("the agreement table is empty; a run that reads Z fills it")
+    shares = shares_by_verdict(hypotheses[hypotheses.site != "thought"])
     figure = Figure()
-    for status in [s for s in _WORDS if s in agreement.columns]:
-        style, share = STATUS_STYLES[status], agreement[status].dropna()
+    for verdict, column, name, style, dash in _LINES:
+        mine = shares[shares.verdict == verdict]
+        if mine.empty:
+            continue
         figure.add_scatter(
-            x=share.index.tolist(),
-            y=share.tolist(),
+            x=mine.layer.tolist(),
+            y=mine[column].tolist(),
             mode="lines+markers",
-            name=_WORDS[status],
-            line=dict(color=style["color"], dash=style["dash"], width=2),
-            marker=dict(symbol=style["symbol"], size=7),
-            hovertemplate=f"{_WORDS[status]} rows, layer %{{x}}: %{{y:.1%}}<extra></extra>",
+            name=f"{name} ({mine.rows.max()} readings)",
+            line=dict(color=STATUS_STYLES[style]["color"], dash=dash, width=2),
+            marker=dict(symbol=STATUS_STYLES[style]["symbol"], size=7),
+            hovertemplate=f"{name}, layer %{{x}}: first choice in %{{y:.1%}} of the readings<extra></extra>",
         )
-    figure.update_layout(
-        template=layout_template(), title=_agreement_finding(agreement), height=360, margin=_NARROW, dragmode=False
-    )
-    figure.update_xaxes(title="layer", **layer_ticks(agreement.index))
-    figure.update_yaxes(title="share of rows", tickformat=".0%", range=[-0.02, 1.04])
+    figure.update_layout(template=layout_template(), title=parting(shares), height=380, margin=_NARROW, dragmode=False)
+    figure.update_xaxes(title="layer", **layer_ticks(shares.layer))
+    figure.update_yaxes(title="share of readings", tickformat=".0%", range=[-0.02, 1.04])
     return figure
 
 
-def _agreement_finding(agreement: pd.DataFrame) -> str:
-    status = "committed" if "committed" in agreement.columns else agreement.columns[0]
-    share = agreement[status].dropna()
-    below = share.index[share < 0.5]
-    after = share.index if below.empty else share.index[share.index > below.max()]
-    if after.empty:
-        return f"No layer has the committed token first in half of the {_WORDS[status]} rows"
-    return f"From layer {after[0]} on, at least half of the {_WORDS[status]} rows have the committed token first"
+_BOXES = {
+    "draft rejected, draft pass": "rolled_back",
+    "draft accepted, draft pass": "committed",
+    "nothing drafted": "candidate",
+    "draft rejected, verify pass": "rolled_back",
+    "draft accepted, verify pass": "committed",
+}
+"""Groups of `settling_figure` and their styles; the last is drawn on top."""
 
 
 def settling_figure(settling: pd.DataFrame) -> go.Figure:
-    """The layer from which a row's first choice stays what it is, by status and pass.
+    """Prediction depth of each row: the layer from which its first choice stays what it is, by verdict and pass.
 
-    settling: as in `Trace.settling`. Rows of a draft pass stand apart, since a drafter may stop at an early layer and
-    then nothing can settle above it.
+    settling: as in `Trace.settling`. Rows of a draft pass stand apart: a drafter may stop at an early layer, and then
+    the depth cannot be above it. Drafts that were never judged, and rows fed one that was not committed, are left out.
+    Raises: ValueError for a table without any other row.
     """
-    if settling.empty:
-        raise ValueError("the settling table is empty; a run that reads Z fills it")
-    drafted = (settling.status == "rolled_back") & (settling.phase == "decode")
-    group = settling.status.map(_WORDS).where(settling.status != "rolled_back", "rolled back, verify pass")
-    group = group.where(~drafted, "rolled back, draft pass").where(
-        settling.status != "candidate", "candidate, draft pass"
-    )
+    known = settling[~settling.status.isin(FED_A_DRAFT_IN_VAIN) & (settling.verdict != "never_judged").fillna(True)]
+    if known.empty:
+        raise ValueError(
+            "the settling table is empty, or every row was fed a draft in vain; a run that reads Z fills it"
+        )
+    pairs = zip(known.verdict, known.phase, strict=True)
+    names = [_box_name(None if pd.isna(verdict) else verdict, phase) for verdict, phase in pairs]
+    group = pd.Series(names, index=known.index, dtype=object)
     figure = Figure()
-    points = "all" if len(settling) <= _MOST_POINTS else "outliers"
-    order = ["rolled back, draft pass", "candidate, draft pass", "rolled back, verify pass", "committed"]
-    for name in [name for name in order if (group == name).any()]:  # the last is drawn on top
-        rows = settling[group == name]
-        style = STATUS_STYLES[rows.status.iloc[0]]
+    points = "all" if len(known) <= _MOST_POINTS else "outliers"
+    for name in [name for name in _BOXES if (group == name).any()]:
+        rows, style = known[group == name], STATUS_STYLES[_BOXES[name]]
         figure.add_box(
-            x=rows.settling_layer.tolist(),
+            x=rows.prediction_depth.tolist(),
             name=f"{name.replace(', ', ',<br>')}<br>({len(rows)} rows)",
             orientation="h",
             boxpoints=points,
@@ -88,23 +100,32 @@ def settling_figure(settling: pd.DataFrame) -> go.Figure:
         )
     height = 100 + 74 * len(figure.data)
     figure.update_layout(
-        template=layout_template(), title=_settling_finding(settling), height=height, margin=_NARROW, dragmode=False
+        template=layout_template(), title=_settling_finding(known, group), height=height, margin=_NARROW, dragmode=False
     )
-    figure.update_xaxes(title="settling layer", **layer_ticks(settling.settling_layer))
+    figure.update_xaxes(title="prediction depth (layer)", **layer_ticks(known.prediction_depth))
     return figure
 
 
-def _settling_finding(settling: pd.DataFrame) -> str:
+def _box_name(verdict: str | None, phase: str) -> str:
+    return f"draft {verdict}, {'draft' if phase == 'decode' else 'verify'} pass" if verdict else "nothing drafted"
+
+
+def _settling_finding(settling: pd.DataFrame, group: pd.Series) -> str:
     said = []
-    for status, phases in (("committed", None), ("rolled_back", "verify")):
-        rows = settling[(settling.status == status) & (True if phases is None else settling.phase == phases)]
+    for name, words in (
+        ("draft accepted, verify pass", "accepted drafts"),
+        ("draft rejected, verify pass", "rejected drafts"),
+        ("nothing drafted", "positions without a draft"),
+    ):
+        rows = settling[group == name]
         if not rows.empty:
-            said.append(f"{_WORDS[status]} rows at layer {rows.settling_layer.median():g}")
-    return f"Predictions settle (median): {', '.join(said)}" if said else "Where predictions settle"
+            said.append(f"{words} at layer {rows.prediction_depth.median():g}")
+    return f"Median prediction depth: {', '.join(said)}" if said else "Prediction depth"
 
 
 def _hover(row: Any) -> str:
     return (
-        f"request {row.request_id} · step {row.step} · {row.phase} · {row.status} · position {row.position}<br>"
-        f"settles at layer {row.settling_layer} after {row.num_flips} changes<br>{markup(shorten(row.path, 160))}"
+        f"request {row.request_id} · step {row.step} · {row.phase} · {row.status} · reads position {row.position}, "
+        f"predicts {row.position + 1}<br>prediction depth: layer {row.prediction_depth}, {row.num_flips} changes of "
+        f"first choice<br>{markup(shorten(row.path, 160))}"
     )

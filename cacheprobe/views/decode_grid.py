@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
+from cacheprobe.observe.token_history import standing_at, token_history
 from cacheprobe.views import svg
 from cacheprobe.views.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
 from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.text import text_of, token_label
 from cacheprobe.views.timeline import LABEL_WIDTH, MOST_REQUESTS, key
-from cacheprobe.views.token_history import standing_at, token_history
 
 TOKEN_PITCH = 56
 """Pixels from one token to the next."""

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from cacheprobe.observe.token_history import Fate, fates_at, token_history
 from cacheprobe.views.lens_table import runs_of
 from cacheprobe.views.text import shorten, text_of, visible
-from cacheprobe.views.token_history import Fate, fates_at, token_history
 
 _COLUMNS = 24
 """Of a token in the sentence."""

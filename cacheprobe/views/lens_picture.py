@@ -29,7 +29,7 @@ LABEL_WIDTH, PITCH, WIDEST = 30, 50, 76
 """Pixels: of the layers' names, and from one column to the next, at least and at most."""
 _ROW, _TOP, _BELOW = 19, 10, 42
 SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
-_TINTS = {"candidate": "yellow", "rolled_back": "red"}
+_TINTS = {"candidate": "yellow", "rolled_back": "red", "given_up": "grey"}
 _OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
 _READ = ["row", "layer", "token", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats", "agrees"]
 _ABOUT = ["row", "request_id", "step", "phase", "role", "status", "position", "committed_token"]

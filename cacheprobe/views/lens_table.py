@@ -12,8 +12,12 @@ Include = Literal["committed", "all"]
 
 TOKEN_COLUMNS = 6
 """Of a token in a cell or below a column."""
-SIGNS = {"committed": "", "candidate": "◇ ", "rolled_back": "✗ "}
-MARKS = {"candidate": "◇ candidate row", "rolled_back": "✗ rolled-back row"}
+SIGNS = {"committed": "", "candidate": "◇ ", "rolled_back": "✗ ", "given_up": "⊘ "}
+MARKS = {
+    "candidate": "◇ computed again by the verifier",
+    "rolled_back": "✗ fed a rejected token",
+    "given_up": "⊘ fed a draft that was given up",
+}
 _FLOOR_NATS = -12.0
 """Log-probabilities below this share one colour: what matters happens above."""
 _RANKS = (0, 9, 99, 999, 9999)
@@ -94,7 +98,7 @@ def select(hypotheses: pd.DataFrame, request_id: int, include: Include, position
 
 def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
     """One line for each column of the picture: by position, the canonical row first, then as they were computed."""
-    order = rows.status.map({"committed": 0, "candidate": 1, "rolled_back": 2})
+    order = rows.status.map({"committed": 0, "candidate": 1, "rolled_back": 2, "given_up": 2})
     columns = rows.assign(order=order).drop_duplicates("row").sort_values(["position", "order", "step", "row"])
     return columns.reset_index(drop=True)
 

@@ -154,10 +154,11 @@ def _lens(trace: "Trace", request_id: int) -> str:
         "lens-grid": "Every block's residual stream, read through the "
         f"{markup(trace.meta['lens'])} lens: the cell names its first choice, the colour is the log-probability "
         f"that it gave to the token committed next. A narrow screen scrolls the grid sideways.{cut}",
-        "lens-grid-all": "Candidates and rolled-back rows as columns of their own; what a rolled-back row was fed is "
-        "wrong.",
-        "agreement": "Whole run. A line ends where a drafter stopped: its rows have no layers above.",
-        "settling": "Whole run. Settled: the first choice no longer changes in the layers that ran.",
+        "lens-grid-all": "Columns of their own: rows that the verifier computed again (◇), rows that were fed a "
+        "rejected token (✗), and rows whose draft was given up without a verdict (⊘).",
+        "drafts": "Whole run, one reading for each row of a position where a draft was judged. Rows that were fed a "
+        "rejected token are left out: they follow a text that was never committed.",
+        "settling": "Whole run. Prediction depth: the layer from which the first choice no longer changes.",
     }
 
     def block(name: str) -> str:
@@ -170,8 +171,8 @@ def _lens(trace: "Trace", request_id: int) -> str:
     else:
         parts.append(f"<p class='note'>No lens reading of request {request_id} was kept.</p>")
     if "lens-grid-all" in figures:
-        parts.append(f"<details><summary>The same with the rows that lost</summary>{block('lens-grid-all')}</details>")
-    return "".join(parts) + f'<div class="two">{block("agreement")}{block("settling")}</div>'
+        parts.append(f"<details><summary>The same with the other rows</summary>{block('lens-grid-all')}</details>")
+    return "".join(parts) + f'<div class="two">{block("drafts")}{block("settling")}</div>'
 
 
 def _controls(trace: "Trace") -> str:

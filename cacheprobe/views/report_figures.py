@@ -8,8 +8,9 @@ import plotly.graph_objects as go
 
 from cacheprobe.files import write_whole
 from cacheprobe.progress import Progress
+from cacheprobe.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.views.alone import Drawing, panels_alone
-from cacheprobe.views.curves import agreement_figure, settling_figure
+from cacheprobe.views.curves import draft_verdicts, settling_figure
 from cacheprobe.views.diagram import decoded_phases, keys, window_phases
 from cacheprobe.views.images import FORMATS, image, require_browser, svg_image
 from cacheprobe.views.lens_grid import grid_width, lens_grid
@@ -52,17 +53,17 @@ def write_figures(
 
 
 def report_figures(trace: "Trace", request_id: int) -> dict[str, go.Figure]:
-    """Figures of the lens readings by name: lens-grid, lens-grid-all, agreement, settling. Those that the run has."""
+    """Figures of the lens readings by name: lens-grid, lens-grid-all, drafts, settling. Those that the run has."""
     if trace.hypothesis_table is None:
         return {}
-    readings, (shown, _) = trace.readings(), shown_positions(trace, request_id)
+    readings, (shown, _) = trace.readings(include_rolled_back=True), shown_positions(trace, request_id)
     own = readings[(readings.request_id == request_id) & readings.position.isin(shown)]
     figures = {}
     if (own.status == "committed").any():
         figures["lens-grid"] = lens_grid(readings, request_id, positions=shown, include="committed")
-        if (own.status == "rolled_back").any():
+        if own.status.isin(FED_A_DRAFT_IN_VAIN).any():
             figures["lens-grid-all"] = lens_grid(readings, request_id, positions=shown, include="all")
-    return {**figures, "agreement": agreement_figure(trace.agreement()), "settling": settling_figure(trace.settling())}
+    return {**figures, "drafts": draft_verdicts(readings), "settling": settling_figure(trace.settling())}
 
 
 def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:

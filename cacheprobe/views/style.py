@@ -32,6 +32,7 @@ STATUS_STYLES = {
     "committed": {"color": "#2f9e4f", "dash": "solid", "symbol": "circle"},
     "candidate": {"color": "#c58f00", "dash": "dash", "symbol": "diamond"},
     "rolled_back": {"color": "#d9483b", "dash": "dot", "symbol": "x"},
+    "given_up": {"color": "#7b858f", "dash": "dot", "symbol": "circle-open"},
 }
 """Lines and marks of figures, readable on white and on black."""
 

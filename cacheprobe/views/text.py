@@ -6,15 +6,9 @@ from html import escape
 
 import pandas as pd
 
-_VISIBLE = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"}
+from cacheprobe.token_text import visible
+
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-
-
-def visible(text: str) -> str:
-    """The text with its white space shown as signs; what cannot be printed (controls, bidi marks) as U+hex."""
-    if not text:
-        return "∅"
-    return "".join(_VISIBLE.get(c) or (c if c.isprintable() else f"<U+{ord(c):04X}>") for c in text)
 
 
 def plain(text: str) -> str:

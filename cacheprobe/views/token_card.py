@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.observe.hypotheses import settling
+from cacheprobe.observe.token_history import Fate, fates_at, token_history
 from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.insight import insight
 from cacheprobe.views.text import markup, text_of, token_label, visible
 from cacheprobe.views.text import token_texts as known_texts
-from cacheprobe.views.token_history import Fate, fates_at, token_history
 
 _COLUMNS = 7
 """Of a token in the ladder."""
@@ -83,7 +83,7 @@ def card_parts(
         ("read", f"<code>{markup(visible(input_token))}</code> at position {one.position} of request {one.request_id}"),
         ("row", f"{markup(status)}, {markup(one.phase)} in step {one.step}"),
         *(("stood next", _fate(fate, token_texts)) for fate in fates),
-        ("settles", f"from layer {settled['settling_layer']} on, after {_times(int(settled['num_flips']))}"),
+        ("settles", f"from layer {settled['prediction_depth']} on, after {_times(int(settled['num_flips']))}"),
         ("path", f"<code>{markup(settled['path'])}</code>"),
     ]
     listed = "".join(f"<div><dt>{name}</dt><dd>{said}</dd></div>" for name, said in facts)
@@ -92,7 +92,7 @@ def card_parts(
 
 def _title(one: Any, settled: Mapping[str, Any]) -> str:
     said = visible(one.token)
-    since = settled["settling_layer"]
+    since = settled["prediction_depth"]
     if pd.isna(one.committed_token_id):
         return f"“{said}” is the last word of a row after which nothing was committed"
     committed = visible(one.committed_token)

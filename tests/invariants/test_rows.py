@@ -219,7 +219,7 @@ class Evictions(Silent):
         self.drafts: list[int] = []
         self._open = 0
 
-    def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
+    def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
         self._open = end - start
 
     def on_preempt(self, request_id: int, step: int) -> None:
