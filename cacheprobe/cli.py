@@ -41,6 +41,7 @@ app.command("cacheprobe.cli_dash:dash", name="dash", help="Look at stored runs i
 def run(
     *,
     out: Path,
+    overwrite: bool = False,
     config: Path | None = None,
     model: str = "smollm2-135m",
     dtype: str = "bfloat16",
@@ -79,6 +80,8 @@ def run(
     ----------
     out
         Directory for the trace.
+    overwrite
+        Replace the run that --out holds, and remove its report.html. The old run stays until the new one is complete.
     config
         A YAML file of settings, named as these flags are; flags win.
     model
@@ -131,6 +134,7 @@ def run(
     given = dict(locals())
     import cacheprobe as cp
     from cacheprobe.engine.shapes import settle_shapes
+    from cacheprobe.observe.places import require_free
     from cacheprobe.observe.summary import closing
     from cacheprobe.records import SamplingParams
     from cacheprobe.registry import make
@@ -138,6 +142,7 @@ def run(
 
     if bool(prompt) == (task is not None):
         raise ValueError("give either --prompt (once or more) or --task, such as --task coin_flip")
+    require_free(out, overwrite)
     # before examples are made and the model is loaded, which takes seconds: settings check themselves
     SamplingParams(seed=seed, max_new_tokens=max_new_tokens, n=n)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, stop=stop)
@@ -179,7 +184,7 @@ def run(
         progress=progress,
     )
     trace.meta["command"] = _as_given("run", given)
-    trace.save(out)
+    trace.save(out, overwrite=overwrite)
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}")
 
@@ -300,10 +305,14 @@ def prove(
     return 0 if figures["is_proven"] or (not real and not figures["differences"]) else 1
 
 
+_NOT_SETTINGS = ("out", "overwrite", "config", "progress")
+"""Flags that change nothing in the run itself."""
+
+
 def _as_given(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """A command's settings, from flags, file and defaults, as they are stored with the run."""
     file = given["config"]
-    settings = {k: v for k, v in given.items() if v not in (None, ()) and k not in ("out", "config", "progress")}
+    settings = {k: v for k, v in given.items() if v not in (None, ()) and k not in _NOT_SETTINGS}
     return {"name": name, "config": file.name if file else None, "settings": settings}
 
 

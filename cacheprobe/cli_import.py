@@ -16,6 +16,7 @@ def generate(
     file: Path,
     *,
     out: Path,
+    overwrite: bool = False,
     stop: Annotated[tuple[int, ...] | None, Parameter(negative="")] = None,
     model: str | None = None,
     dtype: str = "float32",
@@ -30,6 +31,8 @@ def generate(
         safetensors with sequences, hidden_states.PASS.BLOCK and, where they were kept, logits.PASS and attention_mask.
     out
         Directory for the trace.
+    overwrite
+        Replace the run that --out holds, and remove its report.html.
     stop
         Id of a token that ended a sequence; repeat for several.
     model
@@ -42,9 +45,11 @@ def generate(
         Of the model, for the record.
     """
     import cacheprobe as cp
+    from cacheprobe.observe.places import require_free
 
+    require_free(out, overwrite)
     given = _speakers(model, dtype, tokenizer)
-    _save(cp.import_generate(file, stop_token_ids=stop, name=name or model, **given), out)
+    _save(cp.import_generate(file, stop_token_ids=stop, name=name or model, **given), out, overwrite)
 
 
 @imports.command
@@ -54,6 +59,7 @@ def vllm(
     *,
     layers: str,
     out: Path,
+    overwrite: bool = False,
     num_prompt_tokens: int | None = None,
     model: str | None = None,
     dtype: str = "float32",
@@ -70,19 +76,23 @@ def vllm(
         The setting eagle_aux_hidden_state_layer_ids, as in 1,2,3,4.
     out
         Directory for the trace.
+    overwrite
+        Replace the run that --out holds, and remove its report.html.
     num_prompt_tokens
         How many tokens of each file are prompt; all by default.
     model, dtype, tokenizer, name
         As for cacheprobe import generate.
     """
     import cacheprobe as cp
+    from cacheprobe.observe.places import require_free
 
     try:
         ids = [int(part) for part in layers.split(",")]
     except ValueError:
         raise ValueError(f"--layers {layers!r} is no list of numbers, as in 1,2,3,4") from None
+    require_free(out, overwrite)
     given = _speakers(model, dtype, tokenizer)
-    _save(cp.import_vllm(files, ids, num_prompt_tokens=num_prompt_tokens, name=name or model, **given), out)
+    _save(cp.import_vllm(files, ids, num_prompt_tokens=num_prompt_tokens, name=name or model, **given), out, overwrite)
 
 
 def _speakers(model: str | None, dtype: str, tokenizer: str | None) -> dict[str, Any]:
@@ -97,8 +107,8 @@ def _speakers(model: str | None, dtype: str, tokenizer: str | None) -> dict[str,
     return {}
 
 
-def _save(trace: "Trace", out: Path) -> None:
-    trace.save(out)
+def _save(trace: "Trace", out: Path, overwrite: bool) -> None:
+    trace.save(out, overwrite=overwrite)
     print(f"{trace!r}\nstates: S of layers {', '.join(map(str, trace.store.layers))}")
     for what, why in trace.missing.items():
         print(f"missing: {what}: {why}")

@@ -354,11 +354,11 @@ class Trace:
 
     # -- on disk
 
-    def save(self, directory: "str | Path") -> Path:
-        """Write the trace; the directory shows it whole, or as it was before. See `observe.storage`."""
+    def save(self, directory: "str | Path", *, overwrite: bool = False) -> Path:
+        """Write the trace whole, or leave the directory as it was; a run there is replaced only with `overwrite`."""
         from cacheprobe.observe.storage import save_trace
 
-        return save_trace(self, Path(directory))
+        return save_trace(self, Path(directory), overwrite=overwrite)
 
     # -- shared
 
