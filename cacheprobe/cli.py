@@ -3,12 +3,15 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from cacheprobe import __version__
 from cacheprobe.cli_config import fill
+
+if TYPE_CHECKING:
+    from cacheprobe.observe.interrupts import Interrupted
 
 app = App(
     name="cacheprobe",
@@ -73,8 +76,10 @@ def run(
     max_batch: int = 64,
     kv_rows: int | None = None,
     progress: bool = True,
-) -> None:
+) -> int:
     """Generate from prompts or a task's examples, and save the trace.
+
+    Ctrl-C saves what is finished and exits with 130; pressed again, it ends at once.
 
     Parameters
     ----------
@@ -166,27 +171,34 @@ def run(
         think_while_decoding=think_while_decoding,
         progress=progress,
     )
-    trace = cp.run(
-        loaded,
-        prompts,
-        drafter=chosen,
-        window=window,
-        group=group,
-        deterministic=deterministic,
-        capture=kept,
-        layers=list(layers) or "all",
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        capacity=capacity,
-        max_batch=max_batch,
-        kv_rows=kv_rows,
-        progress=progress,
-    )
+    stopped = None
+    try:
+        trace = cp.run(
+            loaded,
+            prompts,
+            drafter=chosen,
+            window=window,
+            group=group,
+            deterministic=deterministic,
+            capture=kept,
+            layers=list(layers) or "all",
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            capacity=capacity,
+            max_batch=max_batch,
+            kv_rows=kv_rows,
+            progress=progress,
+        )
+    except cp.Interrupted as interrupted:
+        trace, stopped = interrupted.trace, interrupted
     trace.meta["command"] = _as_given("run", given)
+    if stopped is not None:
+        return _save_stopped(stopped, out)
     trace.save(out, overwrite=overwrite)
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}")
+    return 0
 
 
 @app.command
@@ -303,6 +315,24 @@ def prove(
     verdict = {True: "proven", False: "NOT proven"}[figures["is_proven"]]
     print(f"{verdict}: {figures['differences']} differences in {figures['compared_tokens']} compared tokens")
     return 0 if figures["is_proven"] or (not real and not figures["differences"]) else 1
+
+
+def _save_stopped(stopped: "Interrupted", out: Path) -> int:
+    """Save the trace of a run that Ctrl-C stopped, never over an earlier run, and return the exit code."""
+    from cacheprobe.observe.places import free_beside
+
+    trace = stopped.trace
+    if not len(trace.event_table):
+        print("stopped by Ctrl-C before anything was computed; nothing is saved", file=sys.stderr)
+        return 130
+    finished = len(trace.requests) - stopped.num_cancelled
+    print(
+        f"stopped by Ctrl-C: {finished} of {len(trace.requests)} requests finished; the others end where they stood, "
+        "as cancelled",
+        file=sys.stderr,
+    )
+    print(f"run: {trace.save(free_beside(out))}")
+    return 130
 
 
 _NOT_SETTINGS = ("out", "overwrite", "config", "progress")

@@ -1,6 +1,7 @@
 """Where a run may be saved: checked before anything is computed, and before anything is written. Loads no torch."""
 
 import json
+from itertools import chain, count
 from pathlib import Path
 
 from cacheprobe.observe.manifest import MANIFEST, TraceError
@@ -32,6 +33,13 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
         raise TraceError(
             f"{directory} holds files that are not a trace, such as {strangers[0]}; choose an empty directory"
         )
+
+
+def free_beside(directory: Path) -> Path:
+    """The directory, or NAME-stopped, NAME-stopped-2 and so on beside it: the first that holds no run."""
+    numbers = (f"-{n}" for n in count(2))
+    beside = (directory.with_name(f"{directory.name}-stopped{number}") for number in chain([""], numbers))
+    return next(place for place in chain([directory], beside) if not (place / MANIFEST).exists())
 
 
 def is_of_a_run(name: str) -> bool:
