@@ -49,13 +49,6 @@ def is_of_a_run(name: str) -> bool:
     return is_data or stem in (MANIFEST, "report.html")
 
 
-def runs_in(folder: Path) -> list[Path]:
-    """The saved runs that stand directly inside a folder, by name; none if the folder is a run itself."""
-    if not folder.is_dir() or (folder / MANIFEST).exists():
-        return []
-    return sorted(manifest.parent for manifest in folder.glob(f"*/{MANIFEST}"))
-
-
 def _described(directory: Path) -> str:
     """The model and number of requests of the run in this directory, or that its manifest cannot be read.
 
