@@ -33,7 +33,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
         require_free(directory, overwrite=True)
     trace = _on_shipped(progress) if smollm2_state() == "absent" else _on_smollm2(progress)
     trace.save(out, overwrite=True)
-    rows, readings = trace.row_table, trace.readings()
+    rows, readings = trace.rows(), trace.readings()
     seen = first_insight(readings, rows, trace.events(), token_texts(rows, readings))
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
