@@ -105,7 +105,10 @@ def vllm(
 
 def _speakers(model: str | None, dtype: str, tokenizer: str | None) -> dict[str, Any]:
     import cacheprobe as cp
+    from cacheprobe.models.known import require_known
 
+    if (name := model or tokenizer) is not None:
+        require_known(name)
     if model is not None:
         return {"model": cp.load_model(model, dtype=dtype)}
     if tokenizer is not None:
