@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from cacheprobe.cache.surgery import diff_rows
     from cacheprobe.config import CaptureConfig
+    from cacheprobe.observe.interrupts import Interrupted
     from cacheprobe.observe.trace import Trace
     from cacheprobe.records import Request, SamplingParams
     from cacheprobe.sweeps.engine import sweep
@@ -40,6 +41,7 @@ _HOMES = {
     "import_vllm": "cacheprobe.api",
     "diff_rows": "cacheprobe.cache.surgery",
     "CaptureConfig": "cacheprobe.config",
+    "Interrupted": "cacheprobe.observe.interrupts",
     "Trace": "cacheprobe.observe.trace",
     "Request": "cacheprobe.records",
     "SamplingParams": "cacheprobe.records",
@@ -51,7 +53,7 @@ _MODULES = ("tasks", "drafters", "interventions", "lenses", "patching", "probes"
 __all__ = [  # noqa: RUF022
     "load_model", "run", "stream", "reference", "verify", "load_trace", "cache_rows", "diff_rows",
     "sweep", "load_sweep", "import_generate", "import_vllm",
-    "Request", "SamplingParams", "CaptureConfig", "Trace",
+    "Request", "SamplingParams", "CaptureConfig", "Trace", "Interrupted",
     "tasks", "drafters", "interventions", "lenses", "patching", "probes", "views",
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -18,6 +19,7 @@ from cacheprobe.models.loaders import load_model
 from cacheprobe.models.turns import turn
 from cacheprobe.observe.import_generate import trace_of_generate
 from cacheprobe.observe.import_vllm import trace_of_vllm
+from cacheprobe.observe.interrupts import Interrupted, Stop, cancelling
 from cacheprobe.observe.observers import ProgressBar, Silent
 from cacheprobe.observe.replay import Replay, replay
 from cacheprobe.observe.storage import load_trace
@@ -84,6 +86,8 @@ def run(
         They last as long as the run, act on either path, and leave the other requests' bits alone.
     progress: show a bar on a terminal, and print how the model did where the prompts come from a task.
     A request whose pass fails ends with an error, with a warning, and the others go on.
+    Ctrl-C ends every request after the pass at hand and raises `cp.Interrupted`, a KeyboardInterrupt. Its `trace` holds
+    what was computed: finished requests complete, the others as they stand. A second Ctrl-C ends at once, without it.
     Raises: ValueError for settings that cannot be met, before anything is computed; EngineError where all failed.
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
     """
@@ -275,8 +279,11 @@ def import_vllm(
 
 def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progress: bool) -> Trace:
     total = sum(request.sampling.max_new_tokens or 0 for request in setup.requests if request.sampling)
-    with ProgressBar(total, enabled=progress) as bar:
+    stopping = cancelling(states, progress) if meta["kind"] == "run" else nullcontext(Stop())
+    with ProgressBar(total, enabled=progress) as bar, stopping as stop:
         trace = drain(setup.recorded(start, states, bar, has_pauses=False, **meta))
+    if stop.is_asked:
+        raise Interrupted(trace)
     if progress and setup.capture.heads:
         print(f"path: {setup.path_reason}")
     for request_id, error in trace.meta["errors"].items():

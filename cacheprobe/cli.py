@@ -1,11 +1,13 @@
-"""The command line: run, report, verify, prove; the rest in cli_demo, cli_look and its neighbours."""
+"""The command line: report, verify, prove; the rest in cli_run, cli_demo, cli_look and its neighbours."""
 
 import os
+import select
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from cacheprobe import __version__
 from cacheprobe.cli_config import fill
@@ -23,6 +25,12 @@ app.command(
     name="demo",
     help="Run SmolLM2, or a shipped model where it is absent, on coin-flip prompts, and one that thinks beside it.",
 )
+app.command(
+    "cacheprobe.cli_run:run",
+    name="run",
+    help="Generate from prompts or a task's examples, and save the trace.",
+    config=fill,
+)
 for name, said in {
     "show": "Say what a stored run holds, or one of its requests.",
     "hypotheses": "Write what every layer of a stored run would have said as CSV or Parquet.",
@@ -35,153 +43,6 @@ app.command("cacheprobe.cli_bench:bench", name="bench", help="Measure, list or c
 app.command("cacheprobe.cli_sweep:sweep", name="sweep", help="Run every combination that a file names.")
 app.command("cacheprobe.cli_sweep:query", name="query", help="Ask the results of a sweep in SQL.")
 app.command("cacheprobe.cli_dash:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
-
-
-@app.command(config=fill)
-def run(
-    *,
-    out: Path,
-    config: Path | None = None,
-    model: str = "smollm2-135m",
-    dtype: str = "bfloat16",
-    device: str | None = None,
-    adapter: str | None = None,
-    products: Literal["torch", "compiled"] = "torch",
-    think_while_decoding: bool | None = None,
-    prompt: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    task: str | None = None,
-    n: int = 8,
-    people: int | None = None,
-    flip_probability: float | None = None,
-    shots: int | None = None,
-    chat: bool | None = None,
-    drafter: str | None = None,
-    window: int | None = None,
-    group: int | None = None,
-    deterministic: float = 0.0,
-    capture: str = "STCZ",
-    heads: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    layers: Annotated[tuple[int, ...], Parameter(negative="")] = (),
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stop: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    max_new_tokens: int = 32,
-    seed: int = 0,
-    capacity: int = 512,
-    max_batch: int = 64,
-    kv_rows: int | None = None,
-    progress: bool = True,
-) -> None:
-    """Generate from prompts or a task's examples, and save the trace.
-
-    Parameters
-    ----------
-    out
-        Directory for the trace.
-    config
-        A YAML file of settings, named as these flags are; flags win.
-    model
-        "smollm2-135m", a hub name or a local directory.
-    dtype
-        float32, bfloat16, float16 or float64.
-    device
-        cpu, cuda or cuda:1; the CPU by default.
-    adapter
-        A LoRA adapter to merge: coin-flip, or a directory.
-    products
-        compiled: a C++ compiler makes the blocks' products and the statistics of Z, for a CPU whose bfloat16 is slow.
-    think_while_decoding
-        Of a Thinking States model: think about generated tokens too; the window must be a whole number of chunks.
-    prompt
-        A prompt's text; repeat for several.
-    task
-        NAME or NAME:key=value,... of a task, such as coin_flip or variables:updates=3,modulus=7, instead of prompts.
-    n
-        Examples of the task.
-    people, flip_probability
-        Of the coin flips.
-    shots
-        Worked examples in front of each question, in tasks that have them.
-    chat
-        Use the model's chat template, likewise.
-    drafter
-        NAME or NAME:key=value,... such as early_exit:layer=20. Without one, only deterministic requests are verified.
-    window, group
-        Rows of a verify pass for each request, and requests in it. By default they are chosen for model and machine.
-    deterministic
-        Fraction of the requests.
-    capture
-        Sites to keep, of S, T, C and Z.
-    heads
-        What to keep of attention heads: q, k, v, z or pattern; repeat for several.
-    layers
-        Layers to keep; all by default.
-    temperature
-        0 is greedy.
-    top_k, top_p
-        Draw from the likeliest tokens only.
-    stop
-        A text that ends a request; repeat for several.
-    max_new_tokens, seed, capacity, max_batch, kv_rows
-        See `cacheprobe.run`.
-    progress
-        Show progress bars.
-    """
-    given = dict(locals())
-    import cacheprobe as cp
-    from cacheprobe.engine.shapes import settle_shapes
-    from cacheprobe.observe.summary import closing
-    from cacheprobe.records import SamplingParams
-    from cacheprobe.registry import make
-    from cacheprobe.values import require_encodable
-
-    if bool(prompt) == (task is not None):
-        raise ValueError("give either --prompt (once or more) or --task, such as --task coin_flip")
-    # before examples are made and the model is loaded, which takes seconds: settings check themselves
-    SamplingParams(seed=seed, max_new_tokens=max_new_tokens, n=n)
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, stop=stop)
-    kept = cp.CaptureConfig(capture, heads=heads)
-    shapes = dict(window=window, group=group, capacity=capacity, max_batch=max_batch, kv_rows=kv_rows)
-    settle_shapes(None, drafter is not None, shapes)
-    prompts: Any = list(prompt)
-    for text in prompts:
-        require_encodable("--prompt", text)
-    if task is not None:
-        settings = {"people": people, "flip_probability": flip_probability, "shots": shots, "chat": chat}
-        stated = {name: value for name, value in settings.items() if value is not None}
-        prompts = make("tasks", task, **stated).examples(n, seed)
-    chosen = make("drafters", drafter) if drafter else None
-    loaded = cp.load_model(
-        model,
-        dtype=dtype,
-        device=device,
-        adapter=adapter,
-        products=products,
-        think_while_decoding=think_while_decoding,
-        progress=progress,
-    )
-    trace = cp.run(
-        loaded,
-        prompts,
-        drafter=chosen,
-        window=window,
-        group=group,
-        deterministic=deterministic,
-        capture=kept,
-        layers=list(layers) or "all",
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        capacity=capacity,
-        max_batch=max_batch,
-        kv_rows=kv_rows,
-        progress=progress,
-    )
-    trace.meta["command"] = _as_given("run", given)
-    trace.save(out)
-    print(closing(trace, is_behaviour_printed=progress))
-    print(f"run: {out}")
 
 
 @app.command
@@ -300,11 +161,14 @@ def prove(
     return 0 if figures["is_proven"] or (not real and not figures["differences"]) else 1
 
 
-def _as_given(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """A command's settings, from flags, file and defaults, as they are stored with the run."""
-    file = given["config"]
-    settings = {k: v for k, v in given.items() if v not in (None, ()) and k not in ("out", "config", "progress")}
-    return {"name": name, "config": file.name if file else None, "settings": settings}
+def _has_reader_gone() -> bool:
+    """Whether the reader of stdout has gone, as in `cacheprobe show RUN | head`; the rest is then thrown away."""
+    asked = select.poll()
+    asked.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(events & select.POLLERR for _, events in asked.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def main() -> None:
@@ -312,8 +176,13 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         result = app(result_action="return_value")
+        sys.stdout.flush()  # a pipe that was closed is noticed here, not while Python ends
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        if not _has_reader_gone():
+            raise
+        sys.exit(128 + signal.SIGPIPE)
     except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
         if os.environ.get("CACHEPROBE_DEBUG"):
             raise

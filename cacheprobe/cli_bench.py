@@ -17,7 +17,7 @@ def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 
     Parameters
     ----------
     name
-        The benchmark, such as main-job.
+        The benchmark, such as main-job; list, or no name, for those that there are.
     json
         Also write the numbers to this file.
     rounds
@@ -26,7 +26,7 @@ def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 
         So little of it that it shows no more than that it runs; of those that have such a form.
     """
     catalogue = _part("catalogue")
-    if name is None:
+    if name in (None, "list"):
         for known, question in catalogue.questions().items():
             print(f"{known:14} {question}")
         return

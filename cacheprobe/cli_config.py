@@ -1,11 +1,16 @@
-"""Settings of a command from a YAML file, below those given as flags."""
+"""Settings of a command from a YAML file, below those given as flags; and flags that take several values."""
 
+import inspect
 from difflib import get_close_matches
-from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
+from cyclopts import Parameter
+
 FLAG = "config"
+
+SEVERAL = Parameter(negative="", consume_multiple=1, show_default=False)
+"""Of a flag that takes one value or more: --layer 3 5, and --layer 3 --layer 5 alike."""
 
 
 def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
@@ -25,7 +30,7 @@ def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     settings = read(path, known)
     for argument in arguments:
         # what has no flag is given in its order; cyclopts fills flags alone
-        name, listed = argument.field_info.name, argument.field_info.kind is Parameter.VAR_POSITIONAL
+        name, listed = argument.field_info.name, argument.field_info.kind is inspect.Parameter.VAR_POSITIONAL
         if listed and name in settings:
             value = settings.pop(name)
             words = value if isinstance(value, list) else [value]

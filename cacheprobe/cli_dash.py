@@ -4,9 +4,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
-from cacheprobe.cli_config import fill
+from cacheprobe.cli_config import SEVERAL, fill
 
 dash = App(
     name="dash", help="Look at stored runs in a browser, with linked views.", help_format="plaintext", config=fill
@@ -20,7 +20,7 @@ def open_runs(
     port: int = 8050,
     host: str = "127.0.0.1",
     model: str | None = None,
-    lens: Annotated[tuple[Path, ...], Parameter(negative="")] = (),
+    lens: Annotated[tuple[Path, ...], SEVERAL] = (),
 ) -> None:
     """Look at stored runs in a browser, with linked views. Ends with Ctrl-C.
 
@@ -38,10 +38,14 @@ def open_runs(
     model
         Name or directory of the model that reads kept states, where it is not the one that a run names.
     lens
-        Directory of a tuned lens to read them with; repeat for several.
+        Directory of a tuned lens to read them with, or several.
     """
     if not runs:
-        raise ValueError("name at least one saved run, as in cacheprobe dash runs/demo")
+        eaten = "; name runs before --lens, which takes all that follows it" if lens else ""
+        raise ValueError(f"name at least one saved run, as in cacheprobe dash runs/demo{eaten}")
+    for path in runs:
+        if not path.exists():
+            raise ValueError(f"there is no {path}; name a saved run, a folder of runs or a result file")
     if not 0 <= port <= 65535:
         raise ValueError(f"--port is a number from 0 to 65535, got {port}; 0 takes any that is free")
     if find_spec("dash") is None:

@@ -23,13 +23,17 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     """
     import cacheprobe as cp
     from cacheprobe.models.inventory import THINKING, smollm2_state
+    from cacheprobe.observe.places import require_free
     from cacheprobe.observe.summary import closing, thoughts_text
     from cacheprobe.views import token_texts, write_report
     from cacheprobe.views.insight import first_insight
 
+    beside = out.with_name(f"{out.name}-thinking")
+    for directory in (out, beside):
+        require_free(directory, overwrite=True)
     trace = _on_shipped(progress) if smollm2_state() == "absent" else _on_smollm2(progress)
-    trace.save(out)
-    rows, readings = trace.row_table, trace.readings()
+    trace.save(out, overwrite=True)
+    rows, readings = trace.rows(), trace.readings()
     seen = first_insight(readings, rows, trace.events(), token_texts(rows, readings))
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
@@ -37,8 +41,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     thinker: Any = cp.load_model(THINKING)
     asked = cp.tasks.CoinFlip(people=5).examples(n=4, seed=3)
     trace = cp.run(thinker, asked, window=4, deterministic=True, capacity=128, max_new_tokens=4, progress=False)
-    beside = out.with_name(f"{out.name}-thinking")
-    trace.save(beside)
+    trace.save(beside, overwrite=True)
     print(f"\n{thinker.name} ({thinker.weights_note})")
     print(f"thinks while it reads, a thought after every {thinker.chunk} tokens:")
     print(thoughts_text(trace, 0))

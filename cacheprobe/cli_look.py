@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cacheprobe.cli_config import SEVERAL
 
 
 def show(run: Path, *, request: int | None = None) -> None:
@@ -28,11 +28,11 @@ def hypotheses(
     run: Path,
     *,
     out: Path,
-    request: Annotated[tuple[int, ...], Parameter(negative="")] = (),
-    layer: Annotated[tuple[int, ...], Parameter(negative="")] = (),
-    site: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    status: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    lens: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    request: Annotated[tuple[int, ...], SEVERAL] = (),
+    layer: Annotated[tuple[int, ...], SEVERAL] = (),
+    site: Annotated[tuple[str, ...], SEVERAL] = (),
+    status: Annotated[tuple[str, ...], SEVERAL] = (),
+    lens: Annotated[tuple[str, ...], SEVERAL] = (),
 ) -> None:
     """Write what every layer of a stored run would have said, a line for each reading, as CSV or Parquet.
 
@@ -42,14 +42,17 @@ def hypotheses(
         Directory of a saved run.
     out
         The file, ending in .csv or .parquet.
-    request, layer
-        These alone; repeat for several.
+    request
+        Readings of these requests alone, such as 0 3.
+    layer
+        Of these layers alone, such as 20 29.
     site
-        Likewise: S, T, C, or thought.
+        Of these sites alone: S, T, C, or thought.
     status
-        Likewise: committed, candidate, rolled_back or given_up. The last two are left out unless named.
+        Of rows of these statuses alone: committed, candidate, rolled_back or given_up. The last two are left out unless
+        they are named.
     lens
-        Likewise, by its name.
+        Of these lenses alone, by name.
     """
     import cacheprobe as cp
     from cacheprobe.observe.export import require_ending, select_hypotheses, write_table

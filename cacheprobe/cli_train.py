@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
-from cacheprobe.cli_config import fill
+from cacheprobe.cli_config import SEVERAL, fill
 
 train = App(name="train", help="Train a model for a task.", help_format="plaintext")
 
@@ -27,8 +27,8 @@ def lora(
     curriculum: float = 0.5,
     seed: int = 0,
     evaluate: str | None = None,
-    people: Annotated[tuple[int, ...], Parameter(negative="")] = (1, 2, 3, 4, 5, 6, 8, 10),
-    flip_probability: Annotated[tuple[float, ...], Parameter(negative="")] = (0.5,),
+    people: Annotated[tuple[int, ...], SEVERAL] = (1, 2, 3, 4, 5, 6, 8, 10),
+    flip_probability: Annotated[tuple[float, ...], SEVERAL] = (0.5,),
     questions: int = 200,
     json: Path | None = None,
     progress: bool = True,
@@ -47,10 +47,14 @@ def lora(
         Directory for the adapter and the checkpoint.
     max_people
         Most people in a question to train on.
-    steps, batch
-        Steps, and questions of a step.
-    rank, first_layer
-        Of the adapter: its rank, and the first block that gets one.
+    steps
+        Steps of the training.
+    batch
+        Questions of a step.
+    rank
+        Of the adapter.
+    first_layer
+        The first block that gets an adapter.
     learning_rate
         At its highest.
     running_weight
@@ -61,8 +65,12 @@ def lora(
         Of the questions and the first weights.
     evaluate
         Train nothing: ask the model with and without this adapter, a directory or coin-flip.
-    people, flip_probability, questions
-        What an evaluation asks: numbers of people, chances to flip, and questions for each pair of them.
+    people
+        Numbers of people that an evaluation asks about; 1 to 6, 8 and 10 by default.
+    flip_probability
+        Chances to flip that an evaluation asks about; 0.5 by default.
+    questions
+        Questions of an evaluation for each number of people and chance to flip.
     json
         Also write the evaluation to this file.
     progress
@@ -166,8 +174,12 @@ def tuned_lens(
         smollm2-135m, a hub name or a local directory; it is loaded in float32.
     out
         Directory for the lens, which cp.lenses.TunedLens.load reads.
-    steps, texts, length
-        Steps, texts of a step, and tokens of a text.
+    steps
+        Steps of the training.
+    texts
+        Texts of a step.
+    length
+        Tokens of a text.
     learning_rate
         At the first step, before momentum; it falls to zero.
     held_out

@@ -6,8 +6,10 @@ folder's package may say in a mapping INSTEAD what to write for names that are k
 """
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -15,6 +17,9 @@ P = TypeVar("P")
 
 BESIDE = {"kernels": "cacheprobe_kernels"}
 """Kinds that are a package of their own: cacheprobe runs without what they need."""
+
+_ONE_OF = {"lenses": "lens"}
+"""What one plug-in is called, of kinds whose plural has more than an s."""
 
 _plugins: dict[str, dict[str, Any]] = {}
 _scanned: set[str] = set()
@@ -68,10 +73,28 @@ def make(kind: str, text: str, **options: Any) -> Any:
     """NAME or NAME:key=value,... to the plug-in's object. Raises: ValueError where it cannot be made of them."""
     name, _, listed = text.partition(":")
     options |= parse_options(listed, kind)
+    plugin = find(kind, name)
+    _require_settings(plugin, f"{_ONE_OF.get(kind, kind.removesuffix('s'))} {name!r}", options)
     try:
-        return find(kind, name)(**options)
+        return plugin(**options)
     except TypeError as error:
         raise ValueError(f"{kind} {name!r} cannot be made from {options}: {error}") from error
+
+
+def _require_settings(plugin: Any, what: str, options: dict[str, Any]) -> None:
+    """Raises: ValueError for a setting that the plug-in does not have, and for one that it needs and is not given."""
+    fields = inspect.signature(plugin).parameters
+    known = [name for name, field in fields.items() if field.kind in (field.POSITIONAL_OR_KEYWORD, field.KEYWORD_ONLY)]
+    needed = [name for name in known if fields[name].default is inspect.Parameter.empty and name not in options]
+    takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
+    unknown = [] if takes_any else [name for name in options if name not in known]
+    has = f"it has {', '.join(known)}" if known else "it has none"
+    if unknown:
+        near = get_close_matches(unknown[0], known, 1, 0.5)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"{what} has no setting {unknown[0]!r}; {meant}{has}")
+    if needed:
+        raise ValueError(f"{what} needs the setting {needed[0]!r}, as in NAME:{needed[0]}=...; {has}")
 
 
 def parse_options(listed: str, what: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ trace
 events = trace.events()
 windows = [window for request in trace.requests for window in find_windows(events, request.request_id)]
 window = rolled_back(tuple(windows))
-texts = token_texts(trace.row_table, trace.hypotheses())
+texts = token_texts(trace.rows(), trace.hypotheses())
 for name, ids in (("drafted", window.draft_token_ids), ("the verifier's own", window.target_token_ids)):
     print(f"{name:18}", [texts[token_id] for token_id in ids])
 print("verdicts          ", list(window.verdicts))
@@ -121,7 +121,7 @@ cp.views.lens_grid(beliefs, window.request_id, include="all", positions=around)
 
 # %%
 failed = window.start + window.num_accepted - 1
-cp.views.token_card(beliefs, trace.row_table, events, window.request_id, failed, token_texts=texts)
+cp.views.token_card(beliefs, trace.rows(), events, window.request_id, failed, token_texts=texts)
 
 # %% [markdown]
 # The draft pass stopped after its layer, so its columns end there. Where a candidate was accepted, the verifier read

@@ -69,7 +69,7 @@ thoughts[columns]
 # T, the thought Z, and the compression block C that makes of it the next state.
 
 # %%
-cp.views.thoughts_picture(thoughts, trace.row_table, trace.events(), trace.ledger(0), thinking=trace.meta["thinking"])
+cp.views.thoughts_picture(thoughts, trace.rows(), trace.events(), trace.ledger(0), thinking=trace.meta["thinking"])
 
 # %% [markdown]
 # ## One thought is replaced
@@ -103,7 +103,7 @@ beside
 
 # %%
 cp.views.thoughts_picture(
-    changed.thoughts(), changed.row_table, changed.events(), changed.ledger(0), thinking=changed.meta["thinking"]
+    changed.thoughts(), changed.rows(), changed.events(), changed.ledger(0), thinking=changed.meta["thinking"]
 )
 
 # %% [markdown]

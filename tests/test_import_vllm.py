@@ -185,9 +185,9 @@ def test_files_that_are_none_are_refused(ours: cp.Trace, tmp_path: Path) -> None
 
 def test_the_command_says_what_is_missing(ours: cp.Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, ours, 0, False)
-    cli_import.vllm((tmp_path,), layers="1,3", out=tmp_path / "run", name="tiny")
+    cli_import.vllm((tmp_path,), layers=("1,3",), out=tmp_path / "run", name="tiny")
     said = capsys.readouterr().out
     assert "states: S of layers 0, 2" in said and "missing: T: vLLM keeps the stream" in said
     assert cp.load_trace(tmp_path / "run").fingerprint["model"] == "tiny"
     with pytest.raises(ValueError, match="no list of numbers, as in 1,2,3,4"):
-        cli_import.vllm((tmp_path,), layers="one", out=tmp_path / "run")
+        cli_import.vllm((tmp_path,), layers=("one",), out=tmp_path / "run")

@@ -88,7 +88,7 @@ def test_saving_over_a_run_removes_its_report(tmp_path: Path) -> None:
     trace = cp.run(loaded(), PROMPTS[:1], **SMALL)
     trace.save(tmp_path)
     (tmp_path / "report.html").write_text("of the run before")
-    trace.save(tmp_path)
+    trace.save(tmp_path, overwrite=True)
     assert not (tmp_path / "report.html").exists()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.observe import storage
-from cacheprobe.observe.storage import TraceError
+from cacheprobe.observe.manifest import TraceError
 from cacheprobe.ops.equality import bitwise
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -114,7 +114,7 @@ def test_a_strangers_directory_is_left_alone(trace: cp.Trace, tmp_path: Path) ->
 
 def test_saving_over_a_run_replaces_it_whole(trace: cp.Trace, saved: Path) -> None:
     other = cp.run(loaded(), PROMPTS[:2], **SMALL)
-    other.save(saved)
+    other.save(saved, overwrite=True)
     assert len(cp.load_trace(saved).requests) == 2
     names = {p.name for p in saved.iterdir()}
     assert names == {"manifest.json", *json.loads((saved / "manifest.json").read_text())["files"]}
@@ -137,10 +137,10 @@ def test_a_failed_save_leaves_the_earlier_run(trace: cp.Trace, saved: Path, monk
 
         monkeypatch.setattr(storage, "_write_whole", full_disk)
         with pytest.raises(OSError, match="no space"):
-            other.save(saved)
+            other.save(saved, overwrite=True)
         assert cp.load_trace(saved).digest(0) == trace.digest(0)
     monkeypatch.setattr(storage, "_write_whole", whole)
-    other.save(saved)
+    other.save(saved, overwrite=True)
     assert len(cp.load_trace(saved).requests) == 2 and not list(saved.glob("*.tmp"))
 
 
@@ -151,7 +151,7 @@ from tests.tiny import PROMPTS, SMALL, loaded
 trace = cp.run(loaded(), PROMPTS, **SMALL)
 print(trace.digest(0), flush=True)
 while True:
-    trace.save(sys.argv[1])
+    trace.save(sys.argv[1], overwrite=True)
 """
 
 

@@ -39,7 +39,7 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart, exc
     ("sweeps",),
     ("proof", "doctor", "dash_app"),
     ("cli_config",),
-    ("cli", "cli_demo", "cli_import", "cli_train", "cli_look", "cli_dash", "cli_bench", "cli_sweep"),
+    ("cli", "cli_run", "cli_demo", "cli_import", "cli_train", "cli_look", "cli_dash", "cli_bench", "cli_sweep"),
     ("__main__",),
 )
 COMMANDS = LAYERS[-2]

@@ -275,3 +275,39 @@ def test_empty_answers_are_errors(drafted: cp.Trace) -> None:
     with pytest.raises(ValueError, match="read no lens"):
         cp.run(loaded(), PROMPTS[:1], **SMALL, capture="S").hypotheses()
     assert "rolled back" in repr(drafted) and "5 requests" in repr(drafted)
+
+
+def test_layers_count_from_the_end_too() -> None:
+    """Before, layer -1 was refused as one that was not captured."""
+    trace = cp.run(loaded(), PROMPTS[:2], **SMALL, capture=cp.CaptureConfig("STC", heads=("z", "pattern")))
+    rows = trace.rows(1, "committed")
+    for negative, layer in ((-1, 2), (-3, 0)):
+        assert torch.equal(trace.states("S", negative, 0), trace.states("S", layer, 0))
+        assert torch.equal(trace.vectors("T", negative, rows), trace.vectors("T", layer, rows))
+        assert torch.equal(trace.heads("z", negative, 1), trace.heads("z", layer, 1))
+        assert torch.equal(trace.pattern(negative, 1), trace.pattern(layer, 1))
+        assert torch.equal(trace.pattern_rows(negative, rows)[3], trace.pattern_rows(layer, rows)[3])
+    for layer in (3, -4):
+        with pytest.raises(ValueError, match=r"layer (3|-4) was not captured; this run kept layers \[0, 1, 2\]"):
+            trace.states("S", layer, 0)
+
+
+def test_the_last_layer_is_the_models_also_if_it_was_not_kept(drafted: cp.Trace) -> None:
+    some = cp.run(loaded(), PROMPTS[:1], **SMALL, layers=[0, 1], capture="S")
+    with pytest.raises(ValueError, match=r"layer 2 was not captured; this run kept layers \[0, 1\]"):
+        some.states("S", -1, 0)
+    row = drafted.row_table[drafted.row_table.num_layers == 2].row.iloc[:1].tolist()
+    with pytest.raises(ValueError, match="stopped after layer 1, so there is no state at layer 2"):
+        drafted.vectors("S", -1, row)
+
+
+def test_rows_of_all_requests_are_a_copy(drafted: cp.Trace) -> None:
+    rows = drafted.rows()
+    pd.testing.assert_frame_equal(rows, drafted.row_table)
+    pd.testing.assert_frame_equal(
+        drafted.rows(status="rolled_back"), drafted.row_table.query("status == 'rolled_back'")
+    )
+    rows["token"] = "changed"
+    assert not (drafted.row_table.token == "changed").any()
+    with pytest.raises(KeyError, match="no request 9"):
+        drafted.rows(9)

@@ -12,6 +12,7 @@ from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.registry import register
+from cacheprobe.values import whole_number
 
 
 @register("drafters", "early_exit")
@@ -32,12 +33,16 @@ class EarlyExit:
     def drafted_layers(self) -> int:
         return self.layer + 1
 
-    def check(self, model: CachedLM) -> None:
-        if not 0 <= self.layer < model.n_layers - 1:
+    def check_layers(self, n_layers: int, name: str) -> None:
+        """Raises: ValueError where a model of this name, with so many layers, cannot stop after `layer`."""
+        if not 0 <= whole_number("layer of early_exit", self.layer) < n_layers - 1:
             raise ValueError(
-                f"unknown layer {self.layer} for EarlyExit; {model.name} can stop after 0 to {model.n_layers - 2}; "
+                f"unknown layer {self.layer} for EarlyExit; {name} can stop after 0 to {n_layers - 2}; "
                 "FastPath drafts from the last layer"
             )
+
+    def check(self, model: CachedLM) -> None:
+        self.check_layers(model.n_layers, model.name)
         require_readable(self.lens, model, "S", [self.layer])
 
     def release(self, state: SequenceState) -> None:

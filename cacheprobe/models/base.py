@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, device, dtype
 
 from cacheprobe.cache.kv import KVCache
+from cacheprobe.models.errors import ModelError as ModelError
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]
@@ -16,10 +17,6 @@ heads as the cache has; at "pattern" it is [b, h, t, s], over all cache slots.""
 
 StateEdit = Callable[[str, int, Tensor], Tensor | None]
 """Called inside the forward like a StateSink; what it returns takes the tensor's place, None leaves it."""
-
-
-class ModelError(ValueError):
-    """A model that cannot be used as asked; the message names the remedy."""
 
 
 @runtime_checkable

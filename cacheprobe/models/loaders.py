@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 from cacheprobe.config import DTYPES
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.devices import DeviceMap, placement, require_placed
-from cacheprobe.models.inventory import SMOLLM2, SMOLLM2_ON_HUB
+from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, why_no_hub
 from cacheprobe.models.masks import sliding_window
 from cacheprobe.models.settings import in_plain_settings
-from cacheprobe.models.shipped import shipped_folder, shipped_names
+from cacheprobe.models.shipped import shipped_folder
 from cacheprobe.models.thinking_store import is_thinking_folder, load_thinking
 
 if TYPE_CHECKING:  # it loads transformer_lens, which takes seconds
@@ -65,8 +65,8 @@ def load_model(
         raise ModelError(f'products={products!r} is neither "torch" nor "compiled"')
     where = placement(device, device_map, adapter)
     if isinstance(model, str | Path):
-        if isinstance(model, str) and not model.strip():
-            raise ModelError("the model's name is empty; give a name, a directory or a model")
+        if isinstance(model, str):
+            require_known(model)  # before what takes seconds to import
         if (folder := _thinking_folder(model)) is not None:
             _require_torch_products(str(model), products)
             lm = _load_thinking(folder, model, tokenizer, dtype_name, adapter, where)
@@ -229,9 +229,8 @@ def plain_model(
     """
     name = str(model)
     source, note = _shipped(name, progress) if name in SHIPPED else (name, "")
-    is_local = Path(source).is_dir()
-    if not is_local and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise ModelError(f"there is no directory {source}; give an existing one, or a hub name such as 'gpt2'")
+    require_known(source)
+    is_local = Path(source).is_dir() or bool(why_no_hub())
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -252,8 +251,8 @@ def plain_model(
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"unknown model {name!r}: {first_line}; shipped: "
-            f"{', '.join((*SHIPPED, *shipped_names('checkpoints')))}; else give a hub name or a directory"
+            f"unknown model {name!r}: {first_line}; shipped: {', '.join(shipped())}; else give a hub name or a "
+            "directory"
         ) from error
     return live, tokenizer, note
 
@@ -268,7 +267,9 @@ def _shipped(name: str, progress: bool) -> tuple[str, str]:
         from huggingface_hub import snapshot_download
 
         try:
-            return snapshot_download(SMOLLM2_ON_HUB, allow_patterns=["*.json", "*.safetensors", "*.txt"]), ""
+            files = ["*.json", "*.safetensors", "*.txt"]
+            is_local = bool(why_no_hub())
+            return snapshot_download(SMOLLM2_ON_HUB, allow_patterns=files, local_files_only=is_local), ""
         except Exception as error:  # whatever the network, the hub or its cache object to
             raise ModelError(
                 f"{name} is not here: {absent}; nor can it be had from the hub as {SMOLLM2_ON_HUB}"
@@ -292,11 +293,12 @@ def _without_progress_bars() -> Iterator[None]:
 
 def _tokenizer_or_none(auto_tokenizer: Any, source: str, is_local: bool) -> Any:
     """A directory may hold a model alone; its prompts are then lists of token ids."""
+    is_directory = Path(source).is_dir()
     has_one = any(
         (Path(source) / f).exists()
         for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
     )
-    return auto_tokenizer.from_pretrained(source, local_files_only=is_local) if has_one or not is_local else None
+    return auto_tokenizer.from_pretrained(source, local_files_only=is_local) if has_one or not is_directory else None
 
 
 def refuse_unknown_memory(config: Any, architecture: str) -> None:

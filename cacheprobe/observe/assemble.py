@@ -103,8 +103,10 @@ def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, 
     forced_accuracy: share of prompts where the right answer is the likelier of the two.
     Both are null where the tokenizer starts the answers with one token, or joins them to the prompt.
     None where no request came from a task, or where tasks with different answers, and so no common chance, are mixed.
+    Requests that were cancelled are left out.
     """
-    asked = [r for r in requests if r.example is not None]
+    ended = [r for r in requests if recorder.finished[r.request_id].reason != "cancelled"]
+    asked = [r for r in ended if r.example is not None]
     if len({tuple(sorted(r.example.question.answers)) for r in asked}) != 1:
         return None
     score = accuracy([r.example for r in asked], [texts[r.request_id] for r in asked])

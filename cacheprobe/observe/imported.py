@@ -71,8 +71,12 @@ def text_maker(model: CachedLM | None, tokenizer: Any) -> Any:
 
 
 def imported_trace(generations: Sequence[Generation], origin: Origin, model: CachedLM | None, tokenizer: Any) -> Trace:
-    """The trace of these generations, one request each, in their order."""
+    """The trace of these generations, one request each, in their order.
+
+    A request's prompt is its text if a tokenizer is known, special tokens included, else its token ids.
+    """
     token_texts, decode = text_maker(model, tokenizer)
+    has_text = tokenizer is not None or getattr(model, "tokenizer", None) is not None
     records = [record for number, one in enumerate(generations) for record in _rows(number, one, origin.n_layers)]
     order = sorted(range(len(records)), key=lambda i: (records[i].step, records[i].request_id, records[i].position))
     for place, i in enumerate(order):
@@ -90,7 +94,7 @@ def imported_trace(generations: Sequence[Generation], origin: Origin, model: Cac
     return Trace(
         requests=tuple(
             Request(
-                prompt=one.prompt,
+                prompt=decode(one.prompt) if has_text else one.prompt,
                 sampling=SamplingParams(max_new_tokens=max(len(one.generated), 1)),
                 request_id=number,
                 prompt_token_ids=one.prompt,

@@ -24,6 +24,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise TraceError(f"{directory} is not a directory; give the directory that a run was saved in")
     if not path.exists():
+        if inside := runs_in(directory):
+            raise TraceError(
+                f"{directory} holds runs: {_listed(inside)}; give one of them, such as {directory / inside[0]}"
+            )
         raise TraceError(f"{directory} has no {MANIFEST}: the run was not saved to its end; run it again")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -38,6 +42,19 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"{directory} is of trace format {version}, this cacheprobe reads {OLDEST} to {NEWEST}; {remedy}"
         )
     return migrated(manifest)
+
+
+def runs_in(folder: Path) -> list[str]:
+    """Names of the runs inside a folder, in order; if there are none, those of its folders (shards/x of a sweep)."""
+    for pattern in (f"*/{MANIFEST}", f"*/*/{MANIFEST}"):
+        if found := sorted(path.parent.relative_to(folder).as_posix() for path in folder.glob(pattern)):
+            return found
+    return []
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def require_whole(directory: Path, manifest: dict[str, Any]) -> None:

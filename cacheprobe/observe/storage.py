@@ -26,13 +26,13 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.observe.manifest import (
     FORMAT_VERSION,
     MANIFEST,
-    TraceError,
     read_manifest,
     require_whole,
     sha256_of_file,
     sha256_of_manifest,
 )
 from cacheprobe.observe.migrate import migrated_events, migrated_readings, migrated_rows
+from cacheprobe.observe.places import is_of_a_run, require_free
 from cacheprobe.observe.store import ShardStore, tensor_key
 from cacheprobe.observe.trace import Trace
 from cacheprobe.records import Request, SamplingParams
@@ -52,18 +52,16 @@ _TABLES = {
 _THOUGHT_STATES = "thoughts-{}.safetensors"
 
 
-def save_trace(trace: Trace, directory: Path, *, run_id: str | None = None) -> Path:
-    """Write a trace into `directory`, which is made if absent and may hold an earlier run, but nothing else.
+def save_trace(trace: Trace, directory: Path, *, run_id: str | None = None, overwrite: bool = False) -> Path:
+    """Write a trace into `directory`, which is made if absent.
 
     run_id: what file names end with; drawn at random, so that an earlier run there stays whole until the end. A given
         one makes the files' names a function of the caller's, for a directory that holds nothing yet.
+    overwrite: replace a run that `directory` holds, and remove the report that was drawn of it.
+    Raises: TraceError, with nothing written, for a file, a directory with a run, and one with files of others.
     """
+    require_free(directory, overwrite)
     directory.mkdir(parents=True, exist_ok=True)
-    strangers = [p.name for p in directory.iterdir() if not _is_ours(p.name)]
-    if strangers and not (directory / MANIFEST).exists():
-        raise TraceError(
-            f"{directory} holds files that are not a trace, such as {strangers[0]}; choose an empty directory"
-        )
     run_id = run_id or secrets.token_hex(4)
     files: dict[str, int] = {}
     checksums: dict[str, str] = {}
@@ -186,15 +184,9 @@ def _write_whole(path: Path, fill: Callable[[Path], Any]) -> None:
     fsync(path.parent)
 
 
-def _is_ours(name: str) -> bool:
-    stem = name.removesuffix(".tmp")
-    is_data = stem.endswith((".parquet", ".safetensors")) and stem.startswith(("states-", *(f"{t}-" for t in _TABLES)))
-    return is_data or stem in (MANIFEST, "report.html")
-
-
 def _sweep(directory: Path, kept: set[str]) -> None:
     for path in directory.iterdir():
-        if _is_ours(path.name) and path.name not in kept and path.name != MANIFEST:
+        if is_of_a_run(path.name) and path.name not in kept and path.name != MANIFEST:
             path.unlink()
 
 

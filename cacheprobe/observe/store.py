@@ -1,9 +1,11 @@
 """Captured state vectors by (site, layer): in memory, or in safetensors shards opened when asked."""
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, SupportsIndex, runtime_checkable
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -76,6 +78,13 @@ class ShardStore:
 
 def tensor_key(site: str, layer: int) -> str:
     return f"{site}.{layer}"
+
+
+def layer_number(layer: SupportsIndex, rows: pd.DataFrame) -> int:
+    """The layer as stored: negative numbers count from the last layer that any of these rows went through."""
+    number = index(layer)
+    depth = int(max(rows.num_layers, default=0)) if number < 0 else 0
+    return number + depth if number >= -depth else number
 
 
 class Blocks:

@@ -20,7 +20,7 @@ from cacheprobe.observe import measures as by_row
 from cacheprobe.observe.checks import self_checks_text
 from cacheprobe.observe.head_blocks import ragged_starts
 from cacheprobe.observe.ledgers import ledger_at
-from cacheprobe.observe.store import StateStore
+from cacheprobe.observe.store import StateStore, layer_number
 from cacheprobe.observe.tables import token_texts_of
 from cacheprobe.records import STATUSES, Request
 
@@ -201,12 +201,14 @@ class Trace:
 
         return attribution(self, request_id, position, **which)
 
-    def rows(self, request_id: SupportsIndex, status: str | None = None) -> pd.DataFrame:
-        """Every row of a request, or those of one status: committed, candidate, rolled_back or given_up."""
-        self._require(request_id)
+    def rows(self, request_id: SupportsIndex | None = None, status: str | None = None) -> pd.DataFrame:
+        """A copy of a request's rows, or of all: of every status, or of one, such as committed or rolled_back."""
+        table = self.row_table
+        if request_id is not None:
+            self._require(request_id)
+            table = table[table.request_id == request_id]
         if status is not None and status not in STATUSES:
             raise ValueError(f"unknown status {status!r}; statuses are {', '.join(STATUSES)}")
-        table = self.row_table[self.row_table.request_id == request_id]
         return table[table.status == status].copy() if status else table.copy()
 
     def thoughts(self) -> pd.DataFrame:
@@ -233,15 +235,16 @@ class Trace:
     def vectors(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
         """States [n, m] of the given rows (a table from `rows()`, or row numbers) at one site and layer.
 
-        At q, k, v and z [n, h, d]. Patterns have a length of their own for every row: `pattern_rows`.
+        layer: -1 is the last. At q, k, v and z [n, h, d]. Patterns differ in length from row to row: `pattern_rows`.
         """
         if site == PATTERN:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
-        places = self._places(site, layer, rows)
-        return self.store.all_of(site, int(layer))[places]
+        held, places = self._stored(site, layer, rows)
+        return held[places]
 
-    def _places(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
-        """[n] place of the given rows among the stored vectors. Raises: ValueError for a row that has none."""
+    def _stored(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> tuple[Tensor, Tensor]:
+        """All that is stored of a site and layer, and the place [n] of each given row in it. Raises: ValueError."""
+        layer = layer_number(layer, self.row_table)
         self._require_site(site, layer)
         numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
         about = self.row_table.set_index("row")
@@ -260,7 +263,7 @@ class Trace:
                 f"request {row.request_id} step {row.step}: the drafter stopped after layer {row.num_layers - 1}, so "
                 f"there is no state at layer {layer}"
             )
-        return torch.tensor(about.state_index.to_numpy())
+        return self.store.all_of(site, layer), torch.tensor(about.state_index.to_numpy())
 
     def states(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
         """The canonical states of a request, [position, m]: prompt + generated - 1 rows in order of position."""
@@ -282,9 +285,8 @@ class Trace:
 
         What a rolled-back row gave to a position that was rolled back too, it gave to the candidate that stood there.
         """
-        places = self._places(PATTERN, layer, rows)
-        flat, stored = self.store.all_of(PATTERN, int(layer)), self.row_table[self.row_table.state_index >= 0]
-        # a shared prompt's rows share their states
+        flat, places = self._stored(PATTERN, layer, rows)
+        stored = self.row_table[self.row_table.state_index >= 0]  # a shared prompt's rows share their states
         positions = stored.drop_duplicates("state_index").sort_values("state_index").position
         starts, heads = ragged_starts(torch.tensor(positions.to_numpy()), flat.numel())
         return [flat[starts[i] : starts[i + 1]].view(heads, -1) for i in places.tolist()]
@@ -354,11 +356,11 @@ class Trace:
 
     # -- on disk
 
-    def save(self, directory: "str | Path") -> Path:
-        """Write the trace; the directory shows it whole, or as it was before. See `observe.storage`."""
+    def save(self, directory: "str | Path", *, overwrite: bool = False) -> Path:
+        """Write the trace whole, or leave the directory as it was; a run there is replaced only with `overwrite`."""
         from cacheprobe.observe.storage import save_trace
 
-        return save_trace(self, Path(directory))
+        return save_trace(self, Path(directory), overwrite=overwrite)
 
     # -- shared
 

@@ -65,6 +65,7 @@ def _thinking_facts(name: str, folder: Path) -> ModelFacts:
 def _plain_facts(name: str) -> ModelFacts:
     from transformers import AutoConfig, AutoTokenizer
 
+    from cacheprobe.models.known import require_known
     from cacheprobe.models.loaders import SHIPPED, refuse_unknown_memory
 
     source, known = name, ""
@@ -75,6 +76,7 @@ def _plain_facts(name: str) -> ModelFacts:
         known = Path(source).name  # it names the hash of the weights
     is_local = Path(source).is_dir()
     try:
+        require_known(source)
         config = AutoConfig.from_pretrained(source, local_files_only=is_local)
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local)
         if tokenizer.bos_token is not None:  # as the bridge does it, whatever the model's own settings say

@@ -81,7 +81,7 @@ def settling_figure(settling: pd.DataFrame) -> go.Figure:
     group = pd.Series(names, index=known.index, dtype=object)
     figure = Figure()
     points = "all" if len(known) <= _MOST_POINTS else "outliers"
-    for name in [name for name in _BOXES if (group == name).any()]:
+    for name in [name for name in _BOXES if name in names]:
         rows, style = known[group == name], STATUS_STYLES[_BOXES[name]]
         figure.add_box(
             x=rows.prediction_depth.tolist(),

@@ -71,7 +71,7 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
         ),
         Listing("verdicts", (), _verdicts(own)),
         Listing("rows", ("pass", "status", "rows"), [(*map(str, key), str(n)) for key, n in counts.items()]),
-        Listing("cache at its end", (), _pairs(trace.ledger(request_id).provenance.value_counts().to_dict())),
+        _cache(trace, request_id),
         _agreement(trace, "first choice = committed token, by layer", request_id),
     ]
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
@@ -79,6 +79,13 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
         rows = [tuple(_said(value) for value in line) for line in lines]
         listings.append(Listing("thoughts", tuple(THOUGHT_COLUMNS), rows))
     return listings
+
+
+def _cache(trace: "Trace", request_id: int) -> Listing:
+    """Cache rows of a request at its end by provenance; of an import that has no ledger, why there is none."""
+    if "ledger" in trace.missing:
+        return Listing("cache at its end", (), [], plain(trace.missing["ledger"]))
+    return Listing("cache at its end", (), _pairs(trace.ledger(request_id).provenance.value_counts().to_dict()))
 
 
 def _about(trace: "Trace") -> list[tuple[str, str]]:
@@ -186,7 +193,7 @@ def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     request = trace.requests[request_id]
     if isinstance(request.prompt, str):
         return plain(request.prompt)
-    return " ".join(visible(text_of(texts, int(token_id))) for token_id in request.prompt_token_ids or ())
+    return "".join(plain(text_of(texts, int(token_id))) for token_id in request.prompt_token_ids or ())
 
 
 def _finish(trace: "Trace", request_id: int) -> str:

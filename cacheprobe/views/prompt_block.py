@@ -10,5 +10,6 @@ def prompt_block(request: Mapping[str, Any], token_texts: Mapping[int, str]) -> 
     """Markup. request: as in `StoredRun.requests`; a prompt of token ids is shown as their texts."""
     prompt = request["prompt"]
     if not isinstance(prompt, str):
-        prompt = " ".join(text_of(token_texts, int(token_id)) for token_id in request["prompt_token_ids"])
+        shown = "".join(text_of(token_texts, int(token_id)) for token_id in request["prompt_token_ids"])
+        prompt = shown.replace("␣", " ").replace("⏎", "\n")
     return f'<div class="prompt">{markup(prompt)}<mark>{markup(request["text"])}</mark></div>'

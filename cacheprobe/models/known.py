@@ -1,0 +1,131 @@
+"""What can be said of a model by its name, before torch is imported or weights are read."""
+
+import json
+import socket
+import threading
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from cacheprobe.models.errors import ModelError
+from cacheprobe.models.shipped import shipped_folder, shipped_names
+
+SMOLLM2 = "smollm2-135m"
+SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SECONDS_TO_CONNECT = 2.0
+"""A hub that takes longer to accept a connection counts as unreachable; its own client would try for half a minute."""
+
+_NAMES_OF_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def require_known(name: str) -> None:
+    """Check that there may be a model of this name: shipped, in a directory, downloaded before, or on the hub.
+
+    Raises: ModelError naming the nearest name that there is, within some seconds.
+    """
+    if not name.strip():
+        raise ModelError("the model's name is empty; give a name, a directory or a model")
+    if name in shipped() or Path(name).is_dir():
+        return
+    near = _nearest(name)
+    meant = f"; did you mean {near}?" if near else ";"
+    if is_path(name):
+        raise ModelError(f"there is no directory {name}{meant} give an existing one, or a hub name such as 'gpt2'")
+    if _in_hub_cache(name, "config.json") is not None:
+        return
+    if near and "/" not in name:
+        raise ModelError(f"unknown model {name!r}{meant} {_choice()}")
+    if why := why_no_hub():
+        raise ModelError(f"unknown model {name!r}{meant} it is not on this machine and {why}; {_choice()}")
+
+
+def shipped() -> list[str]:
+    """Names of the models that come with the package, or with a package that it names."""
+    return [SMOLLM2, *shipped_names("checkpoints")]
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can be a directory alone: the hub has no such names."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def why_no_hub() -> str:
+    """Why the Hugging Face hub cannot be asked, as text; "" if it accepts a connection."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set, so the Hugging Face hub is not asked"
+    address = getproxies().get(urlsplit(constants.ENDPOINT).scheme) or constants.ENDPOINT
+    found = urlsplit(address if "//" in address else f"//{address}")
+    where = (found.hostname or "", found.port or (80 if found.scheme == "http" else 443))
+    connected: list[bool] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection(where, SECONDS_TO_CONNECT).close()
+        except OSError:
+            return
+        connected.append(True)
+
+    asking = threading.Thread(target=connect, daemon=True)  # looking up an address has no time limit of its own
+    asking.start()
+    asking.join(SECONDS_TO_CONNECT)
+    return "" if connected else f"{where[0]} cannot be reached"
+
+
+def num_layers(name: str) -> int | None:
+    """Number of blocks of a model, as its config file says; None if there is no such file on this machine."""
+    folder = shipped_folder("checkpoints", name) if "/" not in name else None
+    path = (folder or Path(name)) / "config.json"
+    if name == SMOLLM2:
+        path = _smollm2_config()
+    elif folder is None and not Path(name).is_dir():
+        path = _in_hub_cache(name, "config.json")
+    try:
+        held = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+        return _depth(held)
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _depth(held: Any) -> int | None:
+    for config in (held, held.get("text_config"), held.get("config")):
+        for key in _NAMES_OF_DEPTH:
+            if isinstance(config, dict) and type(config.get(key)) is int:
+                return config[key]
+    return None
+
+
+def _smollm2_config() -> Path | None:
+    from cacheprobe.models.smollm2 import smollm2_if_converted
+
+    directory = smollm2_if_converted()
+    return directory / "config.json" if directory is not None else _in_hub_cache(SMOLLM2_ON_HUB, "config.json")
+
+
+def _in_hub_cache(name: str, file: str) -> Path | None:
+    """Where a file of a hub model is, if it was downloaded before. Asks no network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, file)
+    except ValueError:  # the hub has no such names
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _nearest(name: str) -> str:
+    """The shipped model or the local directory with a model whose name is nearest, "" if none is near."""
+    folder = Path(name).parent
+    try:
+        inside = [str(folder / path.name) for path in folder.iterdir() if (path / "config.json").is_file()]
+    except OSError:
+        inside = []
+    near = get_close_matches(name, [*shipped(), *inside], 1, 0.75)
+    return near[0] if near else ""
+
+
+def _choice() -> str:
+    return f"shipped: {', '.join(shipped())}; else give a hub name or a directory"

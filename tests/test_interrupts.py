@@ -1,0 +1,191 @@
+"""Ctrl-C in the middle of a run: what was computed is handed over or saved, and a second Ctrl-C ends at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.observe.observers import ProgressBar
+from tests.tiny import PROMPTS, SMALL, loaded
+
+LENGTHS = (2, 30, 30, 30, 30)
+SHAPES: dict[str, Any] = dict(window=4, group=2, capacity=96, deterministic=[1], max_batch=3, progress=False)
+
+
+def requests() -> list[cp.Request]:
+    return [
+        cp.Request(prompt, cp.SamplingParams(max_new_tokens=length))
+        for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+
+
+@pytest.fixture
+def press_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function of how many committed tokens Ctrl-C is pressed after, and how often."""
+    committed = ProgressBar.on_commit
+
+    def press(tokens: int, times: int = 1) -> None:
+        seen = 0
+
+        def on_commit(self: ProgressBar, request_id: int, step: int, start: int, ids: Any, roles: Any) -> None:
+            nonlocal seen
+            committed(self, request_id, step, start, ids, roles)
+            seen += len(ids)
+            if seen >= tokens > seen - len(ids):
+                for _ in range(times):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(ProgressBar, "on_commit", on_commit)
+
+    return press
+
+
+def test_run_hands_over_what_was_computed(press_at: Any) -> None:
+    """Finished requests are complete, the others a prefix of what they would have been, bit for bit."""
+    whole = cp.run(loaded(), requests(), **SHAPES)
+    press_at(20)
+    with pytest.raises(cp.Interrupted, match="1 of 5 requests finished, 4 cancelled") as caught:
+        cp.run(loaded(), requests(), **SHAPES)
+    trace = caught.value.trace
+    assert isinstance(caught.value, KeyboardInterrupt) and caught.value.num_cancelled == 4
+    assert list(trace.meta["finish"].values()) == ["length", *["cancelled"] * 4]
+    assert trace.digest(0) == whole.digest(0)
+    lengths = [len(trace.committed(i)) for i in range(5)]
+    assert lengths[0] == 2 and sum(lengths) >= 20 and max(lengths[1:]) < 30 and lengths[4] == 0
+    assert all(trace.committed(i) == whole.committed(i)[: lengths[i]] for i in range(5))
+    assert cp.verify(trace, progress=False).is_equal
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_ends_at_once(press_at: Any) -> None:
+    press_at(10, times=2)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        cp.run(loaded(), requests(), **SHAPES)
+    assert not isinstance(caught.value, cp.Interrupted)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheprobe import arguments
+
+    class Guard(arguments.RunGuard):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(arguments, "RunGuard", Guard)
+    with pytest.raises(cp.Interrupted, match="0 of 5 requests finished, 5 cancelled") as caught:
+        cp.run(loaded(), requests(), **SHAPES)
+    assert not len(caught.value.trace.rows(0)) and not len(caught.value.trace.events())
+
+
+def test_the_oracle_ends_at_once(press_at: Any) -> None:
+    press_at(10)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        cp.reference(loaded(), requests(), **SHAPES)
+    assert not isinstance(caught.value, cp.Interrupted)
+
+
+def test_a_handler_of_the_programs_own_is_kept(press_at: Any) -> None:
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        press_at(10)
+        trace = cp.run(loaded(), requests(), **SHAPES)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert pressed == [signal.SIGINT] and set(trace.meta["finish"].values()) <= {"length", "stop"}
+
+
+def test_a_run_in_another_thread_is_left_alone() -> None:
+    traces: list[cp.Trace] = []
+    thread = threading.Thread(target=lambda: traces.append(cp.run(loaded(), PROMPTS[:1], **SMALL)))
+    thread.start()
+    thread.join()
+    assert len(traces[0].committed(0)) == SMALL["max_new_tokens"]
+
+
+def test_accuracy_is_that_of_finished_requests(press_at: Any) -> None:
+    """An answer that was cut off is not a wrong one."""
+    model = cp.load_model("coinflip-plain", progress=False)
+    asked = cp.tasks.CoinFlip(people=2).examples(n=6, seed=0)
+    press_at(4)
+    with pytest.raises(cp.Interrupted) as caught:
+        cp.run(model, asked, max_batch=2, max_new_tokens=2, capacity=96, progress=False)
+    trace = caught.value.trace
+    finished = [end for end in trace.meta["finish"].values() if end != "cancelled"]
+    assert 0 < len(finished) < 6 and trace.meta["behaviour"]["num_examples"] == len(finished)
+
+
+PRESSED = """
+import os, signal, sys
+from cacheprobe import cli, progress
+
+seen = 0
+
+def advance(self, units=1, note=""):
+    global seen
+    seen += units
+    if seen >= 3 > seen - units:
+        for _ in range(int(os.environ["TIMES"])):
+            os.kill(os.getpid(), signal.SIGINT)
+
+progress.Progress.advance = advance
+cli.main()
+"""
+
+
+def run(out: Path, times: int, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-c",
+        PRESSED,
+        "run",
+        "--out",
+        str(out),
+        "--model",
+        "coinflip-plain",
+        "--dtype",
+        "float32",
+    ]
+    task = [
+        "--task",
+        "coin_flip:people=2",
+        "--n",
+        "3",
+        "--max-new-tokens",
+        "30",
+        "--capacity",
+        "128",
+        "--capture",
+        "SZ",
+    ]
+    env = {**os.environ, "TIMES": str(times)}
+    return subprocess.run([*command, *task, *words], capture_output=True, text=True, env=env, timeout=300)
+
+
+def test_the_command_saves_what_is_finished(tmp_path: Path) -> None:
+    """Before, Ctrl-C in the middle of `cacheprobe run` left nothing."""
+    done = run(tmp_path / "run", 1, "--max-batch", "1")
+    assert done.returncode == 130, done.stderr
+    assert "stopping after this pass; Ctrl-C again ends at once" in done.stderr
+    assert "requests finished; the others end where they stood" in done.stderr
+    assert done.stdout.endswith(f"run: {tmp_path / 'run'}\n")
+    trace = cp.load_trace(tmp_path / "run")
+    assert "cancelled" in trace.meta["finish"].values() and trace.meta["command"]["name"] == "run"
+    assert sum(map(len, trace.tokens.values())) >= 3
+    earlier = (tmp_path / "run" / "manifest.json").read_bytes()
+    done = run(tmp_path / "run", 1, "--overwrite")
+    assert done.returncode == 130 and done.stdout.endswith(f"run: {tmp_path / 'run-stopped'}\n")
+    assert (tmp_path / "run" / "manifest.json").read_bytes() == earlier
+
+
+def test_pressed_twice_it_saves_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path / "run", 2)
+    assert done.returncode == 130 and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
