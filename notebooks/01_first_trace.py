@@ -76,9 +76,9 @@ print({key: trace.meta["behaviour"][key] for key in ("num_examples", "accuracy",
 # %% [markdown]
 # ## Rows: one for every token of every pass
 #
-# A row stands at the absolute position of its input token, and its reading speaks of the next one. A token that was
-# drafted and accepted was computed twice: the verifier's row is the canonical one, of status `committed`, the drafter's
-# is a `candidate`. A row that lost is `rolled_back`, and is kept.
+# A row reads the token at its position p and predicts the token at p + 1. A token that was drafted and accepted was
+# computed twice: the verifier's row is the canonical one, of status `committed`, the drafter's is a `candidate`. A row
+# that was fed a rejected token is `rolled_back`, and is kept.
 
 # %%
 rows = trace.rows(0)
@@ -105,11 +105,12 @@ print(tuple(above.shape), f"largest difference, of the largest number: {residual
 # %% [markdown]
 # ## Readings: Z
 #
-# One line for every layer of every row that predicts a generated token, beside the token that was committed there.
+# One line for every layer of every row that predicts a generated token, beside the draft that was judged there and the
+# token that was committed. Rows that were fed a rejected token are left out: what follows them was never committed.
 
 # %%
 beliefs = trace.hypotheses()
-columns = ["position", "layer", "status", "token", "logprob_nats", "committed_token", "rank", "agrees"]
+columns = ["position", "layer", "status", "token", "drafted_token", "verdict", "committed_token", "agrees"]
 beliefs[(beliefs.request_id == 0) & (beliefs.layer.isin([10, 20, 29]))][columns].head(6)
 
 # %%
@@ -117,14 +118,15 @@ cp.views.lens_grid(beliefs, request_id=0)
 
 # %% [markdown]
 # Every column is a position and every line a layer. A cell names the layer's first choice, and is outlined where that
-# is the token that was committed. Decoding is greedy, so in the canonical rows the last layer always agrees:
+# is the token that was committed. By verdict of the draft, how often that is so (decoding is greedy, so the last layer
+# always agrees):
 
 # %%
 agreement = trace.agreement()
 agreement.iloc[[0, 10, 20, 26, 29]].round(3)
 
 # %%
-cp.views.agreement_figure(agreement)
+cp.views.draft_verdicts(beliefs)
 
 # %% [markdown]
 # ## The cache, after any step
@@ -160,7 +162,7 @@ print(stored, is_same, sep="\n")
 # %%
 assert canonical == list(range(len(known) - 1))
 assert residual_gap < 1e-6  # float32: two additions in another order
-assert agreement.committed.iloc[-1] == 1.0
+assert agreement.accepted.iloc[-1] == agreement.rejected.iloc[-1] == 1.0
 assert set(ledger.provenance) == {"prefill", "verified"}
 assert replayed.is_equal
 assert is_same

@@ -112,7 +112,7 @@ here = here[here.step.isin([*window.decode_steps, window.step])]
 here[["row", "step", "phase", "role", "status", "position", "num_layers"]]
 
 # %%
-beliefs = trace.hypotheses()
+beliefs = trace.hypotheses(include_rolled_back=True)
 around = range(window.start - 1, window.start + len(window.draft_token_ids))
 cp.views.lens_grid(beliefs, window.request_id, include="all", positions=around)
 
