@@ -43,9 +43,6 @@ def open_runs(
     if not runs:
         eaten = "; name runs before --lens, which takes all that follows it" if lens else ""
         raise ValueError(f"name at least one saved run, as in cacheprobe dash runs/demo{eaten}")
-    for path in runs:
-        if not path.exists():
-            raise ValueError(f"there is no {path}; name a saved run, a folder of runs or a result file")
     if not 0 <= port <= 65535:
         raise ValueError(f"--port is a number from 0 to 65535, got {port}; 0 takes any that is free")
     if find_spec("dash") is None:
@@ -55,6 +52,9 @@ def open_runs(
 
         for directory in lens:
             require_tuned_lens(directory)
+    for path in runs:
+        if not path.exists():
+            raise ValueError(f"there is no {path}; name a saved run, a folder of runs or a result file")
     from cacheprobe.dash_app.serve import listen
     from cacheprobe.dash_app.shelf import Shelf
     from cacheprobe.views.text import plain

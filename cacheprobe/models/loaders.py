@@ -65,8 +65,8 @@ def load_model(
         raise ModelError(f'products={products!r} is neither "torch" nor "compiled"')
     where = placement(device, device_map, adapter)
     if isinstance(model, str | Path):
-        if isinstance(model, str):
-            require_known(model)  # before what takes seconds to import
+        if isinstance(model, str) and not model.strip():
+            raise ModelError("the model's name is empty; give a name, a directory or a model")
         if (folder := _thinking_folder(model)) is not None:
             _require_torch_products(str(model), products)
             lm = _load_thinking(folder, model, tokenizer, dtype_name, adapter, where)
@@ -191,6 +191,7 @@ def _from_pretrained(
     where: "DeviceMap | None",
     progress: bool,
 ) -> CachedLM:
+    require_known(str(model))  # before what takes seconds to import
     from cacheprobe.models.bridge import BridgeLM
 
     first_dtype = dtype_name if adapter is None else "float32"
