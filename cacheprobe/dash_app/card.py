@@ -7,7 +7,9 @@ from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.dash_app.tokenizers import texts_of
 from cacheprobe.observe.hypotheses import settling
 from cacheprobe.observe.token_history import fates_at
-from cacheprobe.views.insight import insight
+from cacheprobe.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.views.insight import insight, insight_in_vain
+from cacheprobe.views.lens_table import reads_and_predicts
 from cacheprobe.views.text import markup
 from cacheprobe.views.token_card import card_parts
 
@@ -36,12 +38,20 @@ def sentence(shelf: Shelf, ask: Ask) -> str:
     """What became of the token after a position, and which layers had said so, as recorded."""
     book = shelf.book(ask["run"])
     request = whole(ask["request"], "request", len(book.run.requests))
-    position = number(ask["position"], "position")
+    position, rows = number(ask["position"], "position"), book.rows_of(request)
+    row = None if ask.get("row") is None else chosen_row(book, request, position, ask["row"])
+    position = position if row is None else int(row.position)
     table = book.run.events.iloc[:0]
     if book.run.has_readings:
         table = book.readings(request, range(position, position + 1))
-        table = table[(table.status == "committed") & (table.site != "thought")]
-    fates = fates_at(book.history_of(request), position + 1 - book.prompt_length(request))
-    rows = book.rows_of(request)
-    said = insight(table, rows[rows.position == position], fates, book.run.token_texts)
-    return f"<b>Token at position {position + 1}:</b> {markup(said)}."
+        table = table[
+            ((table.status == "committed") if row is None else (table.row == row.row)) & (table.site != "thought")
+        ]
+    if row is not None and row.status in FED_A_DRAFT_IN_VAIN:
+        said = insight_in_vain(table, row)
+    else:
+        fates = fates_at(book.history_of(request), position + 1 - book.prompt_length(request))
+        said = insight(table, rows[rows.position == position], fates, book.run.token_texts)
+    kind = "" if row is None or row.status == "committed" else f"{row.status.replace('_', ' ')} row, step {row.step}, "
+    where = kind + reads_and_predicts(position)
+    return f"<b>{where[0].upper()}{where[1:]}:</b> {markup(said)}."

@@ -32,12 +32,17 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     table = readings_of(book, reader, ask["lens"], site, request, page)
     picture = readings_picture(table, request, colour=colour, include=include, positions=page, width=width)
     shown = select(table, request, include, page)
+    if ask["lens"] == RECORDED:  # of the whole request, as the report says it
+        said = finding(book.readings(request), request)
+    else:
+        said = f"{finding(shown, request)}, over the positions of this page"
     lens = book.run.meta["lens"] if ask["lens"] == RECORDED else str(table.lens.iloc[0])
     last = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])
     return (
-        f"<h2>{finding(shown, request)}</h2><p class='note'>{SITE_WORDS[site]} of every layer through the "
-        f"{markup(lens)} lens, positions {shown.position.min()} to {shown.position.max()} of {last}. "
-        "A cell names the layer's first choice for the next token, which stands below; click one. Underlined columns "
+        f"<h2>{said}</h2><p class='note'>{SITE_WORDS[site]} of every layer through the "
+        f"{markup(lens)} lens, rows that read positions {shown.position.min()} to {shown.position.max()} of {last}. "
+        "A cell names the layer's first choice for the next position; the token committed there stands below. "
+        "Click one. Underlined columns "
         "were computed in the chosen step.</p>"
         f"<div class='page' data-first='{page.start}' data-last='{page.stop - 1}'>{picture}</div>"
     )

@@ -8,7 +8,7 @@ from cacheprobe.observe.token_history import standing_at, token_history
 from cacheprobe.views import svg
 from cacheprobe.views.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
 from cacheprobe.views.frame import Markup, Piece
-from cacheprobe.views.text import text_of, token_label
+from cacheprobe.views.text import text_of, token_label, visible
 from cacheprobe.views.timeline import LABEL_WIDTH, MOST_REQUESTS, key
 
 TOKEN_PITCH = 56
@@ -148,7 +148,7 @@ def _cell(line, x: float, y: float, token: str, is_verified: bool, step: int | N
     steps = f"came in step {line.born}"
     if line.state != "candidate" and pd.notna(line.settled) and line.settled != line.born:
         steps += f", decided in step {line.settled}"
-    about = f"request {line.request_id}, token {line.place + 1}: {token!r}"
+    about = f"request {line.request_id}, generated token {line.place + 1}: {visible(token)}"
     tip = f"{about}; {words.replace('_', ' ')}; {steps}; {margin}"
     texture = margin_texture(line.margin_nats, colour)
     if line.state == "rolled_back":

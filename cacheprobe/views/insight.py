@@ -79,6 +79,23 @@ def insight(readings: pd.DataFrame, rows: pd.DataFrame, fates: Sequence[Fate], t
     return ". ".join(parts)
 
 
+def insight_in_vain(readings: pd.DataFrame, row: Any) -> str:
+    """What a row was fed and predicted whose draft token was never committed. Plain text.
+
+    readings: the row's own lines; without any, layers are not spoken of.  row: its line of the rows table.
+    """
+    kind = "a rejected draft or one behind it" if row.status == "rolled_back" else "a draft that was given up"
+    said = (
+        f"fed “{shorten(visible(row.token), _COLUMNS)}”, {kind}; no committed token can be compared with its prediction"
+    )
+    if readings.empty:
+        return said
+    last = readings.sort_values("layer").iloc[-1]
+    token = f"“{shorten(visible(last.token), _COLUMNS)}”"
+    depth = f", first from layer {last.prediction_depth} on" if last.prediction_depth < last.layer else ""
+    return f"{said}. Through the {last.lens} lens, layer {last.layer}, the last read, had {token} first{depth}"
+
+
 def _became(
     fates: Sequence[Fate], lost: Fate | None, kept: Fate | None, rows: pd.DataFrame, texts: Mapping[int, str]
 ) -> str:

@@ -7,8 +7,10 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from cacheprobe.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.views.lens_table import (
     MARKS,
+    NOTHING_TO_COMPARE,
     SIGNS,
     TOKEN_COLUMNS,
     Include,
@@ -17,6 +19,7 @@ from cacheprobe.views.lens_table import (
     columns_of,
     committed_label,
     finding,
+    reads_and_predicts,
     runs_of,
     scale_of,
     select,
@@ -57,7 +60,13 @@ def lens_grid(
     ticks = range(0, len(layers), 1 if len(layers) <= 16 else 2)
     figure.update_layout(
         template=layout_template(),
-        title=dict(text=finding(rows, request_id), y=1, yref="container", yanchor="top", pad=dict(t=14)),
+        title=dict(
+            text=finding(hypotheses[hypotheses.request_id == request_id], request_id),
+            y=1,
+            yref="container",
+            yanchor="top",
+            pad=dict(t=14),
+        ),
         height=max(_CELL[1] * len(layers), _LOWEST) + 165,
         margin=dict(t=78, b=70, l=56, r=20),
         legend=dict(y=1.01),
@@ -65,7 +74,7 @@ def lens_grid(
         meta=dict(rows=columns.row.tolist(), positions=columns.position.tolist(), layers=layers.tolist()),
     )
     figure.update_xaxes(
-        title="position p (tokens) · committed token at p + 1",
+        title="row that reads position p · below it the token committed at p + 1, which it predicts",
         tickmode="array",
         tickvals=list(columns.index),
         ticktext=[f"{SIGNS[c.status]}{c.position}<br>{markup(committed_label(c))}" for c in columns.itertuples()],
@@ -133,7 +142,9 @@ def _hover(rows: pd.DataFrame) -> pd.Series:
 
     def line(row: Any) -> str:
         choice = f"first choice <b>{markup(visible(row.token))}</b>, log p {row.logprob_nats:.2f} nats"
-        if pd.isna(row.committed_token):
+        if row.status in FED_A_DRAFT_IN_VAIN:
+            target = NOTHING_TO_COMPARE
+        elif pd.isna(row.committed_token):
             target = "nothing was committed there"
         else:
             target = (
@@ -141,8 +152,9 @@ def _hover(rows: pd.DataFrame) -> pd.Series:
                 f"log p {row.committed_logprob_nats:.2f} nats"
             )
         return (
-            f"request {row.request_id} · step {row.step} · {row.phase}<br>{row.role} · {row.status} · position "
-            f"{row.position} · layer {row.layer}<br>{choice}<br>{target}<br>entropy {row.entropy_nats:.2f} nats"
+            f"request {row.request_id} · step {row.step} · {row.phase}<br>{row.role} · {row.status} · "
+            f"{reads_and_predicts(row.position)} · layer {row.layer}<br>{choice}<br>{target}<br>"
+            f"entropy {row.entropy_nats:.2f} nats"
         )
 
     return pd.Series([line(row) for row in rows.itertuples()], index=rows.index, dtype=object)

@@ -5,11 +5,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from cacheprobe.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.views import svg
 from cacheprobe.views.cylinder import swatch
 from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.lens_table import (
     MARKS,
+    NOTHING_TO_COMPARE,
     SIGNS,
     TOKEN_COLUMNS,
     Include,
@@ -18,6 +20,7 @@ from cacheprobe.views.lens_table import (
     columns_of,
     committed_label,
     finding,
+    reads_and_predicts,
     runs_of,
     scale_of,
     select,
@@ -50,11 +53,11 @@ def lens_picture(
     first, last = int(shown.position.min()), int(shown.position.max())
     note = (
         f"{SITE_WORDS.get(str(shown.site.iloc[0]), 'States')} of every layer through the "
-        f"{markup(str(shown.lens.iloc[0]))} lens, positions {first} to {last}. A cell names the layer's first choice "
-        "for the next token, which stands below."
+        f"{markup(str(shown.lens.iloc[0]))} lens, rows that read positions {first} to {last}. A cell names the layer's "
+        "first choice for the next position; the token committed there stands below."
     )
     picture = readings_picture(shown, request_id, colour=colour, include=include, positions=positions, has_tips=True)
-    return Piece(finding(shown, request_id), note, picture).alone
+    return Piece(finding(hypotheses[hypotheses.request_id == request_id], request_id), note, picture).alone
 
 
 def readings_picture(
@@ -119,8 +122,10 @@ def _column(
     column: Any, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
 ) -> str:
     says = f"request {column.request_id} · step {column.step} · {column.phase}\n"
-    says += f"{column.role} · {column.status.replace('_', ' ')} · position {column.position}"
-    committed = None if pd.isna(column.committed_token) else visible(column.committed_token)
+    says += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
+    is_in_vain = column.status in FED_A_DRAFT_IN_VAIN
+    committed = None if pd.isna(column.committed_token) or is_in_vain else visible(column.committed_token)
+    none = NOTHING_TO_COMPARE if is_in_vain else "nothing was committed there"
     about = f'data-row="{column.row}" data-position="{column.position}" data-born="{column.step}" data-x="{x}"'
     of_column = "" if has_tips else f'data-says="{markup(says)}" '
     parts = [f'<g class="column" {about} {of_column}transform="translate({x} 0)">']
@@ -128,7 +133,7 @@ def _column(
     for layer, token, nats, entropy, rank, target_nats, _, shade in cells:
         target = f"committed {committed}, rank {rank}, log p {target_nats:.2f} nats"
         said = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
-        said += f"{target if committed is not None else 'nothing was committed there'}\nentropy {entropy:.2f} nats"
+        said += f"{target if committed is not None else none}\nentropy {entropy:.2f} nats"
         y = heights[layer]
         told = "" if has_tips else f' data-says="{markup(said)}"'
         tip = f"<title>{markup(says)}\n{markup(said)}</title>" if has_tips else ""

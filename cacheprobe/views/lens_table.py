@@ -1,10 +1,11 @@
 """Lens readings of one request as columns of a grid: which rows, in what order, and what each cell is coloured by."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 import pandas as pd
 
+from cacheprobe.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.views.text import token_label
 
 Measure = Literal["logprob", "entropy", "rank"]
@@ -18,9 +19,15 @@ MARKS = {
     "rolled_back": "✗ fed a rejected token",
     "given_up": "⊘ fed a draft that was given up",
 }
+NOTHING_TO_COMPARE = "fed a draft that was never committed, so no committed token can be compared with it"
 _FLOOR_NATS = -12.0
 """Log-probabilities below this share one colour: what matters happens above."""
 _RANKS = (0, 9, 99, 999, 9999)
+
+
+def reads_and_predicts(position: SupportsIndex) -> str:
+    """Where a row stands, in the words that every picture uses."""
+    return f"reads position {int(position)}, predicts {int(position) + 1}"
 
 
 class Scale(NamedTuple):
@@ -104,8 +111,9 @@ def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def committed_label(column: Any) -> str:
-    """The token committed after a column, cut to fit; a dash where none was."""
-    return "—" if pd.isna(column.committed_token) else token_label(column.committed_token, TOKEN_COLUMNS)
+    """The token committed after a column, cut to fit; a dash where none was, or none that can be compared."""
+    is_none = pd.isna(column.committed_token) or column.status in FED_A_DRAFT_IN_VAIN
+    return "—" if is_none else token_label(column.committed_token, TOKEN_COLUMNS)
 
 
 def runs_of(layers: list[int]) -> list[tuple[int, int]]:

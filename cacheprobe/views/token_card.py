@@ -8,8 +8,10 @@ import pandas as pd
 
 from cacheprobe.observe.hypotheses import settling
 from cacheprobe.observe.token_history import Fate, fates_at, token_history
+from cacheprobe.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.insight import insight
+from cacheprobe.views.lens_table import reads_and_predicts
 from cacheprobe.views.text import markup, text_of, token_label, visible
 from cacheprobe.views.text import token_texts as known_texts
 
@@ -79,11 +81,14 @@ def card_parts(
     table = readings.sort_values("layer", ascending=False)
     one = table.iloc[0]
     status = one.status.replace("_", " ")
+    if one.status in FED_A_DRAFT_IN_VAIN:
+        fates = ()  # what stood next followed another text
     facts = [
         ("read", f"<code>{markup(visible(input_token))}</code> at position {one.position} of request {one.request_id}"),
+        ("predicts", f"position {one.position + 1}"),
         ("row", f"{markup(status)}, {markup(one.phase)} in step {one.step}"),
         *(("stood next", _fate(fate, token_texts)) for fate in fates),
-        ("settles", f"from layer {settled['prediction_depth']} on, after {_times(int(settled['num_flips']))}"),
+        ("prediction depth", f"from layer {settled['prediction_depth']} on, after {_times(int(settled['num_flips']))}"),
         ("path", f"<code>{markup(settled['path'])}</code>"),
     ]
     listed = "".join(f"<div><dt>{name}</dt><dd>{said}</dd></div>" for name, said in facts)
@@ -93,6 +98,9 @@ def card_parts(
 def _title(one: Any, settled: Mapping[str, Any]) -> str:
     said = visible(one.token)
     since = settled["prediction_depth"]
+    if one.status in FED_A_DRAFT_IN_VAIN:
+        fed = "a rejected token" if one.status == "rolled_back" else "a draft that was given up"
+        return f"This row was fed {fed}; it predicted “{said}” from layer {since} on"
     if pd.isna(one.committed_token_id):
         return f"“{said}” is the last word of a row after which nothing was committed"
     committed = visible(one.committed_token)
@@ -119,13 +127,14 @@ def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))
     one, lines = table.iloc[0], []
     where = f"request {one.request_id} · step {one.step} · {one.phase} · {one.status.replace('_', ' ')}"
-    where += f" · position {one.position}"
+    where += f" · {reads_and_predicts(one.position)}"
     for line in table.itertuples():
         cells = []
         for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
             share = float(np.exp(nats))
             text = text_of(token_texts, int(token_id))
-            is_committed = not pd.isna(line.committed_token_id) and int(token_id) == line.committed_token_id
+            is_known = not pd.isna(line.committed_token_id) and line.status not in FED_A_DRAFT_IN_VAIN
+            is_committed = is_known and int(token_id) == line.committed_token_id
             tip = f"{where} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
             right = ' class="right"' if is_committed else ""
             label = markup(token_label(text, _COLUMNS))
@@ -142,4 +151,4 @@ def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
 
 
 def _times(flips: int) -> str:
-    return "no change of mind" if not flips else f"{flips} change{'s' * (flips != 1)} of mind"
+    return "no change" if not flips else f"{flips} change{'s' * (flips != 1)} of first choice"

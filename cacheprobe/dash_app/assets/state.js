@@ -170,7 +170,7 @@
     const top = REQUESTS_A_PAGE * Math.floor(request / REQUESTS_A_PAGE);
     const left = tokens * Math.floor(Math.max(place, 0) / tokens);
     const requests = [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
-    wanted.insight = {run, request, position};
+    wanted.insight = {run, request, position, row};
     wanted.timeline = {run, requests, steps: [first, Math.min(first + steps, facts.last + 1)], width: wide};
     wanted.cache = {run, request, step};
     wanted.card = {run, request, position, row, site, lens};

@@ -73,7 +73,7 @@
     const {run, requests: [first, end]} = timeline, own = ahead = new AbortController();
     for (let request = first; request < end; request++) {
       if (stories.has(request)) continue;
-      const asked = {story: {run, request}, insight: {run, request, position: 0}, window: {run, request, step: at.step}};
+      const asked = {story: {run, request}, insight: {run, request, position: 0, row: null}, window: {run, request, step: at.step}};
       const heard = ({view, ...answer}) => {
         if (own === ahead && view === "story" && !answer.error) stories.set(request, {...answer, run, request});
       };
