@@ -202,7 +202,8 @@ def test_text_is_made_visible_and_cut() -> None:
 
 def hostile(trace: cp.Trace) -> cp.Trace:
     """The same run by a model whose every token, prompt and name is an attack."""
-    rows, hypotheses = trace.row_table.copy(), trace.hypotheses()
+    rows, hypotheses = trace.row_table.copy(), trace.hypotheses(include_rolled_back=True)
+    assert trace.token_table is not None
     rows["token"] = HOSTILE
     hypotheses[["token", "committed_token"]] = HOSTILE
     finger = {**trace.fingerprint, "model": HOSTILE}
@@ -210,6 +211,7 @@ def hostile(trace: cp.Trace) -> cp.Trace:
         trace,
         row_table=rows,
         hypothesis_table=hypotheses,
+        token_table=trace.token_table.assign(token=HOSTILE),
         texts=dict.fromkeys(trace.texts, HOSTILE),
         requests=tuple(replace(r, prompt=HOSTILE) for r in trace.requests),
         meta={**trace.meta, "fingerprint": finger, "weights_note": HOSTILE, "drafter": HOSTILE},

@@ -165,7 +165,7 @@ def _outlines(rows: pd.DataFrame, layers: np.ndarray) -> go.Scatter:
     places = {layer: place for place, layer in enumerate(layers)}
     x: list[float | None] = []
     y: list[float | None] = []
-    agreeing = rows[rows.agrees.fillna(False).astype(bool)]
+    agreeing = rows[rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(FED_A_DRAFT_IN_VAIN)]
     for column, group in agreeing.groupby("column"):
         for start, end in runs_of(sorted(places[layer] for layer in group.layer)):
             left, right, low, high = column - 0.46, column + 0.46, start - 0.44, end + 0.44

@@ -112,7 +112,7 @@ def _shades(scale: Scale) -> list[int]:
 def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
     """By row: its readings upwards, each a tuple of what `_READ` names and its shade."""
     found: dict[int, list[tuple]] = {}
-    rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool))
+    rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(FED_A_DRAFT_IN_VAIN))
     for row, *cell in zip(*(rows[name].tolist() for name in _READ), shades, strict=True):
         found.setdefault(row, []).append(tuple(cell))
     return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in found.items()}
