@@ -125,7 +125,7 @@ def test_the_sentence_names_the_layer_where_the_committed_token_wins() -> None:
         )
 
     assert "from layer 2 on" in parting(shares((0.9, 0), (0.1, 0.5), (0.6, 0.2), (1, 0)))
-    assert "no last layer" in parting(shares((0.9, 0), (0.1, 0.5)))
+    assert "the draft leads up to the last layer read" in parting(shares((0.9, 0), (0.1, 0.5)))
     assert "at least half of the readings from layer 1 on" in parting(
         shares((0.2, 0.2), (0.5, 0.5), verdict="accepted")
     )

@@ -189,7 +189,7 @@ def test_curves_are_the_tables(trace: cp.Trace) -> None:
     for line, verdict in ((accepted, "accepted"), (rejected, "rejected"), (undrafted, "not_drafted")):
         assert list(line.y) == pytest.approx(agreement[verdict].dropna().tolist())
     assert drafted.y[-1] == 0 < max(drafted.y)  # greedy: what the last layer has first is never rejected
-    assert "is first more often than the draft from layer" in figure.layout.title.text
+    assert "the committed token leads from layer" in figure.layout.title.text
     boxes = cp.views.settling_figure(settling).data
     assert sum(len(box.x) for box in boxes) == (settling.verdict != "never_judged").fillna(True).sum()
     assert len({(line.line.dash, line.line.color) for line in figure.data}) == 4

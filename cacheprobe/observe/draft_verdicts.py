@@ -135,16 +135,14 @@ def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
 
 
 def parting(shares: pd.DataFrame) -> str:
-    """One sentence about `shares_by_verdict`: from which layer on rejected drafts have lost to the committed token."""
+    """One sentence about `shares_by_verdict`: where rejected drafts lose to the committed token, as a first choice."""
     rejected = shares[shares.verdict == "rejected"].set_index("layer")
     if len(rejected):
         wins = rejected.committed_first > rejected.drafted_first
         if not wins.iloc[-1]:
-            return "Where a draft was rejected, no last layer has the committed token first more often than the draft"
+            return "Where a draft was rejected, the draft leads up to the last layer read"
         since = wins.index[wins[::-1].cummin()[::-1]][0]
-        return (
-            f"Where a draft was rejected, the committed token is first more often than the draft from layer {since} on"
-        )
+        return f"Where a draft was rejected, the committed token leads from layer {since} on"
     kind = next(kind for kind in ("accepted", NOT_DRAFTED, "never_judged") if (shares.verdict == kind).any())
     share = shares[shares.verdict == kind].set_index("layer").committed_first
     most = (share >= 0.5)[::-1].cummin()[::-1]

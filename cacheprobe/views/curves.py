@@ -48,7 +48,16 @@ def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
             marker=dict(symbol=STATUS_STYLES[style]["symbol"], size=7),
             hovertemplate=f"{name}, layer %{{x}}: first choice in %{{y:.1%}} of the readings<extra></extra>",
         )
-    figure.update_layout(template=layout_template(), title=parting(shares), height=380, margin=_NARROW, dragmode=False)
+    figure.update_layout(
+        template=layout_template(),
+        title=parting(shares),
+        height=440,
+        margin={**_NARROW, "b": 130},
+        legend=dict(
+            orientation="h", x=0, y=-0.18, yanchor="top"
+        ),  # below: on a narrow page it has a line for each entry
+        dragmode=False,
+    )
     figure.update_xaxes(title="layer", **layer_ticks(shares.layer))
     figure.update_yaxes(title="share of readings", tickformat=".0%", range=[-0.02, 1.04])
     return figure
