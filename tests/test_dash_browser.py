@@ -120,7 +120,9 @@ def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
         position = len(PROMPTS[1])
         assert f"at position {position}" in answered(page, "card", request=1, position=position)
         # what is said of the token stays in sight wherever the page is scrolled to
-        assert f"Token at position {position + 1}: " in answered(page, "insight", request=1, position=position)
+        assert f"Reads position {position}, predicts {position + 1}: " in answered(
+            page, "insight", request=1, position=position
+        )
         page.evaluate("scrollTo(0, document.body.scrollHeight)")
         box = page.locator("#insight-view").bounding_box()
         assert box is not None and 0 <= box["y"] < 200

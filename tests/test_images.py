@@ -32,7 +32,7 @@ def png_size(content: bytes) -> tuple[int, int]:
 
 def test_every_figure_of_the_report_is_a_file(trace: cp.Trace, tmp_path: Path) -> None:
     paths = cp.views.write_figures(trace, tmp_path / "new", "svg", progress=False)
-    names = ("accepted-whole", "rolled-back", "lens-grid", "lens-grid-all", "agreement", "settling")
+    names = ("accepted-whole", "rolled-back", "lens-grid", "lens-grid-all", "drafts", "settling")
     assert [path.name for path in paths] == [f"{name}.svg" for name in names]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(path.name for path in paths)
     for path in paths:
@@ -42,7 +42,7 @@ def test_every_figure_of_the_report_is_a_file(trace: cp.Trace, tmp_path: Path) -
 
 
 def test_figures_and_diagrams_as_pixels_and_on_paper(trace: cp.Trace) -> None:
-    figure = report_figures(trace, 0)["agreement"]
+    figure = report_figures(trace, 0)["drafts"]
     drawings = report_drawings(trace, pick_request(trace.events()))
     assert png_size(image(figure, "png")) == (1800, 720)
     pixels = [svg_image(*drawing, "png") for drawing in drawings.values()]

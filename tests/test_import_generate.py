@@ -90,7 +90,6 @@ def test_a_lens_reads_what_it_reads_of_our_states(ours: cp.Trace, imported: cp.T
         (lambda trace: trace.states("S", 5, 0), "layer 5 was not captured"),
         (lambda trace: trace.heads("z", 0, 0), "no z: Hugging Face's generate keeps no attention heads"),
         (lambda trace: trace.pattern(0, 0), "no pattern: "),
-        (lambda trace: trace.hypotheses(), "no Z: no lens was read at the import"),
         (lambda trace: trace.thoughts(), "wrote no thoughts"),
         (lambda trace: trace.attribution(0, 4), "a logit falls into S, T and C of all layers; this run kept S"),
         (lambda trace: cp.verify(trace, loaded()), "imported from Hugging Face's generate: it followed no schedule"),
@@ -200,3 +199,11 @@ def test_layers_that_differ_little_are_told_apart() -> None:
     swapped = SimpleNamespace(sequences=outputs.sequences, hidden_states=moved)
     with pytest.raises(ImportRefused, match="given as layer 0 lie 0.0. .* from its layer 1"):
         cp.import_generate(swapped, model=model)
+
+
+def test_an_import_with_its_model_is_read_by_the_logit_lens(imported: cp.Trace) -> None:
+    """`hypotheses()` raised, though the model was there."""
+    table = imported.hypotheses()
+    read = imported.read(cp.lenses.LogitLens())
+    assert len(table) and table.lens.unique().tolist() == ["logit"] and table.verdict.isna().all()
+    assert table.token_id.tolist() == read.token_id.tolist()

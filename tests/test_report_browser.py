@@ -46,7 +46,7 @@ def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme
     ink = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (ink == "rgb(255, 255, 255)") == (scheme == "light")
     light_ink = page.evaluate(
-        "parseInt(getComputedStyle(document.querySelector('#agreement .xtitle')).fill.slice(4)) > 128"
+        "parseInt(getComputedStyle(document.querySelector('#drafts .xtitle')).fill.slice(4)) > 128"
     )
     assert light_ink == (scheme == "dark")
     columns = page.evaluate("getComputedStyle(document.querySelector('.panels')).gridTemplateColumns.split(' ').length")
@@ -95,8 +95,8 @@ def test_every_figure_fills_its_place(browser: Browser, report: Path, tmp_path: 
     page.evaluate("document.querySelectorAll('details').forEach(box => { box.open = true })")
     page.wait_for_timeout(500)
     opened = page.evaluate(measure)
-    assert [name for name, *_ in closed] == ["lens-grid", "agreement", "settling"]
-    assert [name for name, *_ in opened] == ["lens-grid", "lens-grid-all", "agreement", "settling"]
+    assert [name for name, *_ in closed] == ["lens-grid", "drafts", "settling"]
+    assert [name for name, *_ in opened] == ["lens-grid", "lens-grid-all", "drafts", "settling"]
     assert all(place == drawn for _, place, drawn in closed + opened), closed + opened
     page.close()
 

@@ -8,6 +8,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.drafters import EarlyExit, NGram
+from cacheprobe.observe.hypotheses import settling
 from cacheprobe_analyses import coin_state_probe as coin
 from cacheprobe_analyses import rollback_foresight as foresight
 from cacheprobe_analyses import when_settles as settles
@@ -79,7 +80,7 @@ def test_readings_are_the_runs_own() -> None:
     sampling = cp.SamplingParams(max_new_tokens=8, stop_token_ids=())
     trace = cp.run(model, examples, drafter=wrong, window=4, capacity=64, sampling=sampling, progress=False)
     final = settles._final_choices(trace, 0).set_index(["kind", "layer"]).settled
-    depth = trace.settling().query("phase != 'decode'")
+    depth = settling(trace.readings(include_rolled_back=True)).query("phase != 'decode'")
     starts = depth.request_id.map({r.request_id: r.num_prompt_tokens - 1 for r in trace.requests})
     kinds = np.where(
         depth.position == starts, "answer", np.where(depth.status == "rolled_back", settles.KINDS[2], "later tokens")

@@ -271,7 +271,7 @@ def test_the_thoughts_table_tells_words_and_norms(trace: cp.Trace, tmp_path: Pat
     again = cp.load_trace(trace.save(tmp_path / "run"))
     assert again.meta["thinking"] == trace.meta["thinking"]
     assert trace.meta["thinking"] == dict(l_in=1, l_out=2, feeds_back=True, learned_first_state=False)
-    spoken = again.hypotheses().query("site == 'thought'")
+    spoken = again.hypotheses(include_rolled_back=True).query("site == 'thought'")
     assert spoken.token.tolist() == [f"<{i}>" for i in spoken.token_id] and len(spoken) == len(thoughts)
     html = cp.views.thoughts_picture(again.thoughts(), again.row_table, again.events(), again.ledger(0), 0)
     assert html == cp.views.thoughts_picture(thoughts, trace.row_table, trace.events(), trace.ledger(0), 0)

@@ -1,6 +1,7 @@
 """What became of every drafted token, beside the readings of the position that it was drafted for."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -75,9 +76,14 @@ def with_verdicts(
     table = pd.concat(
         [readings.iloc[:, :end], pd.DataFrame(added, index=readings.index), readings.iloc[:, end:]], axis=1
     )
-    top = [[_text(token_texts, token) for token in ids.tolist()] for ids in table.top_token_ids]
+    top = [[_text(token_texts, token) for token in _ids(ids)] for ids in table.top_token_ids]
     table.insert(table.columns.get_loc("top_token_ids") + 1, "top_tokens", top)
     return table
+
+
+def _ids(held: Any) -> list[int]:
+    """Token ids as a list; a thought has none."""
+    return [int(token) for token in held] if pd.api.types.is_list_like(held) else []
 
 
 def _text(token_texts: Mapping[int, str], token_id: int) -> str:

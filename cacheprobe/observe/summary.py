@@ -4,6 +4,7 @@ from typing import Any
 
 import pandas as pd
 
+from cacheprobe.observe.draft_verdicts import parting, shares_by_verdict
 from cacheprobe.observe.hypotheses import agreement_by_layer, settling_by_verdict
 from cacheprobe.observe.trace import Trace
 
@@ -41,8 +42,12 @@ def summary(trace: Trace) -> str:
         hypotheses = trace.readings()
         table = agreement_by_layer(hypotheses)
         shown = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
-        lines += ["first choice = committed token, by layer:", table.loc[shown].round(2).to_string(na_rep="-")]
-        lines += ["settling:", settling_by_verdict(hypotheses).round(1).to_string()]
+        lines += [f"{parting(shares_by_verdict(hypotheses))}."]
+        lines += [
+            "share of readings with the committed token first, by layer and verdict of the draft:",
+            table.loc[shown].round(2).to_string(na_rep="-"),
+        ]
+        lines += ["prediction depth, by verdict of the draft:", settling_by_verdict(hypotheses).round(1).to_string()]
     return "\n".join(lines)
 
 
