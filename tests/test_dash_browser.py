@@ -120,9 +120,8 @@ def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
         position = len(PROMPTS[1])
         assert f"at position {position}" in answered(page, "card", request=1, position=position)
         # what is said of the token stays in sight wherever the page is scrolled to
-        assert f"Reads position {position}, predicts {position + 1}: " in answered(
-            page, "insight", request=1, position=position
-        )
+        said = answered(page, "insight", request=1, position=position)
+        assert f"Reads position {position}, predicts {position + 1}: " in said
         page.evaluate("scrollTo(0, document.body.scrollHeight)")
         box = page.locator("#insight-view").bounding_box()
         assert box is not None and 0 <= box["y"] < 200
@@ -130,7 +129,7 @@ def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
         first = len(PROMPTS[1]) - 1
         cell = page.locator(f"#grid-view .column[data-position='{first}'] .pick[data-layer='0']").first
         cell.hover()
-        assert f"position {first}\nlayer 0: first choice" in page.inner_text("#tip")
+        assert f"predicts {first + 1}\nlayer 0: first choice" in page.inner_text("#tip")
         cell.click()
         until(page, f"JSON.parse(document.getElementById('page').dataset.at).position === {first}")
         assert at(page)["layer"] == 0
@@ -197,7 +196,7 @@ def test_an_answer_that_cannot_be_drawn_is_said(browser: Browser, address: str) 
         answered(page, "grid", request=1)
         page.evaluate("void (window.cacheprobe.draw.answer = (view) => { throw new Error(`no ${view}`); })")
         page.locator("#grid-view .column .pick[data-layer='1']").nth(2).click()
-        until(page, "document.getElementById('notice').innerText.includes('card cannot be shown (no card)')")
+        until(page, "document.getElementById('notice').innerText.includes('cannot be shown (no ')")
 
 
 def test_lens_and_site_are_read_now_where_the_model_is_here(browser: Browser, address: str) -> None:

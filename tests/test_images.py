@@ -44,7 +44,7 @@ def test_every_figure_of_the_report_is_a_file(trace: cp.Trace, tmp_path: Path) -
 def test_figures_and_diagrams_as_pixels_and_on_paper(trace: cp.Trace) -> None:
     figure = report_figures(trace, 0)["drafts"]
     drawings = report_drawings(trace, pick_request(trace.events()))
-    assert png_size(image(figure, "png")) == (1800, 720)
+    assert png_size(image(figure, "png")) == (1800, 880)
     pixels = [svg_image(*drawing, "png") for drawing in drawings.values()]
     assert [png_size(one) for one in pixels] == [(2 * d.width, 2 * d.height) for d in drawings.values()]
     assert len(set(pixels)) == len(pixels) == 2  # a diagram that was not there yet would leave a white page
