@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.observe.draft_verdicts import drafts_table, parting, shares_by_verdict
+from cacheprobe.observe.draft_verdicts import drafts_table, parting, prediction_depths, shares_by_verdict
 from cacheprobe.observe.stored import StoredRun
 from cacheprobe.records import FED_A_DRAFT_IN_VAIN
 from tests.measures_slowly import drafts_slowly, shares_by_verdict_slowly
@@ -166,3 +166,13 @@ def test_the_texts_of_all_choices_are_stored(drafted: cp.Trace, tmp_path: Path) 
     assert again.top_tokens.map(list).tolist() == [
         [drafted.token_texts[int(token)] for token in ids] for ids in again.top_token_ids
     ]
+
+
+def test_prediction_depth_is_that_of_settling(drafted: cp.Trace) -> None:
+    """Of every reading of a row, in whatever order the readings stand."""
+    table = drafted.readings(include_rolled_back=True)
+    depth = drafted.settling().set_index("row").prediction_depth
+    mine = table[table.row.isin(depth.index)]
+    assert mine.prediction_depth.tolist() == depth[mine.row].tolist() and depth.nunique() > 1
+    mixed = table.sample(frac=1, random_state=0)
+    assert prediction_depths(mixed).tolist() == mixed.prediction_depth.tolist()
