@@ -18,6 +18,8 @@ import cacheprobe as cp
 from cacheprobe.cache.kv import KVCache
 from cacheprobe.engine.passes import EngineError, PassRunner
 from cacheprobe.engine.watch import Watch
+from cacheprobe.ops import request_attention
+from cacheprobe.ops.decode_attention import decode_attention
 from cacheprobe.ops.equality import bits
 from tests.invariants.runs import outcome
 
@@ -135,8 +137,12 @@ def _is_unembedding(func: Any, args: Any) -> bool:
     return func is functional.linear and args[1].shape[0] > 2 * args[1].shape[1] + 32
 
 
+DECODE = "decode attention"
+"""Our own attention of one new token a request, which torch does not see."""
+
 OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
     "attention": _is_attention,
+    DECODE: lambda func, args: func is decode_attention,
     "product": _is_down_product,
     "unembedding": _is_unembedding,
     "norm": lambda func, args: func in _NORMS,
@@ -153,7 +159,10 @@ class Planted(TorchFunctionMode):
         self.is_faulty, self.condition, self.share = OPERATIONS[operation], condition, share
         self.num_calls = self.num_changed = 0
         self._positions = torch.zeros(0, 0, dtype=torch.long)
-        self._stage = patch.object(KVCache, "stage", self._staging(KVCache.stage))
+        self._patches = (
+            patch.object(KVCache, "stage", self._staging(KVCache.stage)),
+            patch.object(request_attention, "decode_attention", self._decode),
+        )
 
     def _staging(self, stage: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Where each row of the next pass stands: of products and norms, their input does not say."""
@@ -164,24 +173,30 @@ class Planted(TorchFunctionMode):
 
         return note
 
+    def _decode(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *where: Any) -> Tensor:
+        return self.__torch_function__(decode_attention, (), (q, keys, values, mask, *where), {"attn_mask": mask})
+
     def __enter__(self) -> "Planted":
-        self._stage.start()
+        for replaced in self._patches:
+            replaced.start()
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        self._stage.stop()
+        for replaced in self._patches:
+            replaced.stop()
         super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        mask = kwargs.pop("attn_mask") if func is decode_attention else kwargs.get("attn_mask")
         if not self.is_faulty(func, args):
             return func(*args, **kwargs)
         given = args[1] if func is torch.addmm else args[0]
         if given.dim() == 0 or not given.is_floating_point():
             return func(*args, **kwargs)
         self.num_calls += 1
-        if self.is_faulty is _is_attention:
-            at, shape = self._attended(given, kwargs.get("attn_mask"))
+        if self.is_faulty in (_is_attention, OPERATIONS[DECODE]):
+            at, shape = self._attended(given, mask)
         else:
             at, shape = self._computed(given)
         chosen = self.condition(at)

@@ -11,6 +11,7 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.twin import TwinLM
+from cacheprobe.ops.decode_attention import COMPILER
 from cacheprobe.ops.equality import close
 from tests.tiny import FAMILIES, VOCAB, hf_model, loaded
 
@@ -126,7 +127,7 @@ def test_a_bridge_of_the_users_has_a_twin() -> None:
     live.config.output_attentions = True  # as TransformerBridge.boot_transformers sets it
     bridge = build_bridge_from_module(live, "LlamaForCausalLM", hf_config=live.config)
     plain, _ = choose_path(cp.load_model(bridge), "twin")
-    assert plain.fingerprint()["attention"] == "one request a call, spans of 64"
+    assert plain.fingerprint()["attention"] == f"by request, spans of 64, {COMPILER} for one token"
     assert not plain.model.config.output_attentions
 
 

@@ -12,7 +12,17 @@ from cacheprobe.engine.consistency import _Cycle
 from cacheprobe.engine.watch import Watch
 from cacheprobe.models.twin import TwinLM
 from cacheprobe.observe import lens_reader
-from tests.planted import DEPENDS_ON, Planted, as_seen_on_amd, ends, far, in_row, in_second_half, with_several_threads
+from tests.planted import (
+    DECODE,
+    DEPENDS_ON,
+    Planted,
+    as_seen_on_amd,
+    ends,
+    far,
+    in_row,
+    in_second_half,
+    with_several_threads,
+)
 from tests.tiny import hf_model
 
 PROMPTS = [[5, 6, 7], [*range(20, 32)], [*range(40, 57)], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
@@ -95,6 +105,10 @@ CASES = [
     (operation, name, next(_families), next(_dtypes), next(_windows), next(_groups))
     for operation in ("attention", *ANYWHERE)
     for name in DEPENDS_ON
+] + [
+    (DECODE, name, next(_families), next(_dtypes), 1, next(_groups))
+    for name in DEPENDS_ON
+    if name not in ("slot", "odd slots")  # one new token a request has one slot
 ]
 
 

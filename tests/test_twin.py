@@ -10,6 +10,7 @@ from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.bridge import BridgeLM
 from cacheprobe.models.together import FEW_ROWS
 from cacheprobe.models.twin import TwinLM
+from cacheprobe.ops.decode_attention import COMPILER
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.wide_product import wide_product
 from tests.feeding import GARBAGE, fed_in_parts, texts
@@ -92,7 +93,7 @@ def test_chosen_logits_are_those_of_the_slots(
 def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, TwinLM]) -> None:
     bridge, plain = pair
     theirs, ours = bridge.fingerprint(), plain.fingerprint()
-    assert (ours["path"], ours["attention"]) == ("twin", "one request a call, spans of 64")
+    assert (ours["path"], ours["attention"]) == ("twin", f"by request, spans of 64, {COMPILER} for one token")
     assert {key for key in ours if ours[key] != theirs.get(key)} == {"path", "attention", "products_in_float32"}
 
 

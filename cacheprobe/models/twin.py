@@ -30,6 +30,7 @@ from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.models.twin_heads import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
 from cacheprobe.ops.compiled.block import CompiledBlock
+from cacheprobe.ops.decode_attention import COMPILER
 from cacheprobe.ops.request_attention import SPAN_STEP
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
@@ -231,7 +232,9 @@ class TwinLM:
         return {
             **self.origin.fingerprint(),
             "path": "twin",
-            "attention": f"one request a call, spans of {SPAN_STEP}" if self.attends_by_request else "sdpa",
+            "attention": f"by request, spans of {SPAN_STEP}, {COMPILER} for one token"
+            if self.attends_by_request
+            else "sdpa",
             "products_in_float32": widening(None if compiled else self._wide_rows),
             **({"products_compiled": compiled.product.digest} if compiled else {}),
             **({"norms_compiled": self._compiled_block.digest} if self._compiled_block else {}),

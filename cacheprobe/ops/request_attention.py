@@ -9,9 +9,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from cacheprobe.ops.decode_attention import decode_attention, serves
 
 SPAN_STEP = 64
 """Slots by which the span of a position grows: position p attends over the first ceil((p + 1) / 64) * 64 slots."""
@@ -38,6 +42,8 @@ class Piece:
     first: int
     end: int
     """Token slots first .. end - 1 of the request's batch row."""
+    slots: int
+    """Slots up to that of its last token."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Reach:
 
     pieces: tuple[tuple[Piece, ...], ...]
     _masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _places: dict[tuple[int, ...], NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     @property
     def span(self) -> int:
@@ -61,6 +68,19 @@ class Reach:
             self._masks[key] = mask, mask[row : row + 1, :, :, :span].repeat(1, 1, repeats, 1)
         return self._masks[key][1]
 
+    def places(self, held: Held) -> NDArray[np.int64]:
+        """Where one new token of each row attends, as `decode_attention` takes it; layers of one shape share them."""
+        rows = [row for row, pieces in enumerate(self.pieces) if pieces]
+        first = held(rows[0], 1)
+        key = (*first[0].stride(), *first[1].stride())
+        if key not in self._places:
+            places = np.empty((len(rows), 4), np.int64)
+            for place, row in zip(places, rows, strict=True):
+                keys, values = held(row, 1)
+                place[:] = row, _elements(first[0], keys), _elements(first[1], values), self.pieces[row][-1].slots
+            self._places[key] = places
+        return self._places[key]
+
 
 def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
     """Pieces of `count` tokens from position `start` on, each over the span of its own position.
@@ -71,14 +91,14 @@ def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ..
     while first < count:
         span = -(-(start + first + 1) // SPAN_STEP) * SPAN_STEP
         end = min(count, span - start)
-        pieces.append(Piece(min(span, capacity), first, end))
+        pieces.append(Piece(min(span, capacity), first, end, start + end))
         first = end
     return tuple(pieces)
 
 
 def reach_of_pass(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
     """One piece for all tokens of a pass whose place depends on the request alone, as in the reading of a prompt."""
-    return (Piece(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count),)
+    return (Piece(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count, start + count),)
 
 
 def attend_by_request(
@@ -90,6 +110,10 @@ def attend_by_request(
     A call of little work runs on one thread, whatever their number.
     Twin: ops.attention.cached_attention, close: sums are ordered otherwise.
     """
+    if softcap is None and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):
+        keys, values = held(rows[0], 1)
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        return decode_attention(q, keys, values, mask, reach.places(held), factor).flatten(1)[:, None]
     batch, heads, width, depth = q.shape
     groups, value_depth = (held(0, 1)[0].shape[1], held(0, 1)[1].shape[3])
     repeats = heads // groups
@@ -151,6 +175,11 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
 
 def _aligned(part: Tensor) -> Tensor:
     return part if part.data_ptr() % _ALIGNMENT == 0 else part.clone(memory_format=torch.contiguous_format)
+
+
+def _elements(first: Tensor, other: Tensor) -> int:
+    """How many numbers lie between the beginnings of two parts of one tensor."""
+    return (other.data_ptr() - first.data_ptr()) // first.element_size()
 
 
 class _Threads:

@@ -1,0 +1,201 @@
+"""The loops of decode attention, for numba. Numbers of 32 bits are added in one order for each length.
+
+Indices are cast to unsigned numbers, since numba would otherwise let negative ones count from the end, in slow loops.
+"""
+
+from typing import Any, no_type_check
+
+import numpy as np
+from numba import carray, cfunc, njit, types  # pyright: ignore[reportPrivateImportUsage]
+from numba.extending import intrinsic, overload
+
+_ANY_ORDER = {"contract", "nsz", "reassoc"}
+"""The compiler may add a sum in lanes: in one order for each length."""
+
+
+@intrinsic
+@no_type_check
+def _pointer(_typing: Any, _address: Any) -> Any:
+    """An address, a whole number, as a pointer."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), make
+
+
+@intrinsic
+@no_type_check
+def _take(_typing: Any, _address: Any) -> Any:
+    """The whole number at an address, which is then one more; no two threads get the same."""
+
+    def make(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        number = args[0].type
+        at = builder.inttoptr(args[0], number.as_pointer())
+        return builder.atomic_rmw("add", at, number(1), "monotonic")
+
+    return types.int64(types.int64), make
+
+
+@no_type_check
+def _widened(stored: Any) -> Any:
+    """A stored number as float32: of 16 bits, the upper half of it."""
+    raise NotImplementedError("numba compiles the version below")
+
+
+@overload(_widened, inline="always")
+@no_type_check
+def _(stored: Any) -> Any:
+    def whole(stored: Any) -> Any:
+        return stored
+
+    def half(stored: Any) -> Any:
+        return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
+
+    return whole if stored == types.float32 else half
+
+
+@no_type_check
+def _store(out: Any, at: Any, value: Any) -> None:
+    """Writes a float32, rounded to nearest, ties to even, as torch rounds."""
+    raise NotImplementedError("numba compiles the version below")
+
+
+@overload(_store, inline="always")
+@no_type_check
+def _(out: Any, at: Any, value: Any) -> Any:
+    def whole(out: Any, at: Any, value: Any) -> None:
+        out[np.uintp(at)] = value
+
+    def half(out: Any, at: Any, value: Any) -> None:
+        word = np.float32(value).view(np.uint32)
+        rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        out[np.uintp(at)] = np.uint16(0x7FC0) if np.isnan(value) else np.uint16(rounded)
+
+    return whole if out.dtype == types.float32 else half
+
+
+@njit(inline="always")
+@no_type_check
+def _exponential(x: Any) -> Any:
+    """Of numbers up to 0, to two units in the last place (Cephes' expf); of numbers below -87, zero."""
+    is_low = x < np.float32(-87.0)
+    x = max(x, np.float32(-87.0))
+    n = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4) * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * (r * r) + r + np.float32(1.0)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return np.float32(0.0) if is_low else p * power
+
+
+@njit(fastmath=_ANY_ORDER)
+@no_type_check
+def _softmax(scores: Any, at: Any, count: Any) -> None:
+    largest = scores[np.uintp(at)]
+    for j in range(count):
+        largest = max(largest, scores[np.uintp(at + j)])
+    for j in range(count):
+        scores[np.uintp(at + j)] = _exponential(np.float32(scores[np.uintp(at + j)] - largest))
+    total = np.float32(0.0)
+    for j in range(count):
+        total += scores[np.uintp(at + j)]
+    for j in range(count):
+        scores[np.uintp(at + j)] /= total
+
+
+@njit(fastmath=_ANY_ORDER)
+@no_type_check
+def _dot(a: Any, at: Any, b: Any, count: Any) -> Any:
+    total = np.float32(0.0)
+    for i in range(count):
+        total += a[np.uintp(at + i)] * b[np.uintp(i)]
+    return total
+
+
+@njit(fastmath={"contract", "nsz"})
+@no_type_check
+def _add_scaled(sums: Any, at: Any, weight: Any, vector: Any, count: Any) -> None:
+    for i in range(count):
+        sums[np.uintp(at + i)] += weight * vector[np.uintp(i)]
+
+
+@njit(fastmath={"contract", "nsz"})
+@no_type_check
+def _widen(stored: Any, at: Any, wide: Any, count: Any, scale: Any) -> None:
+    for i in range(count):
+        wide[np.uintp(i)] = _widened(stored[np.uintp(at + i)]) * scale
+
+
+@njit
+@no_type_check
+def _attend(held: Any, at: Any, steps: Any, sizes: Any, scale: Any) -> None:
+    """One head of keys and all query heads that share it."""
+    (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = held, at
+    (key_step, value_step, mask_step), (repeats, depth, value_depth, slots) = steps, sizes
+    query, vector = np.empty(repeats * depth, np.float32), np.empty(max(depth, value_depth), np.float32)
+    scores, sums = np.empty(repeats * slots, np.float32), np.zeros(repeats * value_depth, np.float32)
+    one = np.float32(1.0)
+    _widen(q, of_q, query, repeats * depth, scale)
+    for j in range(slots):
+        _widen(keys, of_key + j * key_step, vector, depth, one)
+        for r in range(repeats):
+            added = _widened(mask[np.uintp(of_mask + r * mask_step + j)])
+            scores[np.uintp(r * slots + j)] = _dot(query, r * depth, vector, depth) + added
+    for r in range(repeats):
+        _softmax(scores, r * slots, slots)
+    for j in range(slots):
+        _widen(values, of_value + j * value_step, vector, value_depth, one)
+        for r in range(repeats):
+            _add_scaled(sums, r * value_depth, scores[np.uintp(r * slots + j)], vector, value_depth)
+    for i in range(repeats * value_depth):
+        _store(out, of_out + i, sums[np.uintp(i)])
+
+
+@njit
+@no_type_check
+def _run(call: Any, q: Any, keys: Any, values: Any, mask: Any, out: Any) -> None:
+    """Computes heads of keys until none is left."""
+    places = carray(_pointer(call[5]), (call[6], 4), np.int64)
+    heads, groups, depth, value_depth = call[7], call[8], call[9], call[10]
+    repeats, steps, scale = (
+        heads // groups,
+        (call[13], call[14], call[16]),
+        np.float32(np.int64(call[17]).view(np.float64)),
+    )
+    while True:
+        task = _take(call.ctypes.data + 18 * 8)
+        if task >= len(places) * groups:
+            break
+        row, to_keys, to_values, slots = places[task // groups]
+        group = task % groups
+        head = group * repeats
+        at = (
+            (row * heads + head) * depth, to_keys + group * call[11], to_values + group * call[12],
+            row * call[15] + head * call[16], (row * heads + head) * value_depth,
+        )  # fmt: skip
+        _attend((q, keys, values, mask, out), at, steps, (repeats, depth, value_depth, slots), scale)
+
+
+@cfunc(types.void(types.voidptr), cache=True)
+@no_type_check
+def work_on_float32(data: Any) -> None:
+    """What one thread computes of a call; data: the 19 whole numbers of `decode_attention`."""
+    call = carray(data, (19,), np.int64)
+    q, keys = carray(_pointer(call[0]), (1,), np.float32), carray(_pointer(call[1]), (1,), np.float32)
+    values, mask = carray(_pointer(call[2]), (1,), np.float32), carray(_pointer(call[3]), (1,), np.float32)
+    _run(call, q, keys, values, mask, carray(_pointer(call[4]), (1,), np.float32))
+
+
+@cfunc(types.void(types.voidptr), cache=True)
+@no_type_check
+def work_on_bfloat16(data: Any) -> None:
+    """The same of bfloat16, which numba does not know: of its bits."""
+    call = carray(data, (19,), np.int64)
+    q, keys = carray(_pointer(call[0]), (1,), np.uint16), carray(_pointer(call[1]), (1,), np.uint16)
+    values, mask = carray(_pointer(call[2]), (1,), np.uint16), carray(_pointer(call[3]), (1,), np.uint16)
+    _run(call, q, keys, values, mask, carray(_pointer(call[4]), (1,), np.uint16))

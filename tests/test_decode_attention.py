@@ -1,0 +1,117 @@
+"""Attention of one new token a request: right, and the same bits beside any other request, thread or address."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cacheprobe.ops import decode_attention as module
+from cacheprobe.ops.attention import cached_attention
+from cacheprobe.ops.decode_attention import decode_attention, serves
+from cacheprobe.ops.equality import bitwise, close
+
+pytestmark = pytest.mark.determinism
+
+CAPACITY = 300
+POSITIONS = (3, 60, 127, 0, 299, 16)
+DTYPES = (torch.float32, torch.bfloat16)
+SHAPES = ((4, 4, 16, 16), (6, 2, 20, 12), (9, 3, 64, 64), (8, 1, 7, 5))
+"""Heads, heads of keys, their width and that of values."""
+
+
+def drawn(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, keys, values and a causal mask of six requests."""
+    heads, groups, depth, value_depth = shape
+    draw = torch.Generator().manual_seed(heads)
+    q = torch.randn(len(POSITIONS), heads, 1, depth, generator=draw).to(dtype)
+    keys = torch.randn(len(POSITIONS), groups, CAPACITY, depth, generator=draw).to(dtype)
+    values = torch.randn(len(POSITIONS), groups, CAPACITY, value_depth, generator=draw).to(dtype)
+    hidden = torch.arange(CAPACITY) > torch.tensor(POSITIONS)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+    return q, keys, values, mask[:, None, None]
+
+
+def attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rows: Any = None) -> Tensor:
+    """Attention of batch rows 0, 1, ..., which stand for requests `rows`."""
+    rows = range(len(q)) if rows is None else rows
+    places = [
+        (b, row * keys.stride(0), row * values.stride(0), POSITIONS[row] + 1) for b, row in enumerate(rows)
+    ]  # fmt: skip
+    return decode_attention(q, keys[:1], values[:1], mask, np.array(places, np.int64), 0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_attention(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    q, keys, values, mask = drawn(shape, dtype)
+    positions = torch.tensor(POSITIONS)[:, None]
+    plain = cached_attention(q.float(), keys.float(), values.float(), torch.arange(len(q)), positions, 0.3)
+    if dtype == torch.float32:
+        assert close(attended(q, keys, values, mask), plain, 1e-5, because="sums are ordered otherwise")
+    else:
+        assert close(attended(q, keys, values, mask).float(), plain, 2**-7, because="it is rounded to bfloat16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_depend_on_the_request_alone(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, in reverse order, on one thread, on all for little work, at an odd address, over a longer mask."""
+    q, keys, values, mask = drawn(shape, dtype)
+    wanted = attended(q, keys, values, mask)
+    for row in range(len(q)):
+        assert bitwise(attended(q[row : row + 1], keys, values, mask[row : row + 1], [row])[0], wanted[row])
+    order = list(reversed(range(len(q))))
+    assert bitwise(attended(q[order], keys, values, mask[order], order), wanted[order])
+    odd = torch.empty(q.numel() + 1, dtype=dtype)[1:].view(q.shape).copy_(q)
+    assert bitwise(attended(odd, keys, values, mask), wanted)
+    assert bitwise(attended(q, keys, values, mask.expand(-1, shape[0], -1, -1).contiguous()), wanted)
+    for little in (0, 2**40):
+        monkeypatch.setattr(module, "_LITTLE", little)
+        assert bitwise(attended(q, keys, values, mask), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mask_of_one_request_or_head_changes_no_other(dtype: torch.dtype) -> None:
+    """Head 4 of request 2 does not see position 5."""
+    q, keys, values, mask = drawn(SHAPES[1], dtype)
+    wanted = attended(q, keys, values, mask)
+    of_heads = mask.expand(-1, 6, -1, -1).clone()
+    of_heads[2, 4, 0, 5] = torch.finfo(dtype).min
+    differs = (attended(q, keys, values, of_heads) != wanted).any(-1)[..., 0]
+    assert differs.nonzero().tolist() == [[2, 4]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_other_slot_is_read(dtype: torch.dtype) -> None:
+    """What lies behind a request's own position may be anything, no number included."""
+    q, keys, values, mask = drawn(SHAPES[1], dtype)
+    wanted = attended(q, keys, values, mask)
+    for row, position in enumerate(POSITIONS):
+        keys[row, :, position + 1 :] = torch.nan
+        values[row, :, position + 1 :] = torch.inf
+    assert bitwise(attended(q, keys, values, mask), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_stays_visible(dtype: torch.dtype) -> None:
+    q, keys, values, mask = drawn(SHAPES[1], dtype)
+    keys[2, 1, 5] = torch.nan
+    out = attended(q, keys, values, mask)
+    assert out[2, 3:].isnan().all() and not out[2, :3].isnan().any() and not out[[0, 1, 3, 4, 5]].isnan().any()
+
+
+def test_rows_without_a_place_are_zero() -> None:
+    q, keys, values, mask = drawn(SHAPES[0], torch.float32)
+    places = np.array([(1, keys.stride(0), values.stride(0), POSITIONS[1] + 1)], np.int64)
+    out = decode_attention(q, keys[:1], values[:1], mask, places, 0.3)
+    assert out[1].any() and not out[[0, 2, 3, 4, 5]].any()
+
+
+def test_it_serves_by_kind_and_width() -> None:
+    q = torch.zeros(2, 3, 1, 4)
+    assert serves(q) and serves(q.bfloat16())
+    assert not serves(q.double()) and not serves(q.half()) and not serves(torch.zeros(2, 3, 2, 4))
