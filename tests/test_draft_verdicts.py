@@ -33,6 +33,29 @@ def looked_up() -> cp.Trace:
     return cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.NGram())
 
 
+@pytest.fixture(scope="module")
+def cancelled() -> cp.Trace:
+    """A request is cancelled while nobody has judged its draft, where an earlier draft was rolled back."""
+    requests = [cp.Request(PROMPTS[0], arrival_step=12), cp.Request(PROMPTS[1])]
+    settings = {**SMALL, "group": 1, "window": 8, "drafter": cp.drafters.EarlyExit(layer=0), "capture": "SZ"}
+    del settings["progress"]
+    pieces = cp.stream(loaded(), requests, **settings)
+    for piece in pieces:
+        if piece.request_id == 0:
+            pieces.cancel(1)
+    trace = pieces.trace()
+    history = drafts_table(trace.events()).query("request_id == 1")
+    lost = set(history[history.judged.notna() & (history.verdict != "accepted")].place)
+    assert trace.meta["finish"]["1"] == "cancelled" and lost & set(history[history.judged.isna()].place)
+    return trace
+
+
+def test_a_draft_that_nobody_judged_is_not_taken_for_an_earlier_one(cancelled: cp.Trace) -> None:
+    """`cacheprobe prove` found it: rows that were given up were said to be rolled back like an earlier draft there."""
+    assert (cancelled.row_table.status == "given_up").any()
+    assert cp.verify(cancelled, loaded(), progress=False).first_difference is None
+
+
 @pytest.mark.parametrize("name", ["drafted", "evicted", "looked_up"])
 def test_every_reading_names_the_draft_that_stood_at_its_position(name: str, request: pytest.FixtureRequest) -> None:
     trace = request.getfixturevalue(name)
@@ -132,8 +155,10 @@ def test_the_sentence_names_the_layer_where_the_committed_token_wins() -> None:
     assert "at no last layer" in parting(shares((0.9, 0), (0.1, 0), verdict="not_drafted"))
 
 
-def test_a_run_of_format_4_is_read_as_todays(evicted: cp.Trace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["evicted", "cancelled"])
+def test_a_run_of_format_4_is_read_as_todays(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Its rows called given-up drafts rolled back, its tokens had their blanks, and no table named every token."""
+    evicted = request.getfixturevalue(name)
     run = evicted.save(tmp_path / "run")
     manifest = json.loads((run / "manifest.json").read_text())
     old = {"rolled_back": "rolled_back", "given_up": "rolled_back"}

@@ -35,6 +35,10 @@ _ROWS_TRIED, _MOST_CYCLES = 1000, 6
 only, so small models are tried with more texts."""
 
 
+class ShapeRefused(ValueError):
+    """The trial found that a fixed shape does not give every row the same bits. Raised before a request is computed."""
+
+
 @dataclass(frozen=True)
 class Hooked:
     """What else acts on the model in the run: where something does, another forward may run than where nothing does."""
@@ -60,7 +64,7 @@ def serving_config(
     is_promised: whether a request is deterministic. Where none is, and no group serves, the first one is taken: drafts
         are then checked in a shape whose rounding may depend on the batch row, as in any other engine.
     Each shape is tried once for a model and the numeric settings of the process.
-    Raises: ValueError for a given group that does not serve, naming one that does; and where none serves.
+    Raises: ShapeRefused for a given group that does not serve, naming one that does; and where none serves.
     """
     if is_group_given:
         _require_verify(model, config, hooked)
@@ -72,7 +76,7 @@ def serving_config(
         if group is None and not is_promised:
             group = first[0]
         elif group is None:
-            raise ValueError(
+            raise ShapeRefused(
                 f"no group of {', '.join(map(str, sorted(groups)))} gives every row the same bits with "
                 f"window={config.window} on this machine ({first[0]} x {config.window}: {first[1]}); "
                 f"{_other_window(model, config, hooked)}"
@@ -80,7 +84,7 @@ def serving_config(
         config = replace(config, group=group)
     chunk = config.prefill_chunk, config.capacity, "prefill"
     if config.prefill_group > 1 and (fault := _fault(model, config.prefill_group, *chunk, hooked)):
-        raise ValueError(
+        raise ShapeRefused(
             f"prefill passes of {config.prefill_group} x {config.prefill_chunk} rows do not compute every row alike on "
             f"this machine: {fault}; set prefill_group=1"
         )
@@ -95,7 +99,7 @@ def _require_verify(model: CachedLM, config: EngineConfig, hooked: Hooked) -> No
     nearby = (*range(config.group + 1, config.group + _NEARBY), *_GROUPS)
     better = next((group for group in nearby if _fault(model, group, *size, hooked) is None), None)
     remedy = f"set group={better}" if better else _other_window(model, config, hooked)
-    raise ValueError(
+    raise ShapeRefused(
         f"verify passes of {config.group} x {config.window} rows do not compute every row alike on this machine: "
         f"{fault}; {remedy}"
     )

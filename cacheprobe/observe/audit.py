@@ -102,7 +102,8 @@ def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
     by_equality = request.is_deterministic or trace.meta["config"].get("acceptance", "equality") == "equality"
     history = History(prompt, is_all or request.is_deterministic, by_equality)
     history.text, history.roles = list(prompt), ["prompt"] * len(prompt)
-    for draft in token_history(events)[lambda t: t.outcome != "committed"].fillna({"outcome": ""}).itertuples():
+    drafts = token_history(events).fillna({"outcome": ""}).query("outcome != 'committed'")  # null: nobody decided
+    for draft in drafts.itertuples():
         history.drafts.setdefault(len(prompt) + draft.place, []).append((draft.born, draft.outcome))
     history.given_up = [step for number, step in trace.meta["preemptions"] if number == request.request_id]
     return history

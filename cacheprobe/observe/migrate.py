@@ -84,7 +84,7 @@ def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapp
     """
     history = token_history(events)
     position = history.place + history.request_id.map(prompt_lengths)
-    drafts = history[history.outcome != "committed"].assign(position=position)
+    drafts = history[history.outcome.fillna("") != "committed"].assign(position=position)
     lost = rows[(rows.status == "rolled_back") & (rows.phase == "decode")]
     fed = lost[["row", "request_id", "position", "step"]].merge(drafts, on=["request_id", "position"])
     newest = fed[fed.born < fed.step].sort_values("born").drop_duplicates("row", keep="last")

@@ -18,6 +18,7 @@ from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.make import add, zero
 from cacheprobe.names import HEAD_SITES, PATTERN
 from cacheprobe.observe.trace import Trace
+from cacheprobe.proof.refusals import run_in_serving_shape
 from cacheprobe.proof.subjects import Subject
 from cacheprobe.proof.tally import Tally
 from cacheprobe.proof.traffic import draw_drafter, draw_request, rows_needed
@@ -96,11 +97,18 @@ def _draw_interventions(subject: Subject, requests: Sequence[Request], rng: np.r
 
 
 def mixed_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
-    """Draw, run, compare with the oracle by a replay, and count what was drawn."""
-    drawn = draw_mixed(subject, seed)
-    if drawn.num_abandoned:
-        _abandon(subject, drawn)
-    trace = _run(subject, drawn)
+    """Draws an episode, runs it, compares it with the oracle by a replay, and counts what was drawn.
+
+    Runs the same requests in another shape if the trial refuses the subject's.
+    """
+
+    def compute(shape: Subject) -> tuple[Mixed, Trace]:
+        drawn = draw_mixed(shape, seed)
+        if drawn.num_abandoned:
+            _abandon(shape, drawn)
+        return drawn, _run(shape, drawn)
+
+    subject, (drawn, trace) = run_in_serving_shape(subject, tally.refused, compute)
     where = f"{subject.key}, mixed episode {tally.episodes}"
     for request_id, error in trace.meta["errors"].items():
         tally.differences.append(f"{where}: request {request_id} ended with {error}")
@@ -113,7 +121,7 @@ def mixed_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
         tally.counts["mixed_states_and_heads_compared"] += result.num_states
         tally.counts["mixed_readings_compared"] += result.num_readings
     tally.episodes += 1
-    tally.episodes_of[subject.key] += 1
+    tally.episodes_of[subject.traffic_key] += 1
     _count(tally, trace, drawn)
 
 

@@ -29,7 +29,8 @@ def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progr
         with Progress(num_tokens, "comparing", "tokens", done=tally.num_compared, enabled=progress) as bar:
 
             def report(at: Tally) -> None:
-                bar.at(min(at.num_compared, num_tokens), f"{len(at.differences)} differences")
+                refused = f", shapes refused by the trial: {len(at.refused)}" if at.refused else ""
+                bar.at(min(at.num_compared, num_tokens), f"{len(at.differences)} differences{refused}")
 
             soak(subjects, tally, num_tokens, path, seed, report)
         if beside:

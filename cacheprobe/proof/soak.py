@@ -12,6 +12,7 @@ from cacheprobe.api import run
 from cacheprobe.observe.trace import Trace
 from cacheprobe.proof.mixed import mixed_episode
 from cacheprobe.proof.oracle import Answer, answer_of, ask
+from cacheprobe.proof.refusals import run_in_serving_shape
 from cacheprobe.proof.subjects import Subject
 from cacheprobe.proof.tally import Tally
 from cacheprobe.proof.traffic import Corrupted, Episode, draw_episode, draw_request
@@ -47,7 +48,7 @@ def soak(
     saved = began = time.monotonic()
     before = tally.seconds
     while tally.num_compared < num_tokens:
-        done = {kind: sum(tally.compared[s.key] for s in listed) / SHARES[kind] for kind, listed in kinds.items()}
+        done = {kind: sum(map(tally.compared_of, listed)) / SHARES[kind] for kind, listed in kinds.items()}
         kind = min(kinds, key=lambda kind: done[kind])  # the one that is furthest behind its share
         listed = kinds[kind]
         subject = min(listed, key=lambda s: tally.episodes_of[s.key])
@@ -63,34 +64,43 @@ def soak(
 
 
 def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
-    """Draw, run, compare."""
+    """Draws requests and settings, runs them, and compares each request with the oracle.
+
+    Runs the same requests in another shape if the trial refuses the subject's.
+    """
     rng = np.random.default_rng(list(seed))
     is_captured = bool(rng.random() < CAPTURE_SHARE)
-    numbers = []
+    numbers, size = [], tally.pools[subject.key]
     for _ in range(int(rng.integers(2, MOST_REQUESTS[subject.kind] + 1))):
-        size = tally.pools[subject.key]
         is_new = size == 0 or rng.random() < NEW_SHARES[subject.kind]
         number = size if is_new else int(rng.integers(size))
         numbers.append(number - number % STATES_EVERY if is_captured and not is_new else number)
-        tally.pools[subject.key] += is_new
-    episode = draw_episode(subject, int(rng.integers(2**31)), numbers)
+        size += is_new
+    tally.pools[subject.key] = size
+    episode_seed = int(rng.integers(2**31))
     layers = captured_layers(subject)
-    trace = run(
-        subject.model,
-        episode.requests,
-        **subject.settings,
-        **episode.settings,
-        drafter=episode.drafter,
-        capture="STCZ" if is_captured else None,
-        layers=layers,
-        progress=False,
-    )
+
+    def compute(shape: Subject) -> tuple[Episode, Trace]:
+        episode = draw_episode(shape, episode_seed, numbers)
+        trace = run(
+            shape.model,
+            episode.requests,
+            **shape.settings,
+            **episode.settings,
+            drafter=episode.drafter,
+            capture="STCZ" if is_captured else None,
+            layers=layers,
+            progress=False,
+        )
+        return episode, trace
+
+    subject, (episode, trace) = run_in_serving_shape(subject, tally.refused, compute)
     _check_schedule(subject, tally, trace)
     for request_id, number in enumerate(episode.pool_numbers):
         if number is not None:
             _compare(subject, tally, trace, request_id, number, layers, is_captured)
     tally.episodes += 1
-    tally.episodes_of[subject.key] += 1
+    tally.episodes_of[subject.traffic_key] += 1
     _count(subject, tally, trace, episode)
 
 

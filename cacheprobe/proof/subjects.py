@@ -1,10 +1,11 @@
 """What is put to the test: tiny models, near-tied ones and the real one, each with its shapes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -21,6 +22,8 @@ _SHAPES = ((4, 4, 1), (8, 2, 2), (1, 8, 1), (3, 4, 3), (16, 1, 1), (5, 4, 2))
 """(window, group, prefill_group) of the tiny models, dealt out in turn. Windows of one row have unpadded prompts."""
 _REAL_SHAPES = ((4, 1, 1, 16), (8, 2, 2, 16), (1, 16, 1, 64), (16, 4, 1, 32))
 """The same and prefill_chunk, of the real model: small ones, the one that determinism is cheapest with, the default."""
+_LONGEST_WINDOW, _LARGEST_GROUP = 16, 8
+"""Of the shapes that are drawn where one is refused."""
 _TWINS = (
     ("llama", "float32", TWINS, 4, 2),
     ("qwen3", "bfloat16", WIDE, 4, 2),
@@ -49,11 +52,19 @@ class Subject:
     prefill_group: int = 1
     disagrees: bool = False
     """Its fast path differs from its verifier by itself, so it is given traffic that shows it."""
+    original: "Subject | None" = None
+    """The subject whose shape was refused, if this one runs the same model and traffic in another shape."""
 
     @property
     def key(self) -> str:
         ends = "" if self.pads_prefill else " unpadded"
-        return f"{self.name} {self.dtype} W{self.window} G{self.group} P{self.prefill_group}{ends}"
+        name = f"{self.name} {self.dtype}" if self.original is None else f"{self.original.key} as"
+        return f"{name} W{self.window} G{self.group} P{self.prefill_group}{ends}"
+
+    @property
+    def traffic_key(self) -> str:
+        """Returns the key that requests are drawn with and counted by; another shape keeps that of its original."""
+        return self.key if self.original is None else self.original.traffic_key
 
     @property
     def pads_prefill(self) -> bool:
@@ -70,6 +81,8 @@ class Subject:
 
     @cached_property
     def model(self) -> CachedLM:
+        if self.original is not None:
+            return self.original.model
         if self.build is None:
             return _real_model(self.dtype)
         return load_model(self.build())
@@ -77,6 +90,8 @@ class Subject:
     @cached_property
     def neighbour(self) -> CachedLM | None:
         """A draft model that is often right: the same weights, a little moved. None for the real model."""
+        if self.original is not None:
+            return self.original.neighbour
         if self.build is None:
             return None
         moved = self.build()
@@ -90,6 +105,8 @@ class Subject:
     @cached_property
     def plain(self) -> PreTrainedModel | None:
         """Hugging Face's own copy, which nothing of ours has touched; None for the real model."""
+        if self.original is not None:
+            return self.original.plain
         return self.build() if self.build else None
 
     @property
@@ -97,6 +114,25 @@ class Subject:
         prefill = dict(prefill_chunk=self.prefill_chunk, prefill_group=self.prefill_group)
         pads = dict(pad_prefill=self.pads_prefill)
         return dict(window=self.window, group=self.group, capacity=self.capacity, **prefill, **pads)
+
+
+def other_shapes(subject: Subject, number: int) -> Iterator[Subject]:
+    """Yields the subject in up to `number` other shapes, drawn at random from its key, so in the same order each time.
+
+    A window of one token stays one, a longer one stays longer: so prompts stay padded or unpadded.
+    """
+    rng = np.random.default_rng([*subject.key.encode()])
+    windows = range(2, _LONGEST_WINDOW + 1) if subject.window > 1 else (1,)
+    shapes = [
+        (window, group, prefill_group)
+        for window in windows
+        for group in range(1, _LARGEST_GROUP + 1)
+        for prefill_group in (1, 2, 3)
+        if (window, group, prefill_group) != (subject.window, subject.group, subject.prefill_group)
+    ]
+    for i in rng.permutation(len(shapes))[:number]:
+        window, group, prefill_group = shapes[i]
+        yield replace(subject, window=window, group=group, prefill_group=prefill_group, original=subject)
 
 
 @cache

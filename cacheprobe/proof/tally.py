@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from cacheprobe.proof.oracle import Answer
-from cacheprobe.proof.subjects import REAL
+from cacheprobe.proof.subjects import REAL, Subject
 
 
 @dataclass
@@ -31,6 +31,8 @@ class Tally:
     episodes_of: Counter[str] = field(default_factory=Counter)
     """Episodes, by subject."""
     fingerprints: dict[str, dict] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Shapes that the trial refused: by subject and shape, the reason."""
 
     @property
     def num_compared(self) -> int:
@@ -39,6 +41,11 @@ class Tally:
     @property
     def num_distinct(self) -> int:
         return sum(self.distinct.values())
+
+    def compared_of(self, subject: Subject) -> int:
+        """Returns the tokens compared for a subject, in its own shape and in those that replaced it."""
+        in_other_shapes = f"{subject.key} as "
+        return sum(n for key, n in self.compared.items() if key == subject.key or key.startswith(in_other_shapes))
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +81,8 @@ class Tally:
             "rollbacks_natural_by_dtype": _by_dtype(self.natural),
             "rollbacks_natural_real_model": _of_real(self.natural),
             **dict(sorted(self.counts.items())),
+            "shapes_refused_by_trial": len(self.refused),
+            "refused_shapes": dict(sorted(self.refused.items())),
             "differences": len(self.differences),
             "seconds": round(self.seconds),
         }
@@ -81,9 +90,17 @@ class Tally:
     def text(self) -> str:
         """The figures as lines for a terminal."""
         numbers = self.numbers()
+        del numbers["refused_shapes"]
         width = max(map(len, numbers))
         lines = [f"{name:<{width}}  {value}" for name, value in numbers.items()]
+        lines.append(refused_line(self.refused))
         return "\n".join([*lines, *(f"DIFFERENCE {difference}" for difference in self.differences[:10])])
+
+
+def refused_line(refused: dict[str, str]) -> str:
+    """Returns how many shapes the trial refused, and which, for a terminal."""
+    named = "".join(f"\n  {key}: {reason}" for key, reason in sorted(refused.items()))
+    return f"shapes refused by the trial: {len(refused)}{named}"
 
 
 def _by_dtype(counted: Counter[str]) -> dict[str, int]:

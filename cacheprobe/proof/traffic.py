@@ -55,7 +55,7 @@ _STOP_TEXTS = ("not flip", "What's", " A: ", "\n\nA")
 
 def draw_request(subject: Subject, number: int) -> Request:
     """Request `number` of a subject's pool: the same in every episode, so that the oracle is asked once."""
-    rng = np.random.default_rng([number, *subject.key.encode()])
+    rng = np.random.default_rng([number, *subject.traffic_key.encode()])
     vocab = subject.model.d_vocab
     length = int(rng.integers(1, 34))
     prompt = rng.integers(0, vocab, length).tolist()
