@@ -85,6 +85,16 @@ def test_rows_that_were_fed_a_rejected_token_are_left_out_unless_asked_for(draft
     assert set(drafted.settling().row) <= set(usual.row)
 
 
+def test_readings_name_the_token_that_their_row_read(drafted: cp.Trace, tmp_path: Path) -> None:
+    fed = drafted.row_table.set_index("row")
+    drafted.save(tmp_path / "run")
+    stored = StoredRun(tmp_path / "run").readings(0)
+    for table in (drafted.readings(include_rolled_back=True), drafted.read(cp.lenses.LogitLens()), stored):
+        assert table.read_token.tolist() == fed.token[table.row].tolist()
+        assert table.read_token_id.tolist() == fed.token_id[table.row].tolist()
+        assert table.columns.tolist().index("read_token_id") == table.columns.tolist().index("position") + 1
+
+
 def test_drafts_that_were_given_up_are_no_rolled_back_ones(evicted: cp.Trace) -> None:
     """A row of a decode pass is rolled back where a verdict rolled its token back, and given up where none came."""
     rows, history = evicted.row_table, drafts_table(evicted.events())

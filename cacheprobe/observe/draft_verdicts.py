@@ -13,6 +13,8 @@ VERDICT_COLUMNS = ["drafted_token_id", "drafted_token", "verdict", "prediction_d
 """Columns that `with_verdicts` adds to the readings."""
 NOT_DRAFTED = "not_drafted"
 """Group of the readings of positions for which the row's pass had no draft."""
+READ_COLUMNS = ["read_token_id", "read_token"]
+"""Columns that `with_read_tokens` adds to the readings."""
 
 
 def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
@@ -79,6 +81,19 @@ def with_verdicts(
     top = [[_text(token_texts, token) for token in _ids(ids)] for ids in table.top_token_ids]
     table.insert(table.columns.get_loc("top_token_ids") + 1, "top_tokens", top)
     return table
+
+
+def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """The readings with the columns read_token_id and read_token: the token that the row was fed, at its own position.
+
+    rows: as in `observe.tables.rows_table`.
+    """
+    readings = readings.drop(columns=READ_COLUMNS, errors="ignore")
+    fed = rows[rows.row.isin(readings.row.unique())].set_index("row")[["token_id", "token"]].reindex(readings.row)
+    place = readings.columns.get_loc("position") + 1
+    readings.insert(place, "read_token_id", fed.token_id.astype("Int64").array)
+    readings.insert(place + 1, "read_token", fed.token.to_numpy(dtype=object))
+    return readings
 
 
 def _ids(held: Any) -> list[int]:
