@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from itertools import pairwise
 
 import pandas as pd
 
@@ -56,6 +57,19 @@ def saturation_slowly(table: pd.DataFrame, top: int) -> dict[int, tuple]:
                 since -= 1
             layers.append(readings[since]["layer"])
         out[row] = (*layers, layers == sorted(layers))
+    return out
+
+
+def settling_slowly(table: pd.DataFrame) -> dict[int, tuple[int, int, str]]:
+    """Row -> prediction depth, number of flips, path."""
+    out = {}
+    for row, readings in _rows(table).items():
+        depth, path = readings[0]["layer"], [readings[0]["token"]]
+        for before, r in pairwise(readings):
+            if r["token_id"] != before["token_id"]:
+                depth = r["layer"]
+                path.append(r["token"])
+        out[row] = (depth, len(path) - 1, " → ".join(path))
     return out
 
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
@@ -79,6 +80,14 @@ def test_states_can_be_told_apart_without_their_colours(trace: cp.Trace) -> None
         assert not sign or picture.count(f">{sign}</text>") == shown.sum(), state
     assert "◇" in picture and "○" in picture
     assert 'class="mark ' in picture and 'class="sign' not in picture  # whose letters would have no fill
+
+
+def test_the_decode_grid_says_what_was_read_and_predicted_at_each_place(trace: cp.Trace) -> None:
+    standing = standing_at(token_history(trace.events()), 6)
+    picture = decode_picture(standing, range(5), range(9, 12), {}, verified=dict.fromkeys(range(5), True))
+    drawn = [text for text in ElementTree.fromstring(picture).iter() if text.tag.endswith("text")]
+    read, predicted = ([t.text for t in drawn if t.get("y") == y] for y in ("12", "27"))
+    assert read == ["read", "+9", "+10", "+11"] and predicted == ["→ predicts", "→ +10", "→ +11", "→ +12"]
 
 
 def test_the_decode_grid_shows_tokens_and_margins(trace: cp.Trace) -> None:

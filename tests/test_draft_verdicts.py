@@ -8,9 +8,10 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.observe.draft_verdicts import drafts_table, parting, prediction_depths, shares_by_verdict
+from cacheprobe.observe.hypotheses import settling
 from cacheprobe.observe.stored import StoredRun
 from cacheprobe.records import FED_A_DRAFT_IN_VAIN
-from tests.measures_slowly import drafts_slowly, shares_by_verdict_slowly
+from tests.measures_slowly import drafts_slowly, settling_slowly, shares_by_verdict_slowly
 from tests.tiny import PROMPTS, SMALL, loaded
 
 EVICTED = dict(kv_rows=110, window=8, prefill_chunk=16, pad_prefill=True, drafter=cp.drafters.EarlyExit(layer=0))
@@ -107,6 +108,16 @@ def test_rows_that_were_fed_a_rejected_token_are_left_out_unless_asked_for(draft
     assert set(drafted.settling().row) <= set(usual.row)
 
 
+def test_readings_name_the_token_that_their_row_read(drafted: cp.Trace, tmp_path: Path) -> None:
+    fed = drafted.row_table.set_index("row")
+    drafted.save(tmp_path / "run")
+    stored = StoredRun(tmp_path / "run").readings(0)
+    for table in (drafted.readings(include_rolled_back=True), drafted.read(cp.lenses.LogitLens()), stored):
+        assert table.read_token.tolist() == fed.token[table.row].tolist()
+        assert table.read_token_id.tolist() == fed.token_id[table.row].tolist()
+        assert table.columns.tolist().index("read_token_id") == table.columns.tolist().index("position") + 1
+
+
 def test_drafts_that_were_given_up_are_no_rolled_back_ones(evicted: cp.Trace) -> None:
     """A row of a decode pass is rolled back where a verdict rolled its token back, and given up where none came."""
     rows, history = evicted.row_table, drafts_table(evicted.events())
@@ -193,11 +204,13 @@ def test_the_texts_of_all_choices_are_stored(drafted: cp.Trace, tmp_path: Path) 
     ]
 
 
-def test_prediction_depth_is_that_of_settling(drafted: cp.Trace) -> None:
-    """Of every reading of a row, in whatever order the readings stand."""
+def test_settling_and_the_readings_have_one_prediction_depth(drafted: cp.Trace) -> None:
+    """In whatever order the readings stand, and over those of some layers alone."""
     table = drafted.readings(include_rolled_back=True)
-    depth = drafted.settling().set_index("row").prediction_depth
-    mine = table[table.row.isin(depth.index)]
-    assert mine.prediction_depth.tolist() == depth[mine.row].tolist() and depth.nunique() > 1
-    mixed = table.sample(frac=1, random_state=0)
-    assert prediction_depths(mixed).tolist() == mixed.prediction_depth.tolist()
+    for shown in (table, table.sample(frac=1, random_state=0), table[table.layer < 2]):
+        wanted = settling_slowly(shown)
+        lines = settling(shown).itertuples()
+        assert {r.row: (r.prediction_depth, r.num_flips, r.path) for r in lines} == wanted
+        depths = [wanted[row][0] for row in shown.row]
+        assert prediction_depths(shown).tolist() == depths and len(set(depths)) > 1
+        assert len(shown[shown.layer == 2]) == 0 or shown.prediction_depth.tolist() == depths

@@ -165,7 +165,7 @@ def test_token_texts_cannot_mark_up_a_figure(trace: cp.Trace) -> None:
     """Plotly reads <b> and <a href> in its texts, and drops other tags with what they hold."""
     hypotheses = trace.hypotheses()
     for token in (HOSTILE, "<i>"):  # the first is cut in cells and ticks, the second fits
-        hypotheses[["token", "committed_token"]] = token
+        hypotheses[["token", "committed_token", "read_token"]] = token
         figure = cp.views.lens_grid(hypotheses, 0, include="all")
         heat = figure.data[0]
         shown = [*heat.text.flatten(), *figure.layout.xaxis.ticktext, *heat.hovertext.flatten()]

@@ -6,7 +6,7 @@ from cacheprobe.dash_app.reader import Reader
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.dash_app.tokenizers import texts_of
 from cacheprobe.observe.hypotheses import settling
-from cacheprobe.observe.token_history import fates_at
+from cacheprobe.observe.token_history import fates_at, fates_of_row
 from cacheprobe.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.views.insight import insight, insight_in_vain
 from cacheprobe.views.lens_table import reads_and_predicts
@@ -30,6 +30,8 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **named}
     place = position + 1 - book.prompt_length(request)
     fates = fates_at(book.history_of(request), place)
+    if ask.get("row") is not None:
+        fates = fates_of_row(fates, int(row.step))
     title, body = card_parts(table, settling(table).iloc[0].to_dict(), fates, texts, row.token)
     return f"<h3>{markup(title)}</h3>{body}"
 
@@ -51,7 +53,8 @@ def sentence(shelf: Shelf, ask: Ask) -> str:
         said = insight_in_vain(table, row)
     else:
         fates = fates_at(book.history_of(request), position + 1 - book.prompt_length(request))
-        said = insight(table, rows[rows.position == position], fates, book.run.token_texts)
+        step = None if row is None else int(row.step)
+        said = insight(table, rows[rows.position == position], fates, book.run.token_texts, step=step)
     kind = "" if row is None or row.status == "committed" else f"{row.status.replace('_', ' ')} row, step {row.step}, "
     where = kind + reads_and_predicts(position)
     return f"<b>{where[0].upper()}{where[1:]}:</b> {markup(said)}."

@@ -11,7 +11,7 @@ from cacheprobe.dash_app.reader import RECORDED, Reader
 from cacheprobe.dash_app.shelf import Shelf
 from cacheprobe.views.attribution import attribution
 from cacheprobe.views.lens_picture import LABEL_WIDTH, PITCH, SITE_WORDS, readings_picture
-from cacheprobe.views.lens_table import finding, select
+from cacheprobe.views.lens_table import BELOW, finding, select
 from cacheprobe.views.text import markup
 
 MOST_COLUMNS = 40
@@ -41,8 +41,8 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     return (
         f"<h2>{said}</h2><p class='note'>{SITE_WORDS[site]} of every layer through the "
         f"{markup(lens)} lens, rows that read positions {shown.position.min()} to {shown.position.max()} of {last}. "
-        "A cell names the layer's first choice for the next position; the token committed there stands below. "
-        "Click one. Underlined columns "
+        f"A cell names the layer's first choice for the next position; click one. Below a column: {BELOW}. "
+        "Underlined columns "
         "were computed in the chosen step.</p>"
         f"<div class='page' data-first='{page.start}' data-last='{page.stop - 1}'>{picture}</div>"
     )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from cacheprobe.lenses.logit import LogitLens
-from cacheprobe.observe.draft_verdicts import VERDICT_COLUMNS, with_verdicts
+from cacheprobe.observe.draft_verdicts import VERDICT_COLUMNS, with_read_tokens, with_verdicts
 from cacheprobe.observe.reading import read_states
 from cacheprobe.observe.thoughts import as_hypotheses
 from cacheprobe.records import FED_A_DRAFT_IN_VAIN
@@ -19,6 +19,7 @@ def hypotheses_of(trace: "Trace", include_rolled_back: bool) -> pd.DataFrame:
     spoken = None
     if trace.thought_table is not None:
         spoken = as_hypotheses(trace.thought_table, trace.meta["thought_layer"], trace.token_texts)
+        spoken = with_read_tokens(spoken, trace.row_table)
     if spoken is not None and trace.hypothesis_table is None:
         table = spoken.assign(**dict.fromkeys(VERDICT_COLUMNS, pd.NA))
     elif spoken is None:
@@ -41,7 +42,8 @@ def _readings(trace: "Trace") -> pd.DataFrame:
 def _judged(trace: "Trace") -> pd.DataFrame:
     if trace.hypothesis_table is not None:
         lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
-        return with_verdicts(trace.hypothesis_table, trace.event_table, lengths, trace.token_texts)
+        table = with_verdicts(trace.hypothesis_table, trace.event_table, lengths, trace.token_texts)
+        return with_read_tokens(table, trace.row_table)
     if trace.meta["kind"] == "import" and trace.model is not None and "S" in trace.store.sites:
         return read_states(trace, LogitLens())
     trace.require_there("Z")

@@ -13,6 +13,8 @@ VERDICT_COLUMNS = ["drafted_token_id", "drafted_token", "verdict", "prediction_d
 """Columns that `with_verdicts` adds to the readings."""
 NOT_DRAFTED = "not_drafted"
 """Group of the readings of positions for which the row's pass had no draft."""
+READ_COLUMNS = ["read_token_id", "read_token"]
+"""Columns that `with_read_tokens` adds to the readings."""
 
 
 def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
@@ -50,7 +52,7 @@ def with_verdicts(
 
     A row at position p predicts position p + 1. Its drafted token is the one that stood there as a draft in the row's
     own pass: the pass that drafted it, or the verify pass that judged it. Null where nothing was drafted.
-    prediction_depth: as in `observe.hypotheses.settling`.  top_tokens: the texts of top_token_ids.
+    prediction_depth: as in `prediction_depths`.  top_tokens: the texts of top_token_ids.
     readings: one lens and site, as in `observe.tables.hypotheses_table`.  prompt_lengths: tokens by request.
     token_texts: by token id; a token that is not in it stands as "<id>".
     """
@@ -81,6 +83,19 @@ def with_verdicts(
     return table
 
 
+def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """The readings with the columns read_token_id and read_token: the token that the row was fed, at its own position.
+
+    rows: as in `observe.tables.rows_table`.
+    """
+    readings = readings.drop(columns=READ_COLUMNS, errors="ignore")
+    fed = rows[rows.row.isin(readings.row.unique())].set_index("row")[["token_id", "token"]].reindex(readings.row)
+    place = readings.columns.get_loc("position") + 1
+    readings.insert(place, "read_token_id", fed.token_id.astype("Int64").array)
+    readings.insert(place + 1, "read_token", fed.token.to_numpy(dtype=object))
+    return readings
+
+
 def _ids(held: Any) -> list[int]:
     """Token ids as a list; a thought has none."""
     return [int(token) for token in held] if pd.api.types.is_list_like(held) else []
@@ -97,20 +112,20 @@ def prediction_depths(readings: pd.DataFrame) -> pd.Series:
     """For each reading: the first layer from which its row's first choice stays that of the last layer read.
 
     Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
-    Twin: `observe.hypotheses.settling`, ==.
+    Twin: tests.measures_slowly.settling_slowly, ==.
     """
-    order = readings.sort_values(["row", "layer"], kind="stable")
-    row, layer, token = (order[name].to_numpy() for name in ("row", "layer", "token_id"))
-    if not len(order):
+    if readings.empty:
         return pd.Series(dtype="Int64", index=readings.index)
+    columns = [readings[name].to_numpy() for name in ("row", "layer", "token_id")]
+    order = np.lexsort((columns[1], columns[0]))
+    row, layer, token = (column[order] for column in columns)
     is_first = np.append(True, row[1:] != row[:-1])
     is_change = is_first | np.append(True, token[1:] != token[:-1])
     last_change = np.maximum.accumulate(np.where(is_change, np.arange(len(row)), 0))
-    ends = np.append(np.flatnonzero(is_first)[1:], len(row)) - 1
-    depth = layer[last_change[ends]]
-    return pd.Series(np.repeat(depth, np.diff(np.append(np.flatnonzero(is_first), len(row)))), order.index)[
-        readings.index
-    ].astype("Int64")
+    starts = np.append(np.flatnonzero(is_first), len(row))
+    depths = np.empty(len(row), dtype=np.int64)
+    depths[order] = np.repeat(layer[last_change[starts[1:] - 1]], np.diff(starts))
+    return pd.Series(depths, readings.index, dtype="Int64")
 
 
 def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:

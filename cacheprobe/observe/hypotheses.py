@@ -2,10 +2,9 @@
 
 import pandas as pd
 
-from cacheprobe.observe.draft_verdicts import by_verdict
+from cacheprobe.observe.draft_verdicts import by_verdict, prediction_depths
 
 _ROW = ["request_id", "row", "step", "phase", "status", "position", "verdict"]
-_CHOICE = ["row", "layer", "token_id", "token"]
 
 
 def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
@@ -24,28 +23,21 @@ def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
     prediction_depth: first layer from which the first choice stays that of the last layer read (prediction depth).
     num_flips: changes of first choice between adjacent layers.  path: the distinct first choices in order, as text.
     final_token: the last layer's first choice.  agrees: whether that is the committed token; null where none was.
-    Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
+    Source: as of `draft_verdicts.prediction_depths`, which finds the depth.
+    Twin: tests.measures_slowly.settling_slowly, ==.
     """
     if hypotheses.empty:
         raise ValueError("there are no hypotheses; capture must include Z")
-    table = hypotheses.sort_values(["request_id", "row", "layer"])  # what else is in _ROW follows from the row
-    settled: list[int] = []
-    flips: list[int] = []
-    paths: list[list[str]] = []
-    own = previous = None
-    for row, layer, token_id, token in zip(*(table[name].tolist() for name in _CHOICE), strict=True):
-        if row != own:
-            settled.append(layer)
-            flips.append(0)
-            paths.append([token])
-        elif token_id != previous:
-            settled[-1] = layer
-            flips[-1] += 1
-            paths[-1].append(token)
-        own, previous = row, token_id
+    # what else is in _ROW follows from the row
+    table = hypotheses.sort_values(["request_id", "row", "layer"], ignore_index=True)
+    is_change = (table.row != table.row.shift()) | (table.token_id != table.token_id.shift())
+    changes = table[is_change].groupby("row", sort=False).token
     ends = table[~table.row.duplicated(keep="last")].rename(columns={"token": "final_token"})
-    said = [" → ".join(path) for path in paths]
-    ends = ends.assign(prediction_depth=settled, num_flips=flips, path=said)
+    ends = ends.assign(
+        prediction_depth=prediction_depths(table).astype("int64"),
+        num_flips=changes.size().to_numpy() - 1,
+        path=changes.agg(" → ".join).to_numpy(),
+    )
     columns = [
         *_ROW,
         "prediction_depth",

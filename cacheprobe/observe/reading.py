@@ -8,7 +8,7 @@ import torch
 
 from cacheprobe.lenses.base import Lens, LensError, require_readable
 from cacheprobe.models.base import CachedLM
-from cacheprobe.observe.draft_verdicts import with_verdicts
+from cacheprobe.observe.draft_verdicts import with_read_tokens, with_verdicts
 from cacheprobe.observe.lens_reader import LensReader, Queued
 from cacheprobe.observe.tables import hypotheses_table
 from cacheprobe.records import FED_A_DRAFT_IN_VAIN
@@ -59,7 +59,8 @@ def read_states(
         raise LensError(why)
     table = hypotheses_table(columns, trace.row_table, lens.name, model.token_texts, site)
     lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
-    return with_verdicts(table, trace.event_table, lengths, _Texts(model))
+    table = with_verdicts(table, trace.event_table, lengths, _Texts(model))
+    return with_read_tokens(table, trace.row_table)
 
 
 class _Texts(dict[int, str]):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from cacheprobe.observe.draft_verdicts import with_verdicts
+from cacheprobe.observe.draft_verdicts import with_read_tokens, with_verdicts
 from cacheprobe.observe.manifest import TraceError, read_manifest, require_whole
 from cacheprobe.observe.migrate import migrated_events, migrated_readings, migrated_rows
 from cacheprobe.token_text import visible
@@ -90,7 +90,8 @@ class StoredRun:
         if self._path("tokens") is None:
             readings = migrated_readings(readings, self.rows)
         own = self.events[self.events.request_id == request_id]
-        return with_verdicts(readings, own, self._prompt_lengths, self.token_texts)
+        readings = with_verdicts(readings, own, self._prompt_lengths, self.token_texts)
+        return with_read_tokens(readings, self.rows)
 
     @property
     def _prompt_lengths(self) -> dict[int, int]:

@@ -1,5 +1,6 @@
 """Every token that a run proposed or committed, with the steps between which it stood: what a replay is drawn from."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -79,6 +80,9 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     return last.assign(state=last.state.mask(is_newest, "pending")).drop(columns="rank").reset_index(drop=True)
 
 
+_KEPT = ("accepted", "recovered", "bonus", "committed")
+
+
 class Fate(NamedTuple):
     """A token that once stood where the reading looks, and what became of it."""
 
@@ -96,3 +100,11 @@ def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
              None if pd.isna(t.outcome) else str(t.outcome))
         for t in there.itertuples()
     ]  # fmt: skip
+
+
+def fates_of_row(fates: Sequence[Fate], step: int) -> list[Fate]:
+    """Those of one row's prediction: the draft that was drafted or judged in the row's step, and what was committed.
+
+    fates: as from `fates_at`, of the position that the row predicts.  step: that computed the row.
+    """
+    return [fate for fate in fates if step in (fate.born, fate.settled) or fate.outcome in _KEPT]

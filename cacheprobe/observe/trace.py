@@ -125,9 +125,9 @@ class Trace:
     def hypotheses(self, include_rolled_back: bool = False) -> pd.DataFrame:
         """Every lens reading, one row for each layer x position x step, beside the draft that was judged there.
 
-        Columns: those of `observe.tables.hypotheses_table`, and `drafted_token`, `verdict` and `prediction_depth` of
-        `observe.draft_verdicts.with_verdicts`; top_tokens are the texts of top_token_ids. Thoughts of a Thinking States
-        model stand among them, at site "thought". An import without readings is read by the logit lens.
+        Columns: those of `observe.tables.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
+        `observe.draft_verdicts.with_verdicts`; `read_token`, which the row was fed; top_tokens, the texts of
+        top_token_ids. Thoughts stand among them, at site "thought". The logit lens reads an import without readings.
         include_rolled_back: also rows that were fed a rejected draft token, or one that was given up. They follow a
             text that was never committed, so nothing committed can be compared with their prediction.
         """

@@ -20,7 +20,7 @@ CARD_CSS = f"""
 .cp .cylinder{{margin:8px 0 0}}
 .cp .readings text{{text-anchor:middle}}
 .cp .readings .agrees,.cp .legend .agrees{{fill:none;stroke:var(--green-edge);stroke-width:2;pointer-events:none}}
-.cp .readings .v-1 rect{{fill:transparent}}
+.cp .v-1 rect{{fill:color-mix(in srgb,var(--grey-edge) 40%,var(--paper))}}
 .cp .readings .computed{{display:none;stroke:var(--ink);stroke-width:4}}
 .cp .legend .shades{{width:210px;height:29px}}
 .cp .facts{{margin:0 0 10px;display:grid;gap:3px;font-size:13.5px}}

@@ -13,7 +13,7 @@ from cacheprobe.views.timeline import LABEL_WIDTH, MOST_REQUESTS, key
 
 TOKEN_PITCH = 56
 """Pixels from one token to the next."""
-_CELL, _ROW, _TOP = 52, 30, 30
+_CELL, _ROW, _TOP = 52, 30, 38
 _COLOURS = {"candidate": "yellow", "committed": "green", "pending": "green", "rolled_back": "red"}
 SIGNS = {"candidate": "◇", "committed": "", "pending": "○", "rolled_back": "✗"}
 """In a corner of a cell, whose texture is its margin's."""
@@ -34,7 +34,8 @@ GRID_LEGEND = (
 MOST_PLACES = 40
 """Tokens of a request in one picture."""
 _NOTE = (
-    "Generated tokens by request; texture tells how close the two best tokens were when it was chosen. A bold edge: "
+    "Generated tokens by request. A column +4 → +5 holds the fifth one, which the row that reads the fourth predicts; "
+    "+0 is the prompt's last token. Texture tells how close the two best tokens were when it was chosen. A bold edge: "
     "new in this step."
 )
 
@@ -122,9 +123,10 @@ def decode_picture(
     """
     shown = standing[standing.request_id.isin(list(requests)) & standing.place.isin(places)]
     width, height = LABEL_WIDTH + TOKEN_PITCH * len(places) + 4, _TOP + _ROW * len(requests) + 2
-    parts = []
+    parts = [svg.text(2, 12, "read", "small muted"), svg.text(2, 27, "→ predicts", "small muted")]
     for i, place in enumerate(places):
-        parts.append(svg.text(_x(i) + _CELL / 2, 14, f"+{place + 1}", "small muted", "middle"))
+        for y, said in ((12, f"+{place}"), (27, f"→ +{place + 1}")):
+            parts.append(svg.text(_x(i) + _CELL / 2, y, said, "small muted", "middle"))
     rows = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
     for request, y in rows.items():
         classes = "strong" if chosen and request == chosen[0] else "muted"

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from cacheprobe.observe.token_history import Fate, fates_at, token_history
+from cacheprobe.observe.token_history import Fate, fates_at, fates_of_row, token_history
 from cacheprobe.views.lens_table import runs_of
 from cacheprobe.views.text import shorten, text_of, visible
 
@@ -65,13 +65,24 @@ def first_insight(
     return f"request {at.request_id}, step {at.step}: {said}"
 
 
-def insight(readings: pd.DataFrame, rows: pd.DataFrame, fates: Sequence[Fate], token_texts: Mapping[int, str]) -> str:
-    """What became of the tokens at one place, and what the layers of the canonical row before it had said. Plain text.
+def insight(
+    readings: pd.DataFrame,
+    rows: pd.DataFrame,
+    fates: Sequence[Fate],
+    token_texts: Mapping[int, str],
+    *,
+    step: int | None = None,
+) -> str:
+    """What became of the tokens at one place, and what the layers of a row that predicts them had said. Plain text.
 
     readings: that row's lines of the hypotheses table; without any, layers are not spoken of.  rows: all rows at its
-    position, which tell from which layer a draft was read.  fates: as from `fates_at`.
+    position, which tell from which layer a draft was read.  fates: as from `fates_at`.  step: that computed the row,
+    whose own draft is spoken of then; by default the last draft that was rolled back.
     """
     lost = next((fate for fate in reversed(fates) if fate.outcome == "rolled_back"), None)
+    if step is not None:
+        fates = fates_of_row(fates, step)
+        lost = next((fate for fate in fates if fate.outcome in ("rolled_back", "given_up")), None)
     kept = next((fate for fate in reversed(fates) if fate.outcome not in (None, "rolled_back", "given_up")), None)
     parts = [_became(fates, lost, kept, rows, token_texts)]
     if len(readings) and kept is not None:
@@ -106,10 +117,13 @@ def _became(
         return f"{_quoted(waiting.token_id, texts)} was {_drafted(waiting, rows)}, and no verdict was spoken"
     token = _quoted(kept.token_id, texts)
     if lost is not None:
-        draft = f"{_quoted(lost.token_id, texts)}, {_drafted(lost, rows)}, was rolled back in step {lost.settled}"
+        word, why = "rolled back", "behind an earlier mismatch"
+        if lost.outcome == "given_up":
+            word, why = "given up", "before a verdict"
+        draft = f"{_quoted(lost.token_id, texts)}, {_drafted(lost, rows)}, was {word} in step {lost.settled}"
         if lost.settled == kept.settled:
             return f"{draft}, and {token} committed in its place"
-        return f"{draft} behind an earlier mismatch; {token} was committed in step {kept.settled}"
+        return f"{draft} {why}; {token} was committed in step {kept.settled}"
     if kept.outcome == "accepted":
         return f"{token}, {_drafted(kept, rows)}, was accepted in step {kept.settled}"
     own = "as it was computed" if kept.outcome == "committed" else "as the verifier's own"

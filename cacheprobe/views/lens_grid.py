@@ -9,15 +9,17 @@ import plotly.graph_objects as go
 
 from cacheprobe.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.views.lens_table import (
+    BELOW,
     MARKS,
+    NOT_COMPARED,
     NOTHING_TO_COMPARE,
-    SIGNS,
     TOKEN_COLUMNS,
     Include,
     Measure,
     Scale,
+    column_label,
+    column_words,
     columns_of,
-    committed_label,
     finding,
     reads_and_predicts,
     runs_of,
@@ -29,6 +31,8 @@ from cacheprobe.views.text import markup, token_label, visible
 
 _CELL = (50, 19)
 """Pixels of a cell."""
+_GREY = "#b9bfc7"
+"""Of cells that are not compared; dark letters are read on it, on a light page and on a dark one."""
 _LOWEST = 180
 """Pixels: what the words beside the colours need."""
 
@@ -47,8 +51,9 @@ def lens_grid(
     nats), or the committed token's rank (0 is first).  include: the canonical rows, or the candidates' and those rolled
     back too, as columns of their own.  positions: of input tokens; all by default.
     Cells name the layer's first choice; it is outlined in green where it is the committed token. The reading at
-    position p speaks of the token at p + 1, which stands below the column. layout.meta says which rows, positions and
-    layers the cells are.
+    position p speaks of the token at p + 1. Below each column: p, the token read, → the token committed at p + 1.
+    layout.meta says which rows, positions and layers the cells are. Cells of rows that were fed a rejected or given-up
+    token are grey, except where they show the entropy: no committed token can be compared with them.
     Raises: ValueError where nothing is selected.  Source: logit lens (nostalgebraist 2020).
     """
     rows = select(hypotheses, request_id, include, positions)
@@ -56,7 +61,8 @@ def lens_grid(
     layers = np.sort(rows.layer.unique())
     rows = rows.assign(column=rows.row.map(pd.Series(columns.index, index=columns.row)))
     heat = _heatmap(rows, columns, layers, scale_of(rows, colour))
-    figure = Figure([heat, _outlines(rows, layers), *_status_marks(columns, len(layers))])
+    grey = _taken_out(heat)
+    figure = Figure([heat, _outlines(rows, layers), *_status_marks(columns, len(layers)), *grey])
     ticks = range(0, len(layers), 1 if len(layers) <= 16 else 2)
     figure.update_layout(
         template=layout_template(),
@@ -67,17 +73,17 @@ def lens_grid(
             yanchor="top",
             pad=dict(t=14),
         ),
-        height=max(_CELL[1] * len(layers), _LOWEST) + 165,
-        margin=dict(t=78, b=70, l=56, r=20),
+        height=max(_CELL[1] * len(layers), _LOWEST) + 180,
+        margin=dict(t=78, b=85, l=56, r=20),
         legend=dict(y=1.01),
         dragmode=False,
         meta=dict(rows=columns.row.tolist(), positions=columns.position.tolist(), layers=layers.tolist()),
     )
     figure.update_xaxes(
-        title="row that reads position p · below it the token committed at p + 1, which it predicts",
+        title=BELOW,
         tickmode="array",
         tickvals=list(columns.index),
-        ticktext=[f"{SIGNS[c.status]}{c.position}<br>{markup(committed_label(c))}" for c in columns.itertuples()],
+        ticktext=["<br>".join(map(markup, column_label(c))) for c in columns.itertuples()],
         tickangle=0,
         tickfont=dict(size=11),
         showgrid=False,
@@ -132,6 +138,24 @@ def _heatmap(rows: pd.DataFrame, columns: pd.DataFrame, layers: np.ndarray, scal
     )
 
 
+def _taken_out(heat: go.Heatmap) -> list[go.Heatmap | go.Scatter]:
+    """Grey cells, with the texts that `heat` had there, where a reading has nothing to be coloured by; their legend."""
+    texts = np.asarray(heat.text, dtype=object)
+    is_grey = np.isnan(np.asarray(heat.z, dtype=float)) & (texts != "")
+    if not is_grey.any():
+        return []
+    cells = go.Heatmap(heat).update(
+        z=np.where(is_grey, 0.0, np.nan), zmin=0, zmax=1, colorscale=[[0, _GREY], [1, _GREY]], reversescale=False,
+        showscale=False, text=np.where(is_grey, texts, ""), name=NOT_COMPARED,
+    )  # fmt: skip
+    heat.text = np.where(is_grey, "", texts)  # plotly writes the text of a cell without a colour too
+    mark = go.Scatter(
+        x=[None], y=[None], mode="markers", marker=dict(symbol="square", size=11, color=_GREY), name=NOT_COMPARED,
+        hoverinfo="skip",
+    )  # fmt: skip
+    return [cells, mark]
+
+
 def _blank_where_missing(texts: np.ndarray) -> np.ndarray:
     """A layer that a drafter did not run has no text; plotly would print "null"."""
     return np.where(pd.isna(texts), "", texts)
@@ -152,9 +176,9 @@ def _hover(rows: pd.DataFrame) -> pd.Series:
                 f"log p {row.committed_logprob_nats:.2f} nats"
             )
         return (
-            f"request {row.request_id} · step {row.step} · {row.phase}<br>{row.role} · {row.status} · "
-            f"{reads_and_predicts(row.position)} · layer {row.layer}<br>{choice}<br>{target}<br>"
-            f"entropy {row.entropy_nats:.2f} nats"
+            f"{markup(column_words(row))}<br>request {row.request_id} · step {row.step} · {row.phase}<br>"
+            f"{row.role} · {row.status} · {reads_and_predicts(row.position)} · layer {row.layer}<br>"
+            f"{choice}<br>{target}<br>entropy {row.entropy_nats:.2f} nats"
         )
 
     return pd.Series([line(row) for row in rows.itertuples()], index=rows.index, dtype=object)

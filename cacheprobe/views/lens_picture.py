@@ -10,15 +10,17 @@ from cacheprobe.views import svg
 from cacheprobe.views.cylinder import swatch
 from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.lens_table import (
+    BELOW,
     MARKS,
+    NOT_COMPARED,
     NOTHING_TO_COMPARE,
-    SIGNS,
     TOKEN_COLUMNS,
     Include,
     Measure,
     Scale,
+    column_label,
+    column_words,
     columns_of,
-    committed_label,
     finding,
     reads_and_predicts,
     runs_of,
@@ -30,12 +32,13 @@ from cacheprobe.views.text import markup, token_label, visible
 
 LABEL_WIDTH, PITCH, WIDEST = 30, 50, 76
 """Pixels: of the layers' names, and from one column to the next, at least and at most."""
-_ROW, _TOP, _BELOW = 19, 10, 42
+_ROW, _TOP, _BELOW = 19, 10, 57
 SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
 _TINTS = {"candidate": "yellow", "rolled_back": "red", "given_up": "grey"}
 _OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
+_GREY = '<g class="v-1"><rect x="2" y="3" width="18" height="11"/></g>'
 _READ = ["row", "layer", "token", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats", "agrees"]
-_ABOUT = ["row", "request_id", "step", "phase", "role", "status", "position", "committed_token"]
+_ABOUT = ["row", "request_id", "step", "phase", "role", "status", "position", "committed_token", "read_token"]
 
 
 def lens_picture(
@@ -54,7 +57,7 @@ def lens_picture(
     note = (
         f"{SITE_WORDS.get(str(shown.site.iloc[0]), 'States')} of every layer through the "
         f"{markup(str(shown.lens.iloc[0]))} lens, rows that read positions {first} to {last}. A cell names the layer's "
-        "first choice for the next position; the token committed there stands below."
+        f"first choice for the next position. Below a column: {BELOW}."
     )
     picture = readings_picture(shown, request_id, colour=colour, include=include, positions=positions, has_tips=True)
     return Piece(finding(hypotheses[hypotheses.request_id == request_id], request_id), note, picture).alone
@@ -121,7 +124,7 @@ def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
 def _column(
     column: Any, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
 ) -> str:
-    says = f"request {column.request_id} · step {column.step} · {column.phase}\n"
+    says = f"{column_words(column)}\nrequest {column.request_id} · step {column.step} · {column.phase}\n"
     says += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
     is_in_vain = column.status in FED_A_DRAFT_IN_VAIN
     committed = None if pd.isna(column.committed_token) or is_in_vain else visible(column.committed_token)
@@ -149,10 +152,12 @@ def _column(
         parts.append(f'<rect class="agrees" x="1.5" y="{top + 1}" width="{pitch - 2}" height="{tall}" rx="2"/>')
     if column.status in _TINTS:
         parts.append(f'<path class="{_TINTS[column.status]}-stroke" stroke-width="5" d="M3 5H{pitch - 2}"/>')
+    position, read, following = column_label(column)
     parts.append(
         f'<path class="computed" d="M4 {height + 3}H{pitch - 4}"/>'
-        f'<text class="small" x="{middle} y="{height + 19}">{SIGNS[column.status]}{column.position}</text>'
-        f'<text class="token" x="{middle} y="{height + 34}">{markup(committed_label(column))}</text></g>'
+        f'<text class="small" x="{middle} y="{height + 19}">{position}</text>'
+        f'<text class="token" x="{middle} y="{height + 34}">{markup(read)}</text>'
+        f'<text class="token" x="{middle} y="{height + 49}">{markup(following)}</text></g>'
     )
     return "".join(parts)
 
@@ -169,6 +174,8 @@ def _key(scale: Scale, columns: pd.DataFrame) -> str:
         ticks.append(svg.text(share * width, 25, name, "small muted", anchor))
     bar = f'<svg class="shades" viewBox="0 0 {width} 28" aria-hidden="true">{cells}{"".join(ticks)}</svg>'
     listed = f"<li>{bar}{scale.title}</li>"
+    if scale.values.isna().any():
+        listed += f"<li>{_swatch(_GREY)}{NOT_COMPARED}</li>"
     listed += f"<li>{_swatch(_OUTLINE)}first choice = committed token</li>"
     for status, name in MARKS.items():
         if (columns.status == status).any():

@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.records import FED_A_DRAFT_IN_VAIN
-from cacheprobe.views.text import token_label
+from cacheprobe.views.text import columns_of as width_of
+from cacheprobe.views.text import token_label, visible
 
 Measure = Literal["logprob", "entropy", "rank"]
 Include = Literal["committed", "all"]
@@ -20,6 +21,10 @@ MARKS = {
     "given_up": "⊘ fed a draft that was given up",
 }
 NOTHING_TO_COMPARE = "fed a draft that was never committed, so no committed token can be compared with it"
+NOT_COMPARED = "not compared with a committed token"
+"""Of the grey cells: the row was fed a rejected or given-up token, or nothing was committed next."""
+BELOW = "position, token read → token to predict, the one committed next"
+"""What stands below a column, in this order; see `column_label`."""
 _FLOOR_NATS = -12.0
 """Log-probabilities below this share one colour: what matters happens above."""
 _RANKS = (0, 9, 99, 999, 9999)
@@ -28,6 +33,28 @@ _RANKS = (0, 9, 99, 999, 9999)
 def reads_and_predicts(position: SupportsIndex) -> str:
     """Where a row stands, in the words that every picture uses."""
     return f"reads position {int(position)}, predicts {int(position) + 1}"
+
+
+def column_words(column: Any) -> str:
+    """What a row was fed, and the token committed next, in full. column: a line of the readings. Not yet escaped."""
+    read = f"read {visible(column.read_token)}"
+    if column.status in FED_A_DRAFT_IN_VAIN:
+        return f"{read}, {'a rejected token' if column.status == 'rolled_back' else 'a draft that was given up'}"
+    if pd.isna(column.committed_token):
+        return f"{read}, nothing committed next"
+    return f"{read} → predicts {visible(column.committed_token)}"
+
+
+def column_label(column: Any) -> tuple[str, str, str]:
+    """Lines below a column: its sign and position, the token read, and → the token committed next. Not yet escaped.
+
+    Tokens are cut to fit. A dash stands where nothing was committed, or nothing that can be compared.
+    """
+    is_none = pd.isna(column.committed_token) or column.status in FED_A_DRAFT_IN_VAIN
+    following = "—" if is_none else token_label(column.committed_token, TOKEN_COLUMNS)
+    arrow = "→ " if width_of(following) < TOKEN_COLUMNS else "→"
+    read = token_label(column.read_token, TOKEN_COLUMNS)
+    return f"{SIGNS[column.status]}{column.position}", read, f"{arrow}{following}"
 
 
 class Scale(NamedTuple):
@@ -44,10 +71,13 @@ class Scale(NamedTuple):
 def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
     """Log-probability of the committed token, the layer's entropy (both in nats), or that token's rank (0 is first).
 
+    A row that was fed a rejected or given-up token has an entropy alone: no committed token can be compared with it.
+
     Raises: ValueError for another colour.
     """
+    is_known = rows["rank"].notna() & ~rows.status.isin(FED_A_DRAFT_IN_VAIN)
     if colour == "logprob":
-        values = rows.committed_logprob_nats.astype(float).where(rows["rank"].notna())
+        values = rows.committed_logprob_nats.astype(float).where(is_known)
         ticks = ((_FLOOR_NATS, "≤ −12"), *((t, f"−{-t:g}") for t in (-9.0, -6.0, -3.0)), (0.0, "0"))
         return Scale("log p of the committed token (nats)", values, _FLOOR_NATS, 0.0, False, ticks)
     if colour == "entropy":
@@ -56,7 +86,7 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
         ticks = tuple((float(t), f"{t:g}") for t in np.linspace(0, np.floor(high), 3)) if high >= 2 else ((0.0, "0"),)
         return Scale("entropy (nats)", values, 0.0, high, True, ticks)
     if colour == "rank":
-        rank = rows["rank"].astype("Float64").to_numpy(dtype=float, na_value=np.nan)
+        rank = rows["rank"].where(is_known).astype("Float64").to_numpy(dtype=float, na_value=np.nan)
         ticks = tuple((float(np.log10(t + 1)), str(t)) for t in _RANKS)
         values = pd.Series(np.log10(rank + 1), index=rows.index)
         return Scale("rank of the committed token", values, 0.0, ticks[-1][0], True, ticks)
@@ -108,12 +138,6 @@ def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
     order = rows.status.map({"committed": 0, "candidate": 1, "rolled_back": 2, "given_up": 2})
     columns = rows.assign(order=order).drop_duplicates("row").sort_values(["position", "order", "step", "row"])
     return columns.reset_index(drop=True)
-
-
-def committed_label(column: Any) -> str:
-    """The token committed after a column, cut to fit; a dash where none was, or none that can be compared."""
-    is_none = pd.isna(column.committed_token) or column.status in FED_A_DRAFT_IN_VAIN
-    return "—" if is_none else token_label(column.committed_token, TOKEN_COLUMNS)
 
 
 def runs_of(layers: list[int]) -> list[tuple[int, int]]:

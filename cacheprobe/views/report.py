@@ -8,6 +8,7 @@ from cacheprobe.progress import Progress
 from cacheprobe.views.diagram import legend, side_by_side
 from cacheprobe.views.insight import first_insight
 from cacheprobe.views.lens_grid import grid_width
+from cacheprobe.views.lens_table import BELOW
 from cacheprobe.views.page import figure_block, page, table
 from cacheprobe.views.prompt_block import prompt_block
 from cacheprobe.views.prose import behaviour_sentences, run_sentence
@@ -153,9 +154,11 @@ def _lens(trace: "Trace", request_id: int) -> str:
     notes = {
         "lens-grid": "Every block's residual stream, read through the "
         f"{markup(trace.meta['lens'])} lens: the cell names its first choice, the colour is the log-probability "
-        f"that it gave to the token committed next. A narrow screen scrolls the grid sideways.{cut}",
+        f"that it gave to the token committed next. Below a column: {BELOW}. "
+        f"A narrow screen scrolls the grid sideways.{cut}",
         "lens-grid-all": "Columns of their own: rows that the verifier computed again (◇), rows that were fed a "
-        "rejected token (✗), and rows whose draft was given up without a verdict (⊘).",
+        "rejected token (✗), and rows whose draft was given up without a verdict (⊘). No committed token can be "
+        "compared with rows of the last two kinds: their cells are grey.",
         "drafts": "Whole run, one reading for each row of a position where a draft was judged. Rows that were fed a "
         "rejected token are left out: they follow a text that was never committed.",
         "settling": "Whole run. Prediction depth: the layer from which the first choice no longer changes.",

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.observe.hypotheses import settling
-from cacheprobe.observe.token_history import Fate, fates_at, token_history
+from cacheprobe.observe.token_history import Fate, fates_at, fates_of_row, token_history
 from cacheprobe.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.views.frame import Markup, Piece
 from cacheprobe.views.insight import insight
@@ -56,6 +56,8 @@ def token_card(
     texts = {**known_texts(rows, hypotheses), **(token_texts or {})}
     fed = of_request[of_request.row == own.row.iloc[0]].token.iloc[0]
     fates = fates_at(history, place)
+    if row is not None:
+        fates = fates_of_row(fates, int(own.step.iloc[0]))
     title, body = card_parts(own, settling(own).iloc[0].to_dict(), fates, texts, fed)
     there = of_request[of_request.position == position]
     note = "" if (own.status != "committed").any() else markup(insight(own, there, fates, texts)) + "."
