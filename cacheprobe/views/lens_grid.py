@@ -63,6 +63,7 @@ def lens_grid(
     heat = _heatmap(rows, columns, layers, scale_of(rows, colour))
     grey = _taken_out(heat)
     figure = Figure([heat, _outlines(rows, layers), *_status_marks(columns, len(layers)), *grey])
+    third_row = 20 if grey and set(MARKS) <= set(columns.status) else 0  # of the legend, below the title
     ticks = range(0, len(layers), 1 if len(layers) <= 16 else 2)
     figure.update_layout(
         template=layout_template(),
@@ -73,8 +74,8 @@ def lens_grid(
             yanchor="top",
             pad=dict(t=14),
         ),
-        height=max(_CELL[1] * len(layers), _LOWEST) + 180,
-        margin=dict(t=78, b=85, l=56, r=20),
+        height=max(_CELL[1] * len(layers), _LOWEST) + 180 + third_row,
+        margin=dict(t=78 + third_row, b=85, l=56, r=20),
         legend=dict(y=1.01),
         dragmode=False,
         meta=dict(rows=columns.row.tolist(), positions=columns.position.tolist(), layers=layers.tolist()),
