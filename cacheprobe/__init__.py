@@ -3,11 +3,12 @@
 The names below are all that a notebook needs; each is loaded when first used, so that the import is quick.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cacheprobe import drafters, interventions, lenses, patching, probes, tasks, views
+    from cacheprobe import analysis, drafters, interventions, lenses, patching, plots, probes, tasks
     from cacheprobe.api import (
         cache_rows,
         import_generate,
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
         stream,
         verify,
     )
-    from cacheprobe.cache.surgery import diff_rows
-    from cacheprobe.config import CaptureConfig
-    from cacheprobe.observe.interrupts import Interrupted
-    from cacheprobe.observe.trace import Trace
-    from cacheprobe.records import Request, SamplingParams
+    from cacheprobe.capture.interrupts import Interrupted
+    from cacheprobe.core.config import CaptureConfig
+    from cacheprobe.core.records import Request, SamplingParams
+    from cacheprobe.kvcache.surgery import diff_rows
     from cacheprobe.sweeps.engine import sweep
     from cacheprobe.sweeps.results import load_sweep
+    from cacheprobe.trace.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -39,22 +40,22 @@ _HOMES = {
     "cache_rows": "cacheprobe.api",
     "import_generate": "cacheprobe.api",
     "import_vllm": "cacheprobe.api",
-    "diff_rows": "cacheprobe.cache.surgery",
-    "CaptureConfig": "cacheprobe.config",
-    "Interrupted": "cacheprobe.observe.interrupts",
-    "Trace": "cacheprobe.observe.trace",
-    "Request": "cacheprobe.records",
-    "SamplingParams": "cacheprobe.records",
+    "diff_rows": "cacheprobe.kvcache.surgery",
+    "CaptureConfig": "cacheprobe.core.config",
+    "Interrupted": "cacheprobe.capture.interrupts",
+    "Trace": "cacheprobe.trace.trace",
+    "Request": "cacheprobe.core.records",
+    "SamplingParams": "cacheprobe.core.records",
     "sweep": "cacheprobe.sweeps.engine",
     "load_sweep": "cacheprobe.sweeps.results",
 }
-_MODULES = ("tasks", "drafters", "interventions", "lenses", "patching", "probes", "views")
+_MODULES = ("analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes")
 
 __all__ = [  # noqa: RUF022
     "load_model", "run", "stream", "reference", "verify", "load_trace", "cache_rows", "diff_rows",
     "sweep", "load_sweep", "import_generate", "import_vllm",
     "Request", "SamplingParams", "CaptureConfig", "Trace", "Interrupted",
-    "tasks", "drafters", "interventions", "lenses", "patching", "probes", "views",
+    "analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes",
 ]  # fmt: skip
 
 
@@ -65,6 +66,9 @@ if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pas
             return getattr(import_module(_HOMES[name]), name)
         if name in _MODULES:
             return import_module(f"cacheprobe.{name}")
+        if name == "views":
+            warnings.warn("cp.views is named cp.plots", DeprecationWarning, stacklevel=2)
+            return import_module("cacheprobe.plots")
         raise AttributeError(f"module 'cacheprobe' has no attribute {name!r}")
 
 

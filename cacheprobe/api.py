@@ -4,29 +4,31 @@ import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from cacheprobe.arguments import Setup, as_interventions, drain
-from cacheprobe.cache.surgery import CacheRows
-from cacheprobe.config import CaptureConfig, EngineConfig
+from cacheprobe.analysis.reading import readable
+from cacheprobe.analysis.replay import Replay, replay
+from cacheprobe.analysis.summary import behaviour_line
+from cacheprobe.capture.interrupts import Interrupted, Stop, cancelling
+from cacheprobe.capture.observers import ProgressBar, Silent
+from cacheprobe.capture.stream import Stream
+from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.records import SamplingParams
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import settle_shapes
 from cacheprobe.interventions.base import Intervention
+from cacheprobe.kvcache.surgery import CacheRows
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.turns import turn
-from cacheprobe.observe.import_generate import trace_of_generate
-from cacheprobe.observe.import_vllm import trace_of_vllm
-from cacheprobe.observe.interrupts import Interrupted, Stop, cancelling
-from cacheprobe.observe.observers import ProgressBar, Silent
-from cacheprobe.observe.replay import Replay, replay
-from cacheprobe.observe.storage import load_trace
-from cacheprobe.observe.stream import Stream
-from cacheprobe.observe.summary import behaviour_line
-from cacheprobe.observe.trace import Trace
-from cacheprobe.records import SamplingParams
+from cacheprobe.plan import Setup, as_interventions, drain
+from cacheprobe.trace.importers.generate import trace_of_generate
+from cacheprobe.trace.importers.vllm import trace_of_vllm
+from cacheprobe.trace.trace import Trace
+from cacheprobe.trace.trace import load_trace as open_trace
 
 __all__ = [
     "cache_rows", "import_generate", "import_vllm", "load_model", "load_trace", "reference", "run", "stream", "verify",
@@ -215,6 +217,15 @@ def verify(
     return replay(trace, model, reference, progress, given)
 
 
+def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
+    """Opens a saved trace. Tables are read now, states when first asked for.
+
+    model: that of the run, for lenses and analyses that need its weights.
+    Raises: TraceError for a directory without a manifest, of another version, or with a file missing or cut short.
+    """
+    return readable(open_trace(directory, model))
+
+
 def import_generate(
     outputs: Any,
     *,
@@ -237,13 +248,15 @@ def import_generate(
     Raises: ImportRefused for beams, drafts, passes without a cache, padding on the right, and states that are not the
     model's.
     """
-    return trace_of_generate(
-        outputs,
-        attention_mask=attention_mask,
-        stop_token_ids=stop_token_ids,
-        model=model,
-        tokenizer=tokenizer,
-        name=name,
+    return readable(
+        trace_of_generate(
+            outputs,
+            attention_mask=attention_mask,
+            stop_token_ids=stop_token_ids,
+            model=model,
+            tokenizer=tokenizer,
+            name=name,
+        )
     )
 
 
@@ -267,13 +280,15 @@ def import_vllm(
     Raises: ImportRefused for another layout, other layers than the file has, values that are no numbers, and states
     that are not the model's.
     """
-    return trace_of_vllm(
-        outputs,
-        layers,
-        num_prompt_tokens=num_prompt_tokens,
-        model=model,
-        tokenizer=tokenizer,
-        name=name,
+    return readable(
+        trace_of_vllm(
+            outputs,
+            layers,
+            num_prompt_tokens=num_prompt_tokens,
+            model=model,
+            tokenizer=tokenizer,
+            name=name,
+        )
     )
 
 

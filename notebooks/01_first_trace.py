@@ -114,7 +114,7 @@ columns = ["position", "layer", "status", "token", "drafted_token", "verdict", "
 beliefs[(beliefs.request_id == 0) & (beliefs.layer.isin([10, 20, 29]))][columns].head(6)
 
 # %%
-cp.views.lens_grid(beliefs, request_id=0)
+cp.plots.lens_grid(beliefs, request_id=0)
 
 # %% [markdown]
 # Every column is a position and every line a layer. A cell names the layer's first choice, and is outlined where that
@@ -122,11 +122,11 @@ cp.views.lens_grid(beliefs, request_id=0)
 # always agrees):
 
 # %%
-agreement = trace.agreement()
+agreement = cp.analysis.agreement(trace)
 agreement.iloc[[0, 10, 20, 26, 29]].round(3)
 
 # %%
-cp.views.draft_verdicts(beliefs)
+cp.plots.draft_verdicts(beliefs)
 
 # %% [markdown]
 # ## The cache, after any step

@@ -64,7 +64,7 @@ trace
 # changed on the way, and the path. A canonical row's final choice is the token that was committed.
 
 # %%
-settling = trace.settling()
+settling = cp.analysis.prediction_depth(trace)
 canonical = settling[settling.status == "committed"]
 canonical[["position", "prediction_depth", "num_flips", "path", "final_token"]].head(6)
 
@@ -74,7 +74,7 @@ print(quartiles.to_dict(), "of layers 0 to", model.n_layers - 1)
 print("flips on the way:", round(canonical.num_flips.mean(), 1))
 
 # %%
-cp.views.settling_figure(settling)
+cp.plots.settling_figure(settling)
 
 # %% [markdown]
 # ## Sure, and sure of the right thing
@@ -83,7 +83,7 @@ cp.views.settling_figure(settling)
 # sure too early; `stays` says whether the model agreed with it in the end.
 
 # %%
-sure = trace.commitment(margin=0.5)
+sure = cp.analysis.commitment(trace, margin=0.5)
 sure = sure[sure.status == "committed"]
 is_sure = sure.commitment_layer.notna()
 later = sure[is_sure].commitment_layer.astype(int)
@@ -96,8 +96,8 @@ print(f"where it stays, that is {(later - settled)[sure[is_sure].stays].mean():+
 # Sure is not settled: a lens on a middle layer can be sure of something that the layers above take back.
 
 # %%
-agreement = trace.agreement()
-cp.views.draft_verdicts(trace.hypotheses())
+agreement = cp.analysis.agreement(trace)
+cp.plots.draft_verdicts(trace.hypotheses())
 
 # %% [markdown]
 # ## What the MLP writes, and what the layer believes
@@ -106,7 +106,7 @@ cp.views.draft_verdicts(trace.hypotheses())
 # the committed token less often than what has been gathered so far.
 
 # %%
-written = trace.read(cp.lenses.LogitLens(), site="C")
+written = cp.analysis.read_states(trace, cp.lenses.LogitLens(), site="C")
 last_third = range(20, model.n_layers - 1)
 shares = {
     site: float(table[(table.status == "committed") & table.layer.isin(last_third)].agrees.mean())
@@ -121,7 +121,7 @@ print({site: round(share, 3) for site, share in shares.items()})
 # been accepted had that layer drafted. One run tells it of all layers.
 
 # %%
-foretold = trace.draft_agreement(window=4).set_index("layer")
+foretold = cp.analysis.draft_agreement(trace, window=4).set_index("layer")
 foretold.loc[[10, 20, 24, 26, 28]].round(2)
 
 # %% [markdown]

@@ -37,7 +37,7 @@ renderer = "plotly_mimetype+png" if PRESET == "full" else "plotly_mimetype"
 pio.renderers.default = "colab" if "google.colab" in sys.modules else renderer
 pio.renderers["png"].width = 960  # pixels of the stored pictures
 
-from cacheprobe.views import find_windows, rolled_back, token_texts, window_diagram
+from cacheprobe.plots import find_windows, rolled_back, token_texts, window_diagram
 
 # %% [markdown]
 # ## A run with rollbacks
@@ -81,7 +81,7 @@ print("verdicts          ", list(window.verdicts))
 # Where it stands in the run: a cell is one pass of one request.
 
 # %%
-cp.views.timeline(events, chosen=window.request_id, step=window.step)
+cp.plots.timeline(events, chosen=window.request_id, step=window.step)
 
 # %%
 ledgers = [trace.ledger(window.request_id, step) for step in window.ledger_steps]
@@ -114,14 +114,14 @@ here[["row", "step", "phase", "role", "status", "position", "num_layers"]]
 # %%
 beliefs = trace.hypotheses(include_rolled_back=True)
 around = range(window.start - 1, window.start + len(window.draft_token_ids))
-cp.views.lens_grid(beliefs, window.request_id, include="all", positions=around)
+cp.plots.lens_grid(beliefs, window.request_id, include="all", positions=around)
 
 # %% [markdown]
 # The row in which the draft failed, with the first choices of every layer and what became of the token after it:
 
 # %%
 failed = window.start + window.num_accepted - 1
-cp.views.token_card(beliefs, trace.rows(), events, window.request_id, failed, token_texts=texts)
+cp.plots.token_card(beliefs, trace.rows(), events, window.request_id, failed, token_texts=texts)
 
 # %% [markdown]
 # The draft pass stopped after its layer, so its columns end there. Where a candidate was accepted, the verifier read
@@ -142,7 +142,7 @@ print({position: f"{gap:.0e}" for position, gap in zip(pairs.index, gaps, strict
 # rejected, and the one that was committed in its place.
 
 # %%
-rejected = trace.rejected(cp.lenses.LogitLens())
+rejected = cp.analysis.rejected_tokens(trace, cp.lenses.LogitLens())
 mine = rejected[(rejected.request_id == window.request_id) & (rejected.step == window.step)].set_index("layer")
 columns = [
     "rejected_token",

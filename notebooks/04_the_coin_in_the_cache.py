@@ -108,7 +108,7 @@ result = coin_rows.measure(model, config)
 print({people: f"{result.right[people]} of {result.questions[people]} answered rightly" for people in result.right})
 
 # %%
-cp.views.coin_rows_figure(result.frame())
+cp.plots.coin_rows_figure(result.frame())
 
 # %%
 spans = result.frame()[result.frame().unit == "span"].groupby(["where", "treatment"])[["n", "total", "flips"]].sum()

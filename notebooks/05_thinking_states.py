@@ -69,7 +69,7 @@ thoughts[columns]
 # T, the thought Z, and the compression block C that makes of it the next state.
 
 # %%
-cp.views.thoughts_picture(thoughts, trace.rows(), trace.events(), trace.ledger(0), thinking=trace.meta["thinking"])
+cp.plots.thoughts_picture(thoughts, trace.rows(), trace.events(), trace.ledger(0), thinking=trace.meta["thinking"])
 
 # %% [markdown]
 # ## One thought is replaced
@@ -102,7 +102,7 @@ beside
 # read.
 
 # %%
-cp.views.thoughts_picture(
+cp.plots.thoughts_picture(
     changed.thoughts(), changed.rows(), changed.events(), changed.ledger(0), thinking=changed.meta["thinking"]
 )
 

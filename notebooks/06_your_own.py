@@ -44,7 +44,7 @@ import pandas as pd
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheprobe.registry import find, names, register
+from cacheprobe.core.registry import find, names, register
 from cacheprobe.tasks import Example, Question, Task, parse_answer, word_tokenizer
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import Writer, pick
@@ -163,14 +163,16 @@ class Direction:
 
 # %%
 lens = find("lenses", "direction")()
-cp.views.lens_grid(trace.read(lens, rows=trace.rows(0)), request_id=0).update_layout(height=340, width=1000)
+cp.plots.lens_grid(cp.analysis.read_states(trace, lens, rows=trace.rows(0)), request_id=0).update_layout(
+    height=340, width=1000
+)
 
 # %% [markdown]
 # The last three columns are what the model was trained on. Further left it was asked for nothing, and what is read
 # there is not what comes next.
 
 # %%
-read, own = trace.read(lens), trace.hypotheses()
+read, own = cp.analysis.read_states(trace, lens), trace.hypotheses()
 last = model.n_layers - 1
 same_at_the_end = (read[read.layer == last].token.to_numpy() == own[own.layer == last].token.to_numpy()).all()
 print("at the last layer both lenses say the same:", same_at_the_end)

@@ -10,8 +10,8 @@ from threading import Thread
 from playwright.sync_api import Browser, sync_playwright
 
 import cacheprobe as cp
-from cacheprobe.dash_app.serve import listen
-from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.dashboard.serve import listen
+from cacheprobe.dashboard.shelf import Shelf
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = "/usr/bin/chromium"
@@ -43,7 +43,7 @@ def thoughts_picture(browser: Browser, run: Path, folder: Path) -> None:
     said = thoughts[(thoughts.status == "committed") & (thoughts.said != "")]
     changes = said.groupby("request_id").said.apply(lambda words: int((words != words.shift()).sum()))
     request = int(changes.idxmax())
-    picture = cp.views.thoughts_picture(thoughts, trace.row_table, trace.events(), trace.ledger(request), request)
+    picture = cp.plots.thoughts_picture(thoughts, trace.row_table, trace.events(), trace.ledger(request), request)
     page = browser.new_page(viewport={"width": WIDTH, "height": 900})
     page.set_content(f'<!doctype html><meta name="viewport" content="width=device-width">{picture}')
     page.locator(".thoughts").first.screenshot(path=folder / "thoughts-1280.png")

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cacheprobe.training.lora_evaluate import PEOPLE, Cell
-from cacheprobe.training.lora_report import table
+from cacheprobe.training.lora.evaluate import PEOPLE, Cell
+from cacheprobe.training.lora.report import table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "lora.md"

@@ -13,8 +13,8 @@ from typing import Any
 from playwright.sync_api import Browser, ConsoleMessage, Page
 
 import cacheprobe as cp
-from cacheprobe.dash_app.serve import listen
-from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.dashboard.serve import listen
+from cacheprobe.dashboard.shelf import Shelf
 from tests.chromium import PATIENCE
 from tests.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cacheprobe.records import SamplingParams
+from cacheprobe.core.records import SamplingParams
 
 
 def num_accepted_slowly(draft: list[int], targets: list[int]) -> int:

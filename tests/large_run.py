@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 import cacheprobe as cp
-from cacheprobe.observe.recorder import LedgerChange
-from cacheprobe.observe.store import MemoryStore
-from cacheprobe.observe.tables import EVENT_COLUMNS, ledger_table
+from cacheprobe.trace.rows import LedgerChange
+from cacheprobe.trace.state_store import MemoryStore
+from cacheprobe.trace.tables.build import EVENT_COLUMNS, ledger_table
 from tests.tiny import PROMPTS, SMALL, loaded
 
 PROMPT, WINDOW, VOCAB, TOP = 16, 4, 5000, 5

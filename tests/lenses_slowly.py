@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.thinking_lm import ThinkingLM
+from cacheprobe.models.thinking.lm import ThinkingLM
 
 
 def product_by_layer_slowly(states: Tensor, layers: Tensor, weights: Tensor, biases: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import cacheprobe as cp
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.engine.passes import EngineError, PassRunner
+from cacheprobe.engine.model_runner import EngineError, PassRunner
 from cacheprobe.engine.watch import Watch
-from cacheprobe.ops import request_attention
-from cacheprobe.ops.decode_attention import decode_attention
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.ops.attention import by_request as request_attention
+from cacheprobe.ops.attention.decode import decode_attention
 from cacheprobe.ops.equality import bits
 from tests.invariants.runs import outcome
 

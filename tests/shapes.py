@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.config import EngineConfig
+from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.consistency import serving_config
+from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.ops.request_attention import Reach, reach_of_pass, reach_of_positions
+from cacheprobe.ops.attention.by_request import Reach, reach_of_pass, reach_of_positions
 
 _TRIED = 16
 """Groups to try."""

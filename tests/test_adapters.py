@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.models.adapters import TRAINING, WEIGHTS, adapter_directory, file_sha256, merge_adapter
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.tiny import tiny_model
-from cacheprobe.training.lora_evaluate import evaluate
-from cacheprobe.training.lora_run import LARGEST_ADAPTER
-from cacheprobe.training.lora_settings import HELD_OUT_NAMES, LoraSettings
+from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS, adapter_directory, file_sha256, merge_adapter
+from cacheprobe.models.hf.tiny import tiny_model
+from cacheprobe.training.lora.evaluate import evaluate
+from cacheprobe.training.lora.run import LARGEST_ADAPTER
+from cacheprobe.training.lora.settings import HELD_OUT_NAMES, LoraSettings
 from tests.lora import edited, save_base, train_small
 
 
@@ -52,7 +52,7 @@ def test_another_dtype_is_rounded_after_the_merge(base: Path, trained: Path) -> 
 
 
 def test_a_stored_run_names_its_adapter(base: Path, trained: Path, tmp_path: Path, capsys) -> None:
-    from cacheprobe.cli import app
+    from cacheprobe.cli.app import app
 
     run = ["run", "--out", str(tmp_path / "run"), "--model", str(base), "--adapter", str(trained), "--dtype", "float32"]
     app([*run, "--prompt", "A coin", "--deterministic", "1", "--max-new-tokens", "3"], result_action="return_value")

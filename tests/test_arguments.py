@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cli import main
+from cacheprobe.cli.app import main
 from cacheprobe.engine import sizes
-from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.hf.bridge import BridgeLM
 from tests.tiny import SMALL, loaded
 
 P = "[[1, 2, 3]]"

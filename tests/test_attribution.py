@@ -11,8 +11,8 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.bridge import BridgeLM
-from cacheprobe.models.frozen_norm import FrozenNorm
+from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.hf.frozen_norm import FrozenNorm
 from tests.attribution_slowly import attribution_slowly, frozen_slowly
 from tests.test_families import ALIKE
 from tests.tiny import FAMILIES, PROMPTS, SMALL, hf_model, loaded
@@ -42,7 +42,7 @@ def test_parts_are_those_of_a_slow_forward(family: str) -> None:
     trace, plain = drafted(family), hf_model(family)
     position, committed = 7, trace.committed(0)
     slow = attribution_slowly(plain, [*PROMPTS[0], *committed][: position + 1], committed[position + 1 - 5])
-    coarse, fine = (trace.attribution(0, position, heads=heads) for heads in (False, True))
+    coarse, fine = (cp.analysis.attribution(trace, 0, position, heads=heads) for heads in (False, True))
     assert set(coarse.token_id) == {committed[position + 1 - 5]} and coarse.status.eq("committed").all()
     for table in (coarse, fine):
         assert abs(table.logit.sum() - slow["sum", None, None]) < EXACT
@@ -63,7 +63,7 @@ def test_biases_are_parts_of_their_own(family: str, biases: set[str]) -> None:
             if name.endswith("bias"):
                 weight.normal_(0.0, 0.5, generator=generator)
     trace = cp.run(cp.load_model(copy.deepcopy(plain)), PROMPTS[:1], **FEW, capture=CAPTURE)
-    parts = by_part(trace.attribution(0, 7, token=17))
+    parts = by_part(cp.analysis.attribution(trace, 0, 7, token=17))
     slow = attribution_slowly(plain, [*PROMPTS[0], *trace.committed(0)][:8], 17)
     assert {key[0] for key in parts if key[1:] == (None, None)} == {"embed", "rest"} | biases
     assert abs(sum(parts.values()) - slow["sum", None, None]) < EXACT and abs(parts["rest", None, None]) < EXACT
@@ -87,7 +87,7 @@ def test_the_sum_is_the_models_own_logit(family: str) -> None:
     assert set(rows.status) == {"committed", "rolled_back"}
     for row in rows.row:
         own = model.read_out(trace.vectors("S", 2, [int(row)]))[0]
-        sums = trace.attribution(0, row=row, token=[3, 11]).groupby("token_id").logit.sum()
+        sums = cp.analysis.attribution(trace, 0, row=row, token=[3, 11]).groupby("token_id").logit.sum()
         for token_id, total in sums.items():
             total = cap * float(torch.tanh(torch.tensor(total / cap))) if cap else total
             assert abs(total - float(own[token_id])) < EXACT
@@ -100,13 +100,13 @@ def test_a_rolled_back_row_speaks_for_its_branch() -> None:
     request = int(event.request_id)
     row = trace.rows(request, "rolled_back").query(f"step == {event.step}").iloc[0]
     text = [*PROMPTS[request], *trace.committed(request)][: event.draft_start] + list(event.draft_token_ids[:1])
-    table = trace.attribution(request, row=row.row)
+    table = cp.analysis.attribution(trace, request, row=row.row)
     own = loaded().read_out(trace.vectors("S", 2, [int(row.row)]))[0]
     assert set(table.token_id) == {int(own.argmax())} and set(table.status) == {"rolled_back"}
     slow = attribution_slowly(hf_model(), text, int(own.argmax()))
     assert all(abs(v - slow[k]) < EXACT for k, v in by_part(table).items() if k[0] != "rest")
-    rejected = trace.attribution(request, int(event.draft_start) - 1, token=int(event.draft_token_ids[0]))
-    kept = trace.attribution(request, int(event.draft_start) - 1)
+    rejected = cp.analysis.attribution(trace, request, int(event.draft_start) - 1, token=int(event.draft_token_ids[0]))
+    kept = cp.analysis.attribution(trace, request, int(event.draft_start) - 1)
     assert rejected.logit.sum() < kept.logit.sum()  # the verifier's choice is the larger logit
 
 
@@ -123,7 +123,7 @@ def test_transformer_lens_says_the_same(family: str) -> None:
         stack, labels = cache.decompose_resid(layer=3, return_labels=True, mode="all")
         theirs = cache.logit_attrs(stack, tokens=17, incorrect_tokens=5)[:, 0, -1]
     theirs = dict(zip(labels, theirs.tolist(), strict=True))
-    ours = {token: by_part(trace.attribution(0, 7, token=token, heads=False)) for token in (17, 5)}
+    ours = {token: by_part(cp.analysis.attribution(trace, 0, 7, token=token, heads=False)) for token in (17, 5)}
     apart = {key: ours[17][key] - ours[5][key] for key in ours[17]}
     for layer in range(3):
         for site, name in (("T", "attn_out"), ("C", "mlp_out")):
@@ -134,7 +134,7 @@ def test_transformer_lens_says_the_same(family: str) -> None:
 
 def test_sixteen_bits_leave_a_rest() -> None:
     trace = drafted(dtype=torch.bfloat16)
-    table = trace.attribution(0, 7)
+    table = cp.analysis.attribution(trace, 0, 7)
     own = loaded(dtype=torch.bfloat16).read_out(trace.states("S", 2, 0)[7][None].to(torch.bfloat16))[0]
     assert abs(table.logit.sum() - float(own[table.token_id[0]])) < 0.05  # one rounding of a logit of about 4
     assert 0 < abs(by_part(table)["rest", None, None]) < 0.1
@@ -143,7 +143,7 @@ def test_sixteen_bits_leave_a_rest() -> None:
 def test_a_thinking_models_rest_is_what_it_added() -> None:
     model = cp.load_model("coinflip-thinking")
     trace = cp.run(model, [list(range(5, 17))], capture=CAPTURE, max_new_tokens=8, progress=False)
-    first, later = (by_part(trace.attribution(0, position, token=9)) for position in (1, 10))
+    first, later = (by_part(cp.analysis.attribution(trace, 0, position, token=9)) for position in (1, 10))
     assert abs(first["rest", None, None]) < EXACT < abs(later["rest", None, None])
     own = model.read_out(trace.states("S", model.n_layers - 1, 0)[10][None])[0]
     assert abs(sum(later.values()) - float(own[9])) < EXACT
@@ -154,7 +154,7 @@ def test_what_does_not_fall_into_parts_is_refused() -> None:
     exited = cp.run(loaded(), PROMPTS[:1], **FEW, capture=CAPTURE, drafter=cp.drafters.EarlyExit(layer=1))
     early = exited.rows(0).query("num_layers == 2").iloc[0]
     with pytest.raises(ValueError, match="the drafter stopped after layer 1"):
-        exited.attribution(0, row=early.row)
+        cp.analysis.attribution(exited, 0, row=early.row)
     for wrong, message in (
         (dict(position=7, row=3), "say which row: position= for the canonical one"),
         (dict(), "say which row"),
@@ -163,16 +163,16 @@ def test_what_does_not_fall_into_parts_is_refused() -> None:
         (dict(position=7, token=97), "token id 97 is outside the vocabulary of 97"),
     ):
         with pytest.raises(ValueError, match=message):
-            trace.attribution(0, **wrong)
+            cp.analysis.attribution(trace, 0, **wrong)
     few = cp.run(loaded(), PROMPTS[:1], **FEW, capture="ST")
     with pytest.raises(ValueError, match="this run kept S, T of layers .* and not C; run it with capture='STC'"):
-        few.attribution(0, 7)
+        cp.analysis.attribution(few, 0, 7)
     with pytest.raises(ValueError, match="and not 1;"):
-        cp.run(loaded(), PROMPTS[:1], **FEW, layers=[0, 2]).attribution(0, 7)
+        cp.analysis.attribution(cp.run(loaded(), PROMPTS[:1], **FEW, layers=[0, 2]), 0, 7)
     with pytest.raises(ValueError, match="site z was not captured"):
-        cp.run(loaded(), PROMPTS[:1], **FEW).attribution(0, 7, heads=True)
+        cp.analysis.attribution(cp.run(loaded(), PROMPTS[:1], **FEW), 0, 7, heads=True)
     with pytest.raises(ValueError, match="the trace is of weights"):
-        trace.attribution(0, 7, model=loaded("qwen2"))
+        cp.analysis.attribution(trace, 0, 7, model=loaded("qwen2"))
 
 
 def test_a_hidden_step_between_heads_and_stream_is_noticed() -> None:
@@ -180,8 +180,8 @@ def test_a_hidden_step_between_heads_and_stream_is_noticed() -> None:
     states = trace.store.all_of("T", 1)
     states *= 1.01
     with pytest.raises(ModelError, match="layer 1: the heads' z through the output projection is not T"):
-        trace.attribution(0, 7)
-    assert abs(by_part(trace.attribution(0, 7, heads=False))["rest", None, None]) > EXACT
+        cp.analysis.attribution(trace, 0, 7)
+    assert abs(by_part(cp.analysis.attribution(trace, 0, 7, heads=False))["rest", None, None]) > EXACT
     states /= 1.01
     drafted.cache_clear()
 
@@ -190,7 +190,7 @@ def test_processed_logits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, right = drafted(), BridgeLM.read_out_with_gradients
     monkeypatch.setattr(BridgeLM, "read_out_with_gradients", lambda self, states: 2 * right(self, states))
     with pytest.raises(ModelError, match="its logits are not its final norm and unembedding"):
-        trace.attribution(0, 7)
+        cp.analysis.attribution(trace, 0, 7)
 
 
 class Cubic(torch.nn.Module):
@@ -219,8 +219,8 @@ def test_frozen_norms() -> None:
 
 
 def test_the_figure_says_which_part_gives_most() -> None:
-    table = drafted().attribution(0, 7)
-    figure = cp.views.attribution(table)
+    table = cp.analysis.attribution(drafted(), 0, 7)
+    figure = cp.plots.attribution(table)
     assert isinstance(figure, go.Figure)
     heat = next(trace for trace in figure.data if trace.type == "heatmap")
     cells = table[table["head"].notna()].set_index(["head", "layer"]).logit
@@ -234,19 +234,19 @@ def test_the_figure_says_which_part_gives_most() -> None:
     assert f"{total:.2f}" in figure.layout.title.text and "position 7" in figure.layout.title.text
     top = table[~table.site.isin(["rest"])].sort_values("logit").iloc[-1]
     assert top.site in figure.layout.title.text
-    plain = cp.views.attribution(drafted().attribution(0, 7, heads=False))
+    plain = cp.plots.attribution(cp.analysis.attribution(drafted(), 0, 7, heads=False))
     assert not [trace for trace in plain.data if trace.type == "heatmap"]
 
 
 def test_the_figure_of_two_tokens_is_their_difference() -> None:
-    table = drafted().attribution(0, 7, token=[17, 5], heads=False)
-    figure = cp.views.attribution(table)
+    table = cp.analysis.attribution(drafted(), 0, 7, token=[17, 5], heads=False)
+    figure = cp.plots.attribution(table)
     totals = table.groupby("token_id").logit.sum()
     assert (
         f"{totals[17] - totals[5]:.2f}" in figure.layout.title.text
         and "<17> over <5>" in figure.layout.title.text.replace("&lt;", "<").replace("&gt;", ">")
     )
     with pytest.raises(ValueError, match="one token, or two to compare; the table has 3"):
-        cp.views.attribution(drafted().attribution(0, 7, token=[1, 2, 3]))
+        cp.plots.attribution(cp.analysis.attribution(drafted(), 0, 7, token=[1, 2, 3]))
     with pytest.raises(ValueError, match="the table is empty"):
-        cp.views.attribution(table.iloc[:0])
+        cp.plots.attribution(table.iloc[:0])

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.config import pick_deterministic, resolve_layers
-from cacheprobe.registry import find
+from cacheprobe.core.config import pick_deterministic, resolve_layers
+from cacheprobe.core.registry import find
 from tests.tiny import PROMPTS, SMALL, loaded
 
 P = [[1, 2, 3]]

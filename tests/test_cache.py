@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.cache.ledger import CacheIntegrityError
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.records import Request, SamplingParams
+from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.ledger import CacheIntegrityError
+from cacheprobe.kvcache.sequence import SequenceState
 from tests.tiny import loaded
 
 

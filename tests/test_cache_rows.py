@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.cache.ledger import CODES, CacheIntegrityError
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.engine.books import Books
+from cacheprobe.core.records import Verdict
+from cacheprobe.engine.committer import Books
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.ledger import CODES, CacheIntegrityError
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.cache_rows import FREE, store_kv, truncate_rows
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.verdicts import FINISHES, VERIFIED, settle_drafts
-from cacheprobe.records import Verdict
 from tests.tiny import PROMPTS, SMALL, loaded
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.config import CaptureConfig
+from cacheprobe.capture.recorder import Recorder
+from cacheprobe.core.config import CaptureConfig
+from cacheprobe.core.hook_names import HEAD_SITES
+from cacheprobe.core.records import ForwardRecord, RowSlot
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.logit import LogitLens
-from cacheprobe.names import HEAD_SITES
-from cacheprobe.observe.recorder import Recorder
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.records import ForwardRecord, RowSlot
 from tests.test_engine_errors import BAD, indigestible
 from tests.tiny import SMALL, VOCAB, loaded
 

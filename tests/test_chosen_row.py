@@ -5,9 +5,9 @@ import re
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dash_app import card, lens
-from cacheprobe.dash_app.reader import RECORDED, Reader
-from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.dashboard.reader import RECORDED, Reader
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.dashboard.tabs import card, lens
 from tests.tiny import PROMPTS, SMALL, loaded
 
 STATUSES = ("committed", "candidate", "rolled_back", "given_up")
@@ -26,7 +26,7 @@ def shelf(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Shelf:
 
 def chosen(trace: cp.Trace, status: str) -> tuple[dict, cp.Trace]:
     """A row of this status at a position whose canonical row predicts another token, where there is one."""
-    table = trace.readings(include_rolled_back=True)
+    table = cp.analysis.lens_readings(trace, include_rolled_back=True)
     last = table.sort_values("layer").drop_duplicates("row", keep="last")
     own = last[(last.status == "committed")].set_index(["request_id", "position"]).token
     mine = last[last.status == status]
@@ -65,19 +65,19 @@ def test_a_row_that_was_not_chosen_is_the_canonical_one(trace: cp.Trace, shelf: 
 
 def test_the_page_and_the_report_have_one_statistic(trace: cp.Trace, shelf: Shelf) -> None:
     """The page counted the columns that fitted on it, the report all of them."""
-    said = cp.views.lens_grid(trace.hypotheses(), 0).layout.title.text
+    said = cp.plots.lens_grid(trace.hypotheses(), 0).layout.title.text
     ask = dict(run=0, request=0, site="S", lens=RECORDED, colour="logprob", rows="committed")
     first = len(PROMPTS[0]) - 1
     for width, position in ((200, first), (200, first + 12), (1200, first)):
         assert f"<h2>{said}</h2>" in lens.grid(shelf, Reader(shelf), {**ask, "width": width, "position": position})
-    part = cp.views.lens_grid(trace.hypotheses(), 0, positions=range(first, first + 3))
+    part = cp.plots.lens_grid(trace.hypotheses(), 0, positions=range(first, first + 3))
     assert part.layout.title.text == said == re.sub("<[^>]*>", "", said)
 
 
 def test_a_tip_of_a_row_that_was_fed_a_rejected_token_compares_nothing(trace: cp.Trace) -> None:
     table = trace.hypotheses(include_rolled_back=True)
     lost = table[(table.request_id == 0) & (table.status == "rolled_back")]
-    picture = str(cp.views.lens_picture(table, 0, include="all"))
+    picture = str(cp.plots.lens_picture(table, 0, include="all"))
     for row in lost.row.unique():
         column = picture.split(f'data-row="{row}"')[1].split('<g class="column"')[0]
         assert "no committed token can be compared" in column and "committed &lt;" not in column

@@ -56,7 +56,7 @@ def test_any_task_can_be_run_and_stored(model_directory: Path, tmp_path: Path) -
 HELP = """
 import atexit, sys
 atexit.register(lambda: print(*sys.modules, file=sys.stderr))
-from cacheprobe.cli import main
+from cacheprobe.cli.app import main
 sys.argv = ["cacheprobe", "--help"]
 main()
 """
@@ -134,7 +134,8 @@ def test_errors_are_one_line(args: tuple[str, ...], part: str) -> None:
 
 KILLED = """
 import os, signal, sys
-from cacheprobe import cli, progress
+from cacheprobe.cli.app import app as cli
+from cacheprobe.core import progress
 
 def at(self, done, note=""):
     self.done = done

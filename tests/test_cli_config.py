@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.cli import app
-from cacheprobe.cli_config import read
-from cacheprobe.views.listings import run_listings
+from cacheprobe.cli.app import app
+from cacheprobe.cli.config import read
+from cacheprobe.plots.report.listings import run_listings
 
 ROOT = Path(__file__).parents[1]
 FILE = """

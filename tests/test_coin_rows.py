@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.tiny import tiny_model
+from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe_analyses import coin_rows
 from tests.lora import tokenizer
 
@@ -96,7 +96,7 @@ def test_questions_count_and_their_effects_are_summed(monkeypatch: pytest.Monkey
     bars = {bar.name: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data}
     assert bars["swapped"]["all rows"] == pytest.approx(1, abs=1e-4) and set(bars) == set(coin_rows.TREATMENTS)
     with pytest.raises(ValueError, match="no effects of unit 'span' and 2 people"):
-        cp.views.coin_rows_figure(result.frame(), people=2)
+        cp.plots.coin_rows_figure(result.frame(), people=2)
 
 
 def test_the_pages_numbers_are_those_that_were_stored() -> None:

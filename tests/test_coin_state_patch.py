@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.names import hook_name
+from cacheprobe.core.hook_names import hook_name
 from cacheprobe_analyses import coin_state_patch as patches
 from tests.test_coin_rows import model
 

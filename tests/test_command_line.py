@@ -14,10 +14,10 @@ import pytest
 from cyclopts import App
 
 import cacheprobe as cp
-from cacheprobe.cli import app
+from cacheprobe.cli.app import app
 from cacheprobe.models import known
 from cacheprobe.models.errors import ModelError
-from cacheprobe.observe.manifest import TraceError
+from cacheprobe.trace.manifest import TraceError
 from tests.tiny import PROMPTS, SMALL, loaded
 
 RUN = ("run", "--out", "x", "--prompt", "heads")
@@ -177,7 +177,7 @@ def test_a_hub_that_can_be_reached_is_asked(hub: None, monkeypatch: pytest.Monke
 
 
 def test_the_error_comes_before_torch(tmp_path: Path) -> None:
-    program = "import sys\nfrom cacheprobe.cli import main\ntry:\n main()\nfinally:\n print('torch' in sys.modules)"
+    program = "import sys\nfrom cacheprobe.cli.app import main\ntry:\n main()\nfinally:\n print('torch' in sys.modules)"
     words = [*RUN, "--model", "smollm2-135"]
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and "did you mean smollm2-135m?" in done.stderr and done.stdout == "False\n"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.twin import TwinLM
+from cacheprobe.models.fast.hooked_hf import TwinLM
 from cacheprobe.ops import wide_product
 from cacheprobe.ops.compiled import build
 from cacheprobe.ops.compiled.block import CompiledBlock

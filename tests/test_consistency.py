@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.config import EngineConfig
+from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.consistency import serving_config
 from tests.shapes import serving
 from tests.tiny import PROMPTS, SMALL, hf_model

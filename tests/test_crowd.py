@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheprobe.models.hooked import HookPoint
-from cacheprobe.models.thinking_blocks import attend
-from cacheprobe.training.presets import PRESETS, preset_of
-from cacheprobe.training.thinking_run import train
-from cacheprobe.training.thinking_states import collate, crowd, losses, skipping_positions
+from cacheprobe.models.hf.hooked import HookPoint
+from cacheprobe.models.thinking.blocks import attend
+from cacheprobe.training.thinking.losses import collate, crowd, losses, skipping_positions
+from cacheprobe.training.thinking.presets import PRESETS, preset_of
+from cacheprobe.training.thinking.run import train
 from cacheprobe_analyses import crowd_or_distance as crowds
 from tests.test_thinking import tiny
 from tests.test_thinking_settings import quick

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.dashboard.shelf import Shelf
 from tests.chromium import chromium
 from tests.dash_page import answered, opened, served
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -39,7 +39,11 @@ def address(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def last_readings(trace: cp.Trace) -> pd.DataFrame:
     """Of each row the reading of its last layer, beside the first choice of the committed row at its position."""
-    table = trace.readings(include_rolled_back=True).sort_values("layer").drop_duplicates("row", keep="last")
+    table = (
+        cp.analysis.lens_readings(trace, include_rolled_back=True)
+        .sort_values("layer")
+        .drop_duplicates("row", keep="last")
+    )
     keys = ["request_id", "position"]
     canonical = table[table.status == "committed"][[*keys, "token", "row"]]
     return table.merge(canonical, on=keys, how="left", suffixes=("", "_canonical"))

@@ -13,8 +13,8 @@ from threading import Event
 
 import pytest
 
-from cacheprobe.dash_app.serve import listen
-from cacheprobe.dash_app.shelf import Shelf
+from cacheprobe.dashboard.serve import listen
+from cacheprobe.dashboard.shelf import Shelf
 from tests.dash_page import asked, save_runs, served
 
 
@@ -88,7 +88,7 @@ def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monk
         assert let_go.wait(300)
         return "slow"
 
-    monkeypatch.setattr("cacheprobe.dash_app.timeline.view", slow)
+    monkeypatch.setattr("cacheprobe.dashboard.tabs.timeline.view", slow)
     body = json.dumps({"facts": {"run": 0}, "timeline": {"run": 0}}).encode()
     with served(Shelf.of([runs / "a-one"])) as url:
         sent = urllib.request.Request(f"{url}ask", body, {"Content-Type": "application/json"})

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from cacheprobe.dash_app import cache, card, decode, facts, lens, timeline
-from cacheprobe.dash_app.reader import Reader
-from cacheprobe.dash_app.shelf import Shelf
-from cacheprobe.observe.stored import StoredRun
+from cacheprobe.dashboard import facts
+from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.dashboard.tabs import cache, card, decode, lens, timeline
+from cacheprobe.trace.stored import StoredRun
 from tests.chromium import chromium
 from tests.dash_page import answered, served
 from tests.large_run import save_large_run

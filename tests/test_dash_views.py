@@ -10,20 +10,20 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dash_app import cache, compare, decode
-from cacheprobe.dash_app.asking import NotAsked, answered, span
-from cacheprobe.dash_app.shelf import Shelf, whole
-from cacheprobe.observe.comparison import RequestDifference
-from cacheprobe.observe.hypotheses import settling
-from cacheprobe.observe.token_history import Fate, standing_at, token_history
-from cacheprobe.records import fingerprint_differences
-from cacheprobe.views.cache_strip import cache_strip, memory_sentence
-from cacheprobe.views.decode_grid import SIGNS, decode_picture
-from cacheprobe.views.page import table
-from cacheprobe.views.run_comparison import comparison_title, fingerprint_block, token_columns
-from cacheprobe.views.style import DIAGRAM_CSS
-from cacheprobe.views.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
-from cacheprobe.views.token_card import card_parts
+from cacheprobe.analysis.comparison import RequestDifference
+from cacheprobe.analysis.layer_choices import settling
+from cacheprobe.core.records import fingerprint_differences
+from cacheprobe.dashboard.asking import NotAsked, answered, span
+from cacheprobe.dashboard.shelf import Shelf, whole
+from cacheprobe.dashboard.tabs import cache, compare, decode
+from cacheprobe.plots.diagrams.cache_strip import cache_strip, memory_sentence
+from cacheprobe.plots.diagrams.decode_grid import SIGNS, decode_picture
+from cacheprobe.plots.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
+from cacheprobe.plots.diagrams.token_card import card_parts
+from cacheprobe.plots.report.page import table
+from cacheprobe.plots.report.run_comparison import comparison_title, fingerprint_block, token_columns
+from cacheprobe.plots.style import DIAGRAM_CSS
+from cacheprobe.trace.tables.token_history import Fate, standing_at, token_history
 from tests.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -104,7 +104,7 @@ def test_the_decode_grid_shows_tokens_and_margins(trace: cp.Trace) -> None:
 
 
 def test_every_texture_is_defined() -> None:
-    from cacheprobe.views.svg import TEXTURES
+    from cacheprobe.plots.diagrams.svg import TEXTURES
 
     for name in ("provisional", "pending", "verified", "rolled-back", "crossed-green", "dotted-green"):
         assert f'id="cp-{name}"' in TEXTURES
@@ -192,7 +192,7 @@ def test_compared_readings_are_those_that_both_runs_have(trace: cp.Trace, tmp_pa
     fewer = cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1],
                    capture=cp.CaptureConfig(sites="Z", layers=(0, 2)))  # fmt: skip
     shelf = Shelf.of([trace.save(tmp_path / "whole"), fewer.save(tmp_path / "fewer")])
-    shared = 2 * len(fewer.readings().query("request_id == 1 and status == 'committed' and layer == 0"))
+    shared = 2 * len(cp.analysis.lens_readings(fewer).query("request_id == 1 and status == 'committed' and layer == 0"))
     for run, against in ((0, 1), (1, 0)):
         said = compare.view(shelf, {"run": run, "against": against, "request": 1})
         assert f"Every lens reading of it of the {shared} that both runs recorded is the same, bit for bit" in said
@@ -237,7 +237,7 @@ def test_pages_of_the_lens_grid_cover_every_position(trace: cp.Trace, tmp_path: 
 
 
 def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheprobe import cli_dash
+    from cacheprobe.cli import dash as cli_dash
 
     with pytest.raises(ValueError, match="at least one saved run"):
         cli_dash.open_runs()
@@ -257,7 +257,7 @@ def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyP
 
 
 def test_the_dashboard_starts_without_torch() -> None:
-    program = "import sys\nimport cacheprobe.dash_app.serve\nprint({'torch', 'transformers'} & set(sys.modules))"
+    program = "import sys\nimport cacheprobe.dashboard.serve\nprint({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheprobe.ops import decode_attention as module
-from cacheprobe.ops.attention import cached_attention
-from cacheprobe.ops.decode_attention import decode_attention, serves
+from cacheprobe.ops.attention import decode as module
+from cacheprobe.ops.attention.cached import cached_attention
+from cacheprobe.ops.attention.decode import decode_attention, serves
 from cacheprobe.ops.equality import bitwise, close
 
 pytestmark = pytest.mark.determinism

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cache.kv import KVCache
+from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models import devices
 from cacheprobe.models.base import ModelError
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded

@@ -98,7 +98,7 @@ sys.modules["triton"] = None
 import torch
 from cacheprobe.doctor.kernels import kernels
 from cacheprobe.ops.dispatch import rms_norm
-from cacheprobe.registry import available
+from cacheprobe.core.registry import available
 torch.cuda.is_available = lambda: False
 print(rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).sum().item(), kernels()[0].said)
 try:

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe import cli_look
-from cacheprobe.cli_demo import demo
+from cacheprobe.cli import look as cli_look
+from cacheprobe.cli.demo import demo
 from cacheprobe.doctor import checkup, machine, models, pictures, software
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.models import inventory
+from cacheprobe.models.hf.tiny import FAMILIES
 from cacheprobe.models.settings import numeric_settings
-from cacheprobe.models.tiny import FAMILIES
 from cacheprobe.ops import dispatch
 
 

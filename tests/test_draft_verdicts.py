@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.observe.draft_verdicts import drafts_table, parting, prediction_depths, shares_by_verdict
-from cacheprobe.observe.hypotheses import settling
-from cacheprobe.observe.stored import StoredRun
-from cacheprobe.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.analysis.layer_choices import settling
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.tables.draft_verdicts import drafts_table, parting, prediction_depths, shares_by_verdict
 from tests.measures_slowly import drafts_slowly, settling_slowly, shares_by_verdict_slowly
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -61,7 +61,7 @@ def test_a_draft_that_nobody_judged_is_not_taken_for_an_earlier_one(cancelled: c
 def test_every_reading_names_the_draft_that_stood_at_its_position(name: str, request: pytest.FixtureRequest) -> None:
     trace = request.getfixturevalue(name)
     wanted = drafts_slowly(trace)
-    table = trace.readings(include_rolled_back=True)
+    table = cp.analysis.lens_readings(trace, include_rolled_back=True)
     found = 0
     for row in table.drop_duplicates("row").itertuples():
         token, verdict = wanted.get((row.request_id, row.step, row.position), (None, None))
@@ -101,18 +101,22 @@ def test_rows_that_were_fed_a_rejected_token_are_left_out_unless_asked_for(draft
     every, usual = drafted.hypotheses(include_rolled_back=True), drafted.hypotheses()
     assert set(usual.status) == {"committed", "candidate"} and "rolled_back" in set(every.status)
     pd.testing.assert_frame_equal(usual, every[every.status != "rolled_back"].reset_index(drop=True))
-    read = drafted.read(cp.lenses.LogitLens())
+    read = cp.analysis.read_states(drafted, cp.lenses.LogitLens())
     assert set(read.row) == set(usual.row) and set(usual.columns) == set(read.columns)
     lost = drafted.rows(0, status="rolled_back")
-    assert set(drafted.read(cp.lenses.LogitLens(), rows=lost).status) == {"rolled_back"}
-    assert set(drafted.settling().row) <= set(usual.row)
+    assert set(cp.analysis.read_states(drafted, cp.lenses.LogitLens(), rows=lost).status) == {"rolled_back"}
+    assert set(cp.analysis.prediction_depth(drafted).row) <= set(usual.row)
 
 
 def test_readings_name_the_token_that_their_row_read(drafted: cp.Trace, tmp_path: Path) -> None:
     fed = drafted.row_table.set_index("row")
     drafted.save(tmp_path / "run")
     stored = StoredRun(tmp_path / "run").readings(0)
-    for table in (drafted.readings(include_rolled_back=True), drafted.read(cp.lenses.LogitLens()), stored):
+    for table in (
+        cp.analysis.lens_readings(drafted, include_rolled_back=True),
+        cp.analysis.read_states(drafted, cp.lenses.LogitLens()),
+        stored,
+    ):
         assert table.read_token.tolist() == fed.token[table.row].tolist()
         assert table.read_token_id.tolist() == fed.token_id[table.row].tolist()
         assert table.columns.tolist().index("read_token_id") == table.columns.tolist().index("position") + 1
@@ -135,7 +139,7 @@ def test_drafts_that_were_given_up_are_no_rolled_back_ones(evicted: cp.Trace) ->
 
 
 def test_shares_are_those_counted_slowly(drafted: cp.Trace) -> None:
-    table = drafted.readings(include_rolled_back=True)
+    table = cp.analysis.lens_readings(drafted, include_rolled_back=True)
     slowly = shares_by_verdict_slowly(table)
     shares = shares_by_verdict(table)
     assert len(shares) == len(slowly) and {"accepted", "rejected"} <= set(shares.verdict)
@@ -145,7 +149,7 @@ def test_shares_are_those_counted_slowly(drafted: cp.Trace) -> None:
         assert (
             pd.isna(line.drafted_first) if drafted_first is None else line.drafted_first == pytest.approx(drafted_first)
         )
-    agreement = drafted.agreement().stack()
+    agreement = cp.analysis.agreement(drafted).stack()
     assert agreement.to_dict() == pytest.approx(shares.set_index(["layer", "verdict"]).committed_first.to_dict())
 
 
@@ -187,7 +191,10 @@ def test_a_run_of_format_4_is_read_as_todays(name: str, request: pytest.FixtureR
     (run / "manifest.json").write_text(json.dumps(manifest))
     again = cp.load_trace(run, loaded())
     pd.testing.assert_frame_equal(again.row_table, evicted.row_table, check_dtype=False)
-    ours, theirs = evicted.readings(include_rolled_back=True), again.readings(include_rolled_back=True)
+    ours, theirs = (
+        cp.analysis.lens_readings(evicted, include_rolled_back=True),
+        cp.analysis.lens_readings(again, include_rolled_back=True),
+    )
     texts = ["drafted_token", "top_tokens"]  # a lesser choice that no table names has no text
     pd.testing.assert_frame_equal(theirs.drop(columns=texts), ours.drop(columns=texts), check_dtype=False)
     stored = pd.concat([StoredRun(run).readings(r) for r in range(len(PROMPTS))], ignore_index=True)
@@ -206,7 +213,7 @@ def test_the_texts_of_all_choices_are_stored(drafted: cp.Trace, tmp_path: Path) 
 
 def test_settling_and_the_readings_have_one_prediction_depth(drafted: cp.Trace) -> None:
     """In whatever order the readings stand, and over those of some layers alone."""
-    table = drafted.readings(include_rolled_back=True)
+    table = cp.analysis.lens_readings(drafted, include_rolled_back=True)
     for shown in (table, table.sample(frac=1, random_state=0), table[table.layer < 2]):
         wanted = settling_slowly(shown)
         lines = settling(shown).itertuples()

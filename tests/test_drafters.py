@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cacheprobe as cp
-from cacheprobe import registry
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.config import EngineConfig
+from cacheprobe.capture.observers import Silent
+from cacheprobe.core import registry
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.loop import prepare
-from cacheprobe.models.bridge import BridgeLM
-from cacheprobe.observe.observers import Silent
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.sampling import choose_token
-from cacheprobe.records import Request, SamplingParams
 from tests.equivalence import greedy_continuation, ngram_draft_slowly
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.records import Request, SamplingParams
+from cacheprobe.core.records import Request, SamplingParams
 from tests.invariants.machines import Meddler, tiny
 from tests.invariants.runs import NEW, PROMPTS, RUN, Watched, babbler, outcome
 

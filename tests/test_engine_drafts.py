@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.engine import choosing
-from cacheprobe.records import Request, SamplingParams
 from tests.equivalence import target_scores_slowly
 from tests.invariants.machines import rounding_by_shape, tiny
 from tests.invariants.runs import CHUNK, HOT, NEW, PROMPTS, RUN, Watched, babbler, future, outcome

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine.passes import EngineError
+from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.models.fast.hooked_hf import TwinLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.models.twin import TwinLM
-from cacheprobe.records import Request, SamplingParams
 from tests.invariants.machines import Call, Faulty, tiny, wide_bfloat16
 from tests.invariants.runs import CHUNK, NEW, PROMPTS, RUN, G, Outcome, W, Watched, future, outcome
 from tests.tiny import hf_model

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.engine.passes import EngineError
+from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.records import Request, SamplingParams
 from tests.invariants.machines import Call, Faulty, Spy, rounding_by_shape, tiny, wide_bfloat16
 from tests.invariants.runs import Watched, outcome
 

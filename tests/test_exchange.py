@@ -7,7 +7,7 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheprobe import registry
+from cacheprobe.core import registry
 from cacheprobe.tasks import (
     Boxes,
     CoinFlip,

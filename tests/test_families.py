@@ -66,7 +66,7 @@ def test_states_equal_a_clean_run_with_cache(family: str, drafter: str, path: st
         text = torch.tensor([prompt + trace.committed(i)])[:, :-1]
         with torch.inference_mode():
             _, clean = model.bridge.run_with_cache(text)
-        ours = trace.to_activation_cache(i)
+        ours = cp.analysis.to_activation_cache(trace, i)
         for layer in range(model.n_layers):
             for site, name in names.items():
                 states = trace.states(site, layer, i)

@@ -13,8 +13,8 @@ import plotly.graph_objects as go
 import pytest
 
 import cacheprobe as cp
-from cacheprobe import views
-from cacheprobe.views.style import FIGURE_CONFIG
+from cacheprobe import plots
+from cacheprobe.plots.style import FIGURE_CONFIG
 from tests.test_probe_figures import foreseen, probes
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -27,7 +27,7 @@ def figures_of(module: Any) -> dict[str, Callable[..., go.Figure]]:
     return {n: f for n, f in public.items() if inspect.isfunction(f) and f.__annotations__.get("return") is go.Figure}
 
 
-FIGURES = figures_of(views)
+FIGURES = figures_of(plots)
 
 
 @cache
@@ -96,7 +96,7 @@ def swapped(table: pd.DataFrame, column: str) -> pd.DataFrame:
 
 SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]]] = {
     # a table, another with another finding, and what is given beside it
-    "attribution": lambda: ((t := trace().attribution(0, 7)), swapped(t, "logit"), {}),
+    "attribution": lambda: ((t := cp.analysis.attribution(trace(), 0, 7)), swapped(t, "logit"), {}),
     "carried_figure": lambda: ((t := carried()), swapped(t, "nld"), {}),
     "coin_rows_figure": lambda: ((t := coin_rows()), t.assign(total=-t.total), {}),
     "disagreement_figure": lambda: (
@@ -111,7 +111,7 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
     "state_algorithm_figure": lambda: (
         (t := algorithm()[0].assign(examples=40)), t.assign(accuracy=0.5), dict(patches=algorithm()[1]),
     ),
-    "settling_figure": lambda: ((t := trace().settling()), t.assign(prediction_depth=0), {}),
+    "settling_figure": lambda: ((t := cp.analysis.prediction_depth(trace())), t.assign(prediction_depth=0), {}),
     "sweep_grid": lambda: (
         (t := swept()), swapped(t, "agrees_mean"), dict(rows="drafter", columns="seed"),
     ),
@@ -255,10 +255,10 @@ def test_figures_are_had_without_torch_or_a_model() -> None:
     program = """
 import sys
 import pandas as pd
-from cacheprobe import views
+from cacheprobe import plots
 columns = dict(row=0, site="S", status="committed", verdict="accepted", drafted_token_id=5, agrees=True)
 table = pd.DataFrame([dict(columns, layer=layer, token_id=5) for layer in (0, 1)])
-title = views.draft_verdicts(table).layout.title.text
+title = plots.draft_verdicts(table).layout.title.text
 assert not {"torch", "transformers"} & set(sys.modules)
 print(title)
 """

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cacheprobe as cp
-from cacheprobe.models import bridge, twin
-from cacheprobe.models.twin import TwinLM
+from cacheprobe.models.fast import hooked_hf as twin
+from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.hf import bridge
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.readout import lowest_topk, read_logits
 from tests.equivalence import lowest_topk_slowly, read_logits_slowly

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.observe.store import MemoryStore
 from cacheprobe.probes.auroc import auroc, resampled_auroc
 from cacheprobe.probes.drafts import margins
 from cacheprobe.probes.foresight import _scores
 from cacheprobe.probes.groups import group_folds
+from cacheprobe.trace.state_store import MemoryStore
 from tests.probes_slowly import auroc_slowly
 from tests.tiny import VOCAB, loaded
 
@@ -69,7 +69,9 @@ def test_an_early_exits_row_is_the_one_that_proposed(early: cp.Trace, unit: str)
     table = cp.probes.drafted(early, unit)
     events = early.events().query("phase == 'verify'").set_index(["request_id", "step"])
     rows = early.row_table.set_index("row")
-    read = early.read(cp.lenses.LogitLens(), layers=[1], rows=early.row_table.query("phase == 'decode'"))
+    read = cp.analysis.read_states(
+        early, cp.lenses.LogitLens(), layers=[1], rows=early.row_table.query("phase == 'decode'")
+    )
     proposed = read.set_index("row").token_id
     assert table.is_rolled_back.nunique() == 2
     for line in table.itertuples():

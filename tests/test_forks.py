@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cache.surgery import CacheRows
+from cacheprobe.kvcache.surgery import CacheRows
 from cacheprobe.ops.equality import bitwise
 from tests.test_thinking_engine import FREE, RUN, lm
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -30,7 +30,7 @@ def test_forks_say_what_the_whole_run_says(drafter, temperature: float) -> None:
     whole = cp.run(loaded(), KEPT, drafter=drafter, deterministic=[0], **settings)
     texts = [[*prompt, *whole.committed(i)] for i, prompt in enumerate(PROMPTS[:3])]
     places = [(i, length) for i, text in enumerate(texts) for length in (2, *range(len(text) - 18, len(text) - 1, 4))]
-    forks = cp.run(loaded(), [whole.fork(*place) for place in places], drafter=drafter, **settings)
+    forks = cp.run(loaded(), [cp.analysis.fork(whole, *place) for place in places], drafter=drafter, **settings)
     for j, (i, length) in enumerate(places):
         assert forks.committed(j) == texts[i][max(length + 1, len(PROMPTS[i])) :] != [], (i, length)
 
@@ -43,26 +43,26 @@ def test_a_fork_has_the_same_bits_where_all_passes_have_one_shape(dtype: torch.d
     whole = cp.run(model, requests, drafter=drafter, kv_rows=80, **LIGHT, **ALIKE)
     assert whole.num_rolled_back > 0 and whole.meta["preemptions"]
     for length in (4, 13):
-        fork = whole.fork(0, length)
+        fork = cp.analysis.fork(whole, 0, length)
         going_on = replace(fork, keep_rows=True)
         again = cp.run(model, [[7, 7], going_on], drafter=drafter, **LIGHT, **ALIKE)
         num_left = len(again.committed(1))
         assert again.committed(1) == whole.committed(0)[-num_left:]
         assert again.logprobs(1) == whole.logprobs(0)[-num_left:]
         assert bitwise(again.states("S", 2, 1), whole.states("S", 2, 0)[length:])
-        assert same(again.cache_rows(1), whole.cache_rows(0))
+        assert same(cp.analysis.cache_rows(again, 1), cp.analysis.cache_rows(whole, 0))
 
 
 def test_rows_of_a_run_are_what_its_cache_held() -> None:
     """With the ledger's provenance; the oracle keeps the same, and a prompt's are those of `cp.cache_rows`."""
     request = cp.Request(PROMPTS[0], is_deterministic=True, keep_rows=True)
     trace = cp.run(loaded(), [request, KEPT[1]], **LIGHT)
-    rows = trace.cache_rows(0)
+    rows = cp.analysis.cache_rows(trace, 0)
     assert rows.token_ids == (*PROMPTS[0], *trace.committed(0)[:-1])
     assert list(rows.provenance) == trace.ledger(0).provenance.tolist() == ["prefill"] * 5 + ["verified"] * 19
-    assert set(trace.cache_rows(1).provenance) == {"prefill", "decoded"}
-    assert same(rows, cp.reference(loaded(), [request], **LIGHT).cache_rows(0))
-    assert same(trace.cache_rows(0, 4), cp.cache_rows(loaded(), PROMPTS[0], capacity=96))
+    assert set(cp.analysis.cache_rows(trace, 1).provenance) == {"prefill", "decoded"}
+    assert same(rows, cp.analysis.cache_rows(cp.reference(loaded(), [request], **LIGHT), 0))
+    assert same(cp.analysis.cache_rows(trace, 0, 4), cp.cache_rows(loaded(), PROMPTS[0], capacity=96))
 
 
 def test_a_running_request_can_be_forked() -> None:
@@ -77,11 +77,12 @@ def test_a_running_request_can_be_forked() -> None:
     assert len(taken) > 3 and len({len(rows) for rows in taken}) > 3
     for rows in taken[::4]:
         assert (
-            same(rows, whole.cache_rows(0, len(rows))) and rows.provenance == whole.cache_rows(0, len(rows)).provenance
+            same(rows, cp.analysis.cache_rows(whole, 0, len(rows)))
+            and rows.provenance == cp.analysis.cache_rows(whole, 0, len(rows)).provenance
         )
-        fork = cp.run(loaded(), whole.fork(0, len(rows), rows), capture=None, progress=False, **settings)
+        fork = cp.run(loaded(), cp.analysis.fork(whole, 0, len(rows), rows), capture=None, progress=False, **settings)
         assert fork.committed(0) == whole.committed(0)[len(rows) + 1 - len(PROMPTS[0]) :]
-    assert same(stream.cache_rows(1), whole.cache_rows(1))
+    assert same(stream.cache_rows(1), cp.analysis.cache_rows(whole, 1))
     with pytest.raises(ValueError, match="request 0 holds 0 cache rows now, of 24: .*length"):
         stream.cache_rows(0)
     with pytest.raises(KeyError, match="no request 2"):
@@ -90,9 +91,9 @@ def test_a_running_request_can_be_forked() -> None:
 
 def test_an_edited_fork_goes_another_way_and_its_ledger_says_so() -> None:
     whole = cp.run(loaded(), KEPT, deterministic=True, **LIGHT)
-    rows = whole.cache_rows(0, 12)
+    rows = cp.analysis.cache_rows(whole, 0, 12)
     edited = rows.edited(lambda old: old * -3, [6, 9], layers=1).masked(2)
-    requests = [whole.fork(0, 12), whole.fork(0, 12, edited)]
+    requests = [cp.analysis.fork(whole, 0, 12), cp.analysis.fork(whole, 0, 12, edited)]
     trace = cp.run(loaded(), requests, **LIGHT)
     assert trace.committed(0) == whole.committed(0)[8:] != trace.committed(1)
     names = trace.ledger(1).provenance.tolist()
@@ -107,17 +108,17 @@ def test_an_edited_fork_goes_another_way_and_its_ledger_says_so() -> None:
 def test_what_cannot_be_forked_is_named(tmp_path: Path) -> None:
     trace = cp.run(loaded(), [KEPT[0], PROMPTS[1]], **LIGHT)
     with pytest.raises(ValueError, match=r"request 1 were not kept.*run it with cp.Request\(prompt, keep_rows=True"):
-        trace.cache_rows(1)
+        cp.analysis.cache_rows(trace, 1)
     with pytest.raises(KeyError, match="no request 2 in this trace; it has 0 to 1"):
-        trace.fork(2, 3)
+        cp.analysis.fork(trace, 2, 3)
     with pytest.raises(ValueError, match="rows of 24 positions cannot be cut to 25; give 1 to 24"):
-        trace.fork(0, 25)
+        cp.analysis.fork(trace, 0, 25)
     with pytest.raises(ValueError, match="fork of request 0 at 24: it had said all of its 20 tokens.* at 23 or before"):
-        trace.fork(0, 24)
+        cp.analysis.fork(trace, 0, 24)
     with pytest.raises(ValueError, match=r"the rows have 4 positions, not 9; cut\(\) them"):
-        trace.fork(0, 9, trace.cache_rows(0, 4))
+        cp.analysis.fork(trace, 0, 9, cp.analysis.cache_rows(trace, 0, 4))
     stored = cp.load_trace(trace.save(tmp_path / "run"))
     with pytest.raises(ValueError, match="request 0 were not kept, and no stored run has any; run it again"):
-        stored.cache_rows(0)
+        cp.analysis.cache_rows(stored, 0)
     with pytest.raises(ValueError, match="ThinkingCache holds more than keys and values"):
         cp.run(lm(), cp.Request([5, 9, 7, 11] * 2, keep_rows=True), sampling=FREE, **RUN)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.arguments import Setup
-from cacheprobe.config import EngineConfig
+from cacheprobe.capture.recorder import Recorder
+from cacheprobe.core.config import EngineConfig
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.fast.hooked_hf import TwinLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.models.twin import TwinLM
-from cacheprobe.observe.recorder import Recorder
 from cacheprobe.ops.equality import bitwise, close
+from cacheprobe.plan import Setup
 from tests.heads_slowly import heads_slowly
 from tests.test_engine_errors import BAD, indigestible
 from tests.test_families import ALIKE
@@ -159,7 +159,7 @@ def test_heads_survive_a_save(tmp_path: Path) -> None:
         assert again.digest(i) == trace.digest(i) and trace.pattern(0, i).shape == (4, 24, 24)
         assert bitwise(again.pattern(1, i), trace.pattern(1, i))
         assert bitwise(again.heads("v", 1, i), trace.heads("v", 1, i))
-    held = again.to_activation_cache(0)
+    held = cp.analysis.to_activation_cache(again, 0)
     assert bitwise(held["blocks.1.attn.hook_pattern"][0], trace.pattern(1, 0))
     assert held["z", 1].shape == (1, 24, 4, 8) and held["k", 1].shape == (1, 24, 2, 8)
 
@@ -198,13 +198,13 @@ def test_a_twin_whose_heads_differ_is_not_heard(monkeypatch: pytest.MonkeyPatch)
     choose_path(model)[0]
     model.twin_trial.heads.clear()
     monkeypatch.setattr(
-        "cacheprobe.models.twin_heads._third",
+        "cacheprobe.models.fast.head_places._third",
         lambda shape, dim, number, value: value.unflatten(-1, shape).select(dim, 0),
     )
     chosen, reason = choose_path(model, heads=("k",))
     assert chosen is model and reason.startswith("bridge: k of layer 0 of the plain model is")
     model.twin_trial.heads.clear()
-    monkeypatch.setattr("cacheprobe.models.twin_heads._PARTS", ("k", "v"))
+    monkeypatch.setattr("cacheprobe.models.fast.head_places._PARTS", ("k", "v"))
     assert "holds q, k and v in an order" in choose_path(model, heads=("k",))[1]
     assert isinstance(choose_path(model)[0], TwinLM)  # for all else it serves
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.kvcache.sequence import SequenceState
 from tests.equivalence import sample_token_slowly
 from tests.shapes import serving
 from tests.tiny import PROMPTS, SMALL, VOCAB, loaded

@@ -10,10 +10,10 @@ import plotly.graph_objects as go
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views import images
-from cacheprobe.views.images import ImageError, image, svg_image
-from cacheprobe.views.report_figures import report_drawings, report_figures
-from cacheprobe.views.windows import pick_request
+from cacheprobe.plots import images
+from cacheprobe.plots.diagrams.windows import pick_request
+from cacheprobe.plots.images import ImageError, image, svg_image
+from cacheprobe.plots.report.figures import report_drawings, report_figures
 from tests.test_views import HOSTILE, hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
@@ -31,7 +31,7 @@ def png_size(content: bytes) -> tuple[int, int]:
 
 
 def test_every_figure_of_the_report_is_a_file(trace: cp.Trace, tmp_path: Path) -> None:
-    paths = cp.views.write_figures(trace, tmp_path / "new", "svg", progress=False)
+    paths = cp.plots.write_figures(trace, tmp_path / "new", "svg", progress=False)
     names = ("accepted-whole", "rolled-back", "lens-grid", "lens-grid-all", "drafts", "settling")
     assert [path.name for path in paths] == [f"{name}.svg" for name in names]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(path.name for path in paths)
@@ -95,17 +95,17 @@ def test_what_is_missing_is_named_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(images, "browser_path", lambda: None)
     with pytest.raises(ImageError, match="chromium, and there is none; as root apt-get install chromium"):
-        cp.views.write_figures(trace, tmp_path / "new", "pdf", progress=False)
+        cp.plots.write_figures(trace, tmp_path / "new", "pdf", progress=False)
     monkeypatch.setattr(images, "find_spec", lambda name: None)
     with pytest.raises(ImageError, match="kaleido, which is not here: pip install"):
-        cp.views.write_figures(trace, tmp_path / "new", progress=False)
+        cp.plots.write_figures(trace, tmp_path / "new", progress=False)
     with pytest.raises(ValueError, match="unknown format 'gif' of figures; choose one of png, svg, pdf"):
-        cp.views.write_figures(trace, tmp_path / "new", "gif", progress=False)
+        cp.plots.write_figures(trace, tmp_path / "new", "gif", progress=False)
     with pytest.raises(KeyError, match="no request 9"):
-        cp.views.write_figures(trace, tmp_path / "new", request_id=9, progress=False)
+        cp.plots.write_figures(trace, tmp_path / "new", request_id=9, progress=False)
     assert not (tmp_path / "new").exists()
     bare = cp.run(loaded(), PROMPTS, **SMALL, capture=None, deterministic=True)
-    written = cp.views.write_figures(bare, tmp_path / "new", "svg", progress=False)  # diagrams need no browser
+    written = cp.plots.write_figures(bare, tmp_path / "new", "svg", progress=False)  # diagrams need no browser
     assert written and all(path.suffix == ".svg" for path in written)
 
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 import cacheprobe as cp
-from cacheprobe.observe.imported import ImportRefused
-from cacheprobe.observe.stored import StoredRun
 from cacheprobe.ops.equality import close
-from cacheprobe.views import write_report
-from cacheprobe.views.listings import request_listings, run_listings
+from cacheprobe.plots import write_report
+from cacheprobe.plots.report.listings import request_listings, run_listings
+from cacheprobe.trace.importers.common import ImportRefused
+from cacheprobe.trace.stored import StoredRun
 from tests.tiny import hf_model, loaded
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]
@@ -73,7 +73,7 @@ def test_the_layers_are_ours_in_other_families(family: str) -> None:
 
 def test_a_lens_reads_what_it_reads_of_our_states(ours: cp.Trace, imported: cp.Trace) -> None:
     lens = cp.lenses.LogitLens()
-    theirs, own = imported.read(lens), ours.read(lens, layers=[0, 1])
+    theirs, own = cp.analysis.read_states(imported, lens), cp.analysis.read_states(ours, lens, layers=[0, 1])
     keys = ["request_id", "position", "layer"]
     theirs, own = (table.sort_values(keys, ignore_index=True) for table in (theirs, own))
     assert theirs[[*keys, "token_id", "rank"]].equals(own[[*keys, "token_id", "rank"]])
@@ -91,7 +91,10 @@ def test_a_lens_reads_what_it_reads_of_our_states(ours: cp.Trace, imported: cp.T
         (lambda trace: trace.heads("z", 0, 0), "no z: Hugging Face's generate keeps no attention heads"),
         (lambda trace: trace.pattern(0, 0), "no pattern: "),
         (lambda trace: trace.thoughts(), "wrote no thoughts"),
-        (lambda trace: trace.attribution(0, 4), "a logit falls into S, T and C of all layers; this run kept S"),
+        (
+            lambda trace: cp.analysis.attribution(trace, 0, 4),
+            "a logit falls into S, T and C of all layers; this run kept S",
+        ),
         (lambda trace: cp.verify(trace, loaded()), "imported from Hugging Face's generate: it followed no schedule"),
     ],
 )
@@ -141,7 +144,7 @@ def test_a_file_holds_the_same(imported: cp.Trace, tmp_path: Path) -> None:
     assert trace.logprobs(1) == imported.logprobs(1)
     assert torch.equal(trace.states("S", 1, 1), imported.states("S", 1, 1))
     with pytest.raises(ValueError, match="imported without a model, so nothing says whose states"):
-        trace.read(cp.lenses.LogitLens(), model=loaded())
+        cp.analysis.read_states(trace, cp.lenses.LogitLens(), model=loaded())
     del tensors["hidden_states.3.1"]
     save_file(tensors, tmp_path / "g.safetensors")
     with pytest.raises(ImportRefused, match=r"has no hidden_states\.3\.1"):
@@ -204,6 +207,6 @@ def test_layers_that_differ_little_are_told_apart() -> None:
 def test_an_import_with_its_model_is_read_by_the_logit_lens(imported: cp.Trace) -> None:
     """`hypotheses()` raised, though the model was there."""
     table = imported.hypotheses()
-    read = imported.read(cp.lenses.LogitLens())
+    read = cp.analysis.read_states(imported, cp.lenses.LogitLens())
     assert len(table) and table.lens.unique().tolist() == ["logit"] and table.verdict.isna().all()
     assert table.token_id.tolist() == read.token_id.tolist()

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import cacheprobe as cp
-from cacheprobe.dash_app.facts import _request_label
-from cacheprobe.observe.stored import StoredRun
-from cacheprobe.views import token_texts
-from cacheprobe.views.listings import request_listings
-from cacheprobe.views.prompt_block import prompt_block
+from cacheprobe.dashboard.facts import _request_label
+from cacheprobe.plots import token_texts
+from cacheprobe.plots.report.listings import request_listings
+from cacheprobe.plots.report.prompt_block import prompt_block
+from cacheprobe.trace.stored import StoredRun
 from tests.tiny import hf_model
 
 WORDS = ["<unk>", "A", "Ġcoin", "Ġis", "Ġheads", ".", "Ċ", "Ġtails"]

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cacheprobe as cp
-from cacheprobe import cli_import
-from cacheprobe.observe.imported import ImportRefused
+from cacheprobe.cli import imports as cli_import
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.importers.common import ImportRefused
 from tests.tiny import hf_model, loaded
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]
@@ -92,10 +92,10 @@ def test_a_file_that_vllm_is_still_at_is_waited_for(
     path.write_bytes(data[:-8])
     with path.with_name(path.name + ".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        monkeypatch.setattr("cacheprobe.observe.import_vllm.SECONDS_TO_WAIT", 0.1)
+        monkeypatch.setattr("cacheprobe.trace.importers.vllm.SECONDS_TO_WAIT", 0.1)
         with pytest.raises(ImportRefused, match="is still being written after 0 s"):
             cp.import_vllm(path, IDS)
-        monkeypatch.setattr("cacheprobe.observe.import_vllm.SECONDS_TO_WAIT", 60.0)
+        monkeypatch.setattr("cacheprobe.trace.importers.vllm.SECONDS_TO_WAIT", 60.0)
 
         def finish() -> None:
             path.write_bytes(data)

@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.observe.token_history import Fate, fates_at, token_history
-from cacheprobe.views.insight import first_insight, insight, opening
-from cacheprobe.views.report import report_html
+from cacheprobe.plots.report.insight import first_insight, insight, opening
+from cacheprobe.plots.report.report import report_html
+from cacheprobe.trace.tables.token_history import Fate, fates_at, token_history
 from tests.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -67,8 +67,8 @@ def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
     partial = [(int(e.step), int(e.request_id)) for e in events.itertuples()
                if e.phase == "verify" and 0 < e.num_accepted < len(e.draft_token_ids)]  # fmt: skip
     assert (at.step, at.request_id) == min(partial)
-    texts = cp.views.token_texts(trace.row_table, trace.hypothesis_table)
-    said = first_insight(trace.readings(), trace.row_table, events, texts)
+    texts = cp.plots.token_texts(trace.row_table, trace.hypothesis_table)
+    said = first_insight(cp.analysis.lens_readings(trace), trace.row_table, events, texts)
     assert said.startswith(f"request {at.request_id}, step {at.step}: ") and f"rolled back in step {at.step}" in said
     # the reading is of the row whose next token the verifier put in the draft's place
     place = at.position + 1 - len(PROMPTS[at.request_id])

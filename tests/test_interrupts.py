@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.observe.observers import ProgressBar
+from cacheprobe.capture.observers import ProgressBar
 from tests.tiny import PROMPTS, SMALL, loaded
 
 LENGTHS = (2, 30, 30, 30, 30)
@@ -72,7 +72,7 @@ def test_a_second_ctrl_c_ends_at_once(press_at: Any) -> None:
 
 
 def test_ctrl_c_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheprobe import arguments
+    from cacheprobe import plan as arguments
 
     class Guard(arguments.RunGuard):
         def __init__(self, *args: Any) -> None:
@@ -125,7 +125,8 @@ def test_accuracy_is_that_of_finished_requests(press_at: Any) -> None:
 
 PRESSED = """
 import os, signal, sys
-from cacheprobe import cli, progress
+from cacheprobe.cli.app import app as cli
+from cacheprobe.core import progress
 
 seen = 0
 

@@ -13,7 +13,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.engine import drafting
-from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.tasks.base import Example
 from tests.tiny import PROMPTS, SMALL, VOCAB, loaded
@@ -329,8 +329,8 @@ def test_a_stored_trace_says_what_was_not_read_and_a_reading_afterwards_fails_by
     trace.save(tmp_path / "run")
     assert cp.load_trace(tmp_path / "run").missing == trace.missing
     with pytest.raises(cp.lenses.base.LensError, match=rf"request {BAD} step \d+ layer \d: lens own"):
-        trace.read(lens)
-    assert len(trace.read(cp.lenses.LogitLens()))
+        cp.analysis.read_states(trace, lens)
+    assert len(cp.analysis.read_states(trace, cp.lenses.LogitLens()))
 
 
 # -- tasks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheprobe.registry import names
+from cacheprobe.core.registry import names
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,7 +79,7 @@ def test_quick_kernels_compile(tmp_path: Path) -> None:
     """Those that compile within a second each; the others are in the slow test."""
     quick = ("rms_norm", "matmul", "verify_accept")
     program = (
-        "from cacheprobe.registry import find\nfrom cacheprobe_kernels.checks.builds import builds\n"
+        "from cacheprobe.core.registry import find\nfrom cacheprobe_kernels.checks.builds import builds\n"
         f"for name in {quick}:\n    for one in builds(find('kernels', name), (90,)):\n"
         "        assert not one.complaint, one.complaint\n        print(one.kernel)"
     )

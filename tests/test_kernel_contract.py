@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cacheprobe.core.registry import available
 from cacheprobe.ops.dispatch import OPERATIONS
-from cacheprobe.registry import available
 from cacheprobe_kernels.base import INTERPRETED, Case, Draws, Kernel, Plan
 from cacheprobe_kernels.cached_attention import CachedAttention
 from cacheprobe_kernels.checks.contract import company_complaints, outcome, poisoned, twin_complaints

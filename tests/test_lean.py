@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.bridge import BridgeLM
-from cacheprobe.models.twin import LEAN, TwinLM
+from cacheprobe.models.fast.hooked_hf import LEAN, TwinLM
+from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import fed_in_parts, texts
 from tests.tiny import FAMILIES, SLIDING, hf_model, loaded

@@ -5,8 +5,8 @@ import torch
 from transformer_lens.tools.analysis import logit_lens
 
 import cacheprobe as cp
-from cacheprobe.observe.checks import CaptureError
 from cacheprobe.ops.equality import close
+from cacheprobe.trace.self_checks import CaptureError
 from tests.tiny import FAMILIES, PROMPTS, SMALL, loaded
 
 

@@ -9,11 +9,11 @@ import torch
 from transformer_lens.tools.analysis import logit_readout
 
 import cacheprobe as cp
+from cacheprobe.core.registry import available
 from cacheprobe.lenses.base import Lens, LensError, require_readable, unembedding_sha256
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.readout import read_logits
-from cacheprobe.registry import available
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
 LENSES = [*available("lenses")]
@@ -83,7 +83,7 @@ def test_a_window_of_all_layers_is_one_product(name: str, trace: cp.Trace, monke
     monkeypatch.setattr(
         type(model), "read_out", lambda self, states: (calls.append(len(states)), right(self, states))[1]
     )
-    table = trace.read(lens, rows=window)
+    table = cp.analysis.read_states(trace, lens, rows=window)
     assert len(window) > 1 and len(table) == 3 * len(window) and len(calls) == 1
 
 
@@ -91,14 +91,14 @@ def test_a_window_of_all_layers_is_one_product(name: str, trace: cp.Trace, monke
 def test_what_cannot_be_read_is_named(name: str, trace: cp.Trace) -> None:
     lens = shaken(name, loaded())
     with pytest.raises(LensError, match=r"unknown layer 3 .* has layers 0 to 2"):
-        trace.read(lens, layers=[0, 3])
+        cp.analysis.read_states(trace, lens, layers=[0, 3])
     with pytest.raises(LensError, match=r"unknown layer -1"):
-        trace.read(lens, layers=[-1])
+        cp.analysis.read_states(trace, lens, layers=[-1])
     with pytest.raises(LensError, match=r"unknown site 'Q'.*S, T, C"):
-        trace.read(lens, "Q")
+        cp.analysis.read_states(trace, lens, "Q")
     for site in sorted({"S", "T", "C"} - set(lens.sites)):
         with pytest.raises(LensError, match=f"the {name} lens reads .*not {site}"):
-            trace.read(lens, site)
+            cp.analysis.read_states(trace, lens, site)
 
 
 @pytest.mark.parametrize("name", LENSES)
@@ -128,7 +128,7 @@ def test_what_is_no_lens_is_refused(broken: Any) -> None:
 
 def test_stored_states_read_as_they_were_read_in_the_run(trace: cp.Trace) -> None:
     """Every status, bit for bit: what a lens says does not depend on when it is asked."""
-    again, then = trace.read(cp.lenses.LogitLens()), trace.hypotheses()
+    again, then = cp.analysis.read_states(trace, cp.lenses.LogitLens()), trace.hypotheses()
     assert set(then.status) == {"committed", "candidate"}
     assert bitwise(torch.tensor(again.entropy_nats.to_numpy()), torch.tensor(then.entropy_nats.to_numpy()))
     pd.testing.assert_frame_equal(again, then, check_exact=True)
@@ -137,7 +137,9 @@ def test_stored_states_read_as_they_were_read_in_the_run(trace: cp.Trace) -> Non
 @pytest.mark.parametrize("site", ["S", "T", "C"])
 def test_sites_equal_transformer_lens(site: str, trace: cp.Trace) -> None:
     """Log-probability and rank of the committed token at S, T and C, against TransformerLens' readout of vectors."""
-    table = trace.read(cp.lenses.LogitLens(), site, rows=trace.rows(4, "committed").query("position >= 6"))
+    table = cp.analysis.read_states(
+        trace, cp.lenses.LogitLens(), site, rows=trace.rows(4, "committed").query("position >= 6")
+    )
     assert set(table.site) == {site}
     known = table[table.committed_token_id.notna()]
     vectors = torch.stack([trace.vectors(site, r.layer, [r.row])[0] for r in known.itertuples()])
@@ -150,4 +152,4 @@ def test_sites_equal_transformer_lens(site: str, trace: cp.Trace) -> None:
 
 def test_a_trace_of_other_weights_is_refused(trace: cp.Trace) -> None:
     with pytest.raises(ValueError, match="the trace is of weights"):
-        trace.read(cp.lenses.LogitLens(), model=perturbed(loaded(), 1e-3))
+        cp.analysis.read_states(trace, cp.lenses.LogitLens(), model=perturbed(loaded(), 1e-3))

@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cacheprobe as cp
+from cacheprobe.capture.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.lenses.base import Lens
 from cacheprobe.lenses.logit import LogitLens
-from cacheprobe.models.bridge import BridgeLM
-from cacheprobe.observe.lens_reader import LENS_TILE, LensReader, Queued
+from cacheprobe.models.hf.bridge import BridgeLM
 
 LAYERS, WINDOW, WIDTH, VOCAB = 30, 16, 576, 49152
 

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views.lens_picture import readings_picture
-from cacheprobe.views.style import SHADES, THEME_CSS
+from cacheprobe.plots.diagrams.lens_picture import readings_picture
+from cacheprobe.plots.style import SHADES, THEME_CSS
 from tests.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -36,7 +36,7 @@ def test_cells_are_those_of_the_figure(readings: pd.DataFrame, colour: str, incl
     first = int(readings[readings.request_id == 0].position.min())
     positions = range(first + 2, first + 9)
     given = dict(colour=colour, include=include, positions=positions)
-    figure, picture = cp.views.lens_grid(readings, 0, **given), readings_picture(readings, 0, **given)
+    figure, picture = cp.plots.lens_grid(readings, 0, **given), readings_picture(readings, 0, **given)
     heat, meta, columns = figure.data[0], figure.layout.meta, parsed(picture, "column")
     for name, wanted in (("data-row", meta["rows"]), ("data-position", meta["positions"])):
         assert [int(column.get(name, -1)) for column in columns] == wanted
@@ -81,7 +81,7 @@ def test_rows_fed_a_rejected_token_are_not_coloured_by_a_committed_one(readings:
     for column in columns:
         is_grey = {cell.get("class") == "pick v-1" for cell in column if cell.get("data-layer")}
         assert is_grey == {int(column.get("data-row", -1)) in lost and colour != "entropy"}
-    figure = cp.views.lens_grid(own, 0, include="all", colour=colour)
+    figure = cp.plots.lens_grid(own, 0, include="all", colour=colour)
     where = [place for place, row in enumerate(figure.layout.meta["rows"]) if row in lost]
     uncoloured = pd.isna(figure.data[0].z[:, where])
     assert uncoloured.all() if colour != "entropy" else not uncoloured.all()
@@ -91,7 +91,7 @@ def test_rows_fed_a_rejected_token_are_not_coloured_by_a_committed_one(readings:
 
 
 def test_columns_say_what_the_row_read_and_what_it_is_to_predict(trace: cp.Trace, readings: pd.DataFrame) -> None:
-    figure = cp.views.lens_grid(readings, 0, include="all")
+    figure = cp.plots.lens_grid(readings, 0, include="all")
     columns = parsed(readings_picture(readings, 0, include="all"), "column")
     about = trace.row_table.set_index("row")
     seen = set()

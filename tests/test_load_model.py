@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import cacheprobe as cp
-from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models import checks
 from cacheprobe.models.base import ModelError
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
@@ -169,7 +169,7 @@ def test_a_model_that_our_mask_gets_wrong_is_refused() -> None:
 
 def test_the_load_check_sees_a_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: a mask that hides one more row is caught, in float32 and in 16 bits."""
-    from cacheprobe.cache.kv import KVCache
+    from cacheprobe.kvcache.cache import KVCache
 
     right = KVCache.mask
     for dtype in (torch.float32, torch.bfloat16):

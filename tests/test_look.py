@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe import cli_look, terminal
-from cacheprobe.terminal import Listing
-from cacheprobe.views.listings import request_listings, run_listings
+from cacheprobe.cli import look as cli_look
+from cacheprobe.core import terminal
+from cacheprobe.core.terminal import Listing
+from cacheprobe.plots.report.listings import request_listings, run_listings
 from tests.tiny import PROMPTS, SMALL, loaded
 
 
@@ -47,7 +48,7 @@ def test_show_says_what_the_run_holds(trace: cp.Trace, stored: Path, capsys: pyt
     layers = held["first choice = committed token, by layer"]
     assert [row[0] for row in layers.rows] == ["0", "1", "2"]
     accepted = layers.columns.index("accepted")
-    assert [float(row[accepted]) for row in layers.rows] == trace.agreement()["accepted"].round(2).tolist()
+    assert [float(row[accepted]) for row in layers.rows] == cp.analysis.agreement(trace)["accepted"].round(2).tolist()
 
 
 def test_show_a_request_in_detail(trace: cp.Trace, stored: Path, capsys: pytest.CaptureFixture[str]) -> None:

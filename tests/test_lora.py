@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.adapters import TRAINING, WEIGHTS
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.tiny import tiny_model
+from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS
+from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
-from cacheprobe.training.lora import LoraTrainer
-from cacheprobe.training.lora_batches import batches_of, encode, examples_of
-from cacheprobe.training.lora_checkpoint import CHECKPOINT, load_checkpoint, save_checkpoint
-from cacheprobe.training.lora_evaluate import Cell, Reply, evaluate, replies
-from cacheprobe.training.lora_report import table
-from cacheprobe.training.lora_run import LARGEST_ADAPTER, train_lora
-from cacheprobe.training.lora_settings import HELD_OUT_NAMES, TRAIN_NAMES, LoraSettings
+from cacheprobe.training.lora.batches import batches_of, encode, examples_of
+from cacheprobe.training.lora.checkpoint import CHECKPOINT, load_checkpoint, save_checkpoint
+from cacheprobe.training.lora.evaluate import Cell, Reply, evaluate, replies
+from cacheprobe.training.lora.report import table
+from cacheprobe.training.lora.run import LARGEST_ADAPTER, train_lora
+from cacheprobe.training.lora.settings import HELD_OUT_NAMES, TRAIN_NAMES, LoraSettings
+from cacheprobe.training.lora.train import LoraTrainer
 from tests.lora import SMALL, save_base, tokenizer, train_small, trainer
 from tests.tiny import loaded
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_other_settings_or_half_a_file_is_refused(tmp_path: Path
 
 def test_an_adapter_is_small(base: Path, tmp_path: Path, trained: Path, monkeypatch) -> None:
     assert LARGEST_ADAPTER == 5_000_000
-    monkeypatch.setattr("cacheprobe.training.lora_run.LARGEST_ADAPTER", (trained / WEIGHTS).stat().st_size // 4)
+    monkeypatch.setattr("cacheprobe.training.lora.run.LARGEST_ADAPTER", (trained / WEIGHTS).stat().st_size // 4)
     with pytest.raises(ValueError, match="bytes.*lower rank, or raise first_layer"):
         train_lora(LoraSettings(**SMALL, model=str(base)), tmp_path, progress=False)
     assert not list(tmp_path.iterdir()), "seen before anything is trained"
@@ -172,7 +172,7 @@ def test_models_that_cannot_be_trained_are_refused() -> None:
 
 
 def test_the_command_s_defaults_are_the_settings() -> None:
-    from cacheprobe.cli_train import lora
+    from cacheprobe.cli.train import lora
 
     offered = {name: parameter.default for name, parameter in inspect.signature(lora).parameters.items()}
     settings = LoraSettings().as_dict()
@@ -206,7 +206,7 @@ def test_a_reply_ends_at_a_stop_token(base: Path) -> None:
 
 def test_an_evaluation_counts_silence_as_wrong(monkeypatch) -> None:
     given = [Reply(" heads", 0), Reply(" Tails.", 1), Reply("", 0), Reply(" nothing", 1)] * 2
-    monkeypatch.setattr("cacheprobe.training.lora_evaluate.replies", lambda *_: given)
+    monkeypatch.setattr("cacheprobe.training.lora.evaluate.replies", lambda *_: given)
     (cell,) = evaluate(loaded(), [2], [0.1], questions=8)
     answers = [example.answer for example in CoinFlip(2, 0.1, names=HELD_OUT_NAMES).examples(8, seed=1)]
     num_right = sum(reply.text.lower().rstrip(".") == answer for reply, answer in zip(given, answers, strict=True))
@@ -218,7 +218,7 @@ def test_an_evaluation_counts_silence_as_wrong(monkeypatch) -> None:
 
 
 def test_the_commands_train_and_evaluate(base: Path, tmp_path: Path, capsys) -> None:
-    from cacheprobe.cli import app
+    from cacheprobe.cli.app import app
 
     out, figures = tmp_path / "adapter", tmp_path / "figures.json"
     common = ["train", "lora", "--model", str(base)]

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.cache.surgery import CacheRows, put_rows, take_rows
-from cacheprobe.models.thinking_lm import ThinkingLM
-from cacheprobe.names import hook_name
+from cacheprobe.core.hook_names import hook_name
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.surgery import CacheRows, put_rows, take_rows
+from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import close
 from tests.test_thinking import tiny
 from tests.tiny import FAMILIES, SMALL, loaded

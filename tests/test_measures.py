@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.config import CaptureConfig
-from cacheprobe.observe import measures
+from cacheprobe.analysis import measures
+from cacheprobe.core.config import CaptureConfig
 from tests.measures_slowly import (
     by_layer_slowly,
     commitment_slowly,
@@ -31,7 +31,7 @@ def none(value: object) -> object:
 
 
 def test_by_layer(trace: cp.Trace) -> None:
-    readings = trace.readings(include_rolled_back=True)
+    readings = cp.analysis.lens_readings(trace, include_rolled_back=True)
     table, slowly = measures.by_layer(readings), by_layer_slowly(readings)
     assert {"committed", "candidate", "rolled_back"} <= set(table.status) and len(table) == len(slowly)
     for line in table.itertuples():
@@ -41,22 +41,22 @@ def test_by_layer(trace: cp.Trace) -> None:
 
 @pytest.mark.parametrize("margin", [0.05, 0.2, 0.4])
 def test_commitment(trace: cp.Trace, margin: float) -> None:
-    table = trace.commitment(margin)
+    table = cp.analysis.commitment(trace, margin)
     mine = {
         r.row: (none(r.commitment_layer), none(r.commitment_token_id), none(r.stays), none(r.agrees))
         for r in table.itertuples()
     }
-    assert mine == commitment_slowly(trace.readings(), margin)
+    assert mine == commitment_slowly(cp.analysis.lens_readings(trace), margin)
     assert table.commitment_layer.notna().any()
 
 
 @pytest.mark.parametrize("top", [1, 3, 5])
 def test_saturation(trace: cp.Trace, top: int) -> None:
-    table = trace.saturation(top)
+    table = cp.analysis.saturation(trace, top)
     columns = [f"saturation_layer_{k + 1}" for k in range(top)]
     mine = {line["row"]: (*(line[c] for c in columns), line["is_in_order"]) for line in table.to_dict("records")}
-    assert mine == saturation_slowly(trace.readings(), top)
-    settled = trace.settling().set_index("row").prediction_depth
+    assert mine == saturation_slowly(cp.analysis.lens_readings(trace), top)
+    settled = cp.analysis.prediction_depth(trace).set_index("row").prediction_depth
     assert table.set_index("row").saturation_layer_1.to_dict() == settled.to_dict()
     if top > 1:
         assert not table.is_in_order.all() and table.is_in_order.any()
@@ -64,9 +64,9 @@ def test_saturation(trace: cp.Trace, top: int) -> None:
 
 @pytest.mark.parametrize("window", [2, 4, 9])
 def test_draft_agreement(trace: cp.Trace, window: int) -> None:
-    table = trace.draft_agreement(window)
+    table = cp.analysis.draft_agreement(trace, window)
     mine = {line.layer: (line.passes, line.drafted, line.accepted) for line in table.itertuples()}
-    assert mine == draft_agreement_slowly(trace.readings(), window)
+    assert mine == draft_agreement_slowly(cp.analysis.lens_readings(trace), window)
     assert table.acceptance.iloc[-1] == 1  # the last layer drafts what is committed
     assert table.tokens_per_pass.iloc[-1] <= window
 
@@ -75,16 +75,16 @@ def test_draft_agreement_foretells_the_drafter(trace: cp.Trace) -> None:
     """Passes, and accepted tokens, of a run that this layer drafts: its own run, and one that another layer drafted."""
     capture = CaptureConfig(prompt_hypotheses=True)
     lower = cp.run(loaded(), PROMPTS[:3], **SMALL, drafter=cp.drafters.EarlyExit(layer=0), capture=capture)
-    foretold = trace.draft_agreement(4).set_index("layer")
+    foretold = cp.analysis.draft_agreement(trace, 4).set_index("layer")
     for layer, run in ((0, lower), (1, trace)):
         verify = run.events().query("phase == 'verify'")
         assert (len(verify), verify.num_accepted.sum()) == tuple(foretold.loc[layer, ["passes", "accepted"]])
     assert foretold.accepted[0] != foretold.accepted[1] and foretold.accepted[1] > 0
-    pd.testing.assert_frame_equal(lower.draft_agreement(4), trace.draft_agreement(4))
+    pd.testing.assert_frame_equal(cp.analysis.draft_agreement(lower, 4), cp.analysis.draft_agreement(trace, 4))
 
 
 def test_divergences(trace: cp.Trace) -> None:
-    table = trace.divergences(cp.lenses.LogitLens())
+    table = cp.analysis.divergences(trace, cp.lenses.LogitLens())
     assert set(table.status) == {"committed", "candidate"}
     model, counted = loaded(), 0
     for row, mine in list(table.groupby("row"))[::5]:
@@ -98,14 +98,14 @@ def test_divergences(trace: cp.Trace) -> None:
             assert none(line.js_next_nats) == (None if slow[2] is None else pytest.approx(slow[2], abs=1e-4))
             counted += 1
     assert counted > 30 and (table.js_next_nats.dropna() <= math.log(2) + 1e-5).all()
-    few = trace.divergences(cp.lenses.LogitLens(), layers=[0])
+    few = cp.analysis.divergences(trace, cp.lenses.LogitLens(), layers=[0])
     assert set(few.layer) == {0} and few.js_next_nats.isna().all()
     whole = table[table.layer == 0].reset_index(drop=True)
     assert np.allclose(few.kl_output_nats, whole.kl_output_nats, atol=1e-4, equal_nan=True)  # products of other heights
 
 
 def test_rejected_tokens(trace: cp.Trace) -> None:
-    table = trace.rejected(cp.lenses.LogitLens())
+    table = cp.analysis.rejected_tokens(trace, cp.lenses.LogitLens())
     slowly = rejected_tokens_slowly(trace)
     assert len(table) == len(slowly) > 0
     for line in table.itertuples():
@@ -121,17 +121,17 @@ def test_rejected_tokens(trace: cp.Trace) -> None:
 def test_a_stored_trace_gives_the_same(trace: cp.Trace, tmp_path) -> None:
     again = cp.load_trace(trace.save(tmp_path / "run"), model=loaded())
     lens = cp.lenses.LogitLens()
-    pd.testing.assert_frame_equal(again.rejected(lens), trace.rejected(lens))
-    pd.testing.assert_frame_equal(again.divergences(lens), trace.divergences(lens))
-    pd.testing.assert_frame_equal(again.saturation(), trace.saturation())
-    pd.testing.assert_frame_equal(again.commitment(), trace.commitment())
-    pd.testing.assert_frame_equal(again.draft_agreement(4), trace.draft_agreement(4))
+    pd.testing.assert_frame_equal(cp.analysis.rejected_tokens(again, lens), cp.analysis.rejected_tokens(trace, lens))
+    pd.testing.assert_frame_equal(cp.analysis.divergences(again, lens), cp.analysis.divergences(trace, lens))
+    pd.testing.assert_frame_equal(cp.analysis.saturation(again), cp.analysis.saturation(trace))
+    pd.testing.assert_frame_equal(cp.analysis.commitment(again), cp.analysis.commitment(trace))
+    pd.testing.assert_frame_equal(cp.analysis.draft_agreement(again, 4), cp.analysis.draft_agreement(trace, 4))
     with pytest.raises(ValueError, match="without its model"):
-        cp.load_trace(tmp_path / "run").rejected(lens)
+        cp.analysis.rejected_tokens(cp.load_trace(tmp_path / "run"), lens)
 
 
 def test_what_cannot_be_measured_is_refused(trace: cp.Trace) -> None:
-    table = trace.readings()
+    table = cp.analysis.lens_readings(trace)
     with pytest.raises(ValueError, match="hold 5 choices, 6 are needed"):
         measures.saturation(table, top=6)
     with pytest.raises(ValueError, match="from 0 to 1, got 2"):
@@ -139,10 +139,10 @@ def test_what_cannot_be_measured_is_refused(trace: cp.Trace) -> None:
     with pytest.raises(ValueError, match="verifies no draft"):
         measures.draft_agreement(table, window=1)
     with pytest.raises(ValueError, match="one lens and one site"):
-        measures.by_layer(pd.concat([table, trace.read(cp.lenses.LogitLens(), "T")]))
+        measures.by_layer(pd.concat([table, cp.analysis.read_states(trace, cp.lenses.LogitLens(), "T")]))
     with pytest.raises(ValueError, match="there are no hypotheses"):
         measures.saturation(table.iloc[:0])
     alone = cp.run(loaded(), PROMPTS[:1], **SMALL)
     with pytest.raises(ValueError, match="no draft of this run was rejected"):
-        alone.rejected(cp.lenses.LogitLens())
+        cp.analysis.rejected_tokens(alone, cp.lenses.LogitLens())
     assert torch.is_tensor(alone.states("S", 0, 0))

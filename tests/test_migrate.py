@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.dash_app import compare
-from cacheprobe.dash_app.shelf import Shelf
-from cacheprobe.observe.manifest import FORMAT_VERSION, TraceError
-from cacheprobe.observe.migrate import OLDEST, migrated
-from cacheprobe.observe.stored import StoredRun
-from cacheprobe.observe.tables import EVENT_COLUMNS
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.dashboard.tabs import compare
 from cacheprobe.ops.equality import close
-from cacheprobe.views import write_report
-from cacheprobe.views.listings import request_listings, run_listings
+from cacheprobe.plots import write_report
+from cacheprobe.plots.report.listings import request_listings, run_listings
+from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError
+from cacheprobe.trace.migrate import OLDEST, migrated
+from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.tables.build import EVENT_COLUMNS
 from tests.tiny import loaded
 
 FIRST = Path(__file__).parent / "fixtures" / "trace-v1"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cacheprobe.ops.wide_product as wide_module
-from cacheprobe.noise import derive_seed, gumbel_noise, uniform_noise
+from cacheprobe.core.noise import derive_seed, gumbel_noise, uniform_noise
 from cacheprobe.ops.acceptance import StopRule, clip_draft, find_ending, num_accepted
 from cacheprobe.ops.equality import bitwise, close, ulp_distance
 from cacheprobe.ops.readout import lowest_topk, read_logits

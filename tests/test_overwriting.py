@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cli import app
-from cacheprobe.observe import storage
-from cacheprobe.observe.manifest import TraceError
-from cacheprobe.observe.places import KINDS, require_free
+from cacheprobe.cli.app import app
+from cacheprobe.trace import storage
+from cacheprobe.trace.manifest import TraceError
+from cacheprobe.trace.places import KINDS, require_free
 from tests.tiny import PROMPTS, SMALL, loaded
 
 MODEL = ("--model", "coinflip-plain", "--dtype", "float32")

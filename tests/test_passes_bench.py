@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.thinking_lm import ThinkingLM
+from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe_benchmarks import thinking_states, torch_compile
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.noise import derive_seed
+from cacheprobe.core.noise import derive_seed
 from cacheprobe.patching.cells import Cell, run_cells
 from cacheprobe.patching.grid import difference
 from cacheprobe.patching.pair import run_pair

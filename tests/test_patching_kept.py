@@ -101,7 +101,7 @@ def test_a_matrix_is_the_mean_over_heads() -> None:
 
 def test_the_picture_has_every_cell_and_marks_the_flips() -> None:
     grid = cp.patching.activation(loaded(), CLEAN, [6, 18, *CORRUPT[2:]], progress=False)
-    figure = cp.views.patching_grid(grid)
+    figure = cp.plots.patching_grid(grid)
     heat, marks = figure.data
     assert heat.z.tolist() == grid.matrix().to_numpy().tolist()
     flipped = grid.table[grid.table.flip]
@@ -111,11 +111,11 @@ def test_the_picture_has_every_cell_and_marks_the_flips() -> None:
     best = grid.table.loc[grid.table.nld.idxmax()]
     assert f"layer {best.layer}, position {best.position}" in figure.layout.title.text
     heads = made(site="T", heads=True)
-    one = cp.views.patching_grid(heads, head=3).data[0].z
+    one = cp.plots.patching_grid(heads, head=3).data[0].z
     assert one[1, 2] == heads.table.set_index(["layer", "position", "head"]).nld[1, 2, 3]
     for wrong, message in ((dict(head=4), "no head 4"), (dict(value="token"), "unknown column 'token'")):
         with pytest.raises(ValueError, match=message):
-            cp.views.patching_grid(heads, **wrong)
+            cp.plots.patching_grid(heads, **wrong)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import GraniteConfig, GraniteForCausalLM, OPTConfig, OPTForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.models import paths, twin
+from cacheprobe.models import paths
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.fast import hooked_hf as twin
+from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.models.twin import TwinLM
-from cacheprobe.ops.decode_attention import COMPILER
+from cacheprobe.ops.attention.decode import COMPILER
 from cacheprobe.ops.equality import close
 from tests.tiny import FAMILIES, VOCAB, hf_model, loaded
 

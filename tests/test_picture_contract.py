@@ -18,15 +18,15 @@ from IPython.core.formatters import DisplayFormatter
 from nbclient import NotebookClient
 
 import cacheprobe as cp
-from cacheprobe import views
+from cacheprobe import plots
 from tests.test_views import HOSTILE, hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
 ROOT = Path(__file__).parents[1]
-PICTURES: dict[str, Callable[..., views.Markup]] = {
-    name: getattr(views, name)
-    for name in views.__all__
-    if inspect.isfunction(getattr(views, name)) and getattr(views, name).__annotations__.get("return") is views.Markup
+PICTURES: dict[str, Callable[..., plots.Markup]] = {
+    name: getattr(plots, name)
+    for name in plots.__all__
+    if inspect.isfunction(getattr(plots, name)) and getattr(plots, name).__annotations__.get("return") is plots.Markup
 }
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -53,10 +53,10 @@ def thinking() -> cp.Trace:
 
 def of_window(held: cp.Trace, lost: bool) -> Given:
     events = held.events()
-    pick = views.rolled_back if lost else views.accepted_whole
-    found = [window for r in held.tokens if (window := pick(views.find_windows(events, r))) is not None]
+    pick = plots.rolled_back if lost else plots.accepted_whole
+    found = [window for r in held.tokens if (window := pick(plots.find_windows(events, r))) is not None]
     ledgers = [held.ledger(found[0].request_id, step) for step in found[0].ledger_steps]
-    return (found[0], events, ledgers, views.token_texts(held.row_table)), {}
+    return (found[0], events, ledgers, plots.token_texts(held.row_table)), {}
 
 
 def of_decoding(held: cp.Trace, count: int) -> Given:
@@ -65,7 +65,7 @@ def of_decoding(held: cp.Trace, count: int) -> Given:
     own = events[events.request_id == 2]
     last = int(own.step.iloc[-1 - count])
     ledgers = [held.ledger(2, int(own[own.phase == "prefill"].step.max())), held.ledger(2, last)]
-    return (2, events[events.step <= last], ledgers, views.token_texts(held.row_table)), {}
+    return (2, events[events.step <= last], ledgers, plots.token_texts(held.row_table)), {}
 
 
 def of_thoughts(held: cp.Trace, request: int) -> Given:
@@ -142,7 +142,7 @@ def hostile_thoughts(held: cp.Trace) -> cp.Trace:
     return replace(hostile(held), thought_table=table)
 
 
-def drawn(name: str) -> views.Markup:
+def drawn(name: str) -> plots.Markup:
     args, beside = SAMPLES[name](drafted(), thinking())[0]
     return PICTURES[name](*args, **beside)
 
@@ -255,7 +255,7 @@ def test_what_is_not_there_is_refused(name: str, given: Callable[[], Given], mes
 
 def test_a_request_that_no_verifier_speaks_of_is_grey() -> None:
     """Prefill of every request was blue; diagrams of the loop have other requests in grey from the start."""
-    told = views.timeline(trace().events())
+    told = plots.timeline(trace().events())
     boxes = re.findall(r'data-request="(\d)" data-step="\d+"><g><rect [^>]*class="box (\w+)"', told)
     assert {colour for request, colour in boxes if request == "2"} == {"grey"}
     assert {colour for request, colour in boxes if request != "2"} == {"blue", "yellow", "green", "red"} - (
@@ -275,7 +275,7 @@ def test_the_page_of_figures_names_them_all_and_its_example_runs(
     scope: dict[str, Any] = {"cp": cp}
     exec(setting, scope)
     shown = [eval(call, scope) for call in calls.splitlines()]
-    assert len(shown) >= 6 and all(isinstance(one, views.Markup) for one in shown)
+    assert len(shown) >= 6 and all(isinstance(one, plots.Markup) for one in shown)
 
 
 def test_a_kernel_shows_a_picture() -> None:
@@ -283,7 +283,7 @@ def test_a_kernel_shows_a_picture() -> None:
     source = (
         "import pandas as pd, cacheprobe as cp\n"
         "ledger = pd.DataFrame(dict(position=range(5), provenance='prefill', step=0))\n"
-        "cp.views.cache_picture(ledger, request_id=3, step=0)"
+        "cp.plots.cache_picture(ledger, request_id=3, step=0)"
     )
     cell = nbformat.v4.new_code_cell(source)
     book = nbformat.v4.new_notebook(cells=[cell])

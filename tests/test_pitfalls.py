@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.models.hf_cache import RowsCache
-from cacheprobe.models.masks import attention_masks
-from cacheprobe.names import hook_name
+from cacheprobe.core.hook_names import hook_name
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.hf.cache import RowsCache
+from cacheprobe.models.hf.masks import attention_masks
 from cacheprobe.ops.equality import bitwise, close
 from tests.tiny import PROMPTS, hf_model, loaded
 

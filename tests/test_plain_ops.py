@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.models.lean import _Norm, _rms_norm
-from cacheprobe.ops.attention import cached_attention
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.fast.functional import _Norm, _rms_norm
+from cacheprobe.ops.attention.cached import cached_attention
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.packing import pack_rows, unpack
 from cacheprobe.ops.plain import project, rms_norm
@@ -47,7 +47,7 @@ def test_read_states_is_a_models_readout() -> None:
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_attention_is_that_of_the_cache_and_its_mask(window: int | None) -> None:
-    """What models.lean hands to the fused attention: a KVCache's rows, its mask with hidden slots, grouped heads."""
+    """What models.fast.functional hands to the fused attention: rows of a KVCache, its mask, grouped heads."""
     cache = KVCache(4, 20, [(2, 8, 6)], torch.float32)
     cache.keys[0][:], cache.values[0][:] = draw(4, 2, 20, 8), draw(4, 2, 20, 6, seed=1)
     cache.hidden[2, 3] = cache.hidden[2, 10] = cache.hidden[1, 0] = True

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.capture import lens_reader
 from cacheprobe.engine import consistency
 from cacheprobe.engine.consistency import _Cycle
 from cacheprobe.engine.watch import Watch
-from cacheprobe.models.twin import TwinLM
-from cacheprobe.observe import lens_reader
+from cacheprobe.models.fast.hooked_hf import TwinLM
 from tests.planted import (
     DECODE,
     DEPENDS_ON,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.tiny import TINY, tiny_model
+from cacheprobe.models.hf.tiny import TINY, tiny_model
 from cacheprobe.tasks import CoinFlip, annotate_all, mixed, word_tokenizer
 from cacheprobe_analyses import pretrained_learns as learns
 

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from cacheprobe.views import (
+from cacheprobe.plots import (
     disagreement_figure,
     final_choice_figure,
     foresight_figure,

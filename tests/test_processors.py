@@ -16,10 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from cacheprobe.core.records import SamplingParams
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.processors import target_probs, target_scores
 from cacheprobe.ops.sampling import choose_token, sample_token
-from cacheprobe.records import SamplingParams
 from tests.equivalence import choose_token_slowly, target_scores_slowly
 
 SETTINGS = [

@@ -16,9 +16,9 @@ import pytest
 import cacheprobe as cp
 import cacheprobe_analyses
 import cacheprobe_benchmarks
-from cacheprobe import progress
-from cacheprobe.cli import app
-from cacheprobe.progress import Progress
+from cacheprobe.cli.app import app
+from cacheprobe.core import progress
+from cacheprobe.core.progress import Progress
 from tests.tiny import PROMPTS, SMALL, loaded
 
 QUICK = {"show", "hypotheses", "models", "doctor", "dash", "query", "import generate", "import vllm"}
@@ -122,7 +122,7 @@ def test_a_report_and_a_grid_tell_how_far_they_are(
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     run = cp.run(loaded(), PROMPTS[:1], **SMALL)
-    cp.views.write_report(run, tmp_path / "report.html", progress=True)
+    cp.plots.write_report(run, tmp_path / "report.html", progress=True)
     assert capsys.readouterr().err.splitlines()[-1].startswith("drawing: 5 of 5 sections, ")
     cp.patching.activation(loaded(), [1, 2, 3], [1, 4, 3], answer=(5, 6), progress=True)
     assert capsys.readouterr().err.splitlines()[-1].startswith("patching: 9 of 9 cells, ")

@@ -14,19 +14,19 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from cacheprobe.capture.recorder import Recorder
+from cacheprobe.core.records import ForwardRecord, Request
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.drafters.ngram import NGram
 from cacheprobe.engine import choosing
-from cacheprobe.observe.recorder import Recorder
-from cacheprobe.proof import control, soak
-from cacheprobe.proof import prove as proving
-from cacheprobe.proof.mixed import mixed_episode
-from cacheprobe.proof.prove import prove
-from cacheprobe.proof.soak import kind_of_rollback, one_episode
-from cacheprobe.proof.subjects import real_subjects, tiny_subjects, twin_subjects
-from cacheprobe.proof.tally import Tally
-from cacheprobe.proof.traffic import Corrupted, Episode, draw_episode, draw_request
-from cacheprobe.records import ForwardRecord, Request
+from cacheprobe.stress import control, soak
+from cacheprobe.stress import prove as proving
+from cacheprobe.stress.mixed import mixed_episode
+from cacheprobe.stress.prove import prove
+from cacheprobe.stress.soak import kind_of_rollback, one_episode
+from cacheprobe.stress.subjects import real_subjects, tiny_subjects, twin_subjects
+from cacheprobe.stress.tally import Tally
+from cacheprobe.stress.traffic import Corrupted, Episode, draw_episode, draw_request
 
 pytestmark = pytest.mark.determinism
 

@@ -6,8 +6,8 @@ With ONEDNN_MAX_CPU_ISA=AVX2 the control of SmolLM2 in bfloat16 was void: produc
 import pytest
 
 from cacheprobe.engine import consistency
-from cacheprobe.proof.control import Traffic, negative_control, traffic_to_try
-from cacheprobe.proof.subjects import Subject, twin_subjects
+from cacheprobe.stress.control import Traffic, negative_control, traffic_to_try
+from cacheprobe.stress.subjects import Subject, twin_subjects
 
 pytestmark = pytest.mark.determinism
 

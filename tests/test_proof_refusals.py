@@ -14,15 +14,15 @@ import pytest
 
 from cacheprobe.engine import consistency
 from cacheprobe.engine.consistency import ShapeRefused
-from cacheprobe.proof import mixed, refusals, soak
-from cacheprobe.proof import prove as proving
-from cacheprobe.proof.mixed import mixed_episode
-from cacheprobe.proof.prove import prove
-from cacheprobe.proof.refusals import NoShapeServes
-from cacheprobe.proof.soak import one_episode
-from cacheprobe.proof.subjects import other_shapes, tiny_subjects
-from cacheprobe.proof.tally import Tally
-from cacheprobe.proof.traffic import draw_request
+from cacheprobe.stress import mixed, refusals, soak
+from cacheprobe.stress import prove as proving
+from cacheprobe.stress.mixed import mixed_episode
+from cacheprobe.stress.prove import prove
+from cacheprobe.stress.refusals import NoShapeServes
+from cacheprobe.stress.soak import one_episode
+from cacheprobe.stress.subjects import other_shapes, tiny_subjects
+from cacheprobe.stress.tally import Tally
+from cacheprobe.stress.traffic import draw_request
 
 pytestmark = pytest.mark.determinism
 

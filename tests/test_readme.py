@@ -60,7 +60,7 @@ def test_the_loop_is_the_loop() -> None:
 
 
 def test_the_commands_exist() -> None:
-    from cacheprobe.cli import app
+    from cacheprobe.cli.app import app
 
     shown = set(re.findall(r"^    cacheprobe (\w+)", README, re.MULTILINE))
     assert shown == {name for name in app if not name.startswith("-")} and "doctor" in shown

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 import cacheprobe
-from cacheprobe import registry
+from cacheprobe.core import registry
 
 GADGET = """
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 
 @register("gadgets", {name!r})
 class {cls}:
@@ -103,6 +103,8 @@ def test_plugins_cannot_be_slipped_in_through_the_answer(gadgets):
 
 
 def test_importing_the_registry_is_cheap():
-    seen = "import sys; import cacheprobe.registry; print(*sorted({'torch', 'pandas', 'numpy'} & set(sys.modules)))"
+    seen = (
+        "import sys; import cacheprobe.core.registry; print(*sorted({'torch', 'pandas', 'numpy'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cacheprobe.noise import ACCEPT_STREAM, CHOICE_STREAM, DRAFT_STREAM, RECOVER_STREAM, gumbel_noise, uniform_noise
+from cacheprobe.core.noise import (
+    ACCEPT_STREAM,
+    CHOICE_STREAM,
+    DRAFT_STREAM,
+    RECOVER_STREAM,
+    gumbel_noise,
+    uniform_noise,
+)
 from cacheprobe.ops import rejection
 from cacheprobe.ops.rejection import accept_or_recover, acceptance_prob, recovery_probs
 from tests.equivalence import accept_or_recover_slowly

@@ -21,7 +21,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace = cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1))
-    return cp.views.write_report(hostile(trace), tmp_path_factory.mktemp("report") / "report.html")
+    return cp.plots.write_report(hostile(trace), tmp_path_factory.mktemp("report") / "report.html")
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -60,7 +60,7 @@ def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme
 def test_a_report_with_thoughts_runs_nothing_and_fits(browser: Browser, tmp_path: Path, width: int) -> None:
     from tests.test_picture_contract import hostile_thoughts, thinking
 
-    path = cp.views.write_report(hostile_thoughts(thinking()), tmp_path / "report.html", request_id=0)
+    path = cp.plots.write_report(hostile_thoughts(thinking()), tmp_path / "report.html", request_id=0)
     page = browser.new_page(viewport={"width": width, "height": 900})
     complaints: list[str] = []
     page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from cacheprobe.ops import request_attention
-from cacheprobe.ops.attention import cached_attention
-from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.ops.request_attention import (
+from cacheprobe.ops.attention import by_request as request_attention
+from cacheprobe.ops.attention.by_request import (
     Reach,
     attend_by_request,
     attend_together,
     reach_of_pass,
     reach_of_positions,
 )
+from cacheprobe.ops.attention.cached import cached_attention
+from cacheprobe.ops.equality import bitwise, close
 
 pytestmark = pytest.mark.determinism
 

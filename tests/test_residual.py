@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheprobe.models.twin import TwinLM
+from cacheprobe.models.fast.hooked_hf import TwinLM
 from cacheprobe.ops.equality import close
 from tests.feeding import fed_in_parts, texts
 from tests.tiny import FAMILIES, hf_model, loaded

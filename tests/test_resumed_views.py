@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dash_app import cache, decode, facts, timeline
-from cacheprobe.dash_app.shelf import Shelf
-from cacheprobe.observe.token_history import standing_at, token_history
-from cacheprobe.views.report_figures import report_drawings
-from cacheprobe.views.windows import find_windows
+from cacheprobe.dashboard import facts
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.dashboard.tabs import cache, decode, timeline
+from cacheprobe.plots.diagrams.windows import find_windows
+from cacheprobe.plots.report.figures import report_drawings
+from cacheprobe.trace.tables.token_history import standing_at, token_history
 from tests.invariants.runs import RUN
 from tests.test_engine_errors import BAD, indigestible
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -94,7 +95,7 @@ def test_requests_that_failed_while_they_were_read(tmp_path: Path) -> None:
     assert set(trace.events().request_id) == {0, 1} and not trace.committed(1)
     assert report_drawings(trace, 1) == {} and "decoded" in report_drawings(trace, 0)
     for request in (0, 1):
-        assert f"Request {request}" in cp.views.write_report(trace, tmp_path / "report.html", request).read_text()
+        assert f"Request {request}" in cp.plots.write_report(trace, tmp_path / "report.html", request).read_text()
     with pytest.raises(ValueError, match=r"no events of request 2; the table has 0, 1"):
         find_windows(trace.events(), 2)
 

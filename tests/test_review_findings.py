@@ -10,7 +10,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
+from cacheprobe.core.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
 from cacheprobe.engine.fingerprint import FingerprintMismatch, require_same, schedule_fingerprint
 from cacheprobe.models.base import ModelError
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
@@ -94,7 +94,7 @@ def test_saving_over_a_run_removes_its_report(tmp_path: Path) -> None:
 
 def test_activation_cache_knows_what_enters_a_block() -> None:
     trace = cp.run(loaded(), PROMPTS[:1], **SMALL)
-    cache = trace.to_activation_cache(0)
+    cache = cp.analysis.to_activation_cache(trace, 0)
     assert torch.equal(cache["resid_pre", 2], cache["resid_post", 1])
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.thinking import ThinkingModel
-from cacheprobe.models.thinking_config import ThinkingConfig
-from cacheprobe.models.thinking_lm import ThinkingLM
-from cacheprobe.names import hook_name
+from cacheprobe.core.hook_names import hook_name
+from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.tasks import word_tokenizer
 from cacheprobe.tasks.permutations import parity
 from cacheprobe.training.loop import LoopSettings
-from cacheprobe.training.thinking_states import IGNORED
+from cacheprobe.training.thinking.losses import IGNORED
 from cacheprobe_analyses import s3_algorithm as s3
 from cacheprobe_analyses import s3_signatures as signatures
 from cacheprobe_analyses.s3_models import Subject, group_task, supervised, trained

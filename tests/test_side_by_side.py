@@ -1,7 +1,7 @@
 """Benchmarked runs that advance in turn: each is the run it would be alone, and the one farthest behind goes next."""
 
 import cacheprobe as cp
-from cacheprobe.config import EngineConfig
+from cacheprobe.core.config import EngineConfig
 from cacheprobe_benchmarks.workload import Run, side_by_side, timed
 from tests.tiny import loaded
 

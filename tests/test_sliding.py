@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.models import checks, hf_cache
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models import checks
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.masks import attention_masks, sliding_window
-from cacheprobe.models.twin import TwinLM
+from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.hf import cache as hf_cache
+from cacheprobe.models.hf.masks import attention_masks, sliding_window
 from cacheprobe.ops.equality import close
 from tests.equivalence import hf_greedy
 from tests.feeding import fed_in_parts, texts

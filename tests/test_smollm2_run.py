@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.hf.bridge import BridgeLM
 
 RUN = dict(window=4, group=2, capacity=128, max_new_tokens=12, progress=False)
 EXAMPLES = cp.tasks.CoinFlip(people=3).examples(4, seed=5)
@@ -83,7 +83,7 @@ def test_candidate_states_do_differ_in_bits() -> None:
 
 
 def test_behaviour_is_reported_and_claims_nothing(drafted: cp.Trace, capsys: pytest.CaptureFixture) -> None:
-    from cacheprobe.observe.summary import behaviour_line, summary
+    from cacheprobe.analysis.summary import behaviour_line, summary
 
     behaviour = drafted.meta["behaviour"]
     assert behaviour["chance"] == 0.5 and behaviour["answer_mass"] < 0.02
@@ -108,7 +108,7 @@ def test_verify_replays_and_finds_a_forged_token(drafted: cp.Trace) -> None:
 
 def test_the_report_of_the_real_model_is_small_and_whole(drafted: cp.Trace, tmp_path: Path) -> None:
     """As in the demo: all layers of a dozen tokens. Nothing is fetched, by tag or by style."""
-    path = cp.views.write_report(drafted, tmp_path / "report.html")
+    path = cp.plots.write_report(drafted, tmp_path / "report.html")
     assert path.stat().st_size < 8_000_000
     own = path.read_text().split("</head>")[1]
     assert "lens-grid-all" in own and re.findall(r"(?:src|href|action)=.?https?:|url\(.?https?:|@import", own) == []

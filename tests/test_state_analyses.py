@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.analysis.layer_choices import settling
 from cacheprobe.drafters import EarlyExit, NGram
-from cacheprobe.observe.hypotheses import settling
 from cacheprobe_analyses import coin_state_probe as coin
 from cacheprobe_analyses import rollback_foresight as foresight
 from cacheprobe_analyses import when_settles as settles
@@ -80,7 +80,7 @@ def test_readings_are_the_runs_own() -> None:
     sampling = cp.SamplingParams(max_new_tokens=8, stop_token_ids=())
     trace = cp.run(model, examples, drafter=wrong, window=4, capacity=64, sampling=sampling, progress=False)
     final = settles._final_choices(trace, 0).set_index(["kind", "layer"]).settled
-    depth = settling(trace.readings(include_rolled_back=True)).query("phase != 'decode'")
+    depth = settling(cp.analysis.lens_readings(trace, include_rolled_back=True)).query("phase != 'decode'")
     starts = depth.request_id.map({r.request_id: r.num_prompt_tokens - 1 for r in trace.requests})
     kinds = np.where(
         depth.position == starts, "answer", np.where(depth.status == "rolled_back", settles.KINDS[2], "later tokens")
@@ -88,7 +88,7 @@ def test_readings_are_the_runs_own() -> None:
     assert set(kinds) == set(settles.KINDS)
     for (kind, layer), settled in final.items():
         assert settled == pytest.approx((depth.prediction_depth[kinds == kind] <= layer).mean())
-    rejected = trace.rejected(cp.lenses.LogitLens()).query("layer == 1")
+    rejected = cp.analysis.rejected_tokens(trace, cp.lenses.LogitLens()).query("layer == 1")
     found = settles._logprobs(trace, rejected.row.tolist(), 1, rejected.rejected_token_id.to_numpy(dtype=int))
     np.testing.assert_allclose(found, rejected.rejected_logprob_nats, atol=1e-5)  # float32 sums
 

@@ -13,9 +13,9 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.observe import storage
-from cacheprobe.observe.manifest import TraceError
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace import storage
+from cacheprobe.trace.manifest import TraceError
 from tests.tiny import PROMPTS, SMALL, loaded
 
 EXAMPLE = cp.tasks.CoinFlip(people=2, shots=1).examples(1, seed=4)[0]
@@ -48,7 +48,7 @@ def test_round_trip(trace: cp.Trace, saved: Path) -> None:
         pd.testing.assert_frame_equal(theirs.drop(columns=lists), ours.drop(columns=lists), check_dtype=False)
         for column in lists:
             assert [list(value) for value in theirs[column]] == [list(value) for value in ours[column]]
-    pd.testing.assert_frame_equal(again.agreement(), trace.agreement())
+    pd.testing.assert_frame_equal(cp.analysis.agreement(again), cp.analysis.agreement(trace))
 
 
 def test_examples_survive(tmp_path: Path) -> None:
@@ -66,8 +66,12 @@ def test_examples_survive(tmp_path: Path) -> None:
 
 def test_activation_cache_needs_the_model(saved: Path) -> None:
     with pytest.raises(ValueError, match="load_trace\\(dir, model="):
-        cp.load_trace(saved).to_activation_cache(0)
-    assert cp.load_trace(saved, model=loaded()).to_activation_cache(0)["resid_post", 0].shape == (1, 24, 32)
+        cp.analysis.to_activation_cache(cp.load_trace(saved), 0)
+    assert cp.analysis.to_activation_cache(cp.load_trace(saved, model=loaded()), 0)["resid_post", 0].shape == (
+        1,
+        24,
+        32,
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.observe import storage
-from cacheprobe.observe.comparison import compare_requests, first_difference, first_reading_difference
-from cacheprobe.observe.ledgers import ledger_at, rows_in_use
-from cacheprobe.observe.manifest import TraceError
-from cacheprobe.observe.stored import StoredRun
-from cacheprobe.observe.token_history import standing_at, token_history
+from cacheprobe.analysis.comparison import compare_requests, first_difference, first_reading_difference
+from cacheprobe.trace import storage
+from cacheprobe.trace.manifest import TraceError
+from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.tables.ledgers import ledger_at, rows_in_use
+from cacheprobe.trace.tables.token_history import standing_at, token_history
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
 EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.models.paths import choose_path
-from cacheprobe.records import Request, SamplingParams
 from tests.invariants.machines import Faulty, Spy, tiny
 from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, SHAPES, G, W, babbler, outcome
 from tests.tiny import loaded

@@ -13,36 +13,24 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-LAYERS = (  # imports point to a line above; what shares a line stays apart, except the first line's single files
-    (
-        "records",
-        "names",
-        "config",
-        "registry",
-        "noise",
-        "progress",
-        "terminal",
-        "files",
-        "strict_yaml",
-        "values",
-        "token_text",
-    ),
+LAYERS = (  # imports point to a line above; what shares a line stays apart
+    ("core",),
     ("ops",),
-    ("cache", "tasks"),
+    ("kvcache", "tasks"),
     ("models",),
     ("lenses",),
     ("drafters", "interventions", "patching"),
     ("engine",),
-    ("observe", "training"),
-    ("arguments", "probes"),
-    ("api", "views"),
+    ("trace",),
+    ("capture",),
+    ("analysis", "training"),
+    ("plan", "probes"),
+    ("api", "plots"),
     ("sweeps",),
-    ("proof", "doctor", "dash_app"),
-    ("cli_config",),
-    ("cli", "cli_run", "cli_demo", "cli_import", "cli_train", "cli_look", "cli_dash", "cli_bench", "cli_sweep"),
+    ("stress", "doctor", "dashboard"),
+    ("cli",),
     ("__main__",),
 )
-COMMANDS = LAYERS[-2]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 LONGEST_FILE, LARGEST_MEDIAN = 400, 150
@@ -51,9 +39,9 @@ LONGEST_FILE, LARGEST_MEDIAN = 400, 150
 HOOK_NAME = re.compile(r"(^|[^\w ])blocks\\?\.|\bblocks\.\d|hook_(resid|attn|mlp|embed|pos_embed|normalized|scale)")
 
 ONLY_IN = {  # a module, and the files that may import it
-    "transformer_lens": re.compile(r"cacheprobe/models/(bridge\w*|hooked)\.py"),
-    "plotly": re.compile(r"cacheprobe/views/.+\.py"),
-    "dash": re.compile(r"cacheprobe/dash_app/.+\.py"),
+    "transformer_lens": re.compile(r"cacheprobe/models/hf/(bridge\w*|hooked)\.py"),
+    "plotly": re.compile(r"cacheprobe/plots/.+\.py"),
+    "dash": re.compile(r"cacheprobe/dashboard/.+\.py"),
     "triton": re.compile(r"kernels/.+\.py"),
     "cacheprobe_kernels": re.compile(r"kernels/.+\.py"),
 }
@@ -111,9 +99,9 @@ def layer_complaints(files: Mapping[str, str]) -> Iterator[str]:
                 continue
             target = (*name.split("."), "")[1]
             if target not in LEVEL:
-                if part not in COMMANDS:  # they may use the package as its users do
+                if part != "cli":  # they may use the package as its users do
                     yield f"{path}:{line}: imports {name}, which is no part of the package"
-            elif target != part and not (LEVEL[target] < LEVEL[part] or LEVEL[target] == LEVEL[part] == 0):
+            elif target != part and not LEVEL[target] < LEVEL[part]:
                 yield f"{path}:{line}: {part} imports {target}, which is not below it"
 
 
@@ -130,14 +118,14 @@ def size_complaints(files: Mapping[str, str]) -> Iterator[str]:
 def hook_name_complaints(files: Mapping[str, str]) -> Iterator[str]:
     """Hook names written out, other than in the table and in docstrings."""
     for path, source in files.items():
-        if path == "cacheprobe/names.py":
+        if path == "cacheprobe/core/hook_names.py":
             continue
         tree = ast.parse(source)
         prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
                 if HOOK_NAME.search(node.value):
-                    yield f"{path}:{node.lineno}: hook name {node.value!r}; take it from cacheprobe.names"
+                    yield f"{path}:{node.lineno}: hook name {node.value!r}; take it from cacheprobe.core.hook_names"
 
 
 def library_complaints(files: Mapping[str, str]) -> Iterator[str]:
@@ -146,7 +134,7 @@ def library_complaints(files: Mapping[str, str]) -> Iterator[str]:
             top = name.split(".")[0]
             if top in ONLY_IN and not ONLY_IN[top].fullmatch(path):
                 yield f"{path}:{line}: imports {top}, which belongs in {ONLY_IN[top].pattern}"
-            if top in NEVER_IN_VIEWS and path.startswith("cacheprobe/views/"):
+            if top in NEVER_IN_VIEWS and path.startswith("cacheprobe/plots/"):
                 yield f"{path}:{line}: a view imports {top}; views read tables"
 
 
@@ -220,14 +208,14 @@ def test_the_source_keeps_the_rule(rule, files):
     ("rule", "path", "source"),
     [
         (layer_complaints, "cacheprobe/ops/x.py", "from cacheprobe.engine.loop import run"),
-        (layer_complaints, "cacheprobe/ops/x.py", "def late():\n    import cacheprobe.models.bridge"),
-        (layer_complaints, "cacheprobe/cache/x.py", "from cacheprobe import tasks"),
-        (layer_complaints, "cacheprobe/views/x.py", "from cacheprobe.api import run"),
+        (layer_complaints, "cacheprobe/ops/x.py", "def late():\n    import cacheprobe.models.hf.bridge"),
+        (layer_complaints, "cacheprobe/kvcache/x.py", "from cacheprobe import tasks"),
+        (layer_complaints, "cacheprobe/plots/x.py", "from cacheprobe.api import run"),
         (layer_complaints, "cacheprobe/engine/x.py", "import cacheprobe as cp"),
         (layer_complaints, "cacheprobe/engine/x.py", "from cacheprobe import load_model"),
         (layer_complaints, "cacheprobe/engine/x.py", "from .step import decode"),
         (layer_complaints, "cacheprobe/engine/x.py", "from . import step"),
-        (layer_complaints, "cacheprobe/records.py", "from cacheprobe.ops import sampling"),
+        (layer_complaints, "cacheprobe/core/records.py", "from cacheprobe.ops import sampling"),
         (layer_complaints, "cacheprobe/misc.py", ""),
         (size_complaints, "tests/x.py", "pass\n" * (LONGEST_FILE + 1)),
         (size_complaints, "cacheprobe/x.py", "pass\n" * LARGEST_MEDIAN),
@@ -235,19 +223,19 @@ def test_the_source_keeps_the_rule(rule, files):
         (hook_name_complaints, "cacheprobe/engine/x.py", "name = 'blocks.3'"),
         (hook_name_complaints, "cacheprobe/engine/x.py", "keep = lambda name: name.endswith('hook_resid_post')"),
         (hook_name_complaints, "kernels/cacheprobe_kernels/x.py", "pattern = r'^blocks\\.(\\d+)'"),
-        (library_complaints, "cacheprobe/models/twin.py", "from transformer_lens import HookPoint"),
-        (library_complaints, "cacheprobe/observe/x.py", "import plotly.graph_objects as go"),
-        (library_complaints, "cacheprobe/views/figures.py", "from torch import Tensor"),
+        (library_complaints, "cacheprobe/models/fast/hooked_hf.py", "from transformer_lens import HookPoint"),
+        (library_complaints, "cacheprobe/trace/x.py", "import plotly.graph_objects as go"),
+        (library_complaints, "cacheprobe/plots/figures.py", "from torch import Tensor"),
         (library_complaints, "cacheprobe/ops/dispatch.py", "def late():\n    import triton"),
         (library_complaints, "cacheprobe/ops/dispatch.py", "from cacheprobe_kernels.matmul import Matmul"),
-        (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.cache.kv import KVCache"),
+        (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.kvcache.cache import KVCache"),
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "import cacheprobe"),
-        (pickle_complaints, "cacheprobe/observe/x.py", "from pickle import loads"),
-        (pickle_complaints, "cacheprobe/observe/x.py", "torch.load(path, weights_only=True)"),
+        (pickle_complaints, "cacheprobe/trace/x.py", "from pickle import loads"),
+        (pickle_complaints, "cacheprobe/trace/x.py", "torch.load(path, weights_only=True)"),
         (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path)"),
         (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path, weights_only=False)"),
         (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "import pickle"),
-        (pickle_complaints, "cacheprobe/observe/x.py", "np.load(path, allow_pickle=True)"),
+        (pickle_complaints, "cacheprobe/trace/x.py", "np.load(path, allow_pickle=True)"),
         (machine_complaints, "notebooks/x.ipynb", "  File " + '"/' + 'work/main/cacheprobe/api.py"'),
         (machine_complaints, "docs/x.md", "pip install --find-links " + "/opt" + "/wheels torch"),
         (machine_complaints, "constraints.txt", "torch @ https://files." + "pythonhosted.org/torch.whl"),
@@ -263,21 +251,21 @@ def test_the_rule_catches_a_planted_violation(rule, path, source):
     ("rule", "path", "source"),
     [
         (layer_complaints, "cacheprobe/__init__.py", "from cacheprobe.api import run"),
-        (layer_complaints, "cacheprobe/observe/x.py", "from cacheprobe.engine import loop"),
-        (layer_complaints, "cacheprobe/observe/x.py", "import cacheprobe.observe.trace"),
-        (layer_complaints, "cacheprobe/observe/x.py", "from cacheprobe import __version__, names"),
-        (layer_complaints, "cacheprobe/cli.py", "import cacheprobe as cp"),
-        (layer_complaints, "cacheprobe/config.py", "from cacheprobe.names import SITES"),
+        (layer_complaints, "cacheprobe/capture/x.py", "from cacheprobe.engine import loop"),
+        (layer_complaints, "cacheprobe/trace/x.py", "import cacheprobe.trace.trace"),
+        (layer_complaints, "cacheprobe/trace/x.py", "from cacheprobe import __version__, core"),
+        (layer_complaints, "cacheprobe/cli/app.py", "import cacheprobe as cp"),
+        (layer_complaints, "cacheprobe/core/config.py", "from cacheprobe.core.hook_names import SITES"),
         (size_complaints, "tests/x.py", "pass\n" * LONGEST_FILE),
-        (hook_name_complaints, "cacheprobe/names.py", "S = 'hook_resid_post'"),
+        (hook_name_complaints, "cacheprobe/core/hook_names.py", "S = 'hook_resid_post'"),
         (hook_name_complaints, "cacheprobe/ops/x.py", "def f():\n    '''S is read at blocks.3.hook_resid_post.'''"),
-        (hook_name_complaints, "cacheprobe/cache/x.py", "raise ValueError('no free blocks. Wait')"),
-        (library_complaints, "cacheprobe/models/bridge_edits.py", "import transformer_lens"),
-        (library_complaints, "cacheprobe/views/figures.py", "import plotly.graph_objects as go"),
+        (hook_name_complaints, "cacheprobe/kvcache/x.py", "raise ValueError('no free blocks. Wait')"),
+        (library_complaints, "cacheprobe/models/hf/bridge_edits.py", "import transformer_lens"),
+        (library_complaints, "cacheprobe/plots/figures.py", "import plotly.graph_objects as go"),
         (library_complaints, "kernels/cacheprobe_kernels/x.py", "import triton.language as tl"),
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.ops import plain\nimport torch"),
-        (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.registry import register"),
-        (pickle_complaints, "cacheprobe/observe/x.py", "np.load(path, allow_pickle=False)"),
+        (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.core.registry import register"),
+        (pickle_complaints, "cacheprobe/trace/x.py", "np.load(path, allow_pickle=False)"),
         (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path, weights_only=True)"),
         (machine_complaints, "docs/x.md", "see a/" + "work/ and https://x.org/" + "work/1"),
     ],
@@ -300,7 +288,7 @@ def test_import_cacheprobe_is_quick():
 
 def test_views_do_not_load_torch_by_a_detour():
     """A view that imports a table helper, which imports a tensor helper, would make every figure wait for torch."""
-    paths = [path for path in PACKAGE if path.startswith("cacheprobe/views/")]
+    paths = [path for path in PACKAGE if path.startswith("cacheprobe/plots/")]
     views = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths]
     assert loaded_early("\n".join(f"import {view}" for view in views), NEVER_IN_VIEWS) == []
 

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.adapters import adapter_directory
+from cacheprobe.core.registry import names as plug_in_names
+from cacheprobe.models.hf.adapters import adapter_directory
 from cacheprobe.ops import wide_product
 from cacheprobe.ops.compiled import build
-from cacheprobe.registry import names as plug_in_names
-from cacheprobe.sweeps import holder as holding
 from cacheprobe.sweeps.cells import Cell, combinations, told_apart
-from cacheprobe.sweeps.dry import dry_run
+from cacheprobe.sweeps.dry_run import dry_run
 from cacheprobe.sweeps.engine import COMPLETE, FAILED, PARTIAL, sweep
 from cacheprobe.sweeps.facts import model_facts
 from cacheprobe.sweeps.index import INDEX
-from cacheprobe.sweeps.lock import SweepBusy, only_sweep
 from cacheprobe.sweeps.plan import make_plan
 from cacheprobe.sweeps.settings import read_config
-from cacheprobe.sweeps.store import SHARDS, SweepStore
+from cacheprobe.sweeps.storage.lock import SweepBusy, only_sweep
+from cacheprobe.sweeps.storage.store import SHARDS, SweepStore
+from cacheprobe.sweeps.workers import holder as holding
 
 RUN = {"n": 2, "max_new_tokens": 2, "capacity": 128, "capture": "SZ"}
 GRID = {"model": "coinflip-plain", "task": "coin_flip:people=2", "window": 4}
@@ -171,7 +171,8 @@ def test_ctrl_c_leaves_a_folder_that_goes_on(serial: Path, tmp_path: Path, monke
 
 def test_two_sweeps_do_not_write_one_folder(tmp_path: Path) -> None:
     program = (
-        "import sys; from cacheprobe.sweeps.lock import only_sweep; from cacheprobe.sweeps.store import SweepStore\n"
+        "import sys; from cacheprobe.sweeps.storage.lock import only_sweep\n"
+        "from cacheprobe.sweeps.storage.store import SweepStore\n"
         "with only_sweep(SweepStore(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

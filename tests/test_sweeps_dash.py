@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dash_app import results
-from cacheprobe.dash_app.shelf import NotAsked, Shelf
-from cacheprobe.views.sweep_grid import in_order
+from cacheprobe.dashboard.shelf import NotAsked, Shelf
+from cacheprobe.dashboard.tabs import results
+from cacheprobe.plots.sweep_grid import in_order
 
 SETTINGS = {
     "grid": {

@@ -13,9 +13,9 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.sweeps.backends.on_ray import TRIES_VARIABLE
-from cacheprobe.sweeps.lease import LEASES, SweepBusy, leased, renewed
-from cacheprobe.sweeps.lock import only_sweep
-from cacheprobe.sweeps.store import SHARDS, SweepStore
+from cacheprobe.sweeps.storage.lease import LEASES, SweepBusy, leased, renewed
+from cacheprobe.sweeps.storage.lock import only_sweep
+from cacheprobe.sweeps.storage.store import SHARDS, SweepStore
 from cacheprobe_benchmarks.s3_server import BUCKET, environment, s3_server
 from tests.test_sweeps import SMALL, digests
 

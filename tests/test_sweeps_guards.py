@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.cli_sweep import query
+from cacheprobe.cli.sweep import query
 from cacheprobe.models.shipped import shipped_folder
-from cacheprobe.models.thinking_store import config_hash
-from cacheprobe.sweeps.dry import dry_run
+from cacheprobe.models.thinking.store import config_hash
+from cacheprobe.sweeps.dry_run import dry_run
 from cacheprobe.sweeps.engine import PARTIAL, sweep
-from cacheprobe.sweeps.holder import Holder
 from cacheprobe.sweeps.plan import make_plan
 from cacheprobe.sweeps.settings import read_config
-from cacheprobe.sweeps.store import SHARDS
+from cacheprobe.sweeps.storage.store import SHARDS
+from cacheprobe.sweeps.workers.holder import Holder
 from tests.test_sweeps import SMALL
 
 

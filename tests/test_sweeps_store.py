@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cacheprobe.observe.manifest import MANIFEST
 from cacheprobe.sweeps import index
-from cacheprobe.sweeps.store import SHARDS, SweepStore
+from cacheprobe.sweeps.storage.store import SHARDS, SweepStore
+from cacheprobe.trace.manifest import MANIFEST
 from tests.test_sweeps import SMALL
 
 FILES = {"rows.parquet": b"rows", "states.safetensors": b"states", MANIFEST: b"{}"}

@@ -13,11 +13,11 @@ import cacheprobe as cp
 from cacheprobe.sweeps.backends.processes import DIED, processes
 from cacheprobe.sweeps.cells import Cell
 from cacheprobe.sweeps.events import Event
-from cacheprobe.sweeps.holder import Job
 from cacheprobe.sweeps.plan import make_plan
 from cacheprobe.sweeps.settings import read_config
-from cacheprobe.sweeps.store import SweepStore
-from cacheprobe.sweeps.waiting import Waiting
+from cacheprobe.sweeps.storage.store import SweepStore
+from cacheprobe.sweeps.workers.holder import Job
+from cacheprobe.sweeps.workers.queue import Waiting
 from cacheprobe_benchmarks import sweep_backends
 from cacheprobe_benchmarks.ray_faults import children
 from cacheprobe_benchmarks.struck import CELLS
@@ -81,7 +81,7 @@ def killing(events: Iterator[Event], strikes: int) -> list[Event]:
     for event in events:
         seen.append(event)
         if event.event == "started" and strikes:
-            (worker,) = children(os.getpid(), "cacheprobe.sweeps.worker")
+            (worker,) = children(os.getpid(), "cacheprobe.sweeps.workers.worker")
             os.kill(worker, signal.SIGKILL)
             strikes -= 1
     return seen
@@ -110,7 +110,7 @@ def test_a_worker_that_waits_leaves_its_core_unless_told_otherwise(
     said = []
     for event in processes(Waiting(plan.cells.values()), Job(str(tmp_path / "s"), 1, 1, 1, 0, 0)):
         if event.event == "started":
-            (worker,) = children(os.getpid(), "cacheprobe.sweeps.worker")
+            (worker,) = children(os.getpid(), "cacheprobe.sweeps.workers.worker")
             said.append(Path(f"/proc/{worker}/environ").read_bytes().split(b"\0"))
     assert said and all(f"OMP_WAIT_POLICY={given}".encode() in one for one in said)
 

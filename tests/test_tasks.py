@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheprobe import registry
+from cacheprobe.core import registry
 from cacheprobe.tasks import Task, annotate, encode_strictly, mixed, word_tokenizer
 from tests.simulators import SIMULATORS
 

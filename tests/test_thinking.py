@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.thinking import ThinkingModel, pad_in_front, thought_table
-from cacheprobe.models.thinking_config import ThinkingConfig
-from cacheprobe.models.thinking_lm import ThinkingLM
+from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.models.thinking.model import ThinkingModel, pad_in_front, thought_table
 from tests.thinking_slowly import read_slowly
 
 TINY = dict(d_vocab=19, n_ctx=128, d_model=32, n_layers=3, n_heads=2, d_mlp=32, l_in=1, l_out=2, max_thought=4)

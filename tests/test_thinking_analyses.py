@@ -9,12 +9,12 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.tasks import annotate_all, mixed
-from cacheprobe.training.evaluate import evaluate
 from cacheprobe.training.loop import LoopSettings
-from cacheprobe.training.presets import PRESETS, preset_of
-from cacheprobe.training.thinking_run import TEST_SEED
-from cacheprobe.training.thinking_states import collate, losses
-from cacheprobe.training.thinking_train import train_thinking
+from cacheprobe.training.thinking.command import train_thinking
+from cacheprobe.training.thinking.evaluate import evaluate
+from cacheprobe.training.thinking.losses import collate, losses
+from cacheprobe.training.thinking.presets import PRESETS, preset_of
+from cacheprobe.training.thinking.run import TEST_SEED
 from cacheprobe_analyses import every_length as lengths
 from cacheprobe_analyses import state_or_attention as routes
 from cacheprobe_analyses import thinking_variations as variations

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cli import app
+from cacheprobe.analysis.summary import thoughts_text
+from cacheprobe.cli.app import app
+from cacheprobe.core.registry import find
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.thinking_lm import ThinkingLM
-from cacheprobe.models.thinking_store import read_config, save_thinking
-from cacheprobe.observe.summary import thoughts_text
-from cacheprobe.registry import find
+from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.models.thinking.store import read_config, save_thinking
 from cacheprobe.tasks import CoinFlip, Permutations
-from cacheprobe.training.presets import PRESETS
-from cacheprobe.training.thinking_run import TEST_SEED, VARIANT_SEEDS, train
-from cacheprobe.training.thinking_train import train_thinking
+from cacheprobe.training.thinking.command import train_thinking
+from cacheprobe.training.thinking.presets import PRESETS
+from cacheprobe.training.thinking.run import TEST_SEED, VARIANT_SEEDS, train
 from tests.test_thinking_settings import quick
 from tests.tiny import hf_model
 

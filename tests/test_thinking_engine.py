@@ -7,7 +7,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.thinking_lm import ThinkingLM
+from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.tasks import CoinFlip, word_tokenizer
 from tests.test_thinking import text, tiny
 from tests.thinking_slowly import read_slowly
@@ -110,7 +110,7 @@ def test_the_insides_of_t_and_c_are_those_heard_while_it_thought(monkeypatch: py
     table = trace.thoughts()
     assert {"committed", "rolled_back"} <= set(table.status)
     for thought in table.itertuples():
-        insides = trace.thought_insides(thought.thought)
+        insides = cp.analysis.thought_activations(trace, thought.thought)
         hidden, count = insides["thinking.hook_in"][: model.config.chunk], len(thought.token_ids)
         for name, value in live[hidden.numpy().tobytes()].items():
             is_read_out = len(value) == model.config.max_thought + 1
@@ -125,18 +125,18 @@ def test_insides_that_cannot_be_told_are_refused() -> None:
     model = lm()
     trace = cp.run(model, PROMPTS[:2], deterministic=True, sampling=FREE, **RUN)
     with pytest.raises(KeyError, match=r"no thought 99 in this trace; it has thoughts 0 to \d+"):
-        trace.thought_insides(99)
+        cp.analysis.thought_activations(trace, 99)
     with pytest.raises(ValueError, match="the trace is of weights"):
-        trace.thought_insides(0, model=ThinkingLM(tiny(seed=5), name="another"))
+        cp.analysis.thought_activations(trace, 0, model=ThinkingLM(tiny(seed=5), name="another"))
     turned = [("thinking.hook_logits", lambda value, hook: -value)]
     with (
         model.model.hooks(fwd_hooks=turned),
         pytest.raises(ValueError, match=r"thought 0 of request 0 .* and thinker thinks .* there; give the model that"),
     ):
-        trace.thought_insides(0)
+        cp.analysis.thought_activations(trace, 0)
     bare = cp.run(model, PROMPTS[:2], deterministic=True, sampling=FREE, capture=None, **RUN)
     with pytest.raises(ValueError, match="site S was not captured; this run kept no states"):
-        bare.thought_insides(0)
+        cp.analysis.thought_activations(bare, 0)
 
 
 def test_prompt_thoughts_alone_while_the_answer_is_written() -> None:
@@ -174,8 +174,8 @@ def test_thoughts_stand_among_the_hypotheses() -> None:
             assert row.agrees is not True and row.agrees is not False
         else:
             assert row.agrees == (row.token_id == row.committed_token_id)
-    assert len(trace.readings()) + len(mine) == len(table)
-    assert set(trace.settling().row) <= set(trace.readings().row)
+    assert len(cp.analysis.lens_readings(trace)) + len(mine) == len(table)
+    assert set(cp.analysis.prediction_depth(trace).row) <= set(cp.analysis.lens_readings(trace).row)
 
 
 def test_a_stored_run_has_its_thoughts(tmp_path) -> None:

@@ -18,19 +18,19 @@ from transformers import (
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.tiny import VOCAB, tiny_model
 from cacheprobe.models.smollm2 import smollm2_directory
-from cacheprobe.models.thinking import thought_table
-from cacheprobe.models.thinking_lm import ThinkingLM
-from cacheprobe.models.thinking_pretrained import ThinkingPretrained, config_of
-from cacheprobe.models.thinking_store import save_thinking
-from cacheprobe.models.tiny import VOCAB, tiny_model
+from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.models.thinking.model import thought_table
+from cacheprobe.models.thinking.pretrained import ThinkingPretrained, config_of
+from cacheprobe.models.thinking.store import save_thinking
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed, word_tokenizer
 from cacheprobe.tasks.base import Example
 from cacheprobe.tasks.words import split_words, vocabulary_of
-from cacheprobe.training.evaluate import evaluate
 from cacheprobe.training.loop import Loop, LoopSettings
-from cacheprobe.training.recurrent import own_thoughts
-from cacheprobe.training.thinking_states import collate, losses
+from cacheprobe.training.thinking.evaluate import evaluate
+from cacheprobe.training.thinking.losses import collate, losses
+from cacheprobe.training.thinking.recurrent import own_thoughts
 from tests.thinking_pretrained_slowly import read_slowly
 
 KINDS = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from cacheprobe.models.thinking_cache import RowThought, ThinkingCache
-from cacheprobe.models.thinking_lm import ThinkingLM
+from cacheprobe.models.thinking.cache import RowThought, ThinkingCache
+from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import bitwise
 from tests.test_thinking import VARIANTS, opened, text, tiny
 

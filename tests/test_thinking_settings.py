@@ -15,11 +15,11 @@ import torch
 from cacheprobe.models.base import ModelError
 from cacheprobe.tasks import FORMATS, annotate_all, word_tokenizer
 from cacheprobe.training import loop
-from cacheprobe.training.evaluate import Verdicts
 from cacheprobe.training.loop import LoopSettings
-from cacheprobe.training.presets import PRESETS, Preset, preset_of
-from cacheprobe.training.thinking_run import train
-from cacheprobe.training.thinking_train import summary, train_thinking
+from cacheprobe.training.thinking.command import summary, train_thinking
+from cacheprobe.training.thinking.evaluate import Verdicts
+from cacheprobe.training.thinking.presets import PRESETS, Preset, preset_of
+from cacheprobe.training.thinking.run import train
 from cacheprobe_analyses import minute_of_training as minute
 from cacheprobe_analyses import thinking_variations as variations
 from cacheprobe_analyses import thought_gap as gap

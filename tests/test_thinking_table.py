@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheprobe.training.loop import LoopSettings
-from cacheprobe.training.presets import PRESETS, preset_of
+from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe_analyses import thinking_states_table as table
 from cacheprobe_analyses.thinking_states_told import Result
 from tests.test_thinking_training import SMALL

@@ -13,18 +13,18 @@ import torch
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.shipped import shipped_folder
-from cacheprobe.models.thinking import ThinkingModel
-from cacheprobe.models.thinking_config import ThinkingConfig
-from cacheprobe.models.thinking_store import config_hash, load_thinking, save_thinking
+from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.model import ThinkingModel
+from cacheprobe.models.thinking.store import config_hash, load_thinking, save_thinking
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed, word_tokenizer
-from cacheprobe.training import thinking_run
-from cacheprobe.training.evaluate import evaluate, follows_gold
 from cacheprobe.training.loop import Loop, LoopSettings
-from cacheprobe.training.presets import PRESETS, preset_of
-from cacheprobe.training.recurrent import own_thoughts
-from cacheprobe.training.thinking_run import load_trained, train
-from cacheprobe.training.thinking_states import ARMS, IGNORED, collate, losses, skipping_positions, spoken
-from cacheprobe.training.thinking_train import train_thinking
+from cacheprobe.training.thinking import run as thinking_run
+from cacheprobe.training.thinking.command import train_thinking
+from cacheprobe.training.thinking.evaluate import evaluate, follows_gold
+from cacheprobe.training.thinking.losses import ARMS, IGNORED, collate, losses, skipping_positions, spoken
+from cacheprobe.training.thinking.presets import PRESETS, preset_of
+from cacheprobe.training.thinking.recurrent import own_thoughts
+from cacheprobe.training.thinking.run import load_trained, train
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses import thinking_states_table as table
 from cacheprobe_analyses import thoughts_are_causal as causal

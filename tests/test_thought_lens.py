@@ -5,7 +5,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.lenses.base import LensError
-from cacheprobe.models.thinking_lm import ThinkingLM
+from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import close
 from cacheprobe.ops.readout import read_logits
 from tests.lenses_slowly import thought_slowly
@@ -22,7 +22,7 @@ def trace() -> cp.Trace:
 
 def test_at_its_own_layer_it_is_the_thought(trace: cp.Trace) -> None:
     """Every thought of the run, rolled-back ones too, from the kept states of the block below l_out."""
-    table = trace.thought_readings()
+    table = cp.analysis.read_thoughts(trace)
     own = table[table.layer == trace.model.config.l_out - 1]
     thoughts = trace.thoughts().set_index("thought")
     assert len(own) == len(thoughts) and own.is_thought.all() and {"rolled_back", "committed"} <= set(own.status)
@@ -42,33 +42,33 @@ def test_other_layers_are_read_as_a_chunk_alone_is(trace: cp.Trace) -> None:
         assert close(
             first[first > -1e30], logits[logits > -1e30], 1e-5, because="another number of chunks in a product"
         )
-    table = trace.thought_readings(layers=[0]).query("request_id == 0 and status == 'committed' and end < 8")
+    table = cp.analysis.read_thoughts(trace, layers=[0]).query("request_id == 0 and status == 'committed' and end < 8")
     assert table.sort_values("end").token_ids.tolist() == [thought_slowly(model, layers[i])[0] for i in (0, 2)]
 
 
 def test_layers_that_did_not_run_have_no_line(trace: cp.Trace) -> None:
-    table = trace.thought_readings()
+    table = cp.analysis.read_thoughts(trace)
     lost = set(table[table.layer == 2].thought)
     assert lost < set(table[table.layer == 1].thought)  # the drafter stops after layer 1
 
 
 def test_what_cannot_be_read_is_named(trace: cp.Trace) -> None:
     with pytest.raises(LensError, match="unknown layer 9"):
-        trace.thought_readings(layers=[9])
+        cp.analysis.read_thoughts(trace, layers=[9])
     with pytest.raises(LensError, match="writes no thoughts"):
         cp.lenses.ThoughtLens().check(loaded())
     with pytest.raises(LensError, match=r"chunks of \(4, 32\), got \(3, 32\)"):
         cp.lenses.ThoughtLens().read(trace.model, torch.zeros(1, 3, 32))
     bare = cp.run(trace.model, PROMPTS[:1], sampling=FREE, **RUN, capture="T")
     with pytest.raises(ValueError, match="site S was not captured"):
-        bare.thought_readings(layers=[1])
+        cp.analysis.read_thoughts(bare, layers=[1])
 
 
 def test_the_contract_of_lenses_where_it_speaks_of_chunks(trace: cp.Trace) -> None:
     """Readings of every layer are distributions, at T's own layer the model's own thought, and a trace of other
     weights is refused: what it says there would be no reading of that model."""
     model, own = trace.model, trace.model.config.l_out - 1
-    table = trace.thought_readings()
+    table = cp.analysis.read_thoughts(trace)
     assert (table.entropy_nats >= 0).all() and set(table.layer) >= {0, own}
     for layer in (0, own):
         chunks = trace.states("S", layer, 0)[:8].unflatten(0, (2, 4))
@@ -79,4 +79,4 @@ def test_the_contract_of_lenses_where_it_speaks_of_chunks(trace: cp.Trace) -> No
         assert (readout.target_rank == 0).all()
     foreign = ThinkingLM(tiny(seed=1, think_while_decoding=True), name="thinker")
     with pytest.raises(ValueError, match="the trace is of weights"):
-        trace.thought_readings(model=foreign)
+        cp.analysis.read_thoughts(trace, model=foreign)

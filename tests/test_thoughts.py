@@ -23,7 +23,7 @@ from cacheprobe.tasks import (
     word_tokenizer,
 )
 from cacheprobe.tasks.two_coins import two_coins_question
-from cacheprobe.training.presets import preset_of
+from cacheprobe.training.thinking.presets import preset_of
 
 ONE_OF_EACH = Example(coin_question("heads", [("Alice", True), ("Bob", False), ("Carol", True)]))
 

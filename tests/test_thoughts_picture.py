@@ -11,15 +11,15 @@ import torch
 from playwright.sync_api import Browser
 
 import cacheprobe as cp
-from cacheprobe.models.thinking_lm import ThinkingLM
-from cacheprobe.observe.thoughts import says_state
+from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.plots.report.report import report_html
+from cacheprobe.plots.thoughts.card import chunk_parts
+from cacheprobe.plots.thoughts.columns import changes_of_mind, chosen, story_of
+from cacheprobe.plots.thoughts.finding import finding
+from cacheprobe.plots.thoughts.picture import MOST_PLACES, THOUGHT_COLUMNS, thought_lines
+from cacheprobe.plots.thoughts.strokes import _boxes
 from cacheprobe.tasks import Variables
-from cacheprobe.views.report import report_html
-from cacheprobe.views.thought_card import chunk_parts
-from cacheprobe.views.thoughts_columns import changes_of_mind, chosen, story_of
-from cacheprobe.views.thoughts_finding import finding
-from cacheprobe.views.thoughts_picture import MOST_PLACES, THOUGHT_COLUMNS, thought_lines
-from cacheprobe.views.thoughts_strokes import _boxes
+from cacheprobe.trace.tables.thoughts import says_state
 from tests.chromium import chromium
 from tests.test_thinking import tiny
 from tests.test_views import HOSTILE
@@ -78,7 +78,7 @@ def rolled_back(made: Tables, chunk: int, said: str, token: str = "tails") -> Ta
 
 def drawn(made: Tables, **settings: bool) -> str:
     """What stands between the styles and the legend."""
-    html = cp.views.thoughts_picture(*made, request_id=0, thinking=settings)
+    html = cp.plots.thoughts_picture(*made, request_id=0, thinking=settings)
     return html.split('<figure class="thoughts">')[1].split('<ul class="legend">')[0]
 
 
@@ -111,7 +111,7 @@ def test_the_finding_is_computed(said, truth, answer, sentence) -> None:
     made = tables(said, truth, answer)
     assert finding(story_of(*made[:3], 0)) == sentence
     end = "" if sentence.endswith("…") else "."
-    assert f"<h3>{sentence}{end}</h3>" in cp.views.thoughts_picture(*made)
+    assert f"<h3>{sentence}{end}</h3>" in cp.plots.thoughts_picture(*made)
 
 
 def test_rolled_back_thoughts_change_no_mind_and_are_hatched() -> None:
@@ -126,7 +126,7 @@ def test_rolled_back_thoughts_change_no_mind_and_are_hatched() -> None:
     # T, C, the frame and the rolled-back token are hatched; the words stand on the frame
     assert (html.count("url(#cp-undone)"), before.count("url(#cp-undone)")) == (4, 0)
     assert html.count('class="box red"') == 6 and "box red" not in before
-    assert "Z₃ ✗" in html and "✗" not in before and "rolled back" in cp.views.thoughts_picture(*made)
+    assert "Z₃ ✗" in html and "✗" not in before and "rolled back" in cp.plots.thoughts_picture(*made)
     # its state goes nowhere; that of the first chunk goes to it, and to what was committed in its place
     assert html.count('class="path"') == before.count('class="path"') + 1
 
@@ -156,12 +156,12 @@ def test_names_signs_and_values_are_drawn() -> None:
 
 def test_what_the_model_does_with_states_is_said() -> None:
     made = tables(["heads", "tails"])
-    assert "S₁ is zero" in cp.views.thoughts_picture(*made)
-    learned = cp.views.thoughts_picture(*made, thinking=dict(learned_first_state=True))
+    assert "S₁ is zero" in cp.plots.thoughts_picture(*made)
+    learned = cp.plots.thoughts_picture(*made, thinking=dict(learned_first_state=True))
     assert "S₁ is learned" in learned and ">zero<" not in learned
     apart = drawn(made, feeds_back=False)
     assert "S₁<" not in apart and 'class="path' not in apart and ">T<" in apart
-    assert "adds no state to the next chunk" in cp.views.thoughts_picture(*made, thinking=dict(feeds_back=False))
+    assert "adds no state to the next chunk" in cp.plots.thoughts_picture(*made, thinking=dict(feeds_back=False))
 
 
 def test_a_thought_that_was_cut_says_so_and_a_long_one_is_abridged() -> None:
@@ -190,14 +190,14 @@ def test_long_prompts_are_cut_where_nothing_changes(turns: tuple[int, ...]) -> N
         assert set(changes) <= set(shown)
     else:
         assert {*changes[1:2], *changes[-2:]} <= set(shown)
-    assert f"{len(shown)} of 41 chunks are drawn" in cp.views.thoughts_picture(*tables(said))
+    assert f"{len(shown)} of 41 chunks are drawn" in cp.plots.thoughts_picture(*tables(said))
 
 
 def test_filler_in_front_is_one_gap() -> None:
     made = tables([""] * 3 + ["heads", "tails"], read=["<pad>"] * 7)
     story = story_of(*made[:3], 0)
     assert story.num_filler == 3 and chosen(story, MOST_PLACES) == [range(3), 3, 4, 5]
-    html = cp.views.thoughts_picture(*made)
+    html = cp.plots.thoughts_picture(*made)
     assert ">3 of &lt;pa…<" in html and "The first 3 chunks hold only filler" in html
     assert story_of(*tables(["heads"] * 3, read=["heads", "tails"])[:3], 0).num_filler == 0
     one_by_one = tables(["heads", "tails", "heads"], read=["heads", "tails", "flips"], size=1)
@@ -231,16 +231,16 @@ def test_tokens_are_escaped() -> None:
         tables(["<script>", "heads"], read=["<script>"] * 3, answer="<script>"), 1, "<script>", "<script>"
     )
     made[0].loc[0, "true_state"] = "<script>"
-    html = cp.views.thoughts_picture(*made)
+    html = cp.plots.thoughts_picture(*made)
     assert "<script" not in html and html.count("&lt;script&gt;") > 8
 
 
 def test_a_request_without_thoughts_is_named() -> None:
     thoughts, rows, events, ledger = tables(["heads"])
     with pytest.raises(ValueError, match=r"request 3 wrote no thoughts; requests \[0\] did"):
-        cp.views.thoughts_picture(thoughts, rows, events, ledger, 3)
+        cp.plots.thoughts_picture(thoughts, rows, events, ledger, 3)
     with pytest.raises(ValueError, match="no rows of request 0"):
-        cp.views.thoughts_picture(thoughts, rows.assign(request_id=1), events, ledger, 0)
+        cp.plots.thoughts_picture(thoughts, rows.assign(request_id=1), events, ledger, 0)
 
 
 # -- a run that thinks
@@ -273,8 +273,8 @@ def test_the_thoughts_table_tells_words_and_norms(trace: cp.Trace, tmp_path: Pat
     assert trace.meta["thinking"] == dict(l_in=1, l_out=2, feeds_back=True, learned_first_state=False)
     spoken = again.hypotheses(include_rolled_back=True).query("site == 'thought'")
     assert spoken.token.tolist() == [f"<{i}>" for i in spoken.token_id] and len(spoken) == len(thoughts)
-    html = cp.views.thoughts_picture(again.thoughts(), again.row_table, again.events(), again.ledger(0), 0)
-    assert html == cp.views.thoughts_picture(thoughts, trace.row_table, trace.events(), trace.ledger(0), 0)
+    html = cp.plots.thoughts_picture(again.thoughts(), again.row_table, again.events(), again.ledger(0), 0)
+    assert html == cp.plots.thoughts_picture(thoughts, trace.row_table, trace.events(), trace.ledger(0), 0)
 
 
 def test_a_real_run_is_drawn_whole(trace: cp.Trace) -> None:
@@ -360,7 +360,7 @@ def attacked(trace: cp.Trace) -> cp.Trace:
 def test_fits_and_runs_nothing(browser: Browser, attacked: cp.Trace, width: int, scheme: str) -> None:
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     t = attacked
-    picture = cp.views.thoughts_picture(t.thoughts(), t.row_table, t.events(), t.ledger(0), 0)
+    picture = cp.plots.thoughts_picture(t.thoughts(), t.row_table, t.events(), t.ledger(0), 0)
     page.set_content(f'<!doctype html><meta name="viewport" content="width=device-width">{picture}')
     page.wait_for_selector(".thoughts svg")
     assert page.evaluate("window.hacked") is None and page.query_selector(".thoughts script") is None
@@ -374,7 +374,7 @@ def test_fits_and_runs_nothing(browser: Browser, attacked: cp.Trace, width: int,
 
 def test_the_report_fits_a_narrow_page(browser: Browser, attacked: cp.Trace, tmp_path: Path) -> None:
     page = browser.new_page(viewport={"width": 390, "height": 900})
-    page.goto(cp.views.write_report(attacked, tmp_path / "report.html", 0).as_uri(), wait_until="domcontentloaded")
+    page.goto(cp.plots.write_report(attacked, tmp_path / "report.html", 0).as_uri(), wait_until="domcontentloaded")
     page.evaluate("document.querySelectorAll('details').forEach(box => { box.open = true })")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate("window.hacked") is None

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from cacheprobe.models.together import FEW_ROWS, Together, Tried
-from cacheprobe.models.twin import TwinLM
+from cacheprobe.models.fast.fused_linear import FEW_ROWS, Together, Tried
+from cacheprobe.models.fast.hooked_hf import TwinLM
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import texts
 from tests.tiny import loaded

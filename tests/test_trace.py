@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.observe.hypotheses import agreement_by_layer, settling
+from cacheprobe.analysis.layer_choices import agreement_by_layer, settling
+from cacheprobe.core.records import ROLES, STATUSES
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.records import ROLES, STATUSES
 from tests.tiny import PROMPTS, SMALL, loaded
 
 
@@ -231,7 +231,7 @@ def test_the_notebook_expression_works(drafted: cp.Trace) -> None:
     beliefs = drafted.hypotheses()
     table = beliefs.groupby(["layer", "verdict"]).agrees.mean().unstack()
     assert table.loc[2, "accepted"] == table.loc[2, "rejected"] == 1.0
-    assert table["accepted"].tolist() == pytest.approx(drafted.agreement()["accepted"].tolist())
+    assert table["accepted"].tolist() == pytest.approx(cp.analysis.agreement(drafted)["accepted"].tolist())
 
 
 def test_filters_that_match_nothing_say_so() -> None:

@@ -15,10 +15,10 @@ from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.lenses.tuned_files import require_tuned_lens
 from cacheprobe.ops.by_layer import product_by_layer
 from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.training.tuned_lens import TunedLensTrainer, divergences, states_of
-from cacheprobe.training.tuned_lens_run import comparison, train_tuned_lens
-from cacheprobe.training.tuned_lens_settings import TunedLensSettings
-from cacheprobe.training.tuned_lens_text import write_texts
+from cacheprobe.training.tuned_lens.run import comparison, train_tuned_lens
+from cacheprobe.training.tuned_lens.settings import TunedLensSettings
+from cacheprobe.training.tuned_lens.text import write_texts
+from cacheprobe.training.tuned_lens.train import TunedLensTrainer, divergences, states_of
 from tests.lenses_slowly import (
     package_hash,
     product_by_layer_slowly,
@@ -283,7 +283,7 @@ def test_the_tuned_lens_drafts() -> None:
 
 def test_the_command_trains_on_the_tasks_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a model with a tokenizer, from its directory to a lens that its model takes."""
-    from cacheprobe.cli_train import tuned_lens
+    from cacheprobe.cli.train import tuned_lens
     from tests.test_load_model import tokenizer
 
     base, out = tmp_path / "model", tmp_path / "lens"

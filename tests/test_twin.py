@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.bridge import BridgeLM
-from cacheprobe.models.together import FEW_ROWS
-from cacheprobe.models.twin import TwinLM
-from cacheprobe.ops.decode_attention import COMPILER
+from cacheprobe.models.fast.fused_linear import FEW_ROWS
+from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.ops.attention.decode import COMPILER
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.wide_product import wide_product
 from tests.feeding import GARBAGE, fed_in_parts, texts
@@ -191,10 +191,10 @@ def test_readings_of_many_rows_are_widened_too(family: str, monkeypatch: pytest.
         slow = model.read_out_with_gradients(states)
     widened: list[int] = []
     monkeypatch.setattr(
-        "cacheprobe.models.bridge.wide_product", lambda x, *of: (widened.append(x.shape[1]), wide_product(x, *of))[1]
+        "cacheprobe.models.hf.bridge.wide_product", lambda x, *of: (widened.append(x.shape[1]), wide_product(x, *of))[1]
     )
     for from_rows in (32, 41, None):
-        monkeypatch.setattr("cacheprobe.models.bridge.wide_rows", lambda *of, from_rows=from_rows: from_rows)
+        monkeypatch.setattr("cacheprobe.models.hf.bridge.wide_rows", lambda *of, from_rows=from_rows: from_rows)
         made = model.read_out(states)
         assert (made - slow).abs().max() <= slow.abs().max() * torch.finfo(torch.bfloat16).eps
         assert bitwise(made, TwinLM(model).read_out(states)) and (from_rows == 32 or bitwise(made, slow))
@@ -212,14 +212,14 @@ def test_building_a_twin_draws_no_random_numbers() -> None:
 def test_products_of_many_rows_are_widened_where_the_processor_gains_by_it(
     from_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheprobe.models.twin.wide_rows", lambda dtype, device: from_rows)
+    monkeypatch.setattr("cacheprobe.models.fast.hooked_hf.wide_rows", lambda dtype, device: from_rows)
     seen = []
 
     def watched(values: Tensor, weight: Tensor, bias: Tensor | None, *, from_rows: int) -> Tensor:
         seen.append((id(weight), from_rows))
         return torch.nn.functional.linear(values, weight, bias)
 
-    monkeypatch.setattr("cacheprobe.models.twin.wide_product", watched)
+    monkeypatch.setattr("cacheprobe.models.fast.hooked_hf.wide_product", watched)
     plain = TwinLM(loaded("llama"))
     linears = [m for m in plain.model.modules() if type(m) is torch.nn.Linear]
     cache = plain.new_cache(1, FEW_ROWS)

@@ -13,8 +13,8 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 import cacheprobe as cp
 from cacheprobe.interventions import zero
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.fast.hooked_hf import TwinLM
 from cacheprobe.models.paths import choose_path, user_hooks
-from cacheprobe.models.twin import TwinLM
 from tests.tiny import FAMILIES, PROMPTS, SMALL, hf_model, loaded
 
 LIGHT = dict(SMALL, deterministic=True, max_new_tokens=8)

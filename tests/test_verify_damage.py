@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cacheprobe as cp
-from cacheprobe.cli import verify as verify_command
-from cacheprobe.observe.audit import audit
-from cacheprobe.observe.manifest import damaged_files, sha256_of_manifest
-from cacheprobe.observe.store import MemoryStore
-from cacheprobe.records import Request
+from cacheprobe.analysis.audit import audit
+from cacheprobe.cli.app import verify as verify_command
+from cacheprobe.core.records import Request
+from cacheprobe.trace.manifest import damaged_files, sha256_of_manifest
+from cacheprobe.trace.state_store import MemoryStore
 from tests.tiny import PROMPTS, SMALL, loaded
 
 EARLY = cp.drafters.EarlyExit(layer=1)

@@ -9,16 +9,16 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views.cylinder import cache_counts, cylinder_strokes
-from cacheprobe.views.decode_panel import CONTESTED_NATS, SETTLED_NATS
-from cacheprobe.views.diagram import window_diagram
-from cacheprobe.views.lens_grid import grid_width
-from cacheprobe.views.lens_table import finding
-from cacheprobe.views.panels import abridged
-from cacheprobe.views.prose import behaviour_sentences
-from cacheprobe.views.report import report_html
-from cacheprobe.views.text import shorten, visible
-from cacheprobe.views.windows import accepted_whole, find_windows, pick_request, rolled_back
+from cacheprobe.plots.diagrams.cylinder import cache_counts, cylinder_strokes
+from cacheprobe.plots.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS
+from cacheprobe.plots.diagrams.diagram import window_diagram
+from cacheprobe.plots.diagrams.panels import abridged
+from cacheprobe.plots.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
+from cacheprobe.plots.lens_grid import grid_width
+from cacheprobe.plots.lens_table import finding
+from cacheprobe.plots.report.prose import behaviour_sentences
+from cacheprobe.plots.report.report import report_html
+from cacheprobe.plots.text import shorten, visible
 from tests.tiny import PROMPTS, SMALL, loaded
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'<b>&\n"
@@ -61,7 +61,7 @@ def test_diagram_tells_the_window(trace: cp.Trace, kind) -> None:
     window = kind(find_windows(trace.events(), request_id))
     assert window is not None, "the run has no such window; choose another seed"
     ledgers = [trace.ledger(request_id, step) for step in window.ledger_steps]
-    texts = cp.views.token_texts(trace.row_table, trace.hypotheses())
+    texts = cp.plots.token_texts(trace.row_table, trace.hypotheses())
     html = window_diagram(window, trace.events(), ledgers, texts)
     for word in ("Prefill", "Decode", "Verify", "other requests", "Rollback" if window.is_rollback else "No rollback"):
         assert word in html
@@ -120,13 +120,13 @@ def test_cache_is_counted_by_provenance() -> None:
 
 def test_lens_grid_is_the_table(trace: cp.Trace) -> None:
     hypotheses = trace.hypotheses()
-    figure = cp.views.lens_grid(hypotheses, request_id=0)
+    figure = cp.plots.lens_grid(hypotheses, request_id=0)
     heat = figure.data[0]
     own = hypotheses.query("request_id == 0 and status == 'committed'").sort_values(["layer", "position"])
     assert heat.z.shape == (3, 20) and heat.z.flatten() == pytest.approx(own.committed_logprob_nats.to_numpy())
     assert list(heat.text.flatten()) == [f"&lt;{t}&gt;" for t in own.token_id]
     assert "committed token is the first choice from layer" in figure.layout.title.text
-    everything = cp.views.lens_grid(hypotheses, 0, include="all")
+    everything = cp.plots.lens_grid(hypotheses, 0, include="all")
     assert len(everything.data[0].x) == hypotheses.query("request_id == 0").row.nunique() > 20
     assert [t.split("<br>")[0][0] for t in everything.layout.xaxis.ticktext].count("✗") == len(
         hypotheses.query("request_id == 0 and status == 'rolled_back'").row.unique()
@@ -134,16 +134,16 @@ def test_lens_grid_is_the_table(trace: cp.Trace) -> None:
     assert "null" not in {str(t) for t in everything.data[0].text.flatten()} and grid_width(everything) > grid_width(
         figure
     )
-    ranks = cp.views.lens_grid(hypotheses, 0, colour="rank")
+    ranks = cp.plots.lens_grid(hypotheses, 0, colour="rank")
     assert ranks.data[0].z[2].max() == 0  # the last layer's first choice is what was committed
     for bad in (dict(request_id=9), dict(request_id=0, positions=range(90, 95))):
         with pytest.raises(ValueError, match="no committed hypotheses"):
-            cp.views.lens_grid(hypotheses, **bad)
+            cp.plots.lens_grid(hypotheses, **bad)
 
 
 def test_lens_grid_outlines_where_the_first_choice_agrees(trace: cp.Trace) -> None:
     hypotheses = trace.hypotheses().query("request_id == 0")
-    outlines = cp.views.lens_grid(hypotheses, 0).data[1]
+    outlines = cp.plots.lens_grid(hypotheses, 0).data[1]
     area = sum(  # five corners and a gap for each box; a cell is 1 x 1 and the line stands a little inside
         round(outlines.x[i + 1] - outlines.x[i] + 0.08) * round(outlines.y[i + 2] - outlines.y[i] + 0.12)
         for i in range(0, len(outlines.x), 6)
@@ -156,7 +156,7 @@ def test_lens_grid_where_nothing_was_committed(trace: cp.Trace) -> None:
     last = hypotheses.position == hypotheses.position.max()
     hypotheses.loc[last, ["committed_token_id", "committed_token", "rank", "agrees"]] = pd.NA
     for colour in ("logprob", "rank"):
-        figure = cp.views.lens_grid(hypotheses, 0, include="all", colour=colour)
+        figure = cp.plots.lens_grid(hypotheses, 0, include="all", colour=colour)
         assert pd.isna(figure.data[0].z[:, -1]).all() and "nothing was committed" in figure.data[0].hovertext[0][-1]
         assert figure.layout.xaxis.ticktext[-1].endswith("—")
 
@@ -166,12 +166,12 @@ def test_token_texts_cannot_mark_up_a_figure(trace: cp.Trace) -> None:
     hypotheses = trace.hypotheses()
     for token in (HOSTILE, "<i>"):  # the first is cut in cells and ticks, the second fits
         hypotheses[["token", "committed_token", "read_token"]] = token
-        figure = cp.views.lens_grid(hypotheses, 0, include="all")
+        figure = cp.plots.lens_grid(hypotheses, 0, include="all")
         heat = figure.data[0]
         shown = [*heat.text.flatten(), *figure.layout.xaxis.ticktext, *heat.hovertext.flatten()]
         assert {tag for said in shown for tag in re.findall(r"<[^>]*>", said)} == {"<br>", "<b>", "</b>"}
     assert "&lt;i&gt;" in heat.text[0][0] and "&lt;i&gt;" in figure.layout.xaxis.ticktext[0]
-    boxes = cp.views.settling_figure(trace.settling().assign(path=HOSTILE)).data
+    boxes = cp.plots.settling_figure(cp.analysis.prediction_depth(trace).assign(path=HOSTILE)).data
     assert all("<script" not in said for box in boxes for said in box.hovertext)
 
 
@@ -183,14 +183,14 @@ def test_finding_is_computed() -> None:
 
 
 def test_curves_are_the_tables(trace: cp.Trace) -> None:
-    agreement, settling = trace.agreement(), trace.settling()
-    figure = cp.views.draft_verdicts(trace.hypotheses())
+    agreement, settling = cp.analysis.agreement(trace), cp.analysis.prediction_depth(trace)
+    figure = cp.plots.draft_verdicts(trace.hypotheses())
     accepted, rejected, drafted, undrafted = figure.data
     for line, verdict in ((accepted, "accepted"), (rejected, "rejected"), (undrafted, "not_drafted")):
         assert list(line.y) == pytest.approx(agreement[verdict].dropna().tolist())
     assert drafted.y[-1] == 0 < max(drafted.y)  # greedy: what the last layer has first is never rejected
     assert "the committed token leads from layer" in figure.layout.title.text
-    boxes = cp.views.settling_figure(settling).data
+    boxes = cp.plots.settling_figure(settling).data
     assert sum(len(box.x) for box in boxes) == (settling.verdict != "never_judged").fillna(True).sum()
     assert len({(line.line.dash, line.line.color) for line in figure.data}) == 4
 
@@ -226,7 +226,7 @@ def test_report_escapes_everything(trace: cp.Trace) -> None:
 
 
 def test_report_stands_alone_and_whole(trace: cp.Trace, tmp_path: Path) -> None:
-    path = cp.views.write_report(trace, tmp_path / "new" / "report.html")
+    path = cp.plots.write_report(trace, tmp_path / "new" / "report.html")
     html = path.read_text()
     assert path.stat().st_size < 8_000_000 and html.count("plotly.js v") == 1
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
@@ -234,7 +234,7 @@ def test_report_stands_alone_and_whole(trace: cp.Trace, tmp_path: Path) -> None:
     own = html.split("</head>")[1]
     assert 'src="http' not in own and "@import" not in own and "<link" not in own
     with pytest.raises(KeyError, match="no request 9"):
-        cp.views.write_report(trace, path, request_id=9)
+        cp.plots.write_report(trace, path, request_id=9)
 
 
 def test_report_of_a_request_that_is_never_verified() -> None:
@@ -274,5 +274,5 @@ def test_failed_write_leaves_the_old_report(trace: cp.Trace, tmp_path: Path, mon
 
     monkeypatch.setattr(os, "replace", broken)
     with pytest.raises(OSError, match="disk full"):
-        cp.views.write_report(trace, path)
+        cp.plots.write_report(trace, path)
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.html"]

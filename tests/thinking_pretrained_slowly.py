@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheprobe.models.thinking_blocks import Block
-from cacheprobe.models.thinking_pretrained import ThinkingPretrained
+from cacheprobe.models.thinking.blocks import Block
+from cacheprobe.models.thinking.pretrained import ThinkingPretrained
 from tests.thinking_slowly import Reading
 
 LOWEST = torch.finfo(torch.float32).min

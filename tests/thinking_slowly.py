@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheprobe.models.thinking import ThinkingModel
-from cacheprobe.models.thinking_blocks import Block, alibi_slopes
+from cacheprobe.models.thinking.blocks import Block, alibi_slopes
+from cacheprobe.models.thinking.model import ThinkingModel
 
 
 @dataclass

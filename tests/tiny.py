@@ -6,9 +6,9 @@ from functools import cache
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.bridge import BridgeLM
-from cacheprobe.models.tiny import FAMILIES, SLIDING, VOCAB
-from cacheprobe.models.tiny import tiny_model as hf_model
+from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.hf.tiny import FAMILIES, SLIDING, VOCAB
+from cacheprobe.models.hf.tiny import tiny_model as hf_model
 
 __all__ = ["FAMILIES", "PROMPTS", "SLIDING", "SMALL", "VOCAB", "hf_model", "loaded", "perturbed"]
 

@@ -21,13 +21,13 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cache.surgery import CacheRows
+from cacheprobe.core.progress import Progress
+from cacheprobe.kvcache.surgery import CacheRows
 from cacheprobe.models.base import CachedLM
-from cacheprobe.progress import Progress
+from cacheprobe.plots import coin_rows_figure
 from cacheprobe.tasks.base import Accuracy, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
 from cacheprobe.tasks.people import HELD_OUT_NAMES
-from cacheprobe.views import coin_rows_figure
 from cacheprobe_analyses.coin_rows_words import parts_of
 from cacheprobe_analyses.records import write_json
 
@@ -59,7 +59,7 @@ class Result:
     and how many answers flip."""
 
     def frame(self) -> pd.DataFrame:
-        """The effects as a tidy table, for `cp.views.coin_rows_figure`."""
+        """The effects as a tidy table, for `cp.plots.coin_rows_figure`."""
         return pd.DataFrame(self.effects)
 
     def figure(self) -> Any:

@@ -17,9 +17,9 @@ from typing import Any
 import pandas as pd
 
 import cacheprobe as cp
-from cacheprobe.progress import Progress
+from cacheprobe.core.progress import Progress
+from cacheprobe.plots import probe_figure
 from cacheprobe.tasks import CoinFlip
-from cacheprobe.views import probe_figure
 from cacheprobe_analyses.records import records_of, write_json
 
 END = -1

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.models.thinking import ThinkingModel, thought_table
-from cacheprobe.models.thinking_blocks import rotate
-from cacheprobe.progress import Progress
+from cacheprobe.core.progress import Progress
+from cacheprobe.models.thinking.blocks import rotate
+from cacheprobe.models.thinking.model import ThinkingModel, thought_table
 from cacheprobe.tasks import Annotated
 from cacheprobe.tasks.people import NAMES
-from cacheprobe.training.evaluate import READ_AT_ONCE
-from cacheprobe.training.thinking_run import TEST_SEED, Trained
-from cacheprobe.training.thinking_states import collate
+from cacheprobe.training.thinking.evaluate import READ_AT_ONCE
+from cacheprobe.training.thinking.losses import collate
+from cacheprobe.training.thinking.run import TEST_SEED, Trained
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import write_json
 from cacheprobe_analyses.thinking_states_table import Config as Table

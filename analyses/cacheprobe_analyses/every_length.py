@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheprobe.progress import Progress
+from cacheprobe.core.progress import Progress
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import write_json

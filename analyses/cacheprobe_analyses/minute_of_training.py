@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.presets import preset_of
 from cacheprobe.training.progress import TrainingProgress
-from cacheprobe.training.thinking_run import CHECK_TEXTS, TEST_SEED, train
+from cacheprobe.training.thinking.presets import preset_of
+from cacheprobe.training.thinking.run import CHECK_TEXTS, TEST_SEED, train
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import write_json
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from cacheprobe.models.loaders import plain_model
-from cacheprobe.models.thinking import ThinkingModel
-from cacheprobe.models.thinking_pretrained import ThinkingPretrained, config_of
+from cacheprobe.models.thinking.model import ThinkingModel
+from cacheprobe.models.thinking.pretrained import ThinkingPretrained, config_of
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed
 from cacheprobe.tasks.base import Example
 from cacheprobe.training.loop import Loop, LoopSettings
 from cacheprobe.training.progress import TrainingProgress
-from cacheprobe.training.thinking_states import collate, losses
+from cacheprobe.training.thinking.losses import collate, losses
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import DIGITS, write_json
 

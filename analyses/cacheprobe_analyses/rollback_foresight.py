@@ -16,11 +16,11 @@ from typing import Any
 import pandas as pd
 
 import cacheprobe as cp
+from cacheprobe.core.progress import Progress
 from cacheprobe.drafters import EarlyExit, FastPath, NGram
 from cacheprobe.drafters.base import Drafter
-from cacheprobe.progress import Progress
+from cacheprobe.plots import foresight_figure
 from cacheprobe.tasks import CoinFlip
-from cacheprobe.views import foresight_figure
 from cacheprobe_analyses.records import records_of, write_json
 
 UNITS = ("draft", "candidate")

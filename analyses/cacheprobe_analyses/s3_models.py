@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cacheprobe.models.thinking import ThinkingModel
-from cacheprobe.models.thinking_config import ThinkingConfig
-from cacheprobe.models.thinking_lm import ThinkingLM
-from cacheprobe.models.thinking_store import CONFIG, load_thinking, save_thinking
+from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.models.thinking.model import ThinkingModel
+from cacheprobe.models.thinking.store import CONFIG, load_thinking, save_thinking
 from cacheprobe.tasks import Permutations, word_tokenizer
 from cacheprobe.tasks.base import Example
 from cacheprobe.training.loop import Loop, LoopSettings, Progress
-from cacheprobe.training.presets import Preset
 from cacheprobe.training.progress import TrainingProgress
-from cacheprobe.training.thinking_run import TEST_SEED, train
-from cacheprobe.training.thinking_states import IGNORED
+from cacheprobe.training.thinking.losses import IGNORED
+from cacheprobe.training.thinking.presets import Preset
+from cacheprobe.training.thinking.run import TEST_SEED, train
 
 SEEDS_OF_A_TRAINING = 100_000
 """Each step draws its texts under a seed of its own; those from TEST_SEED on are never trained on."""

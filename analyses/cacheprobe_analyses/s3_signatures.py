@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.thinking_lm import ThinkingLM
+from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.patching.cells import Edit, cell, run_cells
 from cacheprobe.patching.grid import difference
 from cacheprobe.patching.pair import run_pair
@@ -24,7 +24,7 @@ from cacheprobe.probes.places import embeddings
 from cacheprobe.tasks import annotate_all
 from cacheprobe.tasks.base import Example
 from cacheprobe.tasks.permutations import group_question, parity
-from cacheprobe.training.recurrent import best, own_thoughts
+from cacheprobe.training.thinking.recurrent import best, own_thoughts
 
 ACTIONS = tuple("".join(order) for order in permutations("123"))
 KINDS = ("same", "other")

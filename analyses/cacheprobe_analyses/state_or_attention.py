@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.thinking import ThinkingModel
-from cacheprobe.progress import Progress
+from cacheprobe.core.progress import Progress
+from cacheprobe.models.thinking.model import ThinkingModel
+from cacheprobe.plots import ways_figure
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.recurrent import Thoughts, own_thoughts, write
-from cacheprobe.views import ways_figure
+from cacheprobe.training.thinking.recurrent import Thoughts, own_thoughts, write
 from cacheprobe_analyses.records import write_json
 
 WAYS: dict[str, tuple[bool, int | None]] = {

@@ -17,11 +17,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cacheprobe.models.thinking_store import CONFIG
-from cacheprobe.progress import Progress
-from cacheprobe.training.presets import preset_of
-from cacheprobe.training.thinking_run import TEST_SEED, Trained, load_trained
-from cacheprobe.training.thinking_train import train_thinking
+from cacheprobe.core.progress import Progress
+from cacheprobe.models.thinking.store import CONFIG
+from cacheprobe.training.thinking.command import train_thinking
+from cacheprobe.training.thinking.presets import preset_of
+from cacheprobe.training.thinking.run import TEST_SEED, Trained, load_trained
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import write_json
 from cacheprobe_analyses.thinking_states_told import Result

@@ -17,13 +17,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from cacheprobe.models.thinking_store import CONFIG, save_thinking
-from cacheprobe.progress import Progress
+from cacheprobe.core.progress import Progress
+from cacheprobe.models.thinking.store import CONFIG, save_thinking
 from cacheprobe.tasks import TwoCoins
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.presets import Preset, preset_of
 from cacheprobe.training.progress import TrainingProgress
-from cacheprobe.training.thinking_run import TEST_SEED, Trained, load_trained, train
+from cacheprobe.training.thinking.presets import Preset, preset_of
+from cacheprobe.training.thinking.run import TEST_SEED, Trained, load_trained, train
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import write_json
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.progress import Progress
+from cacheprobe.core.progress import Progress
 from cacheprobe.tasks import CoinFlip, annotate_all, mixed
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.recurrent import own_thoughts, write
+from cacheprobe.training.thinking.recurrent import own_thoughts, write
 from cacheprobe_analyses.records import write_json
 
 LEAST_ACCURACY = 0.95

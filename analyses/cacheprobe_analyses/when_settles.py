@@ -21,8 +21,8 @@ import torch
 import cacheprobe as cp
 from cacheprobe.drafters import EarlyExit, NGram
 from cacheprobe.drafters.base import Drafter
+from cacheprobe.plots import disagreement_figure, final_choice_figure
 from cacheprobe.tasks import CoinFlip
-from cacheprobe.views import disagreement_figure, final_choice_figure
 from cacheprobe_analyses.records import records_of, write_json
 
 KINDS = ("answer", "later tokens", "after a rejected token")
@@ -106,7 +106,7 @@ def _final_choices(trace: cp.Trace, seed: int) -> pd.DataFrame:
     rows = trace.row_table[(trace.row_table.phase != "decode") & (trace.row_table.num_layers == trace.model.n_layers)]
     last_of_prompt = rows.request_id.map({r.request_id: r.num_prompt_tokens - 1 for r in trace.requests})
     rows = rows.assign(is_answer=rows.position == last_of_prompt)[rows.position >= last_of_prompt]
-    read = trace.read(cp.lenses.LogitLens(), rows=rows).sort_values(["row", "layer"])
+    read = cp.analysis.read_states(trace, cp.lenses.LogitLens(), rows=rows).sort_values(["row", "layer"])
     choices = read.pivot(index="row", columns="layer", values="token_id")
     about = rows.set_index("row").loc[choices.index]
     is_answer, is_lost = about.is_answer.to_numpy(), (about.status == "rolled_back").to_numpy()
@@ -128,7 +128,7 @@ def _final_choices(trace: cp.Trace, seed: int) -> pd.DataFrame:
 
 def _disagreement(trace: cp.Trace, name: str, seed: int) -> pd.DataFrame:
     """Of the verifier's rows after which a draft was rejected: the rejected token against the committed one."""
-    rejected = trace.rejected(cp.lenses.LogitLens()).sort_values(["row", "layer"])
+    rejected = cp.analysis.rejected_tokens(trace, cp.lenses.LogitLens()).sort_values(["row", "layer"])
     known = rejected[rejected.committed_token_id.notna()]
     one = known[known.layer == 0]
     tokens, groups = one.rejected_token_id.to_numpy(dtype=int), one.request_id.to_numpy()

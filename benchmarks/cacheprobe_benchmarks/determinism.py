@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import cacheprobe as cp
-from cacheprobe.progress import Progress
+from cacheprobe.core.progress import Progress
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine
 from cacheprobe_benchmarks.workload import IN_FLIGHT, Run, Timing, marked, side_by_side, traffic

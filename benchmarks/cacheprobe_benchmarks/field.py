@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.readout import read_logits
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from cacheprobe.models.twin import TwinLM
+from cacheprobe.models.fast.hooked_hf import TwinLM
 from cacheprobe.ops.wide_product import widened
 
 REPEATS = 5

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
+from cacheprobe.capture.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.models.base import CachedLM
-from cacheprobe.observe.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.ops.readout import read_logits
 from cacheprobe_benchmarks.machine import machine, measuring
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from cacheprobe.progress import Progress
+from cacheprobe.core.progress import Progress
 
 
 def say(what: str, seconds: float) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.tasks.coin_flip import ANSWERS, coin_question
 from cacheprobe_benchmarks.machine import machine, measuring, say
 from cacheprobe_benchmarks.patching_precision import SWEEPS, apart, farthest_apart, our_sweep, precision, sanity

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import cacheprobe as cp
-from cacheprobe.config import EngineConfig
+from cacheprobe.core.config import EngineConfig
 from cacheprobe.ops.wide_product import wide_rows
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring

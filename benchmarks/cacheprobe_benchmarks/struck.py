@@ -56,7 +56,15 @@ class Struck:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Give the command."""
-        command = [sys.executable, "-m", "cacheprobe.cli", "sweep", str(self.folder / "sweep.yaml"), "--out", self.url]
+        command = [
+            sys.executable,
+            "-m",
+            "cacheprobe.cli.app",
+            "sweep",
+            str(self.folder / "sweep.yaml"),
+            "--out",
+            self.url,
+        ]
         env = {**os.environ, **self.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with (self.folder / "log.txt").open("ab") as log:
             return subprocess.Popen([*command, "--no-progress", *self.words], stdout=log, stderr=log, env=env)

@@ -14,7 +14,7 @@ import cacheprobe as cp
 from cacheprobe.sweeps.cells import Cell
 from cacheprobe.sweeps.index import INDEX
 from cacheprobe.sweeps.results import duckdb
-from cacheprobe.sweeps.store import PLAN, SHARDS, SweepStore
+from cacheprobe.sweeps.storage.store import PLAN, SHARDS, SweepStore
 from cacheprobe_benchmarks.machine import machine, measuring, say
 
 CELLS, WORKERS, MANY = 200, 2, 10_000

@@ -69,7 +69,7 @@ def _kill_worker(folder: Path, chance: random.Random) -> Fate:
     sweep = Struck(folder, "--backend", "processes")
     driver = sweep.start()
     sweep.await_moment(driver, chance)
-    workers = ray_faults.children(driver.pid, "cacheprobe.sweeps.worker")[:1]
+    workers = ray_faults.children(driver.pid, "cacheprobe.sweeps.workers.worker")[:1]
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     return sweep.fate(driver.wait(), len(workers))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.twin import TwinLM
+from cacheprobe.models.fast.hooked_hf import TwinLM
 from cacheprobe.ops.wide_product import wide_rows
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 import cacheprobe as cp
-from cacheprobe.arguments import Setup
-from cacheprobe.config import EngineConfig
+from cacheprobe.capture.observers import StepLog
+from cacheprobe.core.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.shapes import settle_shapes
 from cacheprobe.models.base import CachedLM
-from cacheprobe.observe.observers import StepLog
+from cacheprobe.plan import Setup
 
 NUM_REQUESTS, IN_FLIGHT = 64, 16
 PROMPT_TOKENS, NEW_TOKENS = (8, 64), (32, 64)

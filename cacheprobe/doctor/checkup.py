@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from cacheprobe.core.terminal import Listing
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.doctor.kernels import kernels
 from cacheprobe.doctor.machine import dtypes, machine
@@ -9,7 +10,6 @@ from cacheprobe.doctor.models import models
 from cacheprobe.doctor.pictures import pictures
 from cacheprobe.doctor.software import software, versions
 from cacheprobe.models.settings import numeric_settings
-from cacheprobe.terminal import Listing
 
 _NAMED = ("cacheprobe", "torch", "transformers", "transformer-lens", "plotly", "pandas")
 

@@ -1,5 +1,6 @@
 """Which models are here and which will run, as listings for a terminal."""
 
+from cacheprobe.core.terminal import Listing
 from cacheprobe.models.inventory import (
     REFUSED,
     SMOLLM2,
@@ -11,7 +12,6 @@ from cacheprobe.models.inventory import (
 )
 from cacheprobe.models.loaders import SLIDING_FAMILIES
 from cacheprobe.models.smollm2 import INSTALL, WEIGHTS_NOTE, cache_directory
-from cacheprobe.terminal import Listing
 
 
 def model_listings() -> list[Listing]:

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from cacheprobe.config import RUN_DTYPES
+from cacheprobe.core.config import RUN_DTYPES
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops.compiled.build import CompilerError, compiler

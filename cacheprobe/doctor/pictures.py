@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.doctor.software import INSTALL
-from cacheprobe.views.images import browser_path
+from cacheprobe.plots.images import browser_path
 
 _HTML = "reports in HTML need neither"
 

@@ -5,7 +5,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 
 

@@ -6,13 +6,13 @@ from typing import ClassVar
 
 import torch
 
-from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.core.registry import register
+from cacheprobe.core.values import whole_number
 from cacheprobe.drafters.base import DraftContext
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.registry import register
-from cacheprobe.values import whole_number
 
 
 @register("drafters", "early_exit")

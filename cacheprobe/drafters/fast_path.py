@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.core.registry import register
 from cacheprobe.drafters.base import DraftContext
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.registry import register
 
 
 @register("drafters", "fast_path")

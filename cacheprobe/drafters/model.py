@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.core.registry import register
 from cacheprobe.drafters.base import DraftContext
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.registry import register
 
 _PROBE_TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs; isn't it 2024?",

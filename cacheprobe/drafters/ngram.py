@@ -6,10 +6,10 @@ from itertools import chain
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
-from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.core.registry import register
 from cacheprobe.drafters.base import DraftContext
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.registry import register
 
 
 @register("drafters", "ngram")

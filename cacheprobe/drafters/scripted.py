@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.core.registry import register
+from cacheprobe.core.values import whole_number
 from cacheprobe.drafters.base import DEADLINE_SECONDS, DraftContext
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.registry import register
-from cacheprobe.values import whole_number
 
 Script = Callable[[SequenceState], Sequence[int]]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.acceptance import num_accepted
 from cacheprobe.ops.processors import target_probs
 from cacheprobe.ops.rejection import accept_or_recover

@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from cacheprobe.config import EngineConfig
+from cacheprobe.core.config import EngineConfig
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import numeric_settings
+from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, reach_of_pass, reach_of_positions
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.ops.request_attention import SPAN_STEP, Reach, reach_of_pass, reach_of_positions
 
 _NEARBY = 8
 """Larger groups that are tried for the error message."""

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.core.values import whole_number
 from cacheprobe.drafters.base import DraftContext, Drafter, deadline_seconds
 from cacheprobe.drafters.scripted import Scripted
-from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.turns import computing
-from cacheprobe.values import whole_number
 
 MOST_GIVEN_UP = 8
 """Calls of one run that may run out of time; the drafter is then not called again. Each one leaves a thread behind."""

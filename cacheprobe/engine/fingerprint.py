@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from cacheprobe.config import EngineConfig
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.records import Request, fingerprint_differences
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.editor import changes_fingerprint
 from cacheprobe.models.base import CachedLM
-from cacheprobe.records import Request, fingerprint_differences
 
 Fingerprint = dict[str, str | int | float]
 

@@ -7,18 +7,18 @@ they decode. With a drafter every request is verified.
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.config import EngineConfig
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.records import Observer
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.drafters.fast_path import FastPath
-from cacheprobe.engine.passes import EngineError, PassRunner
+from cacheprobe.engine.model_runner import EngineError, PassRunner
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Stepper
 from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.editor import Editor
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.records import Observer
 
 FIRST_DRAFT_LENGTH = 4
 """Candidates that the adaptive length starts from."""

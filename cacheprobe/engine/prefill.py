@@ -5,10 +5,10 @@ Also the way back of an evicted request: its committed rows are written again by
 
 from collections.abc import Sequence
 
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.cache.surgery import put_rows
-from cacheprobe.engine.books import Books
-from cacheprobe.engine.passes import EngineError, Entry, PassRunner
+from cacheprobe.engine.committer import Books
+from cacheprobe.engine.model_runner import EngineError, Entry, PassRunner
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.surgery import put_rows
 
 FREE_PREFILL_WIDTH = 128
 """Token slots at most in the prefill of requests that are never verified; others use the fixed chunk."""

@@ -5,15 +5,15 @@ Slow on purpose. What the loop commits must equal what this commits.
 
 from collections.abc import Iterator, Sequence
 
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.cache.surgery import CacheRows, take_rows
-from cacheprobe.config import EngineConfig
-from cacheprobe.engine.passes import EngineError, PassRunner
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.records import Observer
+from cacheprobe.engine.model_runner import EngineError, PassRunner
 from cacheprobe.engine.step import Stepper
 from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.editor import Editor
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.surgery import CacheRows, take_rows
 from cacheprobe.models.base import CachedLM
-from cacheprobe.records import Observer
 
 
 def read_rows(

@@ -6,9 +6,9 @@ Knows no tensors but the cache's rows.
 from collections import deque
 from collections.abc import Sequence
 
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.config import EngineConfig
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.sequence import SequenceState
 
 WATCHED_EVERY = 16
 """Of so many full passes, one leaves a place free, in which the pass is compared with itself; a request waits for the

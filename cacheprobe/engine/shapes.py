@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cacheprobe.config import EngineConfig
+from cacheprobe.core.config import EngineConfig
 
 DRAFTED_WINDOW = 16
 """Rows of a verify pass where something is drafted: enough for the drafts of every drafter to pay."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cacheprobe.config import CaptureConfig, EngineConfig
+from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.models.base import CachedLM
 
 TOKEN_BYTES = 2_300

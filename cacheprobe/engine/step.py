@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.config import EngineConfig
+from cacheprobe.core.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
-from cacheprobe.engine.books import Books
+from cacheprobe.engine.committer import Books
 from cacheprobe.engine.drafting import DrafterCalls
-from cacheprobe.engine.passes import EngineError, Entry, PassRunner, ShapeFault
+from cacheprobe.engine.model_runner import EngineError, Entry, PassRunner, ShapeFault
 from cacheprobe.engine.prefill import Prefill
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.acceptance import clip_draft
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheprobe.cache.kv import Copy, KVCache
-from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.core.hook_names import PATTERN
+from cacheprobe.kvcache.cache import Copy, KVCache
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM, StateSink
-from cacheprobe.names import PATTERN
 from cacheprobe.ops.equality import bitwise
 
 _PARTS = {

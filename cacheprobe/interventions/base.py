@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheprobe.names import HEADS, SITES
-from cacheprobe.noise import RESAMPLE_STREAM, uniform_noise
-from cacheprobe.records import PHASES
+from cacheprobe.core.hook_names import HEADS, SITES
+from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
+from cacheprobe.core.records import PHASES
 
 EDITED_SITES = (*SITES, "pre")
 ACTIONS = ("replace", "add")

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.interventions.base import Intervention
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM, ModelError
 
 

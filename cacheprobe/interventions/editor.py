@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.cache.sequence import SequenceState
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.checks import Drafting, check_model, check_request, require_hooks
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 
 

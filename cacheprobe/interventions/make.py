@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cacheprobe.core.hook_names import HEADS
 from cacheprobe.interventions.base import Intervention, as_wide
-from cacheprobe.names import HEADS
 
 
 def zero(**where: Any) -> Intervention:

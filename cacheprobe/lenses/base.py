@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from cacheprobe.core.hook_names import SITES
 from cacheprobe.models.base import CachedLM
-from cacheprobe.names import SITES
 
 
 class LensError(ValueError):

@@ -6,8 +6,8 @@ from typing import ClassVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.core.registry import register
 from cacheprobe.models.base import CachedLM
-from cacheprobe.registry import register
 
 
 @register("lenses", "logit")

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.core.registry import register
 from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembedding_sha256
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.by_layer import product_by_layer
-from cacheprobe.registry import register
 
 
 @register("lenses", "tuned")

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, device, dtype
 
-from cacheprobe.cache.kv import KVCache
+from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.errors import ModelError as ModelError
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from cacheprobe.cache.kv import KVCache
+from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.bridge import BridgeLM
-from cacheprobe.models.masks import sliding_window
+from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.hf.masks import sliding_window
 from cacheprobe.models.settings import product_dtype
 
 _PROBE_TEXT = "The coin lies on the table. Alice flips it, and then Bob looks at it"

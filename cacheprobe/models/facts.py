@@ -8,7 +8,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cacheprobe.config import DTYPES
+from cacheprobe.core.config import DTYPES
 from cacheprobe.models.base import ModelError
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from cacheprobe.models.adapters import CONFIG, SHIPPED_ADAPTERS
+from cacheprobe.models.hf.adapters import CONFIG, SHIPPED_ADAPTERS
 from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB
 from cacheprobe.models.shipped import shipped_folder, shipped_names
 from cacheprobe.models.smollm2 import converted_directory, is_complete
-from cacheprobe.models.thinking_store import read_config
+from cacheprobe.models.thinking.store import read_config
 
 PLAIN, THINKING = "coinflip-plain", "coinflip-thinking"
 """Models of a fraction of a million parameters, trained here and shipped."""

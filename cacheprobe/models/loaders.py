@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from cacheprobe.config import DTYPES
+from cacheprobe.core.config import DTYPES
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.devices import DeviceMap, placement, require_placed
+from cacheprobe.models.hf.masks import sliding_window
 from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, why_no_hub
-from cacheprobe.models.masks import sliding_window
 from cacheprobe.models.settings import in_plain_settings
 from cacheprobe.models.shipped import shipped_folder
-from cacheprobe.models.thinking_store import is_thinking_folder, load_thinking
+from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
 if TYPE_CHECKING:  # it loads transformer_lens, which takes seconds
-    from cacheprobe.models.bridge import BridgeLM
-    from cacheprobe.models.thinking_lm import ThinkingLM
+    from cacheprobe.models.hf.bridge import BridgeLM
+    from cacheprobe.models.thinking.lm import ThinkingLM
 
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Model types whose sliding windows were compared with Hugging Face's own, beyond the window."""
@@ -85,9 +85,9 @@ def load_model(
             f"{type(model).__name__}; give its name, or merge it with peft first"
         )
     else:
-        from cacheprobe.models.bridge import BridgeLM
-        from cacheprobe.models.thinking import ThinkingModel
-        from cacheprobe.models.thinking_lm import ThinkingLM
+        from cacheprobe.models.hf.bridge import BridgeLM
+        from cacheprobe.models.thinking.lm import ThinkingLM
+        from cacheprobe.models.thinking.model import ThinkingModel
 
         if not isinstance(model, ThinkingModel):
             _refuse_thoughts(think_while_decoding, f"a live {type(model).__name__}")
@@ -192,7 +192,7 @@ def _from_pretrained(
     progress: bool,
 ) -> CachedLM:
     require_known(str(model))  # before what takes seconds to import
-    from cacheprobe.models.bridge import BridgeLM
+    from cacheprobe.models.hf.bridge import BridgeLM
 
     first_dtype = dtype_name if adapter is None else "float32"
     held = where if adapter is None else None  # an adapter is merged on the CPU
@@ -202,7 +202,7 @@ def _from_pretrained(
 
     import torch
 
-    from cacheprobe.models.adapters import adapter_directory, merge_adapter
+    from cacheprobe.models.hf.adapters import adapter_directory, merge_adapter
 
     directory = adapter_directory(adapter, str(model))
     merged = merge_adapter(live, str(model), directory)

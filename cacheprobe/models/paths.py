@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 from torch import Tensor
 
+from cacheprobe.core.hook_names import PATTERN, SITES
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.hf.shared import plain_path
 from cacheprobe.models.settings import numeric_settings, product_dtype
-from cacheprobe.models.shared import plain_path
 from cacheprobe.models.turns import one_at_a_time
-from cacheprobe.names import PATTERN, SITES
 
 if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
-    from cacheprobe.models.bridge import BridgeLM
-    from cacheprobe.models.twin import TwinLM
+    from cacheprobe.models.fast.hooked_hf import TwinLM
+    from cacheprobe.models.hf.bridge import BridgeLM
 
 PATHS = ("auto", "bridge", "twin")
 _PARITY = 1e-4
@@ -69,7 +69,7 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
 
 def _is_bridge(model: CachedLM) -> "TypeGuard[BridgeLM]":
     """Without loading what takes seconds: whoever made a BridgeLM has done that."""
-    loaded = sys.modules.get("cacheprobe.models.bridge")
+    loaded = sys.modules.get("cacheprobe.models.hf.bridge")
     return loaded is not None and isinstance(model, loaded.BridgeLM)
 
 
@@ -102,7 +102,7 @@ def _tried_twin(model: "BridgeLM") -> _Trial:
 
 
 def _try_twin(model: "BridgeLM", is_edited: bool) -> "tuple[TwinLM | None, str]":
-    from cacheprobe.models.twin import TwinLM
+    from cacheprobe.models.fast.hooked_hf import TwinLM
 
     try:
         twin = TwinLM(model)

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cacheprobe.core.records import Request
+from cacheprobe.core.values import require_encodable, whole_number
 from cacheprobe.models.base import CachedLM
-from cacheprobe.records import Request
-from cacheprobe.values import require_encodable, whole_number
 
 KINDS = "a prompt is text, a list of token ids, a task example or a Request"
 

@@ -19,7 +19,7 @@ from typing import Any
 import platformdirs
 from filelock import FileLock
 
-from cacheprobe.files import fsync
+from cacheprobe.core.files import fsync
 
 WEIGHTS_NOTE = "4-bit dequantised: SmolLM2-135M-Instruct from a Q4_1 GGUF"
 """Belongs to every result from this model: its numbers are not those of the weights as they were trained."""

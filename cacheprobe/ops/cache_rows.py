@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from cacheprobe.records import PROVENANCES
+from cacheprobe.core.records import PROVENANCES
 
 FREE = PROVENANCES.index("free")
 

@@ -10,8 +10,9 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from cacheprobe.ops import attention, cache_rows, packing, plain, readout, verdicts
-from cacheprobe.registry import find
+from cacheprobe.core.registry import find
+from cacheprobe.ops import cache_rows, packing, plain, readout, verdicts
+from cacheprobe.ops.attention import cached
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -107,7 +108,7 @@ def described(device: torch.device) -> str:
 
 rms_norm = Operation("rms_norm", plain.rms_norm)
 matmul = Operation("matmul", plain.project)
-cached_attention = Operation("cached_attention", attention.cached_attention)
+cached_attention = Operation("cached_attention", cached.cached_attention)
 read_states = Operation("lens_topk", readout.read_states)
 store_kv = Operation("store_kv", cache_rows.store_kv)
 truncate_rows = Operation("truncate", cache_rows.truncate_rows)

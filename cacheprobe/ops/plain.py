@@ -11,7 +11,7 @@ def rms_norm(values: Float[Tensor, "n m"], weight: Float[Tensor, "m"], eps: floa
 
     The mean square in float32, of float64 in float64; the product with the weight in the type of `values`.
     Source: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
-    Twin: models.lean's, which is the modules' own, bitwise (tests.test_plain_ops).
+    Twin: models.fast.functional's, which is the modules' own, bitwise (tests.test_plain_ops).
     """
     wide = values if values.dtype == torch.float64 else values.float()
     scaled = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64
 from torch import Tensor
 
-from cacheprobe.noise import ACCEPT_STREAM, RECOVER_STREAM, uniform_noise
+from cacheprobe.core.noise import ACCEPT_STREAM, RECOVER_STREAM, uniform_noise
 
 
 def acceptance_prob(target_prob: float, draft_prob: float) -> float:

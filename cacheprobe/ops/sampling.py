@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cacheprobe.noise import gumbel_noise
+from cacheprobe.core.noise import gumbel_noise
+from cacheprobe.core.records import SamplingParams
 from cacheprobe.ops.processors import target_scores
-from cacheprobe.records import SamplingParams
 
 
 def lowest_argmax(logits: Float[Tensor, "v"]) -> int:

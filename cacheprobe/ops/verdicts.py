@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
+from cacheprobe.core.records import PROVENANCES
 from cacheprobe.ops.acceptance import StopRule, find_ending, num_accepted
 from cacheprobe.ops.cache_rows import FREE
-from cacheprobe.records import PROVENANCES
 
 VERIFIED = PROVENANCES.index("verified")
 FINISHES = (None, "stop", "length")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from cacheprobe.core.hook_names import HEADS
 from cacheprobe.models.base import CachedLM
-from cacheprobe.names import HEADS
 from cacheprobe.patching.asked import PATCHED_SITES, as_layers, as_pair, as_positions, check_site, usable
 from cacheprobe.patching.cells import Cell, Edit, cell
 from cacheprobe.patching.grid import Grid

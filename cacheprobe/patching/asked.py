@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from cacheprobe.cache.kv import KVCache
+from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.paths import choose_path
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.cache.prefix import SharedPrefix
+from cacheprobe.core.hook_names import HEADS
+from cacheprobe.kvcache.prefix import SharedPrefix
 from cacheprobe.models.base import CachedLM
-from cacheprobe.names import HEADS
 from cacheprobe.patching.asked import RESIDUAL_SITES
 from cacheprobe.patching.runs import Place, Run
 

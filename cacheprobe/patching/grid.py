@@ -19,7 +19,7 @@ _META = ("kind", "site", "value", "model")
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """What every cell says. `cp.views.patching_grid(grid)` draws it."""
+    """What every cell says. `cp.plots.patching_grid(grid)` draws it."""
 
     table: pd.DataFrame = field(repr=False)
     """One row for each cell; `activation`, `prefix` and `causal_tracing` name its columns."""

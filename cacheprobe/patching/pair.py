@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.asked import as_answer
 from cacheprobe.patching.grid import Grid, difference, pair_meta, pair_table
 from cacheprobe.patching.parts import Parts
 from cacheprobe.patching.runs import Run, read, run_once
 from cacheprobe.patching.sweep import Group, sweep
-from cacheprobe.token_text import visible
 
 _LEAST_DIFFERENCE = 1e-4
 """Of the two runs' logit differences: float32 rounds logits by less, and NLD divides by it."""

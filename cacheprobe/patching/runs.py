@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.cache.kv import KVCache
+from cacheprobe.core.hook_names import HEADS, SITES
+from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
-from cacheprobe.names import HEADS, SITES
 
 Place = tuple[str, int]
 """(site, layer)"""

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cacheprobe.core.progress import Progress
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.cells import Cell, is_idle, run_cells
 from cacheprobe.patching.parts import Parts
 from cacheprobe.patching.runs import Run, Said, read
-from cacheprobe.progress import Progress
 
 Index = tuple[int, ...]
 """What a cell is called in the table, such as (layer, position)."""

@@ -9,8 +9,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.core.noise import derive_seed
 from cacheprobe.models.base import CachedLM
-from cacheprobe.noise import derive_seed
 from cacheprobe.patching.asked import (
     PATCHED_SITES,
     as_answer,

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import pandas as pd
 
-from cacheprobe.observe.trace import Trace
+from cacheprobe.trace.trace import Trace
 
 LEAST = 20
 """Groups of each class that a probe needs, at every place."""

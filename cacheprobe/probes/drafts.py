@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from cacheprobe.analysis.reading import read_states
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.observe.reading import read_states
-from cacheprobe.observe.trace import Trace
+from cacheprobe.trace.trace import Trace
 
 
 def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from cacheprobe.models.base import CachedLM
-from cacheprobe.observe.trace import Trace
 from cacheprobe.probes.auroc import auroc, resampled_auroc
 from cacheprobe.probes.checks import ProbeError
 from cacheprobe.probes.drafts import drafted, margins
 from cacheprobe.probes.groups import group_folds
 from cacheprobe.probes.ridge import held_out_scores
+from cacheprobe.trace.trace import Trace
 
 LEAST_ROLLBACKS = 500
 _RESAMPLES = 1000

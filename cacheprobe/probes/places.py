@@ -7,10 +7,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.core.records import Request
 from cacheprobe.models.base import CachedLM
-from cacheprobe.observe.trace import Trace
 from cacheprobe.probes.groups import joined_groups
-from cacheprobe.records import Request
+from cacheprobe.trace.trace import Trace
 
 
 def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: CachedLM | None = None) -> pd.DataFrame:

@@ -16,8 +16,8 @@ def untrained(model: Any, seed: int = 0) -> CachedLM:
     Raises: ModelError for a model that cannot be made from its config.
     Source: the untrained control of Zhang and Bowman 2018 (arXiv 1809.10040), section 4.
     """
-    from cacheprobe.models.thinking import ThinkingModel
-    from cacheprobe.models.thinking_lm import ThinkingLM
+    from cacheprobe.models.thinking.lm import ThinkingLM
+    from cacheprobe.models.thinking.model import ThinkingModel
 
     if isinstance(model, ThinkingLM) and type(model.model) is ThinkingModel:
         fresh = ThinkingModel(model.config, seed).to(model.device, model.dtype)

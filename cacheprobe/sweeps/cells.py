@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cacheprobe.registry import names, same_name
+from cacheprobe.core.registry import names, same_name
 from cacheprobe.sweeps.settings import Axes, SweepConfig
 
 AXES = tuple(Axes.model_fields)

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheprobe.config import CaptureConfig, resolve_layers
+from cacheprobe.core.config import CaptureConfig, resolve_layers
+from cacheprobe.core.registry import make, parse_options
 from cacheprobe.engine.shapes import settle_shapes
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.tuned_files import require_tuned_lens
-from cacheprobe.registry import make, parse_options
+from cacheprobe.sweeps.factory import lens_folder, parse_change
 from cacheprobe.sweeps.facts import ModelFacts, model_facts
-from cacheprobe.sweeps.making import lens_folder, parse_change
 from cacheprobe.sweeps.settings import RunSettings
 
 SHOWN = 8
@@ -66,7 +66,7 @@ def complaint(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> s
 def _check_model(facts: ModelFacts, axes: dict[str, Any]) -> None:
     if facts.thinking is None:
         if axes["adapter"] is not None:
-            from cacheprobe.models.adapters import adapter_directory
+            from cacheprobe.models.hf.adapters import adapter_directory
 
             adapter_directory(axes["adapter"], axes["model"])
         return

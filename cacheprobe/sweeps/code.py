@@ -7,10 +7,10 @@ from typing import Any
 
 _PACKAGE = Path(__file__).parents[1]
 _PARTS = (
-    "records.py", "names.py", "config.py", "registry.py", "noise.py", "arguments.py", "api.py", "ops", "cache",
-    "tasks", "models", "lenses", "drafters", "interventions", "engine", "observe", "sweeps/work.py", "sweeps/making.py",
+    "core", "plan.py", "api.py", "ops", "kvcache", "tasks", "models", "lenses", "drafters", "interventions", "engine",
+    "capture", "trace", "analysis", "sweeps/workers/work.py", "sweeps/factory.py",
 )  # fmt: skip
-"""Views, commands and what schedules a sweep change no bit of a shard, so they are left out."""
+"""Plots, commands and what schedules a sweep change no bit of a shard, so they are left out."""
 
 
 _SUFFIXES = {".py", ".cpp", ".h"}
@@ -40,7 +40,7 @@ def libraries() -> tuple[tuple[str, str], ...]:
 def origin(threads: int, sources: dict[str, Any]) -> dict[str, Any]:
     """What a cell's bits depend on besides its settings. sources: by name, hashes of models and lenses."""
     from cacheprobe import __version__
-    from cacheprobe.observe.manifest import FORMAT_VERSION
+    from cacheprobe.trace.manifest import FORMAT_VERSION
 
     own = {"version": __version__, "code": code_version(), "trace_format": FORMAT_VERSION, "threads": threads}
     return {**own, "libraries": dict(libraries()), "sources": sources}

@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cacheprobe.core.registry import find
 from cacheprobe.models.devices import checked_device
-from cacheprobe.registry import find
-from cacheprobe.sweeps.board import Board
 from cacheprobe.sweeps.cells import told_apart
 from cacheprobe.sweeps.events import Event, EventLog
-from cacheprobe.sweeps.holder import FULL, Job, Outcome
 from cacheprobe.sweeps.index import refresh
-from cacheprobe.sweeps.lock import only_sweep
 from cacheprobe.sweeps.plan import Plan, make_plan, require_room
+from cacheprobe.sweeps.progress_table import Board
 from cacheprobe.sweeps.settings import SweepConfig, read_config
-from cacheprobe.sweeps.store import PLAN, SweepStore
-from cacheprobe.sweeps.waiting import Waiting
+from cacheprobe.sweeps.storage.lock import only_sweep
+from cacheprobe.sweeps.storage.store import PLAN, SweepStore
+from cacheprobe.sweeps.workers.holder import FULL, Job, Outcome
+from cacheprobe.sweeps.workers.queue import Waiting
 
 COMPLETE, FAILED, PARTIAL = 0, 1, 3
 """Exit codes of the command."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cacheprobe.sweeps.holder import Outcome
-from cacheprobe.sweeps.store import SweepStore
+from cacheprobe.sweeps.storage.store import SweepStore
+from cacheprobe.sweeps.workers.holder import Outcome
 
 SECONDS_BETWEEN_PUTS = 10.0
 """An object store takes no appends: the log so far is put anew."""

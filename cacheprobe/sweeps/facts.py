@@ -45,7 +45,7 @@ class ModelFacts:
 def model_facts(name: str) -> ModelFacts:
     """Facts of a model that `load_model` takes by name. Raises: ModelError where there is none."""
     from cacheprobe.models.shipped import shipped_folder
-    from cacheprobe.models.thinking_store import is_thinking_folder
+    from cacheprobe.models.thinking.store import is_thinking_folder
 
     folder = shipped_folder("checkpoints", name) if "/" not in name else None
     if folder is None and is_thinking_folder(Path(name)):
@@ -54,7 +54,7 @@ def model_facts(name: str) -> ModelFacts:
 
 
 def _thinking_facts(name: str, folder: Path) -> ModelFacts:
-    from cacheprobe.models.thinking_store import TOKENIZER, checked_config, read_config
+    from cacheprobe.models.thinking.store import TOKENIZER, checked_config, read_config
     from cacheprobe.tasks.words import load_tokenizer
 
     config = checked_config(folder, read_config(folder))  # and its files, before one of them is parsed

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from cacheprobe.sweeps.cells import AXES
 from cacheprobe.sweeps.plan import size_of
-from cacheprobe.sweeps.store import SHARDS, SweepStore
+from cacheprobe.sweeps.storage.store import SHARDS, SweepStore
 
 INDEX = "index/cells.parquet"
 AXIS_COLUMNS = tuple("window_rows" if name == "window" else name for name in AXES)

@@ -9,10 +9,10 @@ from typing import Any
 from cacheprobe.sweeps.cells import Cell, canonical, combinations
 from cacheprobe.sweeps.checks import estimated_bytes, require_possible
 from cacheprobe.sweeps.code import code_version, origin
+from cacheprobe.sweeps.factory import lens_folder
 from cacheprobe.sweeps.facts import folder_digest, model_facts
-from cacheprobe.sweeps.making import lens_folder
 from cacheprobe.sweeps.settings import SweepConfig
-from cacheprobe.sweeps.store import SweepStore
+from cacheprobe.sweeps.storage.store import SweepStore
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _sources(axes: dict[str, Any]) -> dict[str, str]:
     """Hashes of what a cell reads besides its settings, and of what this machine's compiler makes for it."""
     held = {"model": model_facts(axes["model"]).source}
     if axes["adapter"] is not None:
-        from cacheprobe.models.adapters import adapter_directory
+        from cacheprobe.models.hf.adapters import adapter_directory
 
         held["adapter"] = folder_digest(adapter_directory(axes["adapter"], axes["model"]))
     if (folder := lens_folder(axes["lens"])) is not None:

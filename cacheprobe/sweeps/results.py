@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 
 from cacheprobe.sweeps.index import AXIS_COLUMNS, refresh
-from cacheprobe.sweeps.store import PLAN, SHARDS, SweepStore
+from cacheprobe.sweeps.storage.store import PLAN, SHARDS, SweepStore
 
 SHARD_TABLES = ("hypotheses", "rows", "events", "ledger", "thoughts")
 _NAMED = re.compile(r"(?:\bfrom|\bjoin|,)\s*\"?(\w+)")
@@ -27,7 +27,7 @@ class Sweep:
         intervention, seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the
         committed tokens, accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and
         code that made it, bytes.
-    layers: one line for each cell, layer and status: digest, axes, and the columns of `observe.measures.by_layer`.
+    layers: one line for each cell, layer and status: digest, axes, and the columns of `analysis.measures.by_layer`.
     """
 
     def __init__(self, store: SweepStore, index: pa.Table, plan: dict[str, Any], all_versions: bool) -> None:
@@ -81,7 +81,7 @@ class Sweep:
 
     def trace(self, digest: str) -> Any:
         """The run of one cell, as `load_trace` gives it: its states are read when first asked for."""
-        from cacheprobe.observe.storage import load_trace
+        from cacheprobe.trace.trace import load_trace
 
         return load_trace(self.store.fetch(self._full(digest)))
 

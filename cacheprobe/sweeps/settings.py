@@ -171,7 +171,7 @@ def read_config(source: "str | Path | dict[str, Any] | SweepConfig") -> SweepCon
 def _read_yaml(path: Path) -> Any:
     import yaml
 
-    from cacheprobe.strict_yaml import strict_loader
+    from cacheprobe.core.strict_yaml import strict_loader
 
     if not path.is_file():
         raise ValueError(f"there is no sweep file {path}; give the YAML file of a sweep's settings")

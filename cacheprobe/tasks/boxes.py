@@ -14,7 +14,7 @@ from itertools import combinations
 from math import comb
 from random import Random
 
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.drawing import Task, check_count
 from cacheprobe.tasks.people import check_names

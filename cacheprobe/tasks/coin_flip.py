@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question, Tokenizer
 from cacheprobe.tasks.drawing import Task, balanced_side, check_count, check_flag, check_probability
 from cacheprobe.tasks.people import NAMES, check_names

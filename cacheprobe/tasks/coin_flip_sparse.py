@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example
 from cacheprobe.tasks.coin_flip import STATES, CoinFlip
 from cacheprobe.tasks.drawing import Task, check_count, check_probability

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question
 from cacheprobe.tasks.coin_flip import CoinFlip, turned
 from cacheprobe.tasks.drawing import Task

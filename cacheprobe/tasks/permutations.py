@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import combinations, permutations
 from random import Random
 
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.drawing import Task, check_choice, check_count
 from cacheprobe.tasks.words import vocabulary_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, turned
 from cacheprobe.tasks.drawing import Task, balanced_side, check_choice, check_count, check_flag, check_probability

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from string import ascii_lowercase
 
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.drawing import Task, check_choice, check_count, check_flag
 from cacheprobe.tasks.words import vocabulary_of

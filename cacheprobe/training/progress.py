@@ -1,6 +1,6 @@
 """How a training goes: a bar with rate and time left on a terminal, plain lines elsewhere."""
 
-from cacheprobe.progress import Progress
+from cacheprobe.core.progress import Progress
 
 
 class TrainingProgress(Progress):

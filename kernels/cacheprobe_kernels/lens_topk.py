@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cacheprobe.core.registry import register
 from cacheprobe.ops import readout
 from cacheprobe.ops.readout import Readout
-from cacheprobe.registry import register
 from cacheprobe_kernels.base import (
     INTERPRETED,
     Arguments,

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cacheprobe.core.registry import register
 from cacheprobe.ops import plain
-from cacheprobe.registry import register
 from cacheprobe_kernels.base import (
     INTERPRETED,
     Arguments,

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cacheprobe.core.registry import register
 from cacheprobe.ops import cache_rows
-from cacheprobe.registry import register
 from cacheprobe_kernels.base import (
     Arguments,
     Case,

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cacheprobe.core.registry import register
 from cacheprobe.ops import verdicts
 from cacheprobe.ops.verdicts import Settled
-from cacheprobe.registry import register
 from cacheprobe_kernels.base import Arguments, Case, Kernel, Launch, Outcome, Plan, Variant, Work, one_by_one
 from cacheprobe_kernels.base import next_power_of_2 as padded
 from cacheprobe_kernels.verdict_cases import BY_ROW, WRITTEN, verdict_inputs

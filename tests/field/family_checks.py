@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import cacheprobe as cp
-from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models.base import CachedLM, ModelError
 from tests.field.family_models import NotTried, class_name, tiny_family
 

@@ -11,12 +11,12 @@ import transformers
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.cache.kv import KVCache
 from cacheprobe.engine import consistency
+from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.hf.tiny import TWINS, tiny_model
 from cacheprobe.models.paths import choose_path
-from cacheprobe.models.tiny import TWINS, tiny_model
-from cacheprobe.models.twin import TwinLM
 from tests.tiny import hf_model, loaded
 
 

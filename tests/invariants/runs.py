@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.arguments import Setup
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.config import EngineConfig
+from cacheprobe.capture.observers import Silent, StepLog
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.engine.consistency import serving_config
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.observe.observers import Silent, StepLog
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.records import Request, SamplingParams
+from cacheprobe.plan import Setup
 from tests.invariants.machines import Spy
 from tests.tiny import VOCAB
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.models.base import CachedLM
-from cacheprobe.records import Request, SamplingParams
 from tests.invariants.machines import Spy, near_twins, rounding_by_shape, tiny, wide_bfloat16
 from tests.invariants.runs import (
     CHUNK,

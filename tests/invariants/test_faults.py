@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.engine import books, choosing
+from cacheprobe.capture.observers import Silent
+from cacheprobe.engine import choosing
+from cacheprobe.engine import committer as books
 from cacheprobe.engine.loop import prepare
-from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.engine.step import Stepper
-from cacheprobe.models.bridge import BridgeLM
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path, user_hooks
-from cacheprobe.observe.observers import Silent
 from tests.invariants.machines import Call, Faulty, Meddler, Spy, tiny
 from tests.invariants.runs import (
     CHUNK,

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cache.sequence import SequenceState
+from cacheprobe.capture.observers import Silent
+from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.observe.observers import Silent
-from cacheprobe.records import Request, SamplingParams
 from tests.equivalence import choose_token_slowly, sample_token_slowly
 from tests.invariants.machines import Spy, rounding_by_shape, tiny
 from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, SHAPES, W, Watched, babbler, future, outcome, wrong_at

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.cache.ledger import CacheIntegrityError
-from cacheprobe.observe.observers import Silent
-from cacheprobe.records import Request, SamplingParams
+from cacheprobe.capture.observers import Silent
+from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.kvcache.ledger import CacheIntegrityError
 from tests.invariants.machines import Call, Faulty, Spy, rounding_by_shape, tiny, wide_bfloat16
 from tests.invariants.runs import (
     CHUNK,

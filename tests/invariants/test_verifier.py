@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.cache.kv import KVCache
-from cacheprobe.engine import passes
-from cacheprobe.engine.passes import EngineError, Entry, PassRunner
+from cacheprobe.capture.lens_reader import LENS_TILE
+from cacheprobe.capture.observers import Silent
+from cacheprobe.engine import model_runner as passes
+from cacheprobe.engine.model_runner import EngineError, Entry, PassRunner
+from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.observe.lens_reader import LENS_TILE
-from cacheprobe.observe.observers import Silent
 from cacheprobe.ops.equality import bitwise
 from tests.invariants.machines import Call, Meddler, Spy, rounding_by_shape, tiny, wide_bfloat16
 from tests.invariants.runs import (

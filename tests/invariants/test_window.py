@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cache.sequence import SequenceState
-from cacheprobe.engine.books import Books
+from cacheprobe.capture.observers import Silent
+from cacheprobe.core.records import StepRecord
+from cacheprobe.engine.committer import Books
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.observe.observers import Silent
 from cacheprobe.ops.acceptance import num_accepted
-from cacheprobe.records import StepRecord
 from tests.equivalence import num_accepted_slowly
 from tests.invariants.machines import Call, Meddler, rounding_by_shape, tiny
 from tests.invariants.runs import (

@@ -3,9 +3,9 @@
 from tests.mutations.in_engine import BOOKS, SCHEDULER, STEPPER, VERIFY_PASS
 from tests.mutations.mutate import Edit, Mutation, one, then
 
-CACHE = "cacheprobe.cache.kv:KVCache"
-TWIN = "cacheprobe.models.twin"
-STAGED = "cacheprobe.models.hf_cache:staged"
+CACHE = "cacheprobe.kvcache.cache:KVCache"
+TWIN = "cacheprobe.models.fast.hooked_hf"
+STAGED = "cacheprobe.models.hf.cache:staged"
 HIDDEN = "hidden = slots > positions[..., None]"
 RESTORE = """held = (*self.cache.keys, *self.cache.values)
     before = [one.clone() for one in held]
@@ -108,7 +108,7 @@ MUTATIONS = [
         ("07_window_offset_independence_of_shapes",),
         (
             Edit(
-                "cacheprobe.engine.passes:PassRunner._reach",
+                "cacheprobe.engine.model_runner:PassRunner._reach",
                 'reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions',
                 "reach_of_pass",
             ),
@@ -124,7 +124,7 @@ MUTATIONS = [
     one(
         "the cache begins as NaN",
         ("02", "05"),
-        "cacheprobe.cache.kv:_slots",
+        "cacheprobe.kvcache.cache:_slots",
         "return torch.zeros(rows, heads, held, width,",
         "return torch.full((rows, heads, held, width), torch.nan,",
     ),
@@ -146,7 +146,7 @@ MUTATIONS = [
     one(
         "the drafter's rows are canonical",
         ("02",),
-        "cacheprobe.observe.recorder:Recorder.on_commit",
+        "cacheprobe.capture.recorder:Recorder.on_commit",
         '"committed" if row.phase == "verify" else "candidate"',
         '"candidate" if row.phase == "verify" else "committed"',
     ),
@@ -155,17 +155,17 @@ MUTATIONS = [
         ("09_fixed_shape_also",),
         (
             Edit(
-                "cacheprobe.observe.lens_reader:LensReader._read_tile",
+                "cacheprobe.capture.lens_reader:LensReader._read_tile",
                 "torch.zeros(LENS_TILE, self.model.d_model",
                 "torch.zeros(count, self.model.d_model",
             ),
             Edit(
-                "cacheprobe.observe.lens_reader:LensReader._read_tile",
+                "cacheprobe.capture.lens_reader:LensReader._read_tile",
                 "torch.zeros(LENS_TILE, dtype",
                 "torch.zeros(count, dtype",
             ),
             Edit(
-                "cacheprobe.observe.lens_reader:LensReader._read_tile", "torch.full((LENS_TILE,)", "torch.full((count,)"
+                "cacheprobe.capture.lens_reader:LensReader._read_tile", "torch.full((LENS_TILE,)", "torch.full((count,)"
             ),
         ),
     ),
@@ -180,7 +180,7 @@ MUTATIONS = [
     one(
         "attention leaves one thread behind",
         ("26",),
-        "cacheprobe.ops.request_attention:_Threads.__exit__",
+        "cacheprobe.ops.attention.by_request:_Threads.__exit__",
         "torch.set_num_threads(self._all)",
         "pass",
     ),

@@ -2,11 +2,11 @@
 
 from tests.mutations.mutate import Edit, Mutation, one, then
 
-BOOKS, CHOOSING = "cacheprobe.engine.books:Books", "cacheprobe.engine.choosing"
+BOOKS, CHOOSING = "cacheprobe.engine.committer:Books", "cacheprobe.engine.choosing"
 STEPPER, PREFILL = "cacheprobe.engine.step:Stepper", "cacheprobe.engine.prefill:Prefill"
-SCHEDULER, STATE = "cacheprobe.engine.scheduler:Scheduler", "cacheprobe.cache.sequence:SequenceState"
+SCHEDULER, STATE = "cacheprobe.engine.scheduler:Scheduler", "cacheprobe.kvcache.sequence:SequenceState"
 ACCEPTED = "cacheprobe.ops.acceptance:num_accepted"
-SETUP = "cacheprobe.arguments:Setup"
+SETUP = "cacheprobe.plan:Setup"
 STOP_SCRUBS = "self.cache.scrub(state.row, 0)"
 VERIFY_PASS = '"verify", entries, self.config.window, batch=self.config.group'
 
@@ -127,21 +127,21 @@ MUTATIONS = [
     one(
         "a fixed pass attends to no more than is in use",
         ("07_window_offset_independence_of_the_bridge",),
-        "cacheprobe.engine.passes:PassRunner.run",
+        "cacheprobe.engine.model_runner:PassRunner.run",
         "self.cache.capacity if batch is not None else max(starts) + width",
         "max(starts) + width",
     ),
     one(
         "a pass that does not fit is run in another shape",
         ("09_fixed_shape_or",),
-        "cacheprobe.engine.passes:PassRunner.run",
+        "cacheprobe.engine.model_runner:PassRunner.run",
         "size = len(entries) if batch is None else batch",
         "size, width = max(len(entries), batch or 0), max(width, longest)",
     ),
     one(
         "dummies are put into rows that are taken",
         ("05",),
-        "cacheprobe.engine.passes:place_rows",
+        "cacheprobe.engine.model_runner:place_rows",
         "if cache.is_free(row)",
         "if not cache.is_free(row)",
     ),
@@ -235,7 +235,7 @@ MUTATIONS = [
     one(
         "NaN is seen by the capture first",
         ("25",),
-        "cacheprobe.engine.passes:PassRunner.run",
+        "cacheprobe.engine.model_runner:PassRunner.run",
         "self._require_numbers(",
         "(lambda *args: None)(",
     ),

@@ -4,7 +4,7 @@ from tests.mutations.in_engine import BOOKS, CHOOSING, SETUP, STATE
 from tests.mutations.mutate import Edit, Mutation, one, then
 
 ENDING = "cacheprobe.ops.acceptance:find_ending"
-STREAM = "cacheprobe.observe.stream:Stream"
+STREAM = "cacheprobe.capture.stream:Stream"
 PREFIX = "[*state.token_ids, *drafted][:position]"
 
 MUTATIONS = [
@@ -26,18 +26,24 @@ MUTATIONS = [
     one(
         "noise comes from a global generator",
         ("01", "19_sampling_leaves"),
-        "cacheprobe.noise:uniform_noise",
+        "cacheprobe.core.noise:uniform_noise",
         "words = np.random.Philox",
         "return np.random.random(width)\n    words = np.random.Philox",
     ),
     one(
         "noise does not know its position",
         ("19",),
-        "cacheprobe.noise:uniform_noise",
+        "cacheprobe.core.noise:uniform_noise",
         "[0, position, stream, 0]",
         "[0, 0, stream, 0]",
     ),
-    one("large seeds are cut to 32 bits", ("19",), "cacheprobe.noise:uniform_noise", "seed % 2**128", "seed % 2**32"),
+    one(
+        "large seeds are cut to 32 bits",
+        ("19",),
+        "cacheprobe.core.noise:uniform_noise",
+        "seed % 2**128",
+        "seed % 2**32",
+    ),
     one(
         "all samples have one seed",
         ("19_sampling_of_several",),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cacheprobe.sweeps import facts
-from cacheprobe.sweeps.store import SweepStore
+from cacheprobe.sweeps.storage.store import SweepStore
 from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
 from tests import test_sweeps as sweeps
 from tests import test_sweeps_elsewhere as elsewhere

@@ -36,7 +36,7 @@ GUARDS: dict[str, Callable[[], None]] = {
 
 RIDGE, GROUPS, AUROC = "cacheprobe.probes.ridge", "cacheprobe.probes.groups", "cacheprobe.probes.auroc"
 PATCHING, MADE = "cacheprobe.patching", "cacheprobe.interventions"
-ROWS = "cacheprobe.cache.surgery"
+ROWS = "cacheprobe.kvcache.surgery"
 
 MUTATIONS: list[Mutation] = [
     one(

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from cacheprobe.files import write_whole
+from cacheprobe.core.files import write_whole
 
 COMPILERS = ("g++", "clang++", "c++")
 """Tried in this order, after $CXX."""

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 from cacheprobe.sweeps.backends.processes import DIED
 from cacheprobe.sweeps.cells import Cell
 from cacheprobe.sweeps.events import Event
-from cacheprobe.sweeps.holder import Holder, Job, Outcome
-from cacheprobe.sweeps.waiting import Waiting
+from cacheprobe.sweeps.workers.holder import Holder, Job, Outcome
+from cacheprobe.sweeps.workers.queue import Waiting
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """So that Ctrl-C is heard."""

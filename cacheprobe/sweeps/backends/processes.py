@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Any
 
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 from cacheprobe.sweeps.cells import Cell
 from cacheprobe.sweeps.events import Event
-from cacheprobe.sweeps.holder import Job, Outcome
-from cacheprobe.sweeps.waiting import Waiting
+from cacheprobe.sweeps.workers.holder import Job, Outcome
+from cacheprobe.sweeps.workers.queue import Waiting
 
 DIED = "worker died"
 
@@ -29,7 +29,7 @@ class _Worker:
         self._said: IO[bytes] = tempfile.TemporaryFile()
         threads = str(job.threads)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cacheprobe.sweeps.worker", job.url],
+            [sys.executable, "-m", "cacheprobe.sweeps.workers.worker", job.url],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from cacheprobe.registry import register
+from cacheprobe.core.registry import register
 from cacheprobe.sweeps.events import Event
-from cacheprobe.sweeps.holder import Holder, Job
-from cacheprobe.sweeps.waiting import Waiting
+from cacheprobe.sweeps.workers.holder import Holder, Job
+from cacheprobe.sweeps.workers.queue import Waiting
 
 
 @register("sweeps.backends", "serial")

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cacheprobe.registry import available
+from cacheprobe.core.registry import available
 from cacheprobe_kernels.base import INTERPRETED, Draws, Kernel, Launch
 
 ARCHITECTURES = (80, 90)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import triton
 
-from cacheprobe.files import write_whole
-from cacheprobe.registry import available
+from cacheprobe.core.files import write_whole
+from cacheprobe.core.registry import available
 from cacheprobe_kernels.checks.builds import Build, all_builds, schedule_complaints
 
 _COLUMNS = ("kernel", "function", "dtype", "arch", "registers", "shared_bytes", "spill_bytes")

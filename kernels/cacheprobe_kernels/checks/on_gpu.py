@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import triton
 
-from cacheprobe.files import write_whole
-from cacheprobe.registry import available
+from cacheprobe.core.files import write_whole
+from cacheprobe.core.registry import available
 from cacheprobe_kernels.base import INTERPRETED, Draws, Kernel
 from cacheprobe_kernels.checks.contract import company_complaints, full_complaints, twin_complaints
 

@@ -1,0 +1,69 @@
+"""Computes measures, attributions, comparisons and readings from a trace. Functions are loaded when first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cacheprobe.analysis.distributions import divergences, rejected_tokens
+    from cacheprobe.analysis.forks import cache_rows, fork
+    from cacheprobe.analysis.logit_attribution import attribution
+    from cacheprobe.analysis.of_trace import (
+        agreement,
+        commitment,
+        draft_agreement,
+        lens_readings,
+        prediction_depth,
+        saturation,
+        to_activation_cache,
+    )
+    from cacheprobe.analysis.reading import read_states
+    from cacheprobe.analysis.thought_hooks import thought_activations
+    from cacheprobe.analysis.thought_readings import read_thoughts
+
+_HOMES = {
+    "agreement": "of_trace",
+    "attribution": "logit_attribution",
+    "cache_rows": "forks",
+    "commitment": "of_trace",
+    "divergences": "distributions",
+    "draft_agreement": "of_trace",
+    "fork": "forks",
+    "lens_readings": "of_trace",
+    "prediction_depth": "of_trace",
+    "read_states": "reading",
+    "read_thoughts": "thought_readings",
+    "rejected_tokens": "distributions",
+    "saturation": "of_trace",
+    "thought_activations": "thought_hooks",
+    "to_activation_cache": "of_trace",
+}
+
+__all__ = [
+    "agreement",
+    "attribution",
+    "cache_rows",
+    "commitment",
+    "divergences",
+    "draft_agreement",
+    "fork",
+    "lens_readings",
+    "prediction_depth",
+    "read_states",
+    "read_thoughts",
+    "rejected_tokens",
+    "saturation",
+    "thought_activations",
+    "to_activation_cache",
+]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(f"cacheprobe.analysis.{_HOMES[name]}"), name)
+        raise AttributeError(f"module 'cacheprobe.analysis' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

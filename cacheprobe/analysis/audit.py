@@ -1,0 +1,253 @@
+"""Checks the tables of a trace against each other and against the committed tokens. Runs no model.
+
+Tokens, verdicts and passes determine most of what the tables say: the role and status of a row, the tokens that a
+verify pass was fed, the changes of the ledger, what a reading is compared with. This module derives it a second time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from cacheprobe.analysis.audit_tables import hypothesis_faults, ledger_faults, numbering_faults
+from cacheprobe.analysis.comparison import first_difference
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN, Request
+from cacheprobe.core.token_text import visible
+from cacheprobe.trace.tables.token_history import token_history
+from cacheprobe.trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Audit:
+    """How many lines of each table were checked, and what was wrong."""
+
+    lines: dict[str, int]
+    faults: tuple[str, ...]
+
+
+@dataclass
+class History:
+    """What the events say of one request, in the order of its steps."""
+
+    prompt: list[int]
+    is_verified: bool
+    by_equality: bool
+    text: list[int] = field(default_factory=list)
+    """Prompt and committed tokens so far."""
+    roles: list[str] = field(default_factory=list)
+    """Of every position of `text`."""
+    verdicts: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
+    """By step: position of the first draft token, number accepted, and the tokens that the pass was fed."""
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+    """(step, length of `text` after it)."""
+    drafts: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+    """By position: (step that drafted a token for it, what became of the token)."""
+    given_up: list[int] = field(default_factory=list)
+    """Steps after which the request lost its cache row."""
+
+    def length_before(self, step: int) -> int:
+        return max((length for at, length in self.lengths if at < step), default=len(self.prompt))
+
+    def expected_status(self, step: int, phase: str, position: int) -> tuple[str, str]:
+        """(role, status) of the row that a pass computed at this position."""
+        if step in self.verdicts and phase == "verify":
+            start, accepted, _ = self.verdicts[step]
+            is_kept, status = position < start + accepted, "committed"
+        elif phase == "decode" and self.is_verified:
+            is_kept, status = position < self.length_before(step), "candidate"
+            if not is_kept:  # it was fed the newest draft token of its position
+                outcome = max(
+                    ((born, said) for born, said in self.drafts.get(position, ()) if born < step), default=(0, "")
+                )
+                if outcome[1] not in ("accepted", "rolled_back"):
+                    return "given_up", "given_up"
+                is_kept = outcome[1] == "accepted"
+        else:
+            is_kept, status = True, "committed"
+        if not is_kept:
+            return "rolled_back", "rolled_back"
+        return (self.roles[position] if position < len(self.roles) else "none", status)
+
+
+def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = None) -> Audit:
+    """Check every table of a run. texts: gives each token id's text; without it texts are not checked."""
+    faults: list[str] = []
+    histories: dict[int, History] = {}
+    for request in trace.requests:
+        own = trace.event_table[trace.event_table.request_id == request.request_id]
+        history = histories[request.request_id] = _history(trace, request, own)
+        found = (
+            ("events", _event_faults(trace, request, own, history)),  # first: they fill the history
+            ("rows", _row_faults(trace, request, history)),
+            ("ledger", ledger_faults(trace, request, history.verdicts)),
+        )
+        faults += [f"{table}: request {request.request_id} {said}" for table, some in found for said in some]
+    faults += (f"events: {said}" for said in _step_faults(trace))
+    faults += (f"rows: {said}" for said in numbering_faults(trace))
+    full = {r: [*trace.requests[r].prompt_token_ids, *trace.tokens[r]] for r in histories}
+    faults += (f"hypotheses: {said}" for said in hypothesis_faults(trace, full))
+    if texts is not None:
+        faults += _text_faults(trace, texts)
+    tables = {
+        "rows": trace.row_table, "events": trace.event_table, "ledger": trace.ledger_table,
+        "hypotheses": trace.hypothesis_table,
+    }  # fmt: skip
+    return Audit({name: len(table) for name, table in tables.items() if table is not None}, tuple(faults))
+
+
+def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
+    prompt = list(request.prompt_token_ids)
+    is_all = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
+    by_equality = request.is_deterministic or trace.meta["config"].get("acceptance", "equality") == "equality"
+    history = History(prompt, is_all or request.is_deterministic, by_equality)
+    history.text, history.roles = list(prompt), ["prompt"] * len(prompt)
+    drafts = token_history(events).fillna({"outcome": ""}).query("outcome != 'committed'")  # null: nobody decided
+    for draft in drafts.itertuples():
+        history.drafts.setdefault(len(prompt) + draft.place, []).append((draft.born, draft.outcome))
+    history.given_up = [step for number, step in trace.meta["preemptions"] if number == request.request_id]
+    return history
+
+
+def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history: History) -> Iterator[str]:
+    """Plays the request's events, fills its history, and says what does not fit."""
+    proposals: list[int] = []
+    since = -1
+    has_logprobs = "log-probabilities" not in trace.missing
+    finish = trace.meta["finish"][str(request.request_id)]
+    for event in events.itertuples():
+        where, committed = f"step {event.step}:", _ints(event.committed_token_ids)
+        if event.step <= since:
+            yield f"{where} stands behind step {since}"
+        if any(since <= lost < event.step for lost in history.given_up):
+            proposals = []
+        since = event.step
+        if has_logprobs and len(event.committed_logprobs_nats) != len(committed):
+            given = len(event.committed_logprobs_nats)
+            yield f"{where} {given} log-probabilities for {len(committed)} committed tokens"
+        if has_logprobs and any(not x <= 0 for x in event.committed_logprobs_nats):
+            yield f"{where} a log-probability of a committed token is above 0 or no number"
+        proposals += _ints(event.proposed_token_ids)
+        if pd.isna(event.draft_start):
+            said = [_null_fault(event, name) for name in ("num_accepted", "num_rolled_back", "recovered_token_id",
+                                                          "bonus_token_id", "finish")]  # fmt: skip
+            yield from (f"{where} {fault}" for fault in said if fault)
+            if committed and event.phase != "prefill" and history.is_verified:
+                yield f"{where} tokens of a verified request are committed without a verdict"
+            history.roles += ["committed"] * len(committed)
+        else:
+            yield from (f"{where} {said}" for said in _verdict_faults(event, history, proposals, committed, finish))
+            proposals = []
+        history.text += committed
+        history.lengths.append((int(event.step), len(history.text)))
+    text = [*history.prompt, *trace.tokens[request.request_id]]
+    if history.text != text:
+        at = first_difference(history.text, text) or 0
+        ours, theirs = history.text[at : at + 1], text[at : at + 1]
+        yield f"position {at}: the events commit {ours}, the request's tokens are {theirs}"
+    limit = request.sampling.max_new_tokens if request.sampling else None
+    if finish == "length" and limit is not None and limit != len(trace.tokens[request.request_id]):
+        yield f"ended by length after {len(trace.tokens[request.request_id])} tokens, its limit is {limit}"
+
+
+def _verdict_faults(
+    event: Any, history: History, proposals: list[int], committed: list[int], finish: str
+) -> Iterator[str]:
+    """What does not fit in one verdict; adds it to the history."""
+    draft, targets = _ints(event.draft_token_ids), _ints(event.target_token_ids)
+    start, length = int(event.draft_start), len(history.text)
+    accepted = -1 if pd.isna(event.num_accepted) else int(event.num_accepted)
+    matching = next((i for i, (a, b) in enumerate(zip(draft, targets, strict=False)) if a != b), len(draft))
+    if event.phase != "verify" or not history.is_verified:
+        yield f"has a verdict in a {event.phase} pass"
+    if start != length:
+        yield f"the draft starts at position {start}, the committed text ends at {length}"
+    if draft not in (proposals, []):  # a pass that failed drops the draft
+        yield f"the draft is {draft}, proposed were {proposals}"
+    if len(targets) not in (len(draft), len(draft) + 1) or not targets:
+        yield f"{len(targets)} target tokens for {len(draft)} candidates"
+    if accepted != matching if history.by_equality else not 0 <= accepted <= len(draft):
+        yield f"num_accepted is {accepted}, draft and target tokens agree in {matching}"
+    if _whole(event.num_rolled_back) != len(draft) - accepted:
+        yield f"num_rolled_back is {_whole(event.num_rolled_back)} for {len(draft)} candidates, {accepted} accepted"
+    wanted = [*draft[:accepted], *targets[accepted : accepted + 1]] if accepted >= 0 else []
+    if committed != wanted[: len(committed)] or not committed:
+        yield f"committed {committed}, the verdict allows {wanted}"
+    elif len(committed) < len(wanted) and pd.isna(event.finish):
+        yield f"committed {len(committed)} of {len(wanted)} tokens, though the request did not end"
+    own = committed[-1] if len(committed) > accepted else None
+    is_rollback = accepted < len(draft)
+    for name, value in (("recovered", own if is_rollback else None), ("bonus", None if is_rollback else own)):
+        given = _whole(getattr(event, f"{name}_token_id"))
+        if given != value:
+            yield f"{name}_token_id is {given}, the verdict gives {value}"
+    if not pd.isna(event.finish) and event.finish != finish:
+        yield f"finish is {event.finish}, the request ended by {finish}"
+    roles = [*["accepted"] * max(accepted, 0), "recovered" if is_rollback else "bonus"]
+    history.roles += roles[: len(committed)]
+    history.verdicts[int(event.step)] = (start, accepted, [*history.text[-1:], *draft][: len(targets)])
+
+
+def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[str]:
+    table = trace.row_table[trace.row_table.request_id == request.request_id]
+    text, prompt = history.text, len(history.prompt)
+    fed: dict[int, list[tuple[int, int]]] = {}
+    for row in table.itertuples():
+        where = f"step {row.step} position {row.position}:"
+        wanted = history.expected_status(row.step, row.phase, row.position)
+        if (row.role, row.status) != wanted:
+            yield f"{where} role {row.role} and status {row.status}, the events give {wanted[0]} and {wanted[1]}"
+        elif row.status not in FED_A_DRAFT_IN_VAIN and row.token_id != text[row.position]:
+            yield f"{where} token {row.token_id}, the committed text has {text[row.position]}"
+        if (row.position < prompt) != (row.phase == "prefill"):
+            yield f"{where} a {row.phase} pass beside a prompt of {prompt} tokens"
+        if row.phase == "verify":
+            fed.setdefault(row.step, []).append((row.position, row.token_id))
+    for step, (start, _, tokens) in history.verdicts.items():
+        wanted_rows = [(start - 1 + i, token) for i, token in enumerate(tokens)]
+        if fed.get(step, []) != wanted_rows:
+            yield f"step {step}: its verify rows are {fed.get(step, [])}, the verdict was on {wanted_rows}"
+    if not trace.tokens[request.request_id]:
+        return  # it ended before its prompt was read
+    held = table[table.status == "committed"].position.tolist()
+    first = min(held, default=0) if "cached" in trace.fingerprint else 0
+    if sorted(held) != list(range(first, len(text) - 1)):
+        missing = sorted(set(range(first, len(text) - 1)) - set(held))
+        yield f"has {len(held)} committed rows for positions {first} to {len(text) - 2}; missing {missing[:5]}"
+
+
+def _step_faults(trace: Trace) -> Iterator[str]:
+    """What all requests of a step must say alike, and the rows of its pass too."""
+    events = trace.event_table
+    alike = events.groupby("step")[["phase", "batch_rows", "batch_slots", "seconds"]].nunique()
+    for step in alike.index[(alike > 1).any(axis=1)]:
+        yield f"step {step}: its requests disagree about phase, shape or seconds"
+    phases = dict(zip(events.step, events.phase, strict=True))
+    rows = trace.row_table
+    for row in rows[rows.phase != rows.step.map(phases).fillna(rows.phase)].itertuples():
+        yield f"step {row.step}: a {phases[row.step]} pass, request {row.request_id} has a row of {row.phase} in it"
+
+
+def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> Iterator[str]:
+    tables = [("rows", trace.row_table, "token_id", "token")]
+    if trace.hypothesis_table is not None:
+        both = (("token_id", "token"), ("committed_token_id", "committed_token"))
+        tables += [("hypotheses", trace.hypothesis_table.dropna(subset=[a]), a, b) for a, b in both]
+    for name, table, ids, said in tables:
+        distinct = table[[ids, said]].drop_duplicates()
+        for number, text, want in zip(distinct[ids], distinct[said], texts(distinct[ids].tolist()), strict=True):
+            if text != visible(want):
+                yield f"{name}: {said} of token {number} is {text!r}, the model's tokenizer gives {visible(want)!r}"
+
+
+def _null_fault(event: Any, name: str) -> str | None:
+    value = getattr(event, name)
+    return None if pd.isna(value) else f"{name} is {value} where no draft was verified"
+
+
+def _ints(values: Any) -> list[int]:
+    return [int(x) for x in values]
+
+
+def _whole(value: Any) -> int | None:
+    return None if pd.isna(value) else int(value)

@@ -1,0 +1,65 @@
+"""Measures over the hypotheses table: pure functions from tidy table to tidy table."""
+
+import pandas as pd
+
+from cacheprobe.trace.tables.draft_verdicts import by_verdict, prediction_depths
+
+_ROW = ["request_id", "row", "step", "phase", "status", "position", "verdict"]
+
+
+def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
+    """How often each layer's first choice is the committed token, by layer (rows) and verdict (columns).
+
+    A column holds the readings of positions whose draft was accepted, rejected or never judged; not_drafted holds those
+    of positions for which the row's pass had no draft. `draft_verdicts.by_verdict` says which rows count.
+    Source: "accuracy of the hidden predictions" of the logit lens.
+    """
+    return by_verdict(hypotheses).groupby(["layer", "verdict"]).agrees.mean().unstack()
+
+
+def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
+    """When each row's prediction settles, and what it was on the way: one line for every row of the trace.
+
+    prediction_depth: first layer from which the first choice stays that of the last layer read (prediction depth).
+    num_flips: changes of first choice between adjacent layers.  path: the distinct first choices in order, as text.
+    final_token: the last layer's first choice.  agrees: whether that is the committed token; null where none was.
+    Source: as of `draft_verdicts.prediction_depths`, which finds the depth.
+    Twin: tests.measures_slowly.settling_slowly, ==.
+    """
+    if hypotheses.empty:
+        raise ValueError("there are no hypotheses; capture must include Z")
+    # what else is in _ROW follows from the row
+    table = hypotheses.sort_values(["request_id", "row", "layer"], ignore_index=True)
+    is_change = (table.row != table.row.shift()) | (table.token_id != table.token_id.shift())
+    changes = table[is_change].groupby("row", sort=False).token
+    ends = table[~table.row.duplicated(keep="last")].rename(columns={"token": "final_token"})
+    ends = ends.assign(
+        prediction_depth=prediction_depths(table).astype("int64"),
+        num_flips=changes.size().to_numpy() - 1,
+        path=changes.agg(" → ".join).to_numpy(),
+    )
+    columns = [
+        *_ROW,
+        "prediction_depth",
+        "num_flips",
+        "path",
+        "final_token",
+        "committed_token",
+        "drafted_token",
+        "agrees",
+    ]
+    return ends[columns].reset_index(drop=True)
+
+
+def settling_by_verdict(hypotheses: pd.DataFrame) -> pd.DataFrame:
+    """By verdict, as in `agreement_by_layer`: rows, prediction depth (median, mean), changes of first choice (mean)."""
+    return (
+        settling(by_verdict(hypotheses))
+        .groupby("verdict")
+        .agg(
+            rows=("row", "size"),
+            prediction_depth_median=("prediction_depth", "median"),
+            prediction_depth_mean=("prediction_depth", "mean"),
+            flips_mean=("num_flips", "mean"),
+        )
+    )

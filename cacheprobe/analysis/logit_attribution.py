@@ -1,0 +1,178 @@
+"""Direct logit attribution: one row's logit of a token, as a sum over what was written to the residual stream."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.analysis.reading import committed_after, require_model
+from cacheprobe.core.hook_names import HEADS
+from cacheprobe.core.token_text import visible
+from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.hf.frozen_norm import FrozenNorm
+from cacheprobe.models.output_parts import HeadWriter, OutputParts
+from cacheprobe.ops.sampling import lowest_argmax
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+_Part = tuple[str, int | None, int | None, Tensor]
+"""Site, layer, head, and what it wrote [m]."""
+
+
+@torch.inference_mode()
+def attribution(
+    trace: "Trace",
+    request_id: SupportsIndex,
+    position: SupportsIndex | None = None,
+    *,
+    row: SupportsIndex | None = None,
+    token: "SupportsIndex | Sequence[int] | None" = None,
+    heads: bool | None = None,
+    model: CachedLM | None = None,
+) -> pd.DataFrame:
+    """The logit of a token at one row, by layer, site and head: tidy, one line for each part, `logit` sums to it.
+
+    position: of the canonical row.  row: any row's number, such as a rolled-back one's; give one of the two.
+    token: its id, or several, one below the other. By default what was committed at the next position; of a rolled-back
+        row, of which nothing followed, its own first choice.
+    heads: T by head, from z; by default where z was kept.
+    Columns: request_id, row, position, status, token_id, token, layer, site, head, logit. Sites: embed; T and C by
+    layer; "T bias", where heads are told apart, the bias of their projection; "norm bias" and "unembed bias"; and
+    "rest", what is in the stream and came from none of these: the rounding of its sums in 16 bits, an intervention, a
+    state that a Thinking States model added. The final norm's scale is held at the row's own, its weight is folded in;
+    so with a norm behind attention. A soft cap or scale that the architecture puts on its logits comes after the sum.
+    Raises: ValueError where S of the last layer, T and C of all were not kept, ModelError for another output path.
+    Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; the logit lens (nostalgebraist
+    2020); by head, Wang et al. 2022 (arXiv 2211.00593), section 3.
+    Twin: tests.attribution_slowly.attribution_slowly, close(1e-4) in float32.
+    """
+    model = require_model(trace, model)
+    if not hasattr(model, "output_parts"):
+        raise ModelError(f"{model.name} has no `output_parts`, so its logits cannot be divided; see CachedLM")
+    about = _the_row(trace, request_id, position, row)
+    by_head = HEADS in trace.store.heads if heads is None else heads
+    parts, last = _parts(trace, model, about, by_head)
+    output = model.output_parts()
+    norm = FrozenNorm(output.norm, last)
+    logits = _logits(model, output, norm, last)
+    token_ids = _token_ids(trace, about, token, logits)
+    directions = output.weight[token_ids].double().cpu()
+    written = norm(torch.stack([vector for *_, vector in parts])) @ directions.T
+    lines = [(site, layer, head, written[i]) for i, (site, layer, head, _) in enumerate(parts)]
+    if bool(norm.bias.any()):
+        lines.append(("norm bias", None, None, directions @ norm.bias))
+    if output.bias is not None and bool(output.bias.any()):
+        lines.append(("unembed bias", None, None, output.bias[token_ids].double().cpu()))
+    names = ("request_id", "row", "position", "status")
+    texts = [visible(text) for text in model.token_texts(token_ids)]
+    table = pd.DataFrame(
+        [
+            {
+                **{name: about[name] for name in names},
+                "token_id": token_id,
+                "token": text,
+                "layer": layer,
+                "site": site,
+                "head": head,
+                "logit": float(values[i]),
+            }
+            for i, (token_id, text) in enumerate(zip(token_ids, texts, strict=True))
+            for site, layer, head, values in lines
+        ]
+    )
+    return table.astype({"layer": "Int64", "head": "Int64"})
+
+
+def _the_row(trace: "Trace", request_id: SupportsIndex, position: Any, row: Any) -> pd.Series:
+    if (position is None) == (row is None):
+        raise ValueError("say which row: position= for the canonical one, or row= for any, such as a rolled-back one's")
+    mine = trace.rows(request_id)
+    is_it = mine.row == row if row is not None else (mine.position == position) & (mine.status == "committed")
+    found = mine[is_it]
+    if found.empty:
+        what = f"row {row}" if row is not None else f"canonical row at position {position}"
+        raise ValueError(f"request {request_id} has no {what}; see trace.rows({request_id})")
+    return found.iloc[0]
+
+
+def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
+    """What was written to the stream at this row, and the stream at the end."""
+    if lacking := sorted(set(range(model.n_layers)) - set(trace.store.layers)) or set("STC") - set(trace.store.sites):
+        raise ValueError(
+            f"a logit falls into S, T and C of all layers; this run kept {', '.join(trace.store.sites) or 'no states'} "
+            f"of layers {list(trace.store.layers)}, and not {min(lacking)}; run it with capture='STC' and all layers"
+        )
+
+    def state(site: str, layer: int) -> Tensor:
+        return trace.vectors(site, layer, [int(about.row)])[0].double()
+
+    last = state("S", model.n_layers - 1)
+    parts: list[_Part] = [("embed", None, None, _embedding(model, about))]
+    for layer in range(model.n_layers):
+        attention = state("T", layer)
+        if by_head:
+            parts += _by_head(trace, model.head_writer(layer), layer, state(HEADS, layer), attention)
+        else:
+            parts.append(("T", layer, None, attention))
+        parts.append(("C", layer, None, state("C", layer)))
+    rest = last - torch.stack([vector for *_, vector in parts]).sum(0)
+    return [*parts, ("rest", None, None, rest)], last
+
+
+def _embedding(model: CachedLM, about: pd.Series) -> Tensor:
+    """[m] the stream that enters the first block: a function of the token and where it stands."""
+    position = int(about.position)
+    token = torch.tensor([[int(about.token_id)]])
+    return model.forward(token, model.new_cache(1, position + 1), [0], [position], num_layers=0)[0, 0].double().cpu()
+
+
+def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attention: Tensor) -> list[_Part]:
+    """Raises: ModelError where the heads do not make T: something else stands between them and the stream."""
+    written = torch.einsum("hd,hdm->hm", z, writer.weight.double().cpu())
+    bias = torch.zeros_like(attention) if writer.bias is None else writer.bias.double().cpu()
+    through_norm = 0 * bias
+    if writer.norm is not None:
+        norm = FrozenNorm(writer.norm, written.sum(0) + bias)
+        written, bias, through_norm = norm(written), norm(bias[None])[0], norm.bias
+    bias = bias + through_norm
+    kept = getattr(torch, trace.meta["capture"]["dtype"] or trace.fingerprint["dtype"])
+    allowed = max(1e-4, 16 * torch.finfo(kept).eps) * float(attention.abs().max())
+    off = float((written.sum(0) + bias - attention).abs().max())
+    if not off <= allowed and not trace.meta.get("interventions"):
+        raise ModelError(
+            f"layer {layer}: the heads' z through the output projection is not T (off by {off:.2g}); this architecture "
+            "does more between them, so pass heads=False"
+        )
+    parts: list[_Part] = [("T", layer, head, vector) for head, vector in enumerate(written)]
+    return [*parts, ("T bias", layer, None, bias)] if bool(bias.any()) else parts
+
+
+def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor) -> Tensor:
+    """[v] the row's logits, before a soft cap or a scale.
+
+    Raises: ModelError where they are not the model's own: weights that a library has processed, for one.
+    """
+    logits = (norm(last[None])[0] + norm.bias) @ output.weight.double().cpu().T
+    logits = logits if output.bias is None else logits + output.bias.double().cpu()
+    own = model.read_out(last.to(model.device, model.dtype)[None])[0].double().cpu()
+    off = float((output.finish(logits[None])[0] - own).abs().max() / own.abs().max().clamp(min=1e-30))
+    if not off <= max(1e-4, 16 * torch.finfo(model.dtype).eps):
+        raise ModelError(
+            f"{model.name}: its logits are not its final norm and unembedding (off by {off:.2g} of the largest), so "
+            "they do not fall into parts here"
+        )
+    return logits
+
+
+def _token_ids(trace: "Trace", about: pd.Series, token: Any, logits: Tensor) -> list[int]:
+    if token is None:
+        following = committed_after(trace, trace.row_table[trace.row_table.row == about.row])[about.row]
+        is_followed = about.status != "rolled_back" and following >= 0
+        return [following if is_followed else lowest_argmax(logits.float())]
+    token_ids = [int(t) for t in token] if isinstance(token, Sequence) else [int(token)]
+    if bad := [t for t in token_ids if not 0 <= t < len(logits)]:
+        raise ValueError(f"token id {bad[0]} is outside the vocabulary of {len(logits)}")
+    return token_ids

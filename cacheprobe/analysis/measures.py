@@ -1,0 +1,141 @@
+"""Measures of a row's reading from layer to layer: one line a row, whatever its status. Tables in, tables out.
+
+All are taken over a hypotheses table (`trace.hypotheses()` or `trace.read(lens)`), whose columns `rank` and
+`committed_logprob_nats` follow the committed token by layer, and `entropy_nats` the reading itself. A row that was
+rolled back has the same measures; what it had drafted is followed by `analysis.distributions.rejected_tokens`.
+"""
+
+import numpy as np
+import pandas as pd
+
+ROW = ["request_id", "row", "step", "phase", "status", "position"]
+
+
+def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
+    """By layer and status: rows, and over those with a committed token its median rank, mean log-probability and
+    share of first choices; and the mean entropy over all rows.
+
+    Columns: layer, status, rows, rank_median, logprob_nats_mean, agrees_mean, entropy_nats_mean.
+    Source: the statistics of a prediction trajectory in Belrose et al. 2023 (arXiv 2303.08112), section 4.
+    Twin: tests.measures_slowly.by_layer_slowly, close(1e-9).
+    """
+    _require(hypotheses)
+    numbers = hypotheses.assign(
+        rank=hypotheses["rank"].astype(float).where(hypotheses["rank"].notna()),
+        agrees=hypotheses.agrees.astype("Float64").astype(float),
+    )
+    grouped = numbers.groupby(["layer", "status"], as_index=False, observed=True)
+    return grouped.agg(
+        rows=("row", "size"),
+        rank_median=("rank", "median"),
+        logprob_nats_mean=("committed_logprob_nats", "mean"),
+        agrees_mean=("agrees", "mean"),
+        entropy_nats_mean=("entropy_nats", "mean"),
+    )
+
+
+def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
+    """By row: the first layer that is sure of something, and whether that was what the last layer said.
+
+    commitment_layer: first layer read at which the probability of the first choice exceeds that of the second by
+    `margin`; null where none does.  commitment_token: its first choice.  stays: whether that is the last layer's
+    first choice.  agrees: whether it is the committed token, null where nothing was committed.
+    Source: the softmax response of confident early exit, Schuster et al. 2022 (CALM, arXiv 2207.07061), section 3.5.
+    Twin: tests.measures_slowly.commitment_slowly, ==.
+    """
+    if not 0 <= margin <= 1:
+        raise ValueError(f"margin is a difference of probabilities, from 0 to 1, got {margin}")
+    table = _require(hypotheses, choices=2).sort_values(["row", "layer"])
+    best = np.exp(np.stack(table.top_logprob_nats.to_numpy())[:, :2].astype(np.float64))
+    sure = table[best[:, 0] - best[:, 1] >= margin].groupby("row").head(1).set_index("row")
+    ends = table.groupby("row").tail(1)
+    layer = ends.row.map(sure.layer).astype("Int64")
+    token = ends.row.map(sure.token_id).astype("Int64")
+    agrees = (token == ends.committed_token_id).astype("boolean")
+    return ends[ROW].assign(
+        commitment_layer=layer,
+        commitment_token_id=token,
+        commitment_token=ends.row.map(sure.token),
+        stays=(token == ends.token_id).astype("boolean"),
+        agrees=agrees.where((token.notna() & ends.committed_token_id.notna()).to_numpy(dtype=bool)),
+    ).reset_index(drop=True)  # fmt: skip
+
+
+def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
+    """By row: from which layer on each of the last layer's `top` choices holds its place.
+
+    saturation_layer_1..top: first layer from which the k-th choice stays the last layer's k-th; the first is the
+    prediction depth of `settling`.  is_in_order: whether they saturate in the order of their places, ties allowed.
+    Source: top-1 saturation of Geva et al. 2022 (arXiv 2203.14680), for further places as in Lioubashevski et al. 2024
+    (arXiv 2410.20210), section 3.
+    Twin: tests.measures_slowly.saturation_slowly, ==.
+    """
+    table = _require(hypotheses, choices=top).sort_values(["row", "layer"])
+    choices = np.stack(table.top_token_ids.to_numpy())[:, :top]
+    row, layer = table.row.to_numpy(), table.layer.to_numpy()
+    is_last = np.append(row[1:] != row[:-1], True)
+    run = np.cumsum(np.append(0, is_last[:-1]))  # number of the row's group
+    differs = choices != choices[is_last][run]
+    is_first = np.append(True, is_last[:-1])
+    start = np.flatnonzero(is_first)
+    place = np.arange(len(row))[:, None]
+    latest = np.maximum.reduceat(np.where(differs, place, -1), start, axis=0)
+    settled = layer[np.where(latest < 0, start[:, None], latest + 1)]
+    columns = {f"saturation_layer_{k + 1}": settled[:, k] for k in range(top)}
+    in_order = (np.diff(settled, axis=1) >= 0).all(axis=1)
+    return table.loc[is_last, ROW].assign(**columns, is_in_order=in_order).reset_index(drop=True)
+
+
+def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
+    """By layer: what the verifier would have accepted of it, had it drafted every greedy request alone.
+
+    Verify passes of `window` rows are played over the committed text: the newest token, and window - 1 candidates that
+    are the layer's first choices; the first generated token comes from the prefill. While they agree with the text the
+    layer has read nothing else than in the table, so the count is that of `EarlyExit(layer)`, up to rounding.
+    Every pass ends with a token of the verifier's own, so the text's last one is never drafted.
+    Columns: layer, passes, drafted, accepted, acceptance (accepted / drafted), tokens_per_pass (committed in them).
+    Source: number of accepted tokens, Leviathan et al. 2023 (arXiv 2211.17192), section 3.1, counted and not expected.
+    Twin: tests.measures_slowly.draft_agreement_slowly, ==; and the verdicts of a run with that drafter.
+    """
+    if window < 2:
+        raise ValueError(f"a window of {window} rows verifies no draft; give at least 2")
+    known = _require(hypotheses)[lambda t: (t.status == "committed") & (t.role != "prompt") & t.agrees.notna()]
+    if known.empty:
+        raise ValueError("no canonical reading has a committed token to agree with")
+    totals: dict[int, list[int]] = {}
+    for (layer, _), table in known.sort_values("position").groupby(["layer", "request_id"]):
+        agrees = table.agrees.to_numpy(dtype=bool)
+        passes, drafted, accepted, at = 0, 0, 0, 0
+        while at < len(agrees):
+            candidates = agrees[at : min(at + window, len(agrees)) - 1]
+            count = len(candidates) if candidates.all() else int(np.argmin(candidates))
+            passes, drafted, accepted = passes + 1, drafted + len(candidates), accepted + count
+            at += count + 1
+        sums = totals.setdefault(int(layer), [0, 0, 0, 0])
+        for i, value in enumerate((passes, drafted, accepted, len(agrees))):
+            sums[i] += value
+    records = [
+        {
+            "layer": layer,
+            "passes": passes,
+            "drafted": drafted,
+            "accepted": accepted,
+            "acceptance": accepted / drafted if drafted else np.nan,
+            "tokens_per_pass": tokens / passes if passes else np.nan,
+        }
+        for layer, (passes, drafted, accepted, tokens) in sorted(totals.items())
+    ]
+    return pd.DataFrame(records)
+
+
+def _require(hypotheses: pd.DataFrame, choices: int = 1) -> pd.DataFrame:
+    if hypotheses.empty:
+        raise ValueError("there are no hypotheses; capture must include Z")
+    if hypotheses.duplicated(["row", "layer"]).any():
+        raise ValueError("a layer of a row has more than one reading; measure one lens and one site at a time")
+    held = hypotheses.top_token_ids.map(len).min()
+    if held < choices:
+        raise ValueError(
+            f"the readings hold {held} choices, {choices} are needed; run with CaptureConfig(top_k={choices})"
+        )
+    return hypotheses

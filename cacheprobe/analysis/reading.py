@@ -1,0 +1,114 @@
+"""Any lens over the states that a trace keeps: at S, T or C, of whichever rows, the rolled-back ones included."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+
+from cacheprobe.capture.lens_reader import LensReader, Queued
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.token_text import visible
+from cacheprobe.lenses.base import Lens, LensError, require_readable
+from cacheprobe.lenses.logit import LogitLens
+from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.tables.build import hypotheses_table
+from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+
+def readable(trace: "Trace") -> "Trace":
+    """Lets `trace.hypotheses()` read the kept states by the logit lens, if the trace is an import and has its model."""
+    if trace.meta["kind"] == "import" and trace.model is not None:
+        trace.read_states = lambda held: read_states(trace, LogitLens())
+    return trace
+
+
+def read_states(
+    trace: "Trace",
+    lens: Lens,
+    site: str = "S",
+    layers: Iterable[int] | None = None,
+    rows: pd.DataFrame | None = None,
+    model: CachedLM | None = None,
+    targets: Mapping[int, int] | None = None,
+) -> pd.DataFrame:
+    """Reads the kept states by this lens at this site; returns a table as of `trace.tables.build.hypotheses_table`.
+
+    layers: those kept, by default.  rows: from `trace.rows(...)`; by default every row that predicts a generated token
+        and was not fed a draft token that was never committed.
+    targets: by row, the token to rank instead of the committed one.
+    Layers that did not run for a row (an early exit) have no line. All layers of a row stand in one product.
+    Raises: LensError for a lens that cannot read it, ValueError where the states or the model are missing.
+    Twin: `trace.hypotheses()` of the same run for the same lens at S, bitwise, where states were kept unrounded.
+    """
+    model = require_model(trace, model)
+    chosen = tuple(trace.store.layers if layers is None else layers)
+    require_readable(lens, model, site, chosen)
+    table = predicting_rows(trace) if rows is None else rows
+    for layer in chosen or (0,):
+        trace.vectors(site, layer, table[table.num_layers > layer])  # says what was not kept
+    if not chosen or table.empty:
+        raise ValueError("there is nothing to read: no layer, or no row, was asked for")
+    reader = LensReader(model, lens, trace.meta["capture"]["top_k"])
+    kept = {layer: trace.store.all_of(site, layer) for layer in chosen}
+    following = committed_after(trace, table)
+    for row in table.itertuples():
+        ran = [layer for layer in chosen if layer < row.num_layers]
+        if ran:
+            states = torch.stack([kept[layer][row.state_index] for layer in ran])
+            target = following[row.row] if targets is None else targets[row.row]
+            own = (row.request_id, row.step)
+            reader.queue_resolved(Queued(row.row, row.position, states, torch.tensor(ran), target, *own))
+    columns = reader.finish()
+    for why in reader.errors.values():
+        raise LensError(why)
+    table = hypotheses_table(columns, trace.row_table, lens.name, model.token_texts, site)
+    lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
+    table = with_verdicts(table, trace.event_table, lengths, _Texts(model))
+    return with_read_tokens(table, trace.row_table)
+
+
+class _Texts(dict[int, str]):
+    """Token id -> visible form, asked of the model's tokenizer once for each."""
+
+    def __init__(self, model: CachedLM) -> None:
+        self._model = model
+
+    def __missing__(self, token_id: int) -> str:
+        self[token_id] = visible(self._model.token_texts([token_id])[0])
+        return self[token_id]
+
+
+def predicting_rows(trace: "Trace") -> pd.DataFrame:
+    """Rows that predict a generated token and were kept, without those fed a draft token that was not committed."""
+    first = {request.request_id: request.num_prompt_tokens - 1 for request in trace.requests}
+    table = trace.row_table[~trace.row_table.status.isin(FED_A_DRAFT_IN_VAIN)]
+    return table[(table.position >= table.request_id.map(first)) & (table.state_index >= 0)]
+
+
+def committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
+    """By row: the token that its position + 1 holds in the end, -1 where the text ends before."""
+    texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
+    places = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
+    return {row: texts[request][min(place, len(texts[request]) - 1)] for row, request, place in places}
+
+
+def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:
+    """The trace's model, or the one given if its weights are those of the run. Raises: ValueError."""
+    model = model or trace.model
+    if model is None:
+        raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
+    here, then = model.fingerprint()["weights_sha256"], trace.fingerprint["weights_sha256"]
+    if not then:
+        raise ValueError(
+            "this trace was imported without a model, so nothing says whose states it holds; import it again with "
+            "model=, which compares them"
+        )
+    if here != then:
+        raise ValueError(
+            f"the trace is of weights {then}, {model.name} has {here}; load {trace.fingerprint['model']} as it was run"
+        )
+    return model

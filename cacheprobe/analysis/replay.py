@@ -1,0 +1,289 @@
+"""Comparing a run with the oracle, bit for bit."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pandas as pd
+
+from cacheprobe.analysis.audit import audit
+from cacheprobe.analysis.comparison import first_reading_difference
+from cacheprobe.capture.lens_reader import LENS_TILE
+from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.records import Request
+from cacheprobe.engine.fingerprint import require_same, schedule_fingerprint
+from cacheprobe.interventions.base import Intervention
+from cacheprobe.lenses.logit import LogitLens
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import PATHS, choose_path
+from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.manifest import damaged_files
+from cacheprobe.trace.state_store import ShardStore
+from cacheprobe.trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay compared, what it did not, and the first difference it met, if any."""
+
+    num_requests: int
+    num_tokens: int
+    num_states: int
+    """Vectors of states and heads compared bit for bit."""
+    num_readings: int
+    """Lens readings (Z) compared bit for bit."""
+    num_skipped: int
+    """Requests that were never verified: nothing is promised about them."""
+    first_difference: str | None
+    num_logprobs: int = 0
+    """Log-probabilities compared bit for bit."""
+    num_files: int = 0
+    """Files compared with the checksums in the run's manifest."""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """Lines of each table checked against the other tables and the committed tokens."""
+    not_compared: tuple[str, ...] = ()
+    """What was not compared, and why, a sentence each."""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.first_difference is None
+
+    def __repr__(self) -> str:
+        return f"Replay({self})"
+
+    def __str__(self) -> str:
+        """All of it in plain words, a line each."""
+        said = (
+            f"equal to the oracle: {self.num_tokens} tokens of {self.num_requests} requests, and {self.num_logprobs} "
+            f"log-probabilities, {self.num_states} states and {self.num_readings} readings of the deterministic ones "
+            "bit for bit"
+        )
+        if self.first_difference is not None:
+            said = f"differs from the oracle or from itself: {self.first_difference}"
+        lines = [said]
+        if self.lines:
+            tables = ", ".join(f"{count} of {name}" for name, count in self.lines.items())
+            lines.append(f"checked against each other and the tokens: the tables' lines ({tables})")
+        if self.num_files:
+            lines.append(f"compared with their checksums: {self.num_files} files")
+        return "\n".join([*lines, *(f"not compared: {what}" for what in self.not_compared)])
+
+
+def replay(
+    trace: Trace,
+    model: CachedLM,
+    oracle: Callable[..., Trace],
+    progress: bool,
+    interventions: Sequence[Intervention] = (),
+) -> Replay:
+    """Compare a run with the oracle, its tables with each other, and a stored run's files with their checksums.
+
+    Of every verified request the tokens and the end are compared; of deterministic ones log-probabilities, states,
+    heads, thoughts and readings too. What was not compared is in `Replay.not_compared`.
+
+    Raises: FingerprintMismatch, ValueError where no request was verified.
+    """
+    require_run(trace)
+    config = EngineConfig(**trace.meta["config"])
+    path = str(trace.fingerprint["path"])
+    path = path if path in PATHS else "auto"
+    here, _ = choose_path(model, path)
+    if trace.meta.get("interventions") and not interventions:
+        raise ValueError(
+            "this run was changed by interventions, which are not saved with it; make them again and pass them, "
+            "cp.verify(trace, model, interventions=[...])"
+        )
+    if "cached" in trace.fingerprint and all(request.cached is None for request in trace.requests):
+        raise ValueError("this run went on from cache rows, which are not saved with it; replay it before it is saved")
+    schedule = schedule_fingerprint(here, config, LENS_TILE, interventions, trace.requests)
+    require_same(trace.fingerprint, schedule, "the run and this machine")
+    is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
+    is_by_equality = is_all_verified and config.acceptance == "equality"
+    asked = [r for r in trace.requests if is_by_equality or r.is_deterministic]
+    asked = [r for r in asked if str(r.request_id) not in trace.meta["errors"] and trace.tokens[r.request_id]]
+    by_step = {one.request_id for one in interventions if one.steps is not None}  # the oracle's steps are others
+    asked = [r for r in asked if r.request_id not in by_step]
+    if not asked:
+        raise ValueError("no request of this run was verified: it had no drafter and none was deterministic")
+    has_readings = trace.hypothesis_table is not None and trace.meta["lens"] == LogitLens.name
+    sites = "".join(trace.store.sites) + ("Z" if has_readings else "")
+    capture = trace.meta["capture"]
+    again = oracle(
+        model,
+        [_as_asked(trace, request) for request in asked],
+        window=config.window,
+        group=config.group,
+        capacity=config.capacity,
+        prefill_chunk=config.prefill_chunk,
+        prefill_group=config.prefill_group,
+        pad_prefill=config.pad_prefill,
+        # states are kept by layer; readings of a tile depend on no other layer
+        capture=CaptureConfig(
+            sites=sites or None,
+            heads=trace.store.heads,
+            layers=tuple(capture["layers"]) if sites or trace.store.heads else None,
+            dtype=capture["dtype"],
+            top_k=capture["top_k"],
+            prompt_hypotheses=capture["prompt_hypotheses"],
+        ),
+        path=path,
+        interventions=[
+            replace(one, request_id=number)
+            for number, request in enumerate(asked)
+            for one in interventions
+            if one.request_id == request.request_id
+        ],
+        progress=progress,
+    )
+    num_files, faults = _files(trace)
+    checked = audit(trace, model.token_texts)
+    num_tokens = num_states = num_readings = num_logprobs = 0
+    difference = next(iter((*faults, *checked.faults)), None)
+    for number, request in enumerate(asked):
+        difference = difference or _first_token_difference(trace, again, request, number)
+        num_tokens += len(trace.tokens[request.request_id])
+        difference = difference or _end_difference(trace, again, model, request, number)
+        if request.is_deterministic and difference is None and "log-probabilities" not in trace.missing:
+            num_logprobs += len(trace.tokens[request.request_id])
+        if request.is_deterministic and difference is None:
+            difference, compared = _first_state_difference(trace, again, request, number)
+            num_states += compared
+            difference = difference or _first_thought_difference(trace, again, request, number)
+        if request.is_deterministic and difference is None and has_readings:
+            difference, compared = _first_reading_difference(trace, again, request, number)
+            num_readings += compared
+    return Replay(
+        len(asked),
+        num_tokens,
+        num_states,
+        num_readings,
+        len(trace.requests) - len(asked),
+        difference,
+        num_logprobs,
+        num_files,
+        checked.lines,
+        tuple(_not_compared(trace, asked, has_readings, num_files)),
+    )
+
+
+def _files(trace: Trace) -> tuple[int, list[str]]:
+    return damaged_files(trace.store.directory) if isinstance(trace.store, ShardStore) else (0, [])
+
+
+def _not_compared(trace: Trace, asked: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
+    """A sentence for each part of the run that was not derived a second time."""
+    held = {request.request_id for request in asked}
+    if left := [r.request_id for r in trace.requests if r.request_id not in held]:
+        yield (
+            f"tokens of {len(left)} requests ({', '.join(map(str, left[:8]))}{', ...' if len(left) > 8 else ''}): they "
+            "were never verified, ended without a token or with an error, or interventions changed them by step"
+        )
+    if loose := [r.request_id for r in asked if not r.is_deterministic]:
+        yield f"log-probabilities, states and readings of {len(loose)} requests that are not deterministic"
+    rows = trace.row_table
+    deterministic = [r.request_id for r in asked if r.is_deterministic]
+    others = int(((rows.status != "committed") & rows.request_id.isin(deterministic)).sum())
+    if others:
+        yield f"states and readings of {others} rows that are not committed: the fast path or a drafter computed them"
+    if trace.hypothesis_table is not None and not has_readings:
+        yield f"readings of the lens {trace.meta['lens']}: the oracle reads with the logit lens alone"
+    if not trace.store.sites and not trace.store.heads:
+        yield "states: the run kept none"
+    if trace.hypothesis_table is None:
+        yield "readings: the run kept none"
+    yield "seconds and margins of the events: nothing determines them"
+    if isinstance(trace.store, ShardStore) and not num_files:
+        yield "files: the run was stored before checksums were (trace format 3 or older)"
+
+
+def _end_difference(trace: Trace, again: Trace, model: CachedLM, request: Request, number: int) -> str | None:
+    """How the request ended, and its text."""
+    ours, theirs = trace.meta["finish"][str(request.request_id)], again.meta["finish"][str(number)]
+    if ours != theirs and ours != "cancelled":
+        return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"
+    if trace.texts[request.request_id] != model.decode(trace.committed(request.request_id)):
+        return f"request {request.request_id}: its stored text is not that of its tokens"
+    return None
+
+
+def require_run(trace: Trace) -> None:
+    """Raises: ValueError for an import, which followed no schedule of ours."""
+    if trace.meta["kind"] == "import":
+        raise ValueError(f"this trace was {trace.meta['path_reason']}: it followed no schedule that could be replayed")
+
+
+def _as_asked(trace: Trace, request: Request) -> Request:
+    """The request again; one that was cancelled is asked for the tokens that it had committed."""
+    sampling = request.sampling
+    if trace.meta["finish"][str(request.request_id)] == "cancelled" and sampling is not None:
+        sampling = replace(sampling, max_new_tokens=len(trace.tokens[request.request_id]))
+    return replace(request, prompt=request.prompt_token_ids, example=None, sampling=sampling, sample_of=None)
+
+
+def _first_token_difference(trace: Trace, again: Trace, request: Request, number: int) -> str | None:
+    ours, theirs = trace.committed(request.request_id), again.committed(number)
+    if ours == theirs:
+        has_logprobs = request.is_deterministic and "log-probabilities" not in trace.missing
+        if not has_logprobs or trace.logprobs(request.request_id) == again.logprobs(number):
+            return None
+        return f"request {request.request_id}: the log-probabilities of its committed tokens differ"
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    position = request.num_prompt_tokens + at
+    said = f"the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
+    return f"request {request.request_id} position {position}: {said}"
+
+
+def _first_state_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
+    compared = 0
+    rows = trace.rows(request.request_id, "committed").sort_values("position")
+    rows = rows[rows.state_index >= 0]
+    theirs = again.rows(number, "committed").set_index("position").loc[rows.position.to_numpy()].reset_index()
+    for layer in trace.store.layers:
+        for site in (*trace.store.sites, *trace.store.heads):
+            a, b = (run.kept(site, layer, which) for run, which in ((trace, rows), (again, theirs)))
+            for i, position in enumerate(rows.position):
+                if not bitwise(a[i], b[i]):
+                    return (
+                        f"request {request.request_id} position {position}: site {site} of layer {layer} differs",
+                        compared,
+                    )
+                compared += 1
+    return None, compared
+
+
+def _first_thought_difference(trace: Trace, again: Trace, request: Request, number: int) -> str | None:
+    if trace.thought_table is None:
+        return None
+    ours, theirs = trace.thoughts_said(request.request_id), again.thoughts_said(number)
+    if ours == theirs:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return (
+        f"request {request.request_id}: thought {at} is {ours[at : at + 1]} here, {theirs[at : at + 1]} by the oracle"
+    )
+
+
+def _first_reading_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
+    """Z by position and layer: first choices, log-probabilities, entropies, ranks."""
+    assert trace.hypothesis_table is not None and again.hypothesis_table is not None
+    ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
+    theirs = again.hypothesis_table[again.hypothesis_table.request_id == number]
+    where = first_reading_difference(ours, theirs) or _first_choice_difference(ours, theirs)
+    if where is None:
+        return None, int((ours.status == "committed").sum())
+    position, layer = where
+    return f"request {request.request_id} position {position}: the reading of layer {layer} differs", 0
+
+
+def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
+    """(position, layer) of the first canonical reading of ours whose list of choices differs; the oracle has more."""
+    a, b = (
+        table[table.status == "committed"].set_index(["position", "layer"])[["top_token_ids", "top_logprob_nats"]]
+        for table in (ours, theirs)
+    )
+    for position, layer in a.index:
+        if (position, layer) not in b.index:
+            return int(position), int(layer)
+        pairs = zip(a.loc[(position, layer)], b.loc[(position, layer)], strict=True)
+        if any(list(x) != list(y) for x, y in pairs):
+            return int(position), int(layer)
+    return None

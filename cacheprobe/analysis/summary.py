@@ -1,0 +1,77 @@
+"""A run in a few lines of text, for terminals."""
+
+from typing import Any
+
+import pandas as pd
+
+from cacheprobe.analysis.layer_choices import agreement_by_layer, settling_by_verdict
+from cacheprobe.trace.tables.draft_verdicts import parting, shares_by_verdict
+from cacheprobe.trace.trace import Trace
+
+
+def behaviour_line(behaviour: dict[str, Any]) -> str:
+    """Accuracy, mass on the answers and chance of a task's run, with what may be said from it."""
+    b = behaviour
+    line = (
+        f"behaviour: {b['accuracy']:.0%} of {b['num_examples']} answers right "
+        f"(95 % interval {b['accuracy_low']:.0%} to {b['accuracy_high']:.0%}, {b['num_unparsed']} without an answer), "
+        f"chance {b['chance']:.0%}; "
+    )
+    mass = b["answer_mass"]
+    line += (
+        "the answer words have no first token of their own with this tokenizer"
+        if mass is None
+        else f"the answer words get {mass:.2%} of the first token's mass"
+    )
+    if b["accuracy_low"] <= b["chance"]:
+        line += "; not above chance, so nothing here speaks of the model's state of the task"
+    return line
+
+
+def summary(trace: Trace) -> str:
+    """The run's shape and controls, and when its layers agreed with what was committed."""
+    finger, note = trace.fingerprint, trace.meta["weights_note"]
+    platform = f"{finger['dtype']}, {finger['path']} on {finger['device']}, {finger['threads']} threads"
+    lines = [repr(trace), f"model {finger['model']}, {platform}" + (f" ({note})" if note else "")]
+    for check in trace.meta["checks"]:
+        lines.append(
+            f"check: {check['name']} in {check['dtype']} on {check['num_rows']} rows, "
+            f"worst error {check['worst']:.2f} of the tolerance, {check['tolerance']}"
+        )
+    if trace.hypothesis_table is not None:
+        hypotheses = trace.readings()
+        table = agreement_by_layer(hypotheses)
+        shown = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
+        lines += [f"{parting(shares_by_verdict(hypotheses))}."]
+        lines += [
+            "share of readings with the committed token first, by layer and verdict of the draft:",
+            table.loc[shown].round(2).to_string(na_rep="-"),
+        ]
+        lines += ["prediction depth, by verdict of the draft:", settling_by_verdict(hypotheses).round(1).to_string()]
+    return "\n".join(lines)
+
+
+def thoughts_text(trace: Trace, request_id: int) -> str:
+    """One request's committed thoughts as lines: what was read, what was thought of it, whether that is true, and
+    whether it was cut."""
+    table = trace.thoughts()
+    mine = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
+    rows = trace.rows(request_id, "committed").set_index("position").token
+    lines = []
+    for thought in mine.itertuples():
+        read = " ".join(str(rows[at]) for at in range(thought.start, thought.end + 1))
+        marks = []
+        if not pd.isna(thought.true_state):  # of an empty thought, which says nothing, `agrees` is null
+            is_true = not pd.isna(thought.agrees) and bool(thought.agrees)
+            marks.append("true" if is_true else f"it is {thought.true_state}")
+        if not thought.has_ended:
+            marks.append("cut at the limit")
+        lines.append(f"  {read:<36} -> {thought.text}" + (f"  ({'; '.join(marks)})" if marks else ""))
+    return "\n".join([*lines, f"  answer: {trace.text(request_id)}"])
+
+
+def closing(trace: Trace, is_behaviour_printed: bool) -> str:
+    """What is said at the end of a run; how the model did on its task, where a bar has not said so already."""
+    behaviour = trace.meta["behaviour"]
+    lines = [behaviour_line(behaviour)] if behaviour and not is_behaviour_printed else []
+    return "\n".join([*lines, summary(trace)])

@@ -1,0 +1,1 @@
+"""Captures states, lens readings and events while a run goes on."""

@@ -1,0 +1,61 @@
+"""Ctrl-C during a run: its requests end where they stand, and the trace of what was computed is handed over."""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.trace.trace import Trace
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C stopped a run. `trace` holds it so far: finished requests complete, the others ended as "cancelled"."""
+
+    def __init__(self, trace: Trace) -> None:
+        ends = list(trace.meta["finish"].values())
+        self.trace = trace
+        self.num_cancelled = ends.count("cancelled")
+        super().__init__(
+            f"stopped by Ctrl-C: {len(ends) - self.num_cancelled} of {len(ends)} requests finished, "
+            f"{self.num_cancelled} cancelled; this exception's .trace holds them"
+        )
+
+
+@dataclass
+class Stop:
+    """Whether Ctrl-C was pressed."""
+
+    is_asked: bool = False
+
+
+@contextmanager
+def cancelling(states: Sequence[SequenceState], says_so: bool) -> Iterator[Stop]:
+    """Let the first Ctrl-C cancel these requests, which end at the loop's next round; the second one ends at once.
+
+    says_so: tell the user on stderr.  Does nothing outside the main thread, where Python receives no signals, and
+    nothing if the program has a handler of its own for Ctrl-C.
+    """
+    stop = Stop()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield stop
+        return
+
+    def cancel(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop.is_asked = True
+        for state in states:
+            state.is_cancelled = True
+        if says_so:
+            with suppress(RuntimeError):  # the signal came while stderr was being written
+                print("\nstopping after this pass; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGINT, cancel)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,302 @@
+"""Keeps what the engine computes: every row's states, its role and status, and the queue of lens readings.
+
+A row whose input is a draft token has no role until the verdict; all others are labelled as they come.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from cacheprobe.capture.lens_reader import LensReader, Queued
+from cacheprobe.capture.open_pass import OpenPass
+from cacheprobe.core.config import CaptureConfig
+from cacheprobe.core.records import Finished, ForwardRecord, RowSlot, StepRecord, Thought
+from cacheprobe.lenses.base import Lens
+from cacheprobe.models.base import CachedLM
+from cacheprobe.trace import self_checks as checks
+from cacheprobe.trace.head_blocks import HeadBlocks
+from cacheprobe.trace.rows import LedgerChange, RowRecord
+from cacheprobe.trace.state_store import Blocks, MemoryStore
+
+CHECK_EVERY = 16
+"""Passes between self-checks, beside the first of each phase."""
+_LENS_CHECK_ROWS = 16
+"""Rows of a pass whose logits are compared with the lens, at most."""
+
+
+@dataclass
+class Recorder:
+    """The Observer that becomes a Trace."""
+
+    model: CachedLM
+    config: CaptureConfig
+    layers: tuple[int, ...]
+    lens: Lens
+    prompts: Mapping[int, Sequence[int]]
+    """Prompt token ids by request."""
+    answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """First token ids of the answers that a request's task allows."""
+    answer_mass: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Probability of each answer as the first generated token."""
+    rows: list[RowRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    ledger: list[LedgerChange] = field(default_factory=list)
+    finished: dict[int, Finished] = field(default_factory=dict)
+    thoughts: list[Thought] = field(default_factory=list)
+    preemptions: list[tuple[int, int]] = field(default_factory=list)
+    """(request_id, step) of every eviction."""
+    num_compared: int = 0
+    """Verify passes that were compared with themselves while they ran."""
+    differences: list[str] = field(default_factory=list)
+    """Where such a pass differed from itself."""
+
+    def __post_init__(self) -> None:
+        dtype = getattr(torch, self.config.dtype) if self.config.dtype else self.model.dtype
+        self.blocks = Blocks(self.config.state_sites, self.layers, dtype)
+        self.head_blocks = HeadBlocks(self.config.heads, self.layers, dtype) if self.config.heads else None
+        self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
+        self.residual_check = checks.residual_check(self.model.dtype)
+        self.lens_check = checks.lens_check(self.model.dtype)
+        self._roles: dict[int, dict[int, str]] = {
+            r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()
+        }
+        self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
+        # of passes whose step is not reported yet, and may still fail
+        self._num_settled = self._num_settled_thoughts = self._num_open_blocks = 0
+        self._pending_reads: list[tuple[RowRecord, Queued]] = []
+        self._pending_masses: dict[int, tuple[float, ...]] = {}
+        self._prompt_rows: dict[int, list[RowRecord]] = {}
+        self._prompt_reads: dict[int, list[Queued]] = {}
+        self._seen_phases: set[str] = set()
+        self._now: OpenPass | None = None
+        self._layers_below = _LayersBelow(self.layers)
+
+    def wanted(self) -> list[tuple[str, int]]:
+        """(site, layer) pairs to listen to: the self-check needs all of them, whatever is kept."""
+        if not self.config.keeps_rows:
+            return []
+        entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
+        states = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
+        return entering + states + [(site, layer) for layer in self.layers for site in self.config.heads]
+
+    def store(self) -> MemoryStore:
+        """All that was kept. To be asked for once, at the end."""
+        heads = self.head_blocks.joined() if self.head_blocks is not None else {}
+        return MemoryStore({**self.blocks.joined(), **heads})
+
+    # -- one pass
+
+    def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
+        """Choose the rows to keep and open their blocks."""
+        device, width = self.model.device, self.model.d_model
+        kept = [self._keeps(phase, row.position) for row in rows]
+        reads = [self.reader is not None and self._reads(row) and k for row, k in zip(rows, kept, strict=True)]
+        now = self._now = OpenPass.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
+        if any(kept):
+            now.states = self.blocks.open(len(now.keep_index), width)
+            self._num_open_blocks += 1
+            if self.head_blocks is not None:
+                positions = [row.position for row, is_kept in zip(rows, kept, strict=True) if is_kept]
+                now.heads = self.head_blocks.open(now.keep_index, positions)
+        if any(reads):
+            size = (len(self.layers), len(now.lens_index), width)
+            now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
+        if self.config.keeps_rows and (phase not in self._seen_phases or step % CHECK_EVERY == 0):
+            now.watched = {}
+        self._seen_phases.add(phase)
+
+    def on_state(self, site: str, layer: int, value: Tensor) -> None:
+        """The model's hook. A value that comes while no pass is open is not recorded: see `OpenPass`."""
+        if self._now is not None:
+            self._now.take(site, layer, value, self.model.device)
+
+    def after_forward(self, record: ForwardRecord) -> None:
+        """Label the pass's rows, queue their lens readings, and check the capture."""
+        ran = self.model.n_layers if record.num_layers is None else record.num_layers
+        now, self._now = self._now, None
+        assert now is not None
+        next_index = self.blocks.num_rows - sum(now.kept)
+        lens_column = 0
+        for slot, is_kept, is_read in zip(record.rows, now.kept, now.lens_rows, strict=True):
+            row = RowRecord(
+                slot.request_id,
+                record.step,
+                record.phase,
+                slot.position,
+                slot.token_id,
+                ran,
+                next_index if is_kept else -1,
+            )
+            next_index += is_kept
+            if slot.is_draft:
+                self._undecided[slot.request_id].append(row)
+            else:
+                row.role = self._roles[slot.request_id][slot.position]
+                row.status = "committed" if slot.is_canonical else "candidate"
+            self.rows.append(row)
+            if is_read:
+                assert now.lens_block is not None
+                self._queue(row, now.lens_block[:, lens_column], ran)
+                lens_column += 1
+        if now.watched is not None:
+            self._check(record, now, now.watched, ran)
+
+    def _keeps(self, phase: str, position: int) -> bool:
+        phases, positions = self.config.phases, self.config.positions
+        return (
+            self.config.keeps_rows
+            and (phases is None or phase in phases)
+            and (positions is None or position in positions)
+        )
+
+    def _reads(self, row: RowSlot) -> bool:
+        return self.config.prompt_hypotheses or row.position >= len(self.prompts[row.request_id]) - 1
+
+    def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
+        layers = self._layers_below[ran]
+        states = states[: len(layers)].clone()
+        queued = Queued(len(self.rows) - 1, row.position, states, layers, request_id=row.request_id, step=row.step)
+        self._pending_reads.append((row, queued))
+
+    def _pass_on(self, row: RowRecord, queued: Queued) -> None:
+        assert self.reader is not None
+        prompt = self.prompts[row.request_id]
+        if row.position + 1 < len(prompt):
+            queued.target = prompt[row.position + 1]
+            self.reader.queue_resolved(queued)
+        else:
+            self.reader.queue(row.request_id, queued)
+
+    def _check(self, record: ForwardRecord, now: OpenPass, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
+        for layer in range(ran):
+            pre = watched["pre", layer] if ("pre", layer) in watched else watched["S", layer - 1]
+            sites = [watched[site, layer] for site in "TCS"]
+            if rewritten := record.rewritten.get(layer):
+                own = [i for i, row in enumerate(range(0, len(record.rows), now.check_step)) if row not in rewritten]
+                pre, *sites = (value[own] for value in (pre, *sites))
+            checks.check_residual(self.residual_check, pre, *sites, step=record.step)
+        if record.logits is not None and ran == self.model.n_layers:
+            rows = now.checked_index[:_LENS_CHECK_ROWS]
+            logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])
+            checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
+
+    def _settle(self) -> None:
+        """What was seen since the last report stands: nothing is committed before every choice of a step was made."""
+        for row in self.rows[self._num_settled :]:
+            if row.role == "prompt" and row.status == "committed":
+                self._prompt_rows.setdefault(row.request_id, []).append(row)
+        for row, queued in self._pending_reads:
+            if row.role == "prompt":
+                self._prompt_reads.setdefault(row.request_id, []).append(replace(queued))
+            self._pass_on(row, queued)
+        self._num_settled, self._num_settled_thoughts, self._num_open_blocks = len(self.rows), len(self.thoughts), 0
+        self._pending_reads.clear()
+        self.answer_mass |= self._pending_masses
+        self._pending_masses.clear()
+
+    def on_failure(self, step: int) -> None:
+        """See Observer. The step's earlier passes go with it: they will be run again."""
+        for _ in range(self._num_open_blocks):
+            self.blocks.drop_last()
+            if self.head_blocks is not None:
+                self.head_blocks.drop_last()
+        lost = {id(row) for row in self.rows[self._num_settled :]}
+        for request_id, rows in self._undecided.items():
+            self._undecided[request_id] = [row for row in rows if id(row) not in lost]
+        del self.rows[self._num_settled :], self.thoughts[self._num_settled_thoughts :]
+        self._num_open_blocks = 0
+        self._pending_reads.clear()
+        self._pending_masses.clear()
+        self._now = None
+
+    def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
+        """See Observer. The rows are the source's, vectors included; only what followed them differs."""
+        reads = {queued.row: queued for queued in self._prompt_reads.get(source_id, ())}
+        numbers = {id(row): number for number, row in enumerate(self.rows)} if reads else {}
+        for row in list(self._prompt_rows.get(source_id, ())):
+            mine = replace(row, request_id=request_id)
+            self.rows.append(mine)
+            if (queued := reads.get(numbers.get(id(row), -1))) is not None:
+                own = replace(queued, row=len(self.rows) - 1, target=-1, request_id=request_id)
+                self._pending_reads.append((mine, own))
+        prompt = len(self.prompts[source_id])
+        for thought in [t for t in self.thoughts if t.request_id == source_id and t.end < prompt]:
+            self.thoughts.append(replace(thought, request_id=request_id))
+
+    def on_thought(self, thought: Thought) -> None:
+        """See Observer."""
+        self.thoughts.append(thought)
+
+    def on_compared(self, step: int, difference: str | None) -> None:
+        """See Observer."""
+        self.num_compared += 1
+        if difference is not None:
+            self.differences.append(f"step {step}: {difference}")
+
+    def on_preempt(self, request_id: int, step: int) -> None:
+        """See Observer."""
+        self.preemptions.append((request_id, step))
+
+    # -- what became of it
+
+    def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
+        """See Observer."""
+        self._drop(request_id, start, end, "rolled_back")
+
+    def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
+        """See Observer."""
+        self._drop(request_id, start, end, "given_up")
+
+    def _drop(self, request_id: int, start: int, end: int, status: str) -> None:
+        for row in self._undecided[request_id]:
+            if not row.role and start <= row.position < end:
+                row.role = row.status = status
+
+    def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
+        """See Observer. Rows of accepted drafts: the verifier's are canonical, the drafter's are candidates."""
+        self._settle()
+        self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
+        for row in self._undecided[request_id]:
+            if not row.role:
+                row.role = self._roles[request_id][row.position]
+                row.status = "committed" if row.phase == "verify" else "candidate"
+        self._undecided[request_id] = []
+        if self.reader is not None:
+            self.reader.resolve(request_id, start, tuple(token_ids))
+
+    def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Tensor) -> None:
+        """See Observer. The first generated token of a task's prompt tells how much of the mass its answers got."""
+        answers = self.answers.get(request_id)
+        if answers and position == len(self.prompts[request_id]) and request_id not in self.answer_mass:
+            probs = logits.float().softmax(-1)
+            self._pending_masses[request_id] = tuple(float(probs[token]) for token in answers)
+
+    def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
+        """See Observer."""
+        self.ledger.append(LedgerChange(request_id, step, start, end, provenance))
+
+    def on_step(self, record: StepRecord) -> None:
+        """See Observer."""
+        self._settle()
+        self.steps.append(record)
+
+    def on_finish(self, finished: Finished) -> None:
+        """See Observer."""
+        self.finished[finished.request_id] = finished
+        if self.reader is not None:
+            end = len(self.prompts[finished.request_id]) + len(finished.committed)
+            self.reader.resolve(finished.request_id, end, (), is_over=True)
+
+
+class _LayersBelow(dict[int, Tensor]):
+    """The kept layers among the first so many, made once for each number."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        super().__init__()
+        self._all = layers
+
+    def __missing__(self, ran: int) -> Tensor:
+        self[ran] = torch.tensor([layer for layer in self._all if layer < ran], dtype=torch.long)
+        return self[ran]

@@ -1,0 +1,196 @@
+"""The commands report, verify and prove, and the list of all others."""
+
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Literal
+
+from cyclopts import App
+
+from cacheprobe import __version__
+from cacheprobe.cli.config import fill
+
+app = App(
+    name="cacheprobe",
+    help="What a language model believed before it committed. "
+    "To begin: cacheprobe demo, then cacheprobe dash runs/demo.",
+    version=__version__,
+    help_format="plaintext",  # a markdown parser would take longer to import than all else
+)
+app.command("cacheprobe.cli.train:train", name="train", help="Train a model for a task.")
+app.command(
+    "cacheprobe.cli.demo:demo",
+    name="demo",
+    help="Run SmolLM2, or a shipped model where it is absent, on coin-flip prompts, and one that thinks beside it.",
+)
+app.command(
+    "cacheprobe.cli.run:run",
+    name="run",
+    help="Generate from prompts or a task's examples, and save the trace.",
+    config=fill,
+)
+for name, said in {
+    "show": "Say what a stored run holds, or one of its requests.",
+    "hypotheses": "Write what every layer of a stored run would have said as CSV or Parquet.",
+    "models": "Say which models are here, which will run, and how to get the rest.",
+    "doctor": "Say what of this machine cacheprobe uses, and what is missing.",
+}.items():
+    app.command(f"cacheprobe.cli.look:{name}", name=name, help=said)
+app.command("cacheprobe.cli.imports:imports", name="import", help="Make a run of what another program kept.")
+app.command("cacheprobe.cli.bench:bench", name="bench", help="Measure, list or compare benchmarks.")
+app.command("cacheprobe.cli.sweep:sweep", name="sweep", help="Run every combination that a file names.")
+app.command("cacheprobe.cli.sweep:query", name="query", help="Ask the results of a sweep in SQL.")
+app.command("cacheprobe.cli.dash:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
+
+
+@app.command
+def report(
+    run: Path,
+    *,
+    request: int | None = None,
+    out: Path | None = None,
+    figures: Path | None = None,
+    format: Literal["png", "svg", "pdf"] = "png",
+    progress: bool = True,
+) -> None:
+    """Draw a stored run as one self-contained HTML file, or its figures as files of their own.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run.
+    request
+        The request to draw; by default one with an accepted and a rolled-back window, if there is any.
+    out
+        The file; by default report.html in the run's directory.
+    figures
+        Write each figure into this directory instead, through kaleido and a chromium.
+    format
+        Of these figures.
+    progress
+        Show a progress bar.
+    """
+    import cacheprobe as cp
+    from cacheprobe.plots import write_figures, write_report
+
+    if out is not None and figures is not None:
+        raise ValueError("--out names the HTML file and --figures a directory of pictures; give one of them")
+    trace = cp.load_trace(run)
+    if figures is None:
+        print(write_report(trace, out or run / "report.html", request_id=request, progress=progress))
+        return
+    for path in write_figures(trace, figures, format, request_id=request, progress=progress):
+        print(path)
+
+
+@app.command
+def verify(run: Path, *, model: str | None = None, adapter: str | None = None, progress: bool = True) -> int:
+    """Compare a stored run with the oracle, its tables with each other and its files with their checksums.
+
+    Says what was compared and what was not. Exits 1 with the first difference.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run.
+    model
+        Name or directory of the model, where it is not the one that the run names.
+    adapter
+        Likewise of the adapter.
+    progress
+        Show progress bars.
+    """
+    import cacheprobe as cp
+    from cacheprobe.analysis.replay import require_run
+    from cacheprobe.trace.manifest import damaged_files
+
+    if faults := damaged_files(run)[1]:  # before a damaged table is read
+        print("\n".join(f"damaged: {fault}" for fault in faults))
+        return 1
+    trace = cp.load_trace(run)
+    require_run(trace)
+    finger = trace.fingerprint
+    loaded = cp.load_model(
+        model or finger["model"],
+        dtype=finger["dtype"],
+        device=finger["device"],
+        adapter=adapter or finger.get("adapter"),
+        products="compiled" if "products_compiled" in finger else "torch",
+        think_while_decoding=finger.get("think_while_decoding"),
+        progress=progress,
+    )
+    result = cp.verify(trace, loaded, progress=progress)
+    print(result)
+    return 0 if result.is_equal else 1
+
+
+@app.command(config=fill)
+def prove(
+    *,
+    config: Path | None = None,
+    tokens: int = 20_000,
+    out: Path = Path("runs/proof"),
+    real: bool = True,
+    seed: int = 0,
+    progress: bool = True,
+) -> int:
+    """Compare random traffic with the oracle, bit for bit; exit 1 with the first difference, or where it is void.
+
+    Parameters
+    ----------
+    config
+        A YAML file of settings, named as these flags are; flags win.
+    tokens
+        Tokens to compare, those of earlier calls with the same --out included.
+    out
+        Directory of the proof: it goes on from what is there.
+    real
+        Include SmolLM2 in bfloat16, and with it the negative control; without it there is no proof.
+    seed
+        Of the traffic.
+    progress
+        Show progress.
+    """
+    from cacheprobe.stress.prove import prove as run_proof
+
+    figures = run_proof(tokens, out, real=real, seed=seed, progress=progress)
+    verdict = {True: "proven", False: "NOT proven"}[figures["is_proven"]]
+    print(f"{verdict}: {figures['differences']} differences in {figures['compared_tokens']} compared tokens")
+    return 0 if figures["is_proven"] or (not real and not figures["differences"]) else 1
+
+
+def _has_reader_gone() -> bool:
+    """Whether the reader of stdout has gone, as in `cacheprobe show RUN | head`; the rest is then thrown away."""
+    asked = select.poll()
+    asked.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(events & select.POLLERR for _, events in asked.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def main() -> None:
+    """Entry point. Errors of use are one line on stderr and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        result = app(result_action="return_value")
+        sys.stdout.flush()  # a pipe that was closed is noticed here, not while Python ends
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        if not _has_reader_gone():
+            raise
+        sys.exit(128 + signal.SIGPIPE)
+    except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
+        if os.environ.get("CACHEPROBE_DEBUG"):
+            raise
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

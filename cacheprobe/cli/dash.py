@@ -1,0 +1,72 @@
+"""`cacheprobe dash`. Heavy imports wait until the command runs."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App
+
+from cacheprobe.cli.config import SEVERAL, fill
+
+dash = App(
+    name="dash", help="Look at stored runs in a browser, with linked views.", help_format="plaintext", config=fill
+)
+
+
+@dash.default
+def open_runs(
+    *runs: Path,
+    config: Path | None = None,
+    port: int = 8050,
+    host: str = "127.0.0.1",
+    model: str | None = None,
+    lens: Annotated[tuple[Path, ...], SEVERAL] = (),
+) -> None:
+    """Look at stored runs in a browser, with linked views. Ends with Ctrl-C.
+
+    Parameters
+    ----------
+    runs
+        Directories of saved runs, directories that hold some, or result files (.json) and folders of them.
+    config
+        A YAML file of settings, named as these flags are, and a list of runs; flags win.
+    port
+        To listen at; 0 for any that is free.
+    host
+        Address to bind to: this machine alone unless told otherwise. 0.0.0.0 is every address that it has, :: those of
+        IPv6 too. Whoever reaches it sees the prompts.
+    model
+        Name or directory of the model that reads kept states, where it is not the one that a run names.
+    lens
+        Directory of a tuned lens to read them with, or several.
+    """
+    if not runs:
+        eaten = "; name runs before --lens, which takes all that follows it" if lens else ""
+        raise ValueError(f"name at least one saved run, as in cacheprobe dash runs/demo{eaten}")
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port is a number from 0 to 65535, got {port}; 0 takes any that is free")
+    if find_spec("dash") is None:
+        raise ValueError("the dashboard needs Dash: pip install cacheprobe[dash]")
+    if lens:
+        from cacheprobe.lenses.tuned_files import require_tuned_lens
+
+        for directory in lens:
+            require_tuned_lens(directory)
+    for path in runs:
+        if not path.exists():
+            raise ValueError(f"there is no {path}; name a saved run, a folder of runs or a result file")
+    from cacheprobe.dashboard.serve import listen
+    from cacheprobe.dashboard.shelf import Shelf
+    from cacheprobe.plots.text import plain
+
+    shelf = Shelf.of(runs, model, lens)
+    server = listen(shelf, host, port)
+    for entry in shelf.entries:
+        print(plain(f"{entry.name}: {f'cannot be opened, {entry.reason}' if entry.book is None else entry.book.run}"))
+    is_every = host in ("0.0.0.0", "::")
+    shown = "127.0.0.1" if is_every else f"[{host}]" if ":" in host else host
+    where = f"http://{shown}:{server.port}/" + (
+        f" and every other address of this machine ({host})" if is_every else ""
+    )
+    print(f"listening at {where} (Ctrl-C ends it)", flush=True)
+    server.serve_forever()

@@ -1,0 +1,94 @@
+"""`cacheprobe demo`. Heavy imports wait until the command runs."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheprobe.analysis.of_trace import lens_readings
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+
+def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
+    """Run SmolLM2 on coin-flip prompts with an early-exit drafter, and a model that thinks while it reads beside it.
+
+    Where SmolLM2 is absent, a model that is shipped takes its place; nothing is fetched. Each run is saved and its
+    report drawn.
+
+    Parameters
+    ----------
+    out
+        Directory for the run and its report.html; an earlier run there is replaced.
+    progress
+        Show progress bars.
+    """
+    import cacheprobe as cp
+    from cacheprobe.analysis.summary import closing, thoughts_text
+    from cacheprobe.models.inventory import THINKING, smollm2_state
+    from cacheprobe.plots import token_texts, write_report
+    from cacheprobe.plots.report.insight import first_insight
+    from cacheprobe.trace.places import require_free
+
+    beside = out.with_name(f"{out.name}-thinking")
+    for directory in (out, beside):
+        require_free(directory, overwrite=True)
+    trace = _on_shipped(progress) if smollm2_state() == "absent" else _on_smollm2(progress)
+    trace.save(out, overwrite=True)
+    rows, readings = trace.rows(), lens_readings(trace)
+    seen = first_insight(readings, rows, trace.events(), token_texts(rows, readings))
+    print(closing(trace, is_behaviour_printed=progress))
+    print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
+
+    thinker: Any = cp.load_model(THINKING)
+    asked = cp.tasks.CoinFlip(people=5).examples(n=4, seed=3)
+    trace = cp.run(thinker, asked, window=4, deterministic=True, capacity=128, max_new_tokens=4, progress=False)
+    trace.save(beside, overwrite=True)
+    print(f"\n{thinker.name} ({thinker.weights_note})")
+    print(f"thinks while it reads, a thought after every {thinker.chunk} tokens:")
+    print(thoughts_text(trace, 0))
+    print(f"run: {beside}\nreport: {write_report(trace, beside / 'report.html')}")
+    print(f"\none thing to see: {seen}" if seen else "")
+    print(f"to look at it, and at every layer at every token, in a browser: {_program()} dash {out} {beside}")
+
+
+def _on_smollm2(progress: bool) -> "Trace":
+    import cacheprobe as cp
+    from cacheprobe.models.inventory import SMOLLM2
+
+    return cp.run(
+        cp.load_model(SMOLLM2, dtype="bfloat16", progress=progress),
+        cp.tasks.CoinFlip(people=3, shots=2).examples(n=6, seed=0),
+        drafter=cp.drafters.EarlyExit(layer=26),
+        window=4,
+        deterministic=0.5,
+        max_new_tokens=12,
+        sampling=cp.SamplingParams(stop_token_ids=()),
+        progress=progress,
+    )
+
+
+def _on_shipped(progress: bool) -> "Trace":
+    """At temperature 1: greedily, its first layer already says what it will say, and nothing is rolled back."""
+    import cacheprobe as cp
+    from cacheprobe.models.inventory import PLAIN
+    from cacheprobe.models.smollm2 import INSTALL
+
+    model = cp.load_model(PLAIN)
+    print(f"SmolLM2-135M is not here ({INSTALL}), so this is {model.name}, which is shipped:")
+    print(f"{model.n_layers} layers of width {model.d_model}, {model.weights_note}", flush=True)
+    return cp.run(
+        model,
+        cp.tasks.CoinFlip(people=5).examples(n=6, seed=0),
+        drafter=cp.drafters.EarlyExit(layer=0),
+        window=4,
+        deterministic=0.5,
+        capacity=128,
+        max_new_tokens=12,
+        sampling=cp.SamplingParams(stop_token_ids=(), temperature=1.0),
+        progress=progress,
+    )
+
+
+def _program() -> str:
+    return "python -m cacheprobe" if sys.argv[0].endswith("__main__.py") else sys.argv[0]

@@ -1,0 +1,126 @@
+"""`cacheprobe import`: what another program kept of a generation, as a stored run. Heavy imports wait."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from cacheprobe.cli.config import SEVERAL
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+imports = App(name="import", help="Make a run of what another program kept.", help_format="plaintext")
+
+
+@imports.command
+def generate(
+    file: Path,
+    *,
+    out: Path,
+    overwrite: bool = False,
+    stop: Annotated[tuple[int, ...] | None, SEVERAL] = None,
+    model: str | None = None,
+    dtype: str = "float32",
+    tokenizer: str | None = None,
+    name: str | None = None,
+) -> None:
+    """Import what Hugging Face's generate returned with hidden states.
+
+    Parameters
+    ----------
+    file
+        safetensors with sequences, hidden_states.PASS.BLOCK and, where they were kept, logits.PASS and attention_mask.
+    out
+        Directory for the trace.
+    overwrite
+        Replace the run that --out holds, and remove its report.html.
+    stop
+        Id of a token that ended a sequence, or several.
+    model
+        Name or directory of what generated: the states are compared with its own.
+    dtype
+        Of that model: float32, bfloat16, float16 or float64.
+    tokenizer
+        Name or directory, for texts where no model is given.
+    name
+        Of the model, for the record.
+    """
+    import cacheprobe as cp
+    from cacheprobe.trace.places import require_free
+
+    require_free(out, overwrite)
+    given = _speakers(model, dtype, tokenizer)
+    _save(cp.import_generate(file, stop_token_ids=stop, name=name or model, **given), out, overwrite)
+
+
+@imports.command
+def vllm(
+    files: Annotated[tuple[Path, ...], Parameter(negative="")],
+    /,
+    *,
+    layers: Annotated[tuple[str, ...], SEVERAL],
+    out: Path,
+    overwrite: bool = False,
+    num_prompt_tokens: int | None = None,
+    model: str | None = None,
+    dtype: str = "float32",
+    tokenizer: str | None = None,
+    name: str | None = None,
+) -> None:
+    """Import hidden states that vLLM's ExampleHiddenStatesConnector wrote.
+
+    Parameters
+    ----------
+    files
+        The .safetensors files, one a request, or folders of them.
+    layers
+        The setting eagle_aux_hidden_state_layer_ids, as in 1,2,3,4 or 1 2 3 4.
+    out
+        Directory for the trace.
+    overwrite
+        Replace the run that --out holds, and remove its report.html.
+    num_prompt_tokens
+        How many tokens of each file are prompt; all by default.
+    model
+        Name or directory of what generated: the states are compared with its own.
+    dtype
+        Of that model: float32, bfloat16, float16 or float64.
+    tokenizer
+        Name or directory, for texts where no model is given.
+    name
+        Of the model, for the record.
+    """
+    import cacheprobe as cp
+    from cacheprobe.trace.places import require_free
+
+    try:
+        ids = [int(part) for given in layers for part in given.split(",")]
+    except ValueError:
+        raise ValueError(f"--layers {' '.join(layers)!r} is no list of numbers, as in 1,2,3,4") from None
+    require_free(out, overwrite)
+    given = _speakers(model, dtype, tokenizer)
+    _save(cp.import_vllm(files, ids, num_prompt_tokens=num_prompt_tokens, name=name or model, **given), out, overwrite)
+
+
+def _speakers(model: str | None, dtype: str, tokenizer: str | None) -> dict[str, Any]:
+    import cacheprobe as cp
+    from cacheprobe.models.known import require_known
+
+    if (name := model or tokenizer) is not None:
+        require_known(name)
+    if model is not None:
+        return {"model": cp.load_model(model, dtype=dtype)}
+    if tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        return {"tokenizer": AutoTokenizer.from_pretrained(tokenizer)}
+    return {}
+
+
+def _save(trace: "Trace", out: Path, overwrite: bool) -> None:
+    trace.save(out, overwrite=overwrite)
+    print(f"{trace!r}\nstates: S of layers {', '.join(map(str, trace.store.layers))}")
+    for what, why in trace.missing.items():
+        print(f"missing: {what}: {why}")
+    print(f"run: {out}")

@@ -1,0 +1,201 @@
+"""The trainings of the command line. Heavy imports wait until a command runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App
+
+from cacheprobe.cli.config import SEVERAL, fill
+
+train = App(name="train", help="Train a model for a task.", help_format="plaintext")
+
+
+@train.command(config=fill)
+def lora(
+    *,
+    config: Path | None = None,
+    model: str = "smollm2-135m",
+    task: str = "coin-flip",
+    out: Path = Path("runs/lora-coin-flip"),
+    max_people: int = 4,
+    steps: int = 240,
+    batch: int = 16,
+    rank: int = 8,
+    first_layer: int = 10,
+    learning_rate: float = 2e-3,
+    running_weight: float = 0.5,
+    curriculum: float = 0.5,
+    seed: int = 0,
+    evaluate: str | None = None,
+    people: Annotated[tuple[int, ...], SEVERAL] = (1, 2, 3, 4, 5, 6, 8, 10),
+    flip_probability: Annotated[tuple[float, ...], SEVERAL] = (0.5,),
+    questions: int = 200,
+    json: Path | None = None,
+    progress: bool = True,
+) -> None:
+    """Train a LoRA adapter on a task's questions, or evaluate one. A training that was stopped goes on.
+
+    Parameters
+    ----------
+    config
+        A YAML file of settings, named as these flags are; flags win.
+    model
+        The base model: smollm2-135m, a hub name or a local directory.
+    task
+        coin-flip.
+    out
+        Directory for the adapter and the checkpoint.
+    max_people
+        Most people in a question to train on.
+    steps
+        Steps of the training.
+    batch
+        Questions of a step.
+    rank
+        Of the adapter.
+    first_layer
+        The first block that gets an adapter.
+    learning_rate
+        At its highest.
+    running_weight
+        Of the auxiliary loss on the state after each person; 0 for the answer alone.
+    curriculum
+        Share of the steps over which the number of people grows.
+    seed
+        Of the questions and the first weights.
+    evaluate
+        Train nothing: ask the model with and without this adapter, a directory or coin-flip.
+    people
+        Numbers of people that an evaluation asks about; 1 to 6, 8 and 10 by default.
+    flip_probability
+        Chances to flip that an evaluation asks about; 0.5 by default.
+    questions
+        Questions of an evaluation for each number of people and chance to flip.
+    json
+        Also write the evaluation to this file.
+    progress
+        Show progress.
+    """
+    if evaluate is not None:
+        from cacheprobe.training.lora.report import evaluate_adapter
+
+        evaluate_adapter(model, evaluate, people, flip_probability, questions, json, progress)
+        return
+    from cacheprobe.training.lora.run import train_lora
+    from cacheprobe.training.lora.settings import LoraSettings
+
+    settings = LoraSettings(
+        model=model,
+        task=task,
+        max_people=max_people,
+        steps=steps,
+        batch=batch,
+        rank=rank,
+        first_layer=first_layer,
+        learning_rate=learning_rate,
+        running_weight=running_weight,
+        curriculum=curriculum,
+        seed=seed,
+    )
+    done = train_lora(settings, out, progress=progress)
+    print(
+        f"{done['settings']['steps']} steps, {done['questions']} questions: {done['seconds']:.0f} s, "
+        f"{done['cpu_seconds']:.0f} s of processor time, {done['threads']} threads; {done['adapter_bytes']} bytes\n"
+        f"adapter: {out}"
+    )
+
+
+@train.command(config=fill)
+def thinking_states(
+    *,
+    config: Path | None = None,
+    task: str = "coin-flip",
+    preset: str = "tiny",
+    arm: str = "thinking",
+    form: str | None = None,
+    seed: int = 0,
+    out: Path = Path("runs/thinking-states"),
+    progress: bool = True,
+) -> None:
+    """Train a Thinking States model from scratch, or an arm that it is compared with. One that was stopped goes on.
+
+    Parameters
+    ----------
+    config
+        A YAML file of settings, named as these flags are; flags win.
+    task
+        coin-flip, variables, s3 or s5 (of `cacheprobe run`: permutations:elements=3 or 5).
+    preset
+        Of coin-flip: tiny, mini, all-jump, far, no-jumps, paper, bare-chain.
+        Of s3: tiny, full, far.
+        Of s5: tiny.
+        Of variables: tiny, far.
+        Bare-chain differs from tiny in what the arm chain_of_thought writes; its other arms are those of tiny.
+        All-jump differs from tiny in its other arms, whose positions jump in training as those of thoughts do.
+    arm
+        thinking; plain (no thoughts); no_feedback (thoughts that change nothing); chain_of_thought.
+    form
+        How thoughts are written, instead of as the preset has it: state (after each operation), restate (the state
+        in every chunk), repeat (in every chunk, what the task has to say of the last operation) or delta (only on a
+        change).
+    seed
+        Of the weights, the texts and their order.
+    out
+        Directory for the model and its checkpoint.
+    progress
+        Show progress.
+    """
+    from cacheprobe.training.thinking.command import summary, train_thinking
+
+    print(summary(train_thinking(task, preset, arm, seed, out, form=form, progress=progress), out))
+
+
+@train.command(config=fill)
+def tuned_lens(
+    *,
+    config: Path | None = None,
+    model: str = "smollm2-135m",
+    out: Path = Path("runs/tuned-lens"),
+    steps: int = 250,
+    texts: int = 4,
+    length: int = 64,
+    learning_rate: float = 1.0,
+    held_out: int = 16,
+    seed: int = 0,
+    progress: bool = True,
+) -> None:
+    """Train a tuned lens on the tasks' prompts and the model's own words, and compare it with the logit lens.
+
+    Parameters
+    ----------
+    config
+        A YAML file of settings, named as these flags are; flags win.
+    model
+        smollm2-135m, a hub name or a local directory; it is loaded in float32.
+    out
+        Directory for the lens, which cp.lenses.TunedLens.load reads.
+    steps
+        Steps of the training.
+    texts
+        Texts of a step.
+    length
+        Tokens of a text.
+    learning_rate
+        At the first step, before momentum; it falls to zero.
+    held_out
+        Texts to compare the two lenses on.
+    seed
+        Of the texts.
+    progress
+        Show progress.
+    """
+    from cacheprobe.models.loaders import load_model
+    from cacheprobe.training.tuned_lens.run import comparison, train_tuned_lens
+    from cacheprobe.training.tuned_lens.settings import TunedLensSettings
+
+    settings = TunedLensSettings(
+        steps=steps, texts=texts, length=length, learning_rate=learning_rate, held_out=held_out, seed=seed
+    )
+    lens = train_tuned_lens(load_model(model, dtype="float32"), settings, out, progress=progress)
+    print(comparison(lens.about))
+    print(f"{lens.about['tokens']} tokens, {lens.about['seconds']:.0f} s, {lens.about['threads']} threads\nlens: {out}")

@@ -1,0 +1,204 @@
+"""Settings of a run, resolved once, frozen, and checked before anything is computed."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheprobe.core.hook_names import HEAD_SITES, SITES
+from cacheprobe.core.values import flag, is_flag, whole_number
+
+ACCEPTANCES = ("equality", "rejection")
+RUN_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = (*RUN_DTYPES, "float64")
+"""float64 is for telling how far from the truth the others are; it takes twice the bytes of float32."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The fixed shapes of the loop. Window, group, capacity and the two of prefill are part of the fingerprint."""
+
+    window: int = 16
+    """W: rows of a verify pass for each request, so at most W - 1 candidates are verified at once."""
+    group: int = 4
+    """G: requests of a verify pass; a pass is padded with dummies to exactly G x W."""
+    capacity: int = 512
+    """C: cache rows of each request. In passes of a fixed shape attention runs over all of them, masked."""
+    prefill_chunk: int = 32
+    """Prompt tokens of a verified request are fed in chunks of this many."""
+    prefill_group: int = 1
+    """Verified prompts of one prefill pass; a pass is padded with dummies to exactly this many."""
+    max_batch: int = 64
+    """Requests in flight at once; the others wait."""
+    kv_rows: int | None = None
+    """Cache rows (token positions) in use at once, over all requests; the newest gives way where they run out. None
+    for no limit but max_batch x capacity."""
+    draft_length: "int | str | None" = None
+    """Candidates before each verification: None for all that the window takes, a number, or "adaptive"."""
+    acceptance: str = "equality"
+    """"equality": a candidate stays where the verifier chose the same token. "rejection": speculative sampling."""
+    pad_prefill: bool = True
+    """Whether a prompt's last chunk is padded to the length of the others. Unpadded it costs less, and its shape is
+    still the prompt's alone; where several prompts share a pass they need one shape."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "group", "capacity", "prefill_chunk", "prefill_group", "max_batch", "kv_rows"):
+            value = getattr(self, name)
+            if name == "kv_rows" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.window > self.capacity:
+            raise ValueError(f"window of {self.window} rows is larger than the capacity of {self.capacity}; lower it")
+        if type(self.pad_prefill) is not bool:
+            raise ValueError(f"pad_prefill must be True or False, got {self.pad_prefill!r}")
+        if self.prefill_group > 1 and not self.pad_prefill:
+            raise ValueError(
+                f"prefill passes of {self.prefill_group} prompts need one shape; set prefill_group=1, or leave "
+                "pad_prefill=True"
+            )
+        length = self.draft_length
+        if not (length is None or length == "adaptive" or (type(length) is int and length >= 1)):
+            raise ValueError(f'draft_length must be None, "adaptive" or a whole number of at least 1, got {length!r}')
+        if self.acceptance not in ACCEPTANCES:
+            raise ValueError(f"unknown acceptance {self.acceptance!r}; choose one of {', '.join(ACCEPTANCES)}")
+
+    def rows_needed(self, num_prompt_tokens: int, max_new_tokens: int, num_cached: int = 0) -> int:
+        """Cache rows that a request may touch: pads are written past its length, in verify and in a padded prefill.
+
+        num_cached: prompt tokens that are not read, the chunks begin behind them.
+        """
+        if not self.pad_prefill:
+            return num_prompt_tokens + max_new_tokens + self.window
+        chunks = -(-(num_prompt_tokens - num_cached) // self.prefill_chunk)
+        return max(num_prompt_tokens + max_new_tokens + self.window, num_cached + chunks * self.prefill_chunk)
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    """What the recorder keeps."""
+
+    sites: "str | None" = "STCZ"
+    """Any of S, T, C (states) and Z (lens readings at site S); None for tokens and events alone."""
+    heads: "str | Sequence[str]" = ()
+    """What to keep of every attention head: any of q, k, v, z and pattern. Patterns are had on the bridge alone."""
+    layers: tuple[int, ...] | None = None
+    """Layers to keep; None for all."""
+    positions: Sequence[int] | None = None
+    """Absolute positions to keep; None for all."""
+    phases: tuple[str, ...] | None = None
+    """Of prefill, decode, verify; None for all."""
+    dtype: str | None = None
+    """dtype of kept states; None for the model's own."""
+    prompt_hypotheses: bool = False
+    """Z also for the prompt's rows before the last one."""
+    top_k: int = 5
+    """Tokens in a lens reading."""
+
+    def __post_init__(self) -> None:
+        from cacheprobe.core.records import PHASES
+
+        sites = "" if self.sites is None else _joined_sites(self.sites)
+        if self.sites is not None and not sites:
+            raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z, or None")
+        if unknown := sorted(set(sites) - set("STCZ")):
+            raise ValueError(f"unknown site {unknown[0]!r} in capture={self.sites!r}; sites are S, T, C and Z")
+        object.__setattr__(self, "sites", sites)
+        heads = _listed("capture heads", self.heads, "names of sites of attention heads")
+        if strange := sorted({str(site) for site in heads} - set(HEAD_SITES)):
+            raise ValueError(f"unknown site {strange[0]!r} in heads={heads!r}; sites are {', '.join(HEAD_SITES)}")
+        object.__setattr__(self, "heads", tuple(site for site in HEAD_SITES if site in heads))
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r} for captured states; choose one of {', '.join(DTYPES)}")
+        if self.phases is not None:
+            object.__setattr__(self, "phases", _listed("capture phases", self.phases, "names of phases"))
+        for phase in self.phases or ():
+            if phase not in PHASES:
+                raise ValueError(f"unknown phase {phase!r}; phases are {', '.join(PHASES)}")
+        for name in ("layers", "positions"):
+            if getattr(self, name) is not None:
+                items = _listed(f"capture {name}", getattr(self, name), "whole numbers")
+                numbers = tuple(whole_number(f"capture {name}: an entry", item) for item in items)
+                object.__setattr__(self, name, numbers)
+        if min(self.positions or (0,)) < 0:
+            raise ValueError(f"capture position {min(self.positions or ())} is negative; positions count from 0")
+        object.__setattr__(self, "prompt_hypotheses", flag("prompt_hypotheses", self.prompt_hypotheses))
+        object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
+        if self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        for name in ("layers", "positions", "phases"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise ValueError(f"capture {name} is empty: nothing would be kept; use None for all")
+
+    @property
+    def state_sites(self) -> tuple[str, ...]:
+        return tuple(site for site in SITES if site in (self.sites or ""))
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether anything of a row is kept beside its token."""
+        return bool(self.sites or self.heads)
+
+    @property
+    def reads_lens(self) -> bool:
+        return "Z" in (self.sites or "")
+
+
+def _joined_sites(sites: Any) -> str:
+    """The sites as one text; a list of them is joined."""
+    listed = _listed("capture", [sites] if isinstance(sites, str) else sites, "a text of S, T, C and Z, or None")
+    if not all(isinstance(site, str) for site in listed):
+        raise ValueError(f"capture must be a text of S, T, C and Z, or None, got {sites!r:.60}")
+    return "".join(listed)
+
+
+def _listed(name: str, given: Any, wanted: str) -> tuple[Any, ...]:
+    """One text, or several entries, as a tuple."""
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
+        raise ValueError(f"{name} must be {wanted}, got {given!r:.60}")
+    return tuple(given)
+
+
+def resolve_layers(layers: "str | int | Iterable[Any] | None", n_layers: int) -> tuple[int, ...]:
+    """Sorted layer numbers, negative ones counted from the end; "all" and None mean every layer."""
+    if layers is None or (isinstance(layers, str) and layers == "all"):
+        return tuple(range(n_layers))
+    if isinstance(layers, str | bytes):
+        raise ValueError(f"unknown layers {layers!r}; give 'all', a number or a list of numbers")
+    listed = layers if isinstance(layers, Iterable) and getattr(layers, "ndim", 1) else [layers]
+    wanted = [whole_number("layers: a layer", layer) for layer in listed]
+    if not wanted:
+        raise ValueError("layers is empty: give at least one layer, or 'all'")
+    for layer in wanted:
+        if not -n_layers <= layer < n_layers:
+            raise ValueError(f"unknown layer {layer}; the model has layers 0 to {n_layers - 1}")
+    return tuple(sorted({layer % n_layers for layer in wanted}))
+
+
+def pick_deterministic(deterministic: "bool | float | Iterable[Any]", n: int) -> frozenset[int]:
+    """Indices of the deterministic ones among n requests: all, none, a fraction (evenly spaced), or a list."""
+    given: Any = deterministic
+    if getattr(given, "ndim", None) == 0:  # one number or flag of numpy or torch
+        given = given.item()
+    if isinstance(given, bool):
+        return frozenset(range(n)) if given else frozenset()
+    if isinstance(given, int | float):
+        if not 0 <= given <= 1:
+            raise ValueError(f"deterministic as a fraction must lie between 0 and 1, got {given}")
+        count = max(1, round(given * n)) if given else 0
+        return frozenset(i * n // count for i in range(count))
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise ValueError(
+            f"deterministic must be True, False, a fraction, or a list of indices or flags, got {given!r:.60}"
+        )
+    listed = list(given)
+    if listed and all(is_flag(item) for item in listed):
+        if len(listed) != n:
+            raise ValueError(f"deterministic lists {len(listed)} flags for {n} requests; give one for each")
+        return frozenset(i for i, flagged in enumerate(listed) if flagged)
+    indices = [whole_number("deterministic: an index", item) for item in listed]
+    for index in indices:
+        if not 0 <= index < n:
+            raise ValueError(f"deterministic names request {index}, but there are requests 0 to {n - 1}")
+    return frozenset(indices)

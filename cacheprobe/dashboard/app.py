@@ -1,0 +1,110 @@
+"""The app: the page as Dash serves it, and one address of ours that answers what the page asks (assets/talk.js)."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from dash import ClientsideFunction, Dash, Input
+from flask import Flask, Response, abort, request
+
+from cacheprobe.dashboard import facts, shell
+from cacheprobe.dashboard.asking import Answer, Ask, answered
+from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.dashboard.tabs import cache, card, compare, decode, lens, results, thoughts, timeline
+
+CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against")
+"""Menus and the slider, in the order of assets/talk.js."""
+MOST_BYTES = 16 * 2**10
+"""Of what is asked at once."""
+
+Views = dict[str, Callable[[Ask], str | Answer]]
+
+
+def make_app(shelf: Shelf) -> Dash:
+    """A Dash app over what the command line named. Everything is served from this machine."""
+    app = Dash(
+        "cacheprobe",
+        title="cacheprobe",
+        update_title=None,
+        assets_folder=str(Path(__file__).parent / "assets"),
+        serve_locally=True,
+        meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
+    )
+    app.index_string = shell.index(shelf)
+    app.layout = shell.layout(shelf)
+    app.clientside_callback(ClientsideFunction("cacheprobe", "heard"), *(Input(name, "value") for name in CONTROLS))
+    _answer(app.server, _views(shelf, Reader(shelf)))
+    return app
+
+
+def _views(shelf: Shelf, reader: Reader) -> Views:
+    return {
+        "facts": partial(facts.run_facts, shelf, reader),
+        "story": partial(facts.request_story, shelf),
+        "timeline": partial(timeline.view, shelf),
+        "decode": partial(decode.view, shelf),
+        "cache": partial(cache.view, shelf),
+        "window": partial(cache.window_view, shelf),
+        "card": partial(card.view, shelf, reader),
+        "insight": partial(card.sentence, shelf),
+        "thoughts": partial(thoughts.view, shelf),
+        "compare": partial(compare.view, shelf),
+        "prompt": partial(facts.prompt_view, shelf),
+        "grid": partial(lens.grid, shelf, reader),
+        "gave": partial(lens.contributions, shelf, reader),
+        "result": partial(results.view, shelf),
+    }
+
+
+def _answer(server: Flask, views: Views) -> None:
+    """POST /ask with {view: question}: a line of JSON for each view, in the order asked, as soon as it is there."""
+
+    @server.post("/ask")
+    def ask() -> Response:
+        if not request.is_json:  # which no form of another site can send
+            abort(Response("questions are application/json\n", 415))
+        if request.content_length is None or request.content_length > MOST_BYTES:
+            abort(Response(f"questions have at most {MOST_BYTES} bytes\n", 413))
+        asked = request.get_json(silent=True)
+        if not isinstance(asked, dict) or not all(isinstance(question, dict) for question in asked.values()):
+            abort(Response("questions are one object, {view: {...}}\n", 400))
+        if unknown := set(asked) - set(views):
+            abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(views)}\n", 400))
+
+        def lines() -> Iterator[str]:
+            for name, question in asked.items():
+                yield json.dumps({"view": name, **answered(views[name], question)}) + "\n"
+
+        return Response(lines(), mimetype="application/x-ndjson", headers={"Cache-Control": "no-store"})
+
+
+def guard(app: Dash, host: str) -> None:
+    """Nothing may be fetched from elsewhere; and a server on this machine alone answers to this machine's names alone,
+    so that no page of another site can speak to it under a name of its own."""
+    hashes = " ".join(app.csp_hashes())
+    policy = (
+        f"default-src 'self'; script-src 'self' {hashes}; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data: blob:; "
+        "font-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )
+    is_local = host in LOCAL
+
+    @app.server.before_request
+    def refuse_strangers() -> None:
+        name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
+        if is_local and name not in LOCAL:
+            abort(
+                Response(f"this server answers to {', '.join(LOCAL)} alone; start it with --host to change that\n", 403)
+            )
+
+    @app.server.after_request
+    def add_policy(response: Response) -> Response:
+        response.headers["Content-Security-Policy"] = policy
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Referrer-Policy"] = "no-referrer"
+        return response
+
+
+LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")

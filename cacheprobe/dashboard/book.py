@@ -1,0 +1,146 @@
+"""One stored run, with what the views derive from its tables kept once."""
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.plots.diagrams.timeline import step_words, timeline_finding
+from cacheprobe.plots.diagrams.windows import Window, find_windows
+from cacheprobe.plots.report.insight import opening
+from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.tables.ledgers import ledger_at, rows_in_use
+from cacheprobe.trace.tables.token_history import standing_at, token_history
+
+
+class Book:
+    """A run to leaf through: by request, by step, by page of positions."""
+
+    def __init__(self, run: StoredRun) -> None:
+        self.run = run
+        self.name = run.directory.name
+        self.readings = lru_cache(maxsize=32)(run.readings)
+        self.story = lru_cache(maxsize=64)(self._story)
+        self.windows = lru_cache(maxsize=64)(self._windows)
+        self.history_of = lru_cache(maxsize=256)(self._history_of)
+
+    @cached_property
+    def steps(self) -> range:
+        steps = self.run.events.step
+        return range(int(steps.min()), int(steps.max()) + 1) if len(steps) else range(0)
+
+    @cached_property
+    def finding(self) -> str:
+        """What the timeline says of the whole run."""
+        return timeline_finding(self.run.events)
+
+    @cached_property
+    def verified(self) -> dict[int, bool]:
+        """By request: whether a verifier ever spoke of it."""
+        events = self.run.events
+        spoken = set(events.request_id[events.phase == "verify"].tolist())
+        return {r["request_id"]: r["request_id"] in spoken for r in self.run.requests}
+
+    @cached_property
+    def _by_request(self) -> dict[int, pd.DataFrame]:
+        return dict(iter(self.run.events.groupby("request_id")))
+
+    @cached_property
+    def _rows_by_request(self) -> dict[int, pd.DataFrame]:
+        return dict(iter(self.run.rows.groupby("request_id")))
+
+    @cached_property
+    def _ledger_by_request(self) -> dict[int, pd.DataFrame]:
+        return dict(iter(self.run.ledger.groupby("request_id")))
+
+    @cached_property
+    def _in_use(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """By request: its last step; and steps at which its number of rows changed, with the number from then on."""
+        tables = rows_in_use(self.run.ledger).groupby("request_id")
+        last = self.run.events.groupby("request_id").step.max()
+        return [(int(last[r]), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
+
+    def events_of(self, request_id: int) -> pd.DataFrame:
+        return self._by_request.get(request_id, self.run.events.iloc[:0])
+
+    def events_of_all(self, requests: Sequence[int]) -> pd.DataFrame:
+        return pd.concat([self.run.events.iloc[:0], *(self.events_of(r) for r in requests)])
+
+    def rows_of(self, request_id: int) -> pd.DataFrame:
+        return self._rows_by_request.get(request_id, self.run.rows.iloc[:0])
+
+    def ledger(self, request_id: int, step: int) -> pd.DataFrame:
+        changes = self._ledger_by_request.get(request_id)
+        return ledger_at(self.run.ledger.iloc[:0] if changes is None else changes, step)
+
+    def held(self, step: int) -> tuple[int, int]:
+        """(cache rows, requests) of all requests that are running at a step."""
+        rows = requests = 0
+        for last, steps, counts in self._in_use:
+            place = int(np.searchsorted(steps, step, side="right")) - 1
+            if place >= 0 and last >= step and counts[place]:
+                rows, requests = rows + int(counts[place]), requests + 1
+        return rows, requests
+
+    def warm(self) -> None:
+        """Derive now what the first page will ask for."""
+        _ = self.opening, self.verified, self.finding, self._in_use, self.run.token_texts
+
+    def prompt_length(self, request_id: int) -> int:
+        return len(self.run.request(request_id)["prompt_token_ids"])
+
+    def predicting_rows(self, request_id: int) -> pd.DataFrame:
+        """Rows from the prompt's last token on: those that readings speak of."""
+        rows = self.rows_of(request_id)
+        return rows[rows.position >= self.prompt_length(request_id) - 1]
+
+    def standing(self, requests: range, step: int) -> pd.DataFrame:
+        return standing_at(pd.concat([self.history_of(r) for r in requests], ignore_index=True), step)
+
+    def _history_of(self, request_id: int) -> pd.DataFrame:
+        return token_history(self.events_of(request_id))
+
+    def _windows(self, request_id: int) -> tuple[Window, ...]:
+        events = self.events_of(request_id)
+        return find_windows(events, request_id) if len(events) else ()
+
+    def _story(self, request_id: int) -> list[list[Any]]:
+        """By step of the request: [step, words, position that the step is about]."""
+        last = self.rows_of(request_id).groupby("step").position.max()
+        told = []
+        for event in self.events_of(request_id).itertuples():
+            at = int(last.get(event.step, -1))
+            if event.phase == "verify" and pd.notna(event.num_accepted):
+                at = int(event.draft_start) + int(event.num_accepted) - 1
+            told.append([int(event.step), step_words(event), at])
+        return told
+
+    @cached_property
+    def opening(self) -> dict[str, int]:
+        """The request and step to open with: the first rollback that accepted something, else any verify pass."""
+        events = self.run.events
+        if (at := opening(events)) is not None:
+            return {"request": at.request_id, "step": at.step}
+        if events.empty:
+            return {"request": 0, "step": 0}
+        return {"request": int(events.request_id.iloc[0]), "step": int(events.step.iloc[0])}
+
+    def page(self, request_id: int, position: int, include: str, columns: int) -> range:
+        """Positions of the page of the lens grid that holds `position`: at most `columns` rows, one position at least.
+
+        include: "committed" or "all"; with candidates and rolled-back rows a position has several columns.
+        """
+        rows = self.predicting_rows(request_id)
+        if include == "committed":
+            rows = rows[rows.status == "committed"]
+        counts = rows.groupby("position").size()
+        start, used = None, 0
+        for at, count in zip(counts.index, counts, strict=True):
+            if start is None or used + count > columns:
+                if start is not None and start <= position < at:
+                    return range(start, int(at))
+                start, used = int(at), 0
+            used += int(count)
+        return range(0) if start is None else range(start, int(counts.index[-1]) + 1)

@@ -1,0 +1,77 @@
+"""What the page must know of a run before it asks for pictures, and of one request."""
+
+from typing import Any
+
+from cacheprobe.dashboard.asking import Ask, whole
+from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.plots.report.prompt_block import prompt_block
+
+LONGEST_PROMPT = 44
+"""Characters of a prompt's end in the menu of requests."""
+
+
+def run_facts(shelf: Shelf, reader: Reader, ask: Ask) -> dict[str, Any]:
+    """Requests, steps, layers and menus of a run."""
+    book = shelf.book(ask["run"])
+    run = book.run
+    return {
+        "name": book.name,
+        "says": sentence(book),
+        "requests": [_request_label(r) for r in run.requests],
+        "first": book.steps.start,
+        "last": book.steps.stop - 1,
+        "opening": book.opening,
+        "layers": list(run.layers) or run.meta["capture"]["layers"],
+        "sites": [site for site in "STC" if site in run.sites or site == "S"],
+        "lenses": reader.menu(book),
+        "why_not": reader.why_not(book),
+        "has_readings": run.has_readings,
+    }
+
+
+def request_story(shelf: Shelf, ask: Ask) -> dict[str, Any]:
+    """The steps of one request, in words, and the lengths of its prompt and answer."""
+    book = shelf.book(ask["run"])
+    request_id = whole(ask["request"], "request", len(book.run.requests))
+    request = book.run.request(request_id)
+    return {
+        "steps": book.story(request_id),
+        "prompt": len(request["prompt_token_ids"]),
+        "tokens": len(request["committed_token_ids"]),
+    }
+
+
+def prompt_view(shelf: Shelf, ask: Ask) -> str:
+    """The prompt and the answer of a request."""
+    book = shelf.book(ask["run"])
+    request = book.run.request(whole(ask["request"], "request", len(book.run.requests)))
+    asked, given = len(request["prompt_token_ids"]), len(request["committed_token_ids"])
+    return (
+        f"<h2>Request {request['request_id']} was asked in {asked} tokens and answered in {given}</h2>"
+        f"{prompt_block(request, book.run.token_texts)}"
+    )
+
+
+def sentence(book: Book) -> str:
+    """The run in one line of plain text."""
+    run, events = book.run, book.run.events
+    finger = run.fingerprint
+    passes = events.step.nunique()
+    said = f"{finger['model']} in {finger['dtype']}, {len(run.requests)} requests in {passes} passes. "
+    verdicts = events[events.phase == "verify"]
+    drafted = int(verdicts.draft_token_ids.map(len).sum())
+    lost = int(verdicts.num_rolled_back.fillna(0).sum())
+    if not drafted:
+        return said + "Nothing was drafted."
+    by = run.meta["drafter"] or "The fast path"
+    return f"{said}{by} drafted {drafted} candidates: {drafted - lost} accepted, {lost} rolled back."
+
+
+def _request_label(request: dict[str, Any]) -> str:
+    prompt = request["prompt"] if isinstance(request["prompt"], str) else "token ids"
+    end = " ".join(prompt.split())
+    end = end if len(end) <= LONGEST_PROMPT else "…" + end[-LONGEST_PROMPT:]
+    kind = " · deterministic" if request["is_deterministic"] else ""
+    return f"request {request['request_id']}{kind} · {end}"

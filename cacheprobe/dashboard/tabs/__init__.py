@@ -1,0 +1,1 @@
+"""The tabs of the dashboard, one file each."""

@@ -1,0 +1,78 @@
+"""The cache of the chosen request after the chosen step, and the verify window that the step belongs to."""
+
+from cacheprobe.dashboard.asking import Ask, number, whole
+from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.plots.diagrams.cache_picture import cache_piece
+from cacheprobe.plots.diagrams.cache_strip import memory_sentence
+from cacheprobe.plots.diagrams.diagram import (
+    decoded_finding,
+    decoded_phases,
+    side_by_side,
+    window_finding,
+    window_phases,
+)
+from cacheprobe.plots.diagrams.frame import Piece
+from cacheprobe.plots.diagrams.windows import Window
+
+
+def view(shelf: Shelf, ask: Ask) -> str:
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    step = number(ask["step"], "step")
+    ledger = book.ledger(request, step)
+    own = book.events_of(request)
+    if ledger.empty:
+        if (own.step <= step).any():
+            return (
+                f"<h2>Request {request} holds no cache rows after step {step}</h2><p class='note'>It was read before, "
+                "and gave its rows back.</p>"
+            )
+        return (
+            f"<h2>Request {request} holds no cache rows yet</h2><p class='note'>After step {step} it has not been "
+            "read; move on to a step of its own.</p>"
+        )
+    window = _window(book, request, step)
+    cut = window.num_truncated if window is not None and window.step == step else 0
+    config = book.run.meta["config"]
+    rows, holders = book.held(step)
+    memory = memory_sentence(
+        len(ledger), rows, holders, config["capacity"], book.run.meta.get("cache_row_bytes"),
+        has_ended=step > int(own.step.max()),
+    )  # fmt: skip
+    pending = _pending(book, request, step, int(ledger.position.max()))
+    return cache_piece(ledger, memory, request_id=request, step=step, pending=pending, truncated=cut).html
+
+
+def window_view(shelf: Shelf, ask: Ask) -> str:
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    window = _window(book, request, number(ask["step"], "step"))
+    events, texts = book.run.events, book.run.token_texts
+    if window is not None:
+        ledgers = [book.ledger(request, step) for step in window.ledger_steps]
+        is_deterministic = bool(book.run.request(request)["is_deterministic"])
+        panels = side_by_side(window_phases(window, events, ledgers, texts, is_deterministic=is_deterministic))
+        return Piece(window_finding(window), "", panels).html
+    own = book.events_of(request)
+    prefills = own[own.phase == "prefill"]
+    if book.verified[request] or not prefills.committed_token_ids.map(len).any():
+        return f"<h2>No verify window of request {request} at or after this step</h2>"
+    ledgers = [book.ledger(request, int(prefills.step.max())), book.ledger(request, int(own.step.max()))]
+    return Piece(decoded_finding(own), "", side_by_side(decoded_phases(request, events, ledgers, texts))).html
+
+
+def _window(book: Book, request: int, step: int) -> Window | None:
+    """The window that this step belongs to: the first one that ends at it or later; the last one after that."""
+    windows = book.windows(request)
+    return next((w for w in windows if w.step >= step), windows[-1] if windows else None)
+
+
+def _pending(book: Book, request: int, step: int, last: int) -> int | None:
+    """Position of the newest committed token where its row comes next; `last` is that of the last row.
+
+    None where a draft pass wrote that row already, and while rows before it are rebuilt.
+    """
+    own = book.events_of(request)
+    committed = int(own[own.step <= step].committed_token_ids.map(len).sum())
+    return last + 1 if committed and book.prompt_length(request) + committed - 1 == last + 1 else None

@@ -1,0 +1,60 @@
+"""The card of one row: its choices by layer, and what became of the draft that followed it; and that in a sentence."""
+
+from cacheprobe.analysis.layer_choices import settling
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.dashboard.asking import Ask, NotAsked, number, one_of, whole
+from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.dashboard.tabs.lens import chosen_row, readings_of
+from cacheprobe.dashboard.tokenizers import texts_of
+from cacheprobe.plots.diagrams.token_card import card_parts
+from cacheprobe.plots.lens_table import reads_and_predicts
+from cacheprobe.plots.report.insight import insight, insight_in_vain
+from cacheprobe.plots.text import markup
+from cacheprobe.trace.tables.token_history import fates_at, fates_of_row
+
+
+def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    site = one_of(ask["site"], "site", ("S", "T", "C"))
+    row = chosen_row(book, request, number(ask["position"], "position"), ask.get("row"))
+    position = int(row.position)
+    table = readings_of(book, reader, ask["lens"], site, request, range(position, position + 1), int(row.row))
+    if table.empty:
+        raise NotAsked(f"no reading of request {request} at position {position} was kept; widen the capture filters")
+    table = table[table.site != "thought"]
+    ids = {int(i) for top in table.top_token_ids for i in top}
+    named = book.run.token_texts
+    missing = ids - set(named)
+    texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **named}
+    place = position + 1 - book.prompt_length(request)
+    fates = fates_at(book.history_of(request), place)
+    if ask.get("row") is not None:
+        fates = fates_of_row(fates, int(row.step))
+    title, body = card_parts(table, settling(table).iloc[0].to_dict(), fates, texts, row.token)
+    return f"<h3>{markup(title)}</h3>{body}"
+
+
+def sentence(shelf: Shelf, ask: Ask) -> str:
+    """What became of the token after a position, and which layers had said so, as recorded."""
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    position, rows = number(ask["position"], "position"), book.rows_of(request)
+    row = None if ask.get("row") is None else chosen_row(book, request, position, ask["row"])
+    position = position if row is None else int(row.position)
+    table = book.run.events.iloc[:0]
+    if book.run.has_readings:
+        table = book.readings(request, range(position, position + 1))
+        table = table[
+            ((table.status == "committed") if row is None else (table.row == row.row)) & (table.site != "thought")
+        ]
+    if row is not None and row.status in FED_A_DRAFT_IN_VAIN:
+        said = insight_in_vain(table, row)
+    else:
+        fates = fates_at(book.history_of(request), position + 1 - book.prompt_length(request))
+        step = None if row is None else int(row.step)
+        said = insight(table, rows[rows.position == position], fates, book.run.token_texts, step=step)
+    kind = "" if row is None or row.status == "committed" else f"{row.status.replace('_', ' ')} row, step {row.step}, "
+    where = kind + reads_and_predicts(position)
+    return f"<b>{where[0].upper()}{where[1:]}:</b> {markup(said)}."

@@ -1,0 +1,96 @@
+"""The lens grid of the page that holds the chosen position, and what gave a row's logit."""
+
+from typing import Any
+
+import pandas as pd
+
+from cacheprobe.dashboard.asking import Answer, Ask, NotAsked, number, one_of, whole
+from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.figures import graphs
+from cacheprobe.dashboard.reader import RECORDED, Reader
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.plots.attribution import attribution
+from cacheprobe.plots.diagrams.lens_picture import LABEL_WIDTH, PITCH, SITE_WORDS, readings_picture
+from cacheprobe.plots.lens_table import BELOW, finding, select
+from cacheprobe.plots.text import markup
+
+MOST_COLUMNS = 40
+
+
+def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
+    """Markup of the grid; what holds it says which positions its page has, data-first to data-last."""
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    include: Any = one_of(ask["rows"], "rows", ("committed", "all"))
+    colour: Any = one_of(ask["colour"], "colour", ("logprob", "entropy", "rank"))
+    site = one_of(ask["site"], "site", ("S", "T", "C"))
+    width = number(ask["width"], "width")
+    columns = min(max((width - LABEL_WIDTH - 4) // PITCH, 1), MOST_COLUMNS)
+    page = book.page(request, number(ask["position"], "position"), include, columns)
+    if not page:
+        raise NotAsked(f"request {request} has no row that predicts a generated token")
+    table = readings_of(book, reader, ask["lens"], site, request, page)
+    picture = readings_picture(table, request, colour=colour, include=include, positions=page, width=width)
+    shown = select(table, request, include, page)
+    if ask["lens"] == RECORDED:  # of the whole request, as the report says it
+        said = finding(book.readings(request), request)
+    else:
+        said = f"{finding(shown, request)}, over the positions of this page"
+    lens = book.run.meta["lens"] if ask["lens"] == RECORDED else str(table.lens.iloc[0])
+    last = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])
+    return (
+        f"<h2>{said}</h2><p class='note'>{SITE_WORDS[site]} of every layer through the "
+        f"{markup(lens)} lens, rows that read positions {shown.position.min()} to {shown.position.max()} of {last}. "
+        f"A cell names the layer's first choice for the next position; click one. Below a column: {BELOW}. "
+        "Underlined columns "
+        "were computed in the chosen step.</p>"
+        f"<div class='page' data-first='{page.start}' data-last='{page.stop - 1}'>{picture}</div>"
+    )
+
+
+def readings_of(
+    book: Book, reader: Reader, lens: object, site: str, request: int, page: range, row: int | None = None
+) -> pd.DataFrame:
+    """Recorded readings, or kept states read now. row: of that row alone."""
+    if lens == RECORDED:
+        if not book.run.has_readings:
+            raise NotAsked("this run recorded no lens readings; choose a lens that reads its kept states, or run it "
+                           "with Z in capture=")  # fmt: skip
+        if site != "S":
+            raise NotAsked(f"recorded readings are of S; choose a lens that is read now for {site}")
+        table = book.readings(request, page)
+        return table if row is None else table[table.row == row]
+    rows = book.predicting_rows(request)
+    rows = rows[rows.position.isin(page)] if row is None else rows[rows.row == row]
+    return reader.read(book, str(lens), site, rows)
+
+
+def chosen_row(book: Book, request: int, position: int, row: object):
+    """The row of this number, or the canonical one at this position. Raises: NotAsked where there is none."""
+    rows = book.predicting_rows(request)
+    if row is not None:
+        found = rows[rows.row == number(row, "row")]
+    else:
+        found = rows[(rows.position == position) & (rows.status == "committed")]
+    if found.empty:
+        raise NotAsked(
+            f"request {request} has no reading at position {position}: readings begin at the prompt's last token, "
+            f"position {book.prompt_length(request) - 1}, and end before the newest token"
+        )
+    return found.iloc[0]
+
+
+def contributions(shelf: Shelf, reader: Reader, ask: Ask) -> Answer:
+    """Bars of what gave a row's logit, by layer and site. Raises: NotAsked, saying how to record what is missing."""
+    book = shelf.book(ask["run"])
+    missing = [site for site in "STC" if site not in book.run.sites]
+    if missing:
+        raise NotAsked(f"this run kept no {' and '.join(missing)}; record them with --capture STCZ, and what attention "
+                       "and MLP gave each logit can be told apart")  # fmt: skip
+    request = whole(ask["request"], "request", len(book.run.requests))
+    row = chosen_row(book, request, number(ask["position"], "position"), ask.get("row"))
+    figure = attribution(reader.attribution(book, int(row.row)))
+    figure.update_layout(margin=dict(l=52, r=8))
+    note = "The final norm's scale is held at the row's own; bars sum to the logit."
+    html = f"<h3>{figure.layout.title.text}</h3><p class='note'>{note}</p>"
+    return {"html": html, "graphs": graphs("gave", [figure], dark=ask.get("theme") == "dark")}

@@ -1,0 +1,26 @@
+"""What a Thinking States model thought of every chunk, and the chosen chunk in numbers."""
+
+from cacheprobe.dashboard.asking import Ask, number, whole
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.plots.text import markup
+from cacheprobe.plots.thoughts.card import chunk_parts
+from cacheprobe.plots.thoughts.columns import story_of
+from cacheprobe.plots.thoughts.picture import thoughts_block
+
+
+def view(shelf: Shelf, ask: Ask) -> str:
+    book = shelf.book(ask["run"])
+    request = whole(ask["request"], "request", len(book.run.requests))
+    thoughts = book.run.thoughts
+    if thoughts is None:
+        remedy = "Only a Thinking States model thinks while it reads; <code>cacheprobe demo</code> leaves a run of one."
+        return f"<h2>{markup(book.name)} wrote no thoughts</h2><p class='note'>{remedy}</p>"
+    if request not in set(thoughts.request_id):
+        return f"<h2>Request {request} wrote no thoughts</h2><p class='note'>It has no whole chunk.</p>"
+    story = story_of(thoughts, book.rows_of(request), book.events_of(request), request, book.run.token_texts)
+    last = int(book.events_of(request).step.max())
+    picture = thoughts_block(story, book.ledger(request, last), book.run.meta["thinking"])
+    step = None if ask.get("step") is None else number(ask["step"], "step")
+    thinking = book.run.meta["thinking"] or {}
+    title, card = chunk_parts(story, number(ask["position"], "position"), thinking, step)
+    return f"{picture}<h3>{markup(title)}</h3>{card}"

@@ -1,0 +1,18 @@
+"""Requests by step, a page of each."""
+
+from cacheprobe.dashboard.asking import Ask, number, span
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.plots.diagrams.timeline import MOST_REQUESTS, MOST_STEPS, timeline_piece
+
+
+def view(shelf: Shelf, ask: Ask) -> str:
+    book = shelf.book(ask["run"])
+    there = range(len(book.run.requests))
+    requests = [r for r in span(ask["requests"], "requests", MOST_REQUESTS) if r in there]
+    steps = span(ask["steps"], "steps", MOST_STEPS)
+    steps = range(steps.start, min(steps.stop, book.steps.stop))
+    piece = timeline_piece(
+        book.events_of_all(requests), requests, steps, there, book.steps, book.finding,
+        width=number(ask["width"], "width"), note=" A cell is one pass of one request; click one.",
+    )  # fmt: skip
+    return piece.html

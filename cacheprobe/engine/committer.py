@@ -1,0 +1,200 @@
+"""Commit, roll back, evict and end: the one place where a request's tokens and its cache rows change hands."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.noise import DRAFT_STREAM, gumbel_noise
+from cacheprobe.core.records import Finished, StepRecord, Verdict
+from cacheprobe.engine.choosing import JUDGES, Choice, choose_next, describe
+from cacheprobe.engine.model_runner import EngineError, Entry, PassRunner
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.ops.acceptance import find_ending
+from cacheprobe.ops.processors import target_probs
+from cacheprobe.ops.sampling import lowest_argmax
+
+
+class Books:
+    """What a pass means for its requests; tells the observer of every change."""
+
+    def __init__(self, passes: PassRunner, config: EngineConfig) -> None:
+        self.passes, self.config = passes, config
+        self.cache, self.observer = passes.cache, passes.observer
+        self._choices: dict[tuple[int, int], Choice] = {}
+        """By request and position, since the last report."""
+        self._logprobs: list[tuple[int, tuple[float, ...]]] = []
+
+    # -- choosing
+
+    def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
+        """The token that this request takes for `position` from logits [v], after the tokens `drafted`."""
+        with self._naming(state):
+            token_id = choose_next(state, logits, drafted, position)
+        self._note(state, position, token_id, logits)
+        return token_id
+
+    def draw_candidate(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
+        """A candidate for rejection sampling: drawn with noise of its own, its distribution kept for the verdict."""
+        assert state.sampling.seed is not None
+        with self._naming(state):
+            probs = target_probs(logits, state.sampling, [*state.token_ids, *drafted])
+            noise = gumbel_noise(state.sampling.seed, position, len(probs), stream=DRAFT_STREAM)
+            token_id = lowest_argmax(probs.log() + torch.from_numpy(noise))
+        state.draft_probs[position] = (token_id, probs)
+        self._note(state, position, token_id, logits)
+        return token_id
+
+    def judge(self, entry: Entry, logits: Tensor) -> Verdict:
+        """The verdict on a draft from logits [t, v] of its rows."""
+        state, draft, start = entry.state, tuple(entry.state.draft), entry.start + 1
+        logits = logits[: len(entry.token_ids)]
+        by = "equality" if state.request.is_deterministic else self.config.acceptance
+        with self._naming(state):
+            targets, n = JUDGES[by](state, logits, start)
+        for t, (token_id, row) in enumerate(zip(targets, logits, strict=True)):
+            self._note(state, start + t, token_id, row)
+        ending = find_ending(state.generated, draft[:n] + targets[n : n + 1], state.stop_rule, state.num_left)
+        return Verdict(state.request_id, self.passes.step, start, draft, targets, n, ending.num_kept, ending.finish)
+
+    def _note(self, state: SequenceState, position: int, token_id: int, logits: Tensor) -> None:
+        self._choices[state.request_id, position] = describe(token_id, logits)
+        self.observer.on_choice(state.request_id, self.passes.step, position, token_id, logits)
+
+    def _naming(self, state: SequenceState) -> "_Naming":
+        return _Naming(f"request {state.request_id} step {self.passes.step}", self.passes.model.name)
+
+    # -- committing
+
+    def settle(self, state: SequenceState, verdict: Verdict) -> None:
+        """Commit what a verdict allows; truncate the rows of what it rejected."""
+        frontier, committed = state.frontier, verdict.committed
+        self._truncate(state, frontier)
+        self.write_ledger(state, frontier, frontier + len(committed), "verified")
+        if verdict.is_rollback:
+            start = verdict.start + verdict.num_accepted
+            self.observer.on_rollback(state.request_id, verdict.step, start, verdict.start + len(state.draft))
+        self._keep_logprobs(state, verdict.start, len(committed))
+        own = "recovered" if verdict.is_rollback else "bonus"
+        roles = ["accepted"] * verdict.num_accepted + [own]
+        self._adapt(state, verdict)
+        state.commit(committed)
+        self.observer.on_commit(state.request_id, verdict.step, verdict.start, committed, roles[: len(committed)])
+        self._end(state, verdict.finish)
+
+    def commit_plain(self, state: SequenceState, token_id: int) -> tuple[int, ...]:
+        """Commit one token that needs no verdict: by a prefill, or by a request that is never verified."""
+        position = state.frontier + 1
+        self._keep_logprobs(state, position, 1)
+        ending = find_ending(state.generated, (token_id,), state.stop_rule, state.num_left)
+        state.commit((token_id,))
+        self.observer.on_commit(state.request_id, self.passes.step, position, (token_id,), ("committed",))
+        self._end(state, ending.finish)
+        return (token_id,)
+
+    def _keep_logprobs(self, state: SequenceState, start: int, count: int) -> None:
+        nats = tuple(self._choices[state.request_id, start + t].logprob_nats for t in range(count))
+        self._logprobs.append((state.request_id, nats))
+
+    def _adapt(self, state: SequenceState, verdict: Verdict) -> None:
+        """Two more candidates after a full match, one less after a mismatch.
+
+        Source: the "heuristic" schedule of transformers' assisted generation.
+        """
+        if state.draft_cap is None or self.config.draft_length != "adaptive" or not verdict.draft_token_ids:
+            return
+        longest = max(self.config.window - 1, 1)
+        state.draft_cap = max(state.draft_cap - 1, 1) if verdict.is_rollback else min(state.draft_cap + 2, longest)
+
+    def _end(self, state: SequenceState, reason: str | None) -> None:
+        if reason is not None:
+            state.finish = reason
+            finished = Finished(state.request_id, self.passes.step, reason, tuple(state.generated))
+            self.observer.on_finish(finished)
+
+    # -- leaving early
+
+    def stop(self, state: SequenceState, reason: str, error: str | None = None) -> None:
+        """End a request as it stands: its open draft is given up, what it committed stays."""
+        if error is None:
+            self._give_up_draft(state)
+        else:
+            self.clear_draft(state)
+            self.cache.scrub(state.row, 0)  # NaN may have come with an earlier pass than the one that failed of it
+        state.error = error
+        self._end(state, reason)
+
+    def clear_draft(self, state: SequenceState) -> None:
+        """After a failed pass: no draft, no cache slots beyond the committed ones, nothing left in them."""
+        self._give_up_draft(state)
+        self._truncate(state, min(state.frontier, int(self.cache.lengths[state.row])))
+        self.scrub(state)
+
+    def scrub(self, state: SequenceState) -> None:
+        """After a failed pass: nothing is left beyond what the request holds, pads included."""
+        self.cache.scrub(state.row, int(self.cache.lengths[state.row]))
+
+    def evict(self, state: SequenceState) -> None:
+        """Take a request's cache row away; it will be rebuilt through the same schedule."""
+        self._give_up_draft(state)
+        self._truncate(state, 0)
+        self.cache.release(state.row)
+        state.row, state.num_prefilled, state.num_rebuilt, state.prompt_logits = -1, 0, 0, None
+        self.observer.on_preempt(state.request_id, self.passes.step)
+
+    def _give_up_draft(self, state: SequenceState) -> None:
+        if state.draft:
+            start = state.frontier + 1
+            self.observer.on_give_up(state.request_id, self.passes.step, start, start + len(state.draft))
+        state.drop_draft()
+
+    # -- the ledger and the record
+
+    def write_ledger(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
+        """Slots start..end-1 of the request now hold real tokens."""
+        self.cache.extend(state.row, start, end, provenance)
+        self.observer.on_ledger(state.request_id, self.passes.step, start, end, provenance)
+
+    def _truncate(self, state: SequenceState, length: int) -> None:
+        held = int(self.cache.lengths[state.row])
+        if held > length:
+            self.cache.truncate(state.row, length)
+            self.observer.on_ledger(state.request_id, self.passes.step, length, held, "free")
+
+    def report(self, phase: str, states: Sequence[SequenceState], **outcome: tuple) -> None:
+        """The step's record, with the choices made since the last one."""
+        passes = self.passes
+        self.observer.on_step(
+            StepRecord(
+                passes.step,
+                phase,
+                passes.shape,
+                tuple(state.request_id for state in states),
+                passes.seconds,
+                logprobs=tuple(self._logprobs),
+                margins=tuple((r, choice.margin_nats) for (r, _), choice in self._choices.items()),
+                **outcome,
+            )
+        )
+        self.forget_choices()
+
+    def forget_choices(self) -> None:
+        """A step that failed chose nothing."""
+        self._choices, self._logprobs = {}, []
+
+
+class _Naming:
+    """A ValueError inside becomes an EngineError that names the request and the step."""
+
+    def __init__(self, where: str, model_name: str) -> None:
+        self.where, self.model_name = where, model_name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ValueError):
+            raise EngineError(
+                f"{self.where}: {error}; nothing of this step was committed; "
+                f"load {self.model_name} in float32 or check its weights"
+            ) from error

@@ -1,0 +1,269 @@
+"""One forward pass of the engine: rows and pads in, logits out, and every real row announced to the observer.
+
+Knows nothing about verdicts. A pass either happens whole or raises before anything was committed.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.records import ForwardRecord, Observer, RowSlot, Thought
+from cacheprobe.engine.watch import Difference, Watch
+from cacheprobe.interventions.editor import Editor, Slot, token_phase
+from cacheprobe.kvcache.cache import Copy, KVCache
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.attention.by_request import SPAN_STEP, Piece, Reach, reach_of_pass, reach_of_positions
+
+PAD_TOKEN_ID = 0
+"""Fed in pads and dummies. What it is cannot matter: nothing attends to them."""
+
+
+class EngineError(RuntimeError):
+    """A run that cannot go on. Names the request and the step; nothing of the failed pass was committed."""
+
+
+class ShapeFault(EngineError):
+    """A pass computed one request's tokens twice and got different bits: its shape is not reliable here."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one request feeds in a pass."""
+
+    state: SequenceState
+    token_ids: tuple[int, ...]
+    start: int
+    """Absolute position of the first token."""
+    is_canonical: bool
+    num_drafts: int = 0
+    """How many of the last tokens are candidates with an open verdict."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pass gave, and where in it each entry stands."""
+
+    out: Tensor
+    """What CachedLM.forward returned."""
+    batch_index: tuple[int, ...]
+    """Row b of the pass, for each entry."""
+
+
+class PassRunner:
+    """Runs passes over one cache and counts them: the step number is the pass's place in the run."""
+
+    def __init__(
+        self,
+        model: CachedLM,
+        cache: KVCache,
+        observer: Observer,
+        editor: Editor | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        """editor: changes states inside the model, and is told before each pass where every position stands.
+        watch: compares verify passes with themselves; by default their logits, keys and values.
+        """
+        self.model, self.cache, self.observer, self.editor = model, cache, observer, editor
+        self.step = -1
+        self.watch = watch or Watch()
+        self.seconds = 0.0
+        self.shape = (0, 0)
+
+    def skip(self) -> None:
+        """Count a step that ran no model."""
+        self.step += 1
+        self.shape, self.seconds = (0, 0), 0.0
+
+    def run(
+        self,
+        phase: str,
+        entries: Sequence[Entry],
+        width: int,
+        *,
+        batch: int | None = None,
+        num_layers: int | None = None,
+        logit_slots: Sequence[int] | None = None,
+        is_hidden: bool = False,
+    ) -> Outcome:
+        """Feed the entries in a [batch, width] pass, with pads behind each and dummy rows between them.
+
+        batch: rows of a fixed shape, in which attention runs over the whole capacity; None for one row an entry, in
+            whatever shape that is, with attention over what is in use.
+        is_hidden: the observer is not told: these rows were seen before.
+        Raises: EngineError where the shape would not be the one asked for, or where the model fails.
+        """
+        self.step += 1
+        longest = max(len(entry.token_ids) for entry in entries)
+        size = len(entries) if batch is None else batch
+        is_by_request = batch is not None and self.model.attends_by_request
+        taken = [entry.state.row for entry in entries]
+        rows = place_rows(taken, size, self.cache)
+        if rows is None or longest > width:
+            raise EngineError(
+                f"step {self.step}: {len(entries)} requests of up to {longest} tokens do not fit a {phase} pass of "
+                f"{size} x {width}"
+            )
+        index = {row: b for b, row in enumerate(rows)}
+        batch_index = tuple(index[row] for row in taken)
+        starts = [0] * size
+        token_ids = torch.full((size, width), PAD_TOKEN_ID, dtype=torch.long)
+        for b, entry in zip(batch_index, entries, strict=True):
+            starts[b] = entry.start
+            token_ids[b, : len(entry.token_ids)] = torch.tensor(entry.token_ids)
+        copy = None
+        states = [entry.state for entry in entries]
+        if phase == "verify" and size > len(entries) and num_layers is None:
+            feeds = [entry.token_ids for entry in entries]
+            copy = self.watch.place_copy(self.cache, states, feeds, batch_index, rows, starts, token_ids)
+        slots = tuple(_slots(entries, batch_index))
+        self.shape = (size, width)
+        began = time.perf_counter()
+        if not is_hidden:
+            self.observer.before_forward(self.step, phase, slots, self.shape)
+        if self.editor is not None:
+            self.editor.aim(self.step, _aims(phase, entries, batch_index), is_hidden)
+        reach = self._reach(phase, entries, batch_index, size, copy) if is_by_request else None
+        span = reach.span if reach else self.cache.capacity if batch is not None else max(starts) + width
+
+        def forward() -> Tensor:
+            return self.model.forward(
+                token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
+            )
+
+        try:
+            with self.cache.attending_to(span, reach, copy), self.watch.comparing(copy):
+                out = forward()
+                if copy is not None and not bool(torch.isfinite(out.amax(-1)).all()):
+                    copy = None  # told below: what is no number has no bits to compare
+                differs = None if copy is None else self.watch.difference(self.model, self.cache, copy, out, forward)
+        except Exception as error:
+            names = ", ".join(str(entry.state.request_id) for entry in entries)
+            raise EngineError(
+                f"step {self.step}: the {phase} pass of requests {names}, {size} x {width}, failed with "
+                f"{type(error).__name__}: {error!s:.200}; nothing of it was committed"
+            ) from error
+        finally:
+            if self.editor is not None:
+                self.editor.rest()
+        if copy is not None:
+            self.observer.on_compared(self.step, None if differs is None else str(differs))
+        if differs is not None:
+            raise ShapeFault(self._told(differs, entries, batch_index))
+        if phase == "verify":
+            self.watch.remember(states, batch_index, starts, out)
+        self._require_numbers(out, entries, batch_index, range(width) if logit_slots is None else logit_slots)
+        if not is_hidden:
+            logits = None if num_layers is not None or logit_slots is not None else out
+            rewritten = {} if self.editor is None else self.editor.rewritten
+            self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers, rewritten))
+        self._pass_on_thoughts(phase, entries, is_hidden)
+        self.seconds = time.perf_counter() - began
+        return Outcome(out, batch_index)
+
+    def _reach(
+        self, phase: str, entries: Sequence[Entry], batch_index: Sequence[int], size: int, copy: Copy | None
+    ) -> Reach:
+        """Which slots each request attends over: a token over the span of its own position, wherever in a window it
+        stands; all of a long chunk of a prompt over one span, since where it stands depends on the prompt alone."""
+        of = reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions
+        pieces: list[tuple[Piece, ...]] = [()] * size
+        for b, entry in zip(batch_index, entries, strict=True):
+            pieces[b] = of(entry.start, len(entry.token_ids), self.cache.capacity)
+        if copy is not None:
+            start = next(e.start for b, e in zip(batch_index, entries, strict=True) if b == copy.original)
+            pieces[copy.copy] = of(start - copy.shift, copy.shift + copy.num_tokens, self.cache.capacity)
+        return Reach(tuple(pieces))
+
+    def _told(self, differs: Difference, entries: Sequence[Entry], batch_index: Sequence[int]) -> str:
+        whose = next(e.state.request_id for b, e in zip(batch_index, entries, strict=True) if b == differs.original)
+        group, window = self.shape
+        return (
+            f"request {whose} step {self.step}: a verify pass of {group} x {window} rows computed its tokens twice, "
+            f"and {differs}; this shape does not give the same bits everywhere on this machine "
+            f"({torch.get_num_threads()} threads), so no deterministic request can go on in it; nothing of this step "
+            f"was committed; set another group or window, torch.set_num_threads(1), or path='bridge'"
+        )
+
+    def _pass_on_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
+        """Tell of the thoughts whose chunk ended in a real token; pads and dummies think too, to no effect."""
+        by_row = {entry.state.row: entry for entry in entries}
+        for made in self.cache.take_thoughts():
+            entry = by_row.get(made.row)
+            if is_hidden or entry is None or not entry.start <= made.end < entry.end:
+                continue
+            self.observer.on_thought(
+                Thought(
+                    entry.state.request_id,
+                    self.step,
+                    phase,
+                    (made.end + 1) // len(made.state) - 1,
+                    made.end,
+                    made.token_ids,
+                    made.has_ended,
+                    made.logprobs,
+                    made.first_logits,
+                    made.state,
+                )
+            )
+
+    def _require_numbers(
+        self, out: Tensor, entries: Sequence[Entry], batch_index: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Raises: EngineError where a request's logits, or states, have no finite best: before anyone sees them."""
+        best = out.amax(-1).cpu()
+        if bool(torch.isfinite(best).all()):
+            return
+        for entry, b in zip(entries, batch_index, strict=True):
+            own = [i for i, slot in enumerate(slots) if slot < len(entry.token_ids)]
+            own = own[-1:] if len(slots) < self.shape[1] else own  # of chosen slots, only the entry's last one is its
+            for i in own:
+                if not torch.isfinite(best[b, i]):
+                    raise EngineError(
+                        f"request {entry.state.request_id} step {self.step}: logits for position "
+                        f"{entry.start + slots[i] + 1} hold {'NaN' if torch.isnan(best[b, i]) else float(best[b, i])}; "
+                        f"nothing of this step was committed; load {self.model.name} in float32 or check its weights"
+                    )
+
+
+def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | None:
+    """Cache rows of a pass of `size` rows: those of its requests, then one free row for all dummies.
+
+    Where a row stands in a pass cannot change its bits. None where the requests are too many or no row is free.
+    """
+    if len(taken) == size:
+        return list(taken)
+    spare = next((row for row in range(cache.rows) if cache.is_free(row)), None)
+    return None if spare is None or len(taken) > size else [*taken, *[spare] * (size - len(taken))]
+
+
+def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot]:
+    return [
+        RowSlot(
+            entry.state.request_id,
+            b,
+            t,
+            entry.start + t,
+            token_id,
+            entry.is_canonical,
+            t >= len(entry.token_ids) - entry.num_drafts,
+        )
+        for b, entry in zip(batch_index, entries, strict=True)
+        for t, token_id in enumerate(entry.token_ids)
+    ]
+
+
+def _aims(phase: str, entries: Sequence[Entry], batch_index: Sequence[int]) -> list[Slot]:
+    """The same tokens in the same order as `_slots`, as an editor needs them."""
+    return [
+        Slot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, phase))
+        for b, e in zip(batch_index, entries, strict=True)
+        for t in range(len(e.token_ids))
+    ]

@@ -1,0 +1,303 @@
+"""The KV cache: preallocated rows, one length each, written by absolute position whatever the phase.
+
+Knows nothing about models or requests. A row is one sequence's place; a slot is one position of it.
+
+    slots   0 ........ length-1 | length ........ capacity-1
+            in use, attended    | stale but finite: pads and rejected drafts; masked until written again
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cacheprobe.kvcache.head_masks import HiddenParts
+from cacheprobe.kvcache.ledger import CacheIntegrityError, Ledger
+from cacheprobe.ops.attention.by_request import Reach
+from cacheprobe.ops.equality import bitwise
+
+_SPAN_STEP = 32
+"""Slots by which attention's span grows: fewer spans are fewer shapes."""
+
+_ALIGNED_SLOTS = 64
+"""Each row's slots take up a multiple of these in memory: every row and head then begins at an address that is a
+multiple of 64 bytes, on which some libraries' sums depend."""
+
+_FEW_ROWS = 4
+"""Up to so many rows are written slice by slice, which is quicker than an index of every slot."""
+
+
+class Copy(NamedTuple):
+    """A batch row of a pass that computes another one's tokens again, to be compared with it."""
+
+    original: int
+    copy: int
+    shift: int
+    """Slots by which the copy's tokens stand later than the original's."""
+    num_tokens: int
+    """Tokens of the pass to compare."""
+    num_again: int = 0
+    """Tokens before them to compare with what the cache holds, which an earlier pass computed."""
+
+
+class KVCache:
+    """Keys and values of every layer, [rows, heads, capacity, d] each, with per-row lengths and a ledger."""
+
+    can_compute_twice = True
+    """Whether two batch rows of a pass may stand for one cache row: a model may write more than keys and values."""
+
+    def __init__(
+        self,
+        rows: int,
+        capacity: int,
+        layer_shapes: Sequence[tuple[int, int, int]],
+        dtype: torch.dtype,
+        device: "torch.device | str | Sequence[torch.device]" = "cpu",
+    ) -> None:
+        """layer_shapes: (heads, key width, value width) of each layer.  device: of all layers, or of each.
+
+        Zeros and never `empty`: a NaN in a masked slot would poison every row's attention.
+        """
+        self.rows, self.capacity = rows, capacity
+        of_one = isinstance(device, str | torch.device)
+        places = list(zip(layer_shapes, [device] * len(layer_shapes) if of_one else device, strict=True))
+        self.keys = [_slots(rows, h, capacity, dk, dtype, at) for (h, dk, _), at in places]
+        self.values = [_slots(rows, h, capacity, dv, dtype, at) for (h, _, dv), at in places]
+        self.span = capacity
+        """Slots that attention runs over: all of them where bits are promised, fewer where nothing lies beyond."""
+        self.reach: Reach | None = None
+        """Where attention is computed request by request: which slots each request's attention runs over."""
+        self.copy: Copy | None = None
+        """In the pass at hand, a batch row that computes another one's tokens again."""
+        self.copy_differs_at: list[tuple[int, str]] = []
+        """(layer, "keys" or "values") where the copy of the pass at hand computed other bits than the original."""
+        self.lengths = torch.zeros(rows, dtype=torch.long)
+        self.prompt_lengths = torch.zeros(rows, dtype=torch.long)
+        """How many of a row's positions are prompt, for models that read a prompt in another way than they write."""
+        self.hidden = torch.zeros(rows, capacity, dtype=torch.bool)
+        """Slots that no later token attends to: cache surgery hides them."""
+        self.hidden_parts = HiddenParts(capacity)
+        """The same in some layers or heads alone."""
+        self.ledger = Ledger(rows, capacity)
+        self._taken = [False] * rows
+        self._staged: tuple[Tensor, Tensor, slice | Tensor] | None = None
+        self._staged_places: list[tuple[int, int]] = []
+        self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def __repr__(self) -> str:
+        used = f"{sum(self._taken)} of {self.rows} rows, {int(self.lengths.sum())} slots in use"
+        return f"KVCache({len(self.keys)} layers, {used}, capacity {self.capacity}, {self.cache_bytes / 2**20:.0f} MiB)"
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    @property
+    def num_free_rows(self) -> int:
+        return self._taken.count(False)
+
+    def is_free(self, row: int) -> bool:
+        return not self._taken[row]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """The first `length` slots of one row into another, which then holds them with the same provenance."""
+        if length > int(self.lengths[source]):
+            raise CacheIntegrityError(f"cache row {source} holds {int(self.lengths[source])} slots, not {length}")
+        for held in (*self.keys, *self.values):
+            held[target, :, :length] = held[source, :, :length]
+        self.ledger.codes[target, :length] = self.ledger.codes[source, :length]
+        self.lengths[target] = length
+
+    def allocate(self) -> int:
+        """Take the lowest free row. Raises: CacheIntegrityError when none is left."""
+        if not self.num_free_rows:
+            raise CacheIntegrityError(f"all {self.rows} cache rows are taken; a row was not released, or rows= is low")
+        row = self._taken.index(False)
+        self._taken[row] = True
+        return row
+
+    def release(self, row: int) -> None:
+        """Give the row back; its content stays, stale and masked."""
+        if not self._taken[row]:
+            raise CacheIntegrityError(f"cache row {row} was released twice")
+        self.truncate(row, 0)
+        self.prompt_lengths[row] = 0
+        self._taken[row] = False
+
+    def stage(self, rows: Sequence[int], starts: Sequence[int], width: int) -> Int[Tensor, "b t"]:
+        """Say where the next forward writes: token slot t of batch row b goes to position starts[b] + t of rows[b].
+
+        Returns the absolute positions [b, t]. Pads included, so start + width must fit the capacity. A free row may
+        stand there several times: what dummies write is never read.
+        """
+        start = torch.tensor(starts, dtype=torch.long)
+        written = [row for b, row in enumerate(rows) if not (self.copy and b == self.copy.copy) and self._taken[row]]
+        if len(rows) != len(start) or len(set(written)) != len(written):
+            raise ValueError(f"a forward needs one start for each of its rows, each row once; got {rows} and {starts}")
+        if int(start.max()) + width > self.capacity or int(start.min()) < 0:
+            raise ValueError(
+                f"cache rows {list(rows)} at positions {list(starts)} + {width} slots leave the capacity of "
+                f"{self.capacity}; set capacity={int(start.max()) + width} or more"
+            )
+        positions = start[:, None] + torch.arange(width)
+        row_index = torch.tensor(list(rows), dtype=torch.long)[:, None]
+        first = rows[0]
+        is_run = list(rows) == list(range(first, first + len(rows)))
+        self._staged = (positions, row_index, slice(first, first + len(rows)) if is_run else row_index[:, 0])
+        self._staged_places = list(zip(rows, map(int, starts), strict=True))
+        self.copy_differs_at.clear()
+        return positions
+
+    def write(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> tuple[Tensor, Tensor]:
+        """Store new keys and values at the staged positions; returns the rows' whole span, [b, h, s, d] each."""
+        rows = self.store(layer, k, v)
+        return self.keys[layer][:, :, : self.span][rows], self.values[layer][:, :, : self.span][rows]
+
+    def store(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> slice | Tensor:
+        """Store new keys and values at the staged positions; returns the index of the staged rows.
+
+        Those of a copy are compared with the original's and not stored: both stand for the same slots.
+        """
+        if self._staged is None:
+            raise CacheIntegrityError(f"layer {layer} wrote to the cache without a staged position")
+        self.hidden_parts.enter(layer)
+        positions, row_index, rows = self._staged
+        keys, values = self.keys[layer], self.values[layer]
+        if k.shape[0] != positions.shape[0] or k.shape[2] != positions.shape[1]:
+            raise CacheIntegrityError(f"layer {layer} wrote {tuple(k.shape)} for staged {tuple(positions.shape)}")
+        if self.copy is not None:
+            self._compare(layer, self.copy, k, v)
+        if len(positions) <= _FEW_ROWS:
+            width = positions.shape[1]
+            for b, (row, start) in enumerate(self._staged_places):
+                if self.copy is None or b != self.copy.copy:
+                    keys[row, :, start : start + width] = k[b]
+                    values[row, :, start : start + width] = v[b]
+        else:
+            if self.copy is not None:  # it is the last row of its pass
+                positions, row_index, k, v = positions[:-1], row_index[:-1], k[:-1], v[:-1]
+            keys[row_index, :, positions] = k.transpose(1, 2)
+            values[row_index, :, positions] = v.transpose(1, 2)
+        return rows
+
+    def _compare(self, layer: int, copy: Copy, k: Tensor, v: Tensor) -> None:
+        row, start = self._staged_places[copy.original]
+        for name, made, held in (("keys", k, self.keys[layer]), ("values", v, self.values[layer])):
+            ours = made[copy.original, :, : copy.num_tokens]
+            again = made[copy.copy, :, copy.shift : copy.shift + copy.num_tokens]
+            stored = held[row, :, start - copy.num_again : start]
+            made_again = made[copy.copy, :, copy.shift - copy.num_again : copy.shift]
+            if not (bitwise(ours, again) and bitwise(stored, made_again)):
+                self.copy_differs_at.append((layer, name))
+
+    def row_view(self, layer: int, batch_row: int, span: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, h, span, d] of the first slots of a staged row; views, made once."""
+        row, _ = self._staged_places[batch_row]
+        key = layer, row, span
+        if key not in self._views:
+            keys, values = self.keys[layer], self.values[layer]
+            self._views[key] = keys[row : row + 1, :, :span], values[row : row + 1, :, :span]
+        return self._views[key]
+
+    @contextmanager
+    def attending_to(self, num_slots: int, reach: Reach | None = None, copy: Copy | None = None) -> Iterator[None]:
+        """For the passes inside the `with`: attention runs over no more slots than it takes to hold `num_slots`.
+
+        Sums may have other bits than over all slots. reach: attention is computed request by request, over these
+        slots. copy: one batch row, the last, computes another one's tokens again.
+        """
+        self.span = min(-(-num_slots // _SPAN_STEP) * _SPAN_STEP, self.capacity)
+        self.reach, self.copy = reach, copy
+        try:
+            yield
+        finally:
+            self.span, self.reach, self.copy = self.capacity, None, None
+
+    def take_thoughts(self) -> list[Any]:
+        """Thoughts that the last forward made, each once; a plain cache has none."""
+        return []
+
+    def unstage(self) -> None:
+        self._staged = None
+        self.hidden_parts.leave()
+
+    def extend(self, row: int, start: int, end: int, provenance: str) -> None:
+        """Slots start..end-1 hold real tokens now. They may rewrite used slots, and may not leave a hole."""
+        if not 0 <= start <= int(self.lengths[row]) or end > self.capacity or end < start:
+            raise CacheIntegrityError(
+                f"cache row {row} of length {int(self.lengths[row])} cannot take slots {start} to {end}"
+            )
+        self.ledger.mark(row, start, end, provenance)
+        self.lengths[row] = max(int(self.lengths[row]), end)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget the slots from `length` on. Growing by truncation is an error."""
+        if not 0 <= length <= int(self.lengths[row]):
+            raise CacheIntegrityError(f"cannot truncate cache row {row} of length {int(self.lengths[row])} to {length}")
+        self.ledger.mark(row, length, int(self.lengths[row]), "free")
+        self.hidden[row, length:] = False
+        self.hidden_parts.truncate(row, length)
+        self.lengths[row] = length
+
+    def scrub(self, row: int, start: int) -> None:
+        """Zero a row's slots from `start` on: a failed pass may have left NaN there, which no mask hides."""
+        for held in (*self.keys, *self.values):
+            held[row, :, start:] = 0
+
+    def mask(
+        self,
+        positions: Int[Tensor, "b t"],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        window: int | None = None,
+    ) -> Tensor:
+        """[b, 1, t, s] additive causal mask over the whole span: 0 to attend, the dtype's minimum elsewhere.
+
+        window: how many positions a token sees, its own included; None for all up to its own.
+        Additive and never boolean: Hugging Face's eager attention adds a boolean mask to the scores, silently wrong.
+        """
+        slots = torch.arange(self.span)
+        hidden = slots > positions[..., None]
+        if window is not None:
+            hidden |= slots <= positions[..., None] - window
+        if self._staged is not None and bool((gone := self.hidden[self._staged[1][:, 0], : self.span]).any()):
+            hidden |= gone[:, None] & (slots != positions[..., None])
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+        return mask[:, None].to(device)
+
+    def mask_by_layer(self, mask: Tensor, num_heads: int) -> Tensor:
+        """The mask, [b, 1, t, s], made [b, num_heads, t, s] and set anew by each layer's write where parts are hidden.
+
+        Raises: ValueError where layers are on several devices, which would each take a copy.
+        """
+        rows = [row for row, _ in self._staged_places]
+        if self._staged is None or not self.hidden_parts.concern(rows):
+            return mask
+        if len({held.device for held in self.keys}) > 1:
+            raise ValueError("rows masked in some layers or heads need a model on one device; hide them in all layers")
+        return self.hidden_parts.follow(mask, rows, num_heads)
+
+    def check_integrity(self) -> None:
+        """Raise CacheIntegrityError unless lengths and ledger agree, free rows are empty and every slot is finite."""
+        self.ledger.check(self.lengths)
+        for row, taken in enumerate(self._taken):
+            if not taken and int(self.lengths[row]):
+                raise CacheIntegrityError(f"cache row {row} is free but has length {int(self.lengths[row])}")
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            for name, held in (("keys", keys), ("values", values)):
+                if not _is_finite(held):
+                    raise CacheIntegrityError(f"layer {layer}: the cache's {name} hold NaN or infinity")
+
+
+def _is_finite(held: Tensor) -> bool:
+    """Whether every number is: then, but for an overflow, their sum is, which takes a tenth of the time to find."""
+    return bool(torch.isfinite(held.sum(dtype=torch.float32))) or bool(torch.isfinite(held).all())
+
+
+def _slots(rows: int, heads: int, capacity: int, width: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """Zeros [rows, heads, capacity, width], of which each row and head begins at a multiple of 64 bytes."""
+    held = -(-capacity // _ALIGNED_SLOTS) * _ALIGNED_SLOTS
+    return torch.zeros(rows, heads, held, width, dtype=dtype, device=device)[:, :, :capacity]

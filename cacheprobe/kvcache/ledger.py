@@ -1,0 +1,38 @@
+"""Who wrote every cache row: free, prefill, decoded, provisional or verified."""
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.records import PROVENANCES
+
+CODES = {name: code for code, name in enumerate(PROVENANCES)}
+
+
+class CacheIntegrityError(RuntimeError):
+    """The cache's lengths and its ledger contradict each other, or a slot holds something that is not finite."""
+
+
+class Ledger:
+    """[rows, capacity] provenance codes. Rows are written contiguously, so the used part has no hole."""
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.codes = torch.zeros(rows, capacity, dtype=torch.uint8)
+
+    def mark(self, row: int, start: int, end: int, provenance: str) -> None:
+        """Slots start..end-1 of the row now have this provenance."""
+        self.codes[row, start:end] = CODES[provenance]
+
+    def names(self, row: int, length: int) -> list[str]:
+        return [PROVENANCES[code] for code in self.codes[row, :length].tolist()]
+
+    def check(self, lengths: Tensor) -> None:
+        """Raise unless exactly the slots below each row's length are in use."""
+        used = self.codes != CODES["free"]
+        expected = torch.arange(self.codes.shape[1]) < lengths[:, None]
+        wrong = (used != expected).nonzero()
+        if len(wrong):
+            row, slot = wrong[0].tolist()
+            raise CacheIntegrityError(
+                f"cache row {row} has length {int(lengths[row])}, but its slot {slot} is "
+                f"{PROVENANCES[int(self.codes[row, slot])]}"
+            )

@@ -1,0 +1,271 @@
+"""Cache surgery: the keys and values of one request taken out of a cache, changed, compared, and put into another.
+
+`CacheRows` are values: every operation returns new ones, so that many requests can go on from the same rows.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.head_masks import Place
+
+EDITED = "edited"
+
+
+@dataclass(frozen=True, eq=False)
+class CacheRows:
+    """What a cache holds of a text's first positions, 0 to len - 1.
+
+    Keys carry their rotary turn, so a row means something at its own position alone.
+    """
+
+    token_ids: tuple[int, ...]
+    """The text that the rows were read from."""
+    keys: tuple[Tensor, ...] = field(repr=False)
+    """[h, s, d] of each layer."""
+    values: tuple[Tensor, ...] = field(repr=False)
+    provenance: tuple[str, ...] = field(repr=False)
+    """Of each position, as in the ledger; "edited" where anything was changed."""
+    hidden: frozenset[int] = frozenset()
+    """Positions that no later token attends to."""
+    hidden_parts: frozenset[Place] = field(default=frozenset(), repr=False)
+    """(layer, head, position) that no later token attends to there."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def digest(self) -> str:
+        """SHA-256 over tokens, keys, values and what is hidden."""
+        said = (self.token_ids, sorted(self.hidden), *([sorted(self.hidden_parts)] if self.hidden_parts else []))
+        digest = hashlib.sha256(repr(said).encode())
+        for held in (*self.keys, *self.values):
+            digest.update(f"{held.dtype} {tuple(held.shape)}".encode())
+            digest.update(held.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def cut(self, length: int) -> "CacheRows":
+        """The first `length` positions alone. Raises: ValueError for a length that they do not have."""
+        if not 1 <= length <= len(self):
+            raise ValueError(f"rows of {len(self)} positions cannot be cut to {length}; give 1 to {len(self)}")
+        keys, values = (tuple(held[:, :length] for held in part) for part in (self.keys, self.values))
+        hidden = frozenset(p for p in self.hidden if p < length)
+        parts = frozenset(place for place in self.hidden_parts if place[2] < length)
+        return CacheRows(self.token_ids[:length], keys, values, self.provenance[:length], hidden, parts)
+
+    def edited(
+        self,
+        change: Callable[[Tensor], Tensor],
+        positions: "int | Iterable[int]",
+        *,
+        layers: "int | Iterable[int] | None" = None,
+        heads: "int | Iterable[int] | None" = None,
+        parts: str = "KV",
+    ) -> "CacheRows":
+        """`change` of the chosen rows, [h, s, d] for each layer and part, takes their place.
+
+        layers, heads: None for all; heads are those of keys and values, fewer than the queries' where they are shared.
+        parts: K, V or both.  Raises: ValueError for a place that there is not, for another shape, and for a result
+        that is not finite: a mask is added to scores, and hides no NaN.
+        """
+
+        def changed(layer: int, part: str, old: Tensor) -> Tensor:
+            new = change(old.clone())
+            if new.shape != old.shape:
+                raise ValueError(
+                    f"layer {layer} {part}: the change made {list(new.shape)} of {list(old.shape)}; return as many "
+                    "rows, of the same width, as were given"
+                )
+            return new
+
+        return self._with(changed, positions, layers, heads, parts)
+
+    def spliced(
+        self,
+        donor: "CacheRows",
+        positions: "int | Iterable[int]",
+        *,
+        layers: "int | Iterable[int] | None" = None,
+        heads: "int | Iterable[int] | None" = None,
+        parts: str = "KV",
+    ) -> "CacheRows":
+        """The donor's keys and values at these positions in place of the own ones; the text stays.
+
+        Raises: ValueError for a donor of another length or model, and for a place that there is not.
+        """
+        _require_alike(self, donor)
+        where = list(_numbers(positions, len(self), "position"))
+        chosen = list(self._heads(0, heads))
+
+        def taken(layer: int, part: str, old: Tensor) -> Tensor:
+            source = donor.keys if part == "K" else donor.values
+            return source[layer][chosen][:, where]
+
+        return self._with(taken, where, layers, heads, parts)
+
+    def masked(
+        self,
+        positions: "int | Iterable[int]",
+        *,
+        layers: "int | Iterable[int] | None" = None,
+        heads: "int | Iterable[int] | None" = None,
+    ) -> "CacheRows":
+        """No later token attends to these positions, in these layers and heads.
+
+        layers, heads: None for all; heads are those of keys and values: all queries that share one are cut off.
+        Twin: tests.test_masked_parts: attention patterns cut by hooks in a whole forward without a cache.
+        Raises: ValueError for a place that there is not.
+        """
+        where = _numbers(positions, len(self), "position")
+        provenance = _marked(self.provenance, where)
+        if layers is None and heads is None:
+            return replace(self, hidden=self.hidden | set(where), provenance=provenance)
+        parts = {
+            (layer, head, position)
+            for layer in self._layers(layers)
+            for head in self._heads(layer, heads)
+            for position in where
+        }
+        return replace(self, hidden_parts=self.hidden_parts | parts, provenance=provenance)
+
+    def _layers(self, layers: "int | Iterable[int] | None") -> Iterable[int]:
+        return range(len(self.keys)) if layers is None else _numbers(layers, len(self.keys), "layer")
+
+    def _heads(self, layer: int, heads: "int | Iterable[int] | None") -> Iterable[int]:
+        count = self.keys[layer].shape[0]
+        return range(count) if heads is None else _numbers(heads, count, "head")
+
+    def _with(
+        self, change: Callable[[int, str, Tensor], Tensor], positions: Any, layers: Any, heads: Any, parts: str
+    ) -> "CacheRows":
+        if not parts or set(parts) - set("KV"):
+            raise ValueError(f"unknown parts {parts!r}; give K, V or KV")
+        where = _numbers(positions, len(self), "position")
+        held = {"K": list(self.keys), "V": list(self.values)}
+        for layer in self._layers(layers):
+            index = torch.tensor(list(self._heads(layer, heads)))
+            for part in parts:
+                tensor = held[part][layer].clone()
+                place = (index[:, None], torch.tensor(where)[None])
+                tensor[place] = change(layer, part, tensor[place]).to(tensor.dtype)
+                if not bool(torch.isfinite(tensor[place]).all()):
+                    raise ValueError(
+                        f"the edit of {part} in layer {layer} at positions {list(where)} is NaN or infinite in "
+                        f"{tensor.dtype}: attention would be poisoned even where the slot is masked; give finite "
+                        "numbers, or use masked() to hide positions"
+                    )
+                held[part][layer] = tensor
+        return replace(self, keys=tuple(held["K"]), values=tuple(held["V"]), provenance=_marked(self.provenance, where))
+
+
+def take_rows(cache: KVCache, row: int, token_ids: Iterable[int]) -> CacheRows:
+    """A copy of what the cache row holds of these tokens, its first ones.
+
+    Raises: ValueError for more tokens than are cached, and for a cache that holds more than keys and values.
+    """
+    token_ids = tuple(token_ids)
+    require_plain(cache)
+    if not 1 <= len(token_ids) <= int(cache.lengths[row]):
+        raise ValueError(f"cache row {row} holds {int(cache.lengths[row])} positions, not {len(token_ids)}")
+    keys, values = (
+        tuple(held[row, :, : len(token_ids)].clone() for held in part) for part in (cache.keys, cache.values)
+    )
+    hidden = frozenset(cache.hidden[row, : len(token_ids)].nonzero().flatten().tolist())
+    parts = cache.hidden_parts.of(row, len(token_ids))
+    return CacheRows(token_ids, keys, values, tuple(cache.ledger.names(row, len(token_ids))), hidden, parts)
+
+
+def put_rows(rows: CacheRows, cache: KVCache, row: int) -> None:
+    """Write keys, values and what is hidden into a cache row; lengths and ledger are the caller's.
+
+    Raises: ValueError where the cache has other shapes or another dtype.
+    """
+    require_fit(rows, cache)
+    for ours, theirs in ((rows.keys, cache.keys), (rows.values, cache.values)):
+        for source, target in zip(ours, theirs, strict=True):
+            target[row, :, : len(rows)] = source
+    cache.hidden[row] = False
+    cache.hidden[row, sorted(rows.hidden)] = True
+    cache.hidden_parts.put(row, rows.hidden_parts, [held.shape[0] for held in rows.keys])
+
+
+def require_fit(rows: CacheRows, cache: KVCache) -> None:
+    """Raises: ValueError unless the cache holds rows of these shapes and this dtype, and every number is finite."""
+    require_plain(cache)
+    for name, part in (("keys", rows.keys), ("values", rows.values)):
+        if bad := [layer for layer, held in enumerate(part) if not bool(torch.isfinite(held).all())]:
+            raise ValueError(
+                f"the rows' {name} of layer {bad[0]} hold NaN or infinity, which poisons attention even where they are "
+                "masked; change rows with edited(), which refuses that, or take them anew"
+            )
+    ours = [(held.dtype, held.shape[0], held.shape[2]) for held in (*rows.keys, *rows.values)]
+    theirs = [(held.dtype, held.shape[1], held.shape[3]) for held in (*cache.keys, *cache.values)]
+    if ours != theirs:
+        raise ValueError(
+            f"cache rows of {len(rows.keys)} layers, {ours[0][1]} x {ours[0][2]} in {ours[0][0]}, do not fit a model "
+            f"of {len(cache.keys)} layers, {theirs[0][1]} x {theirs[0][2]} in {theirs[0][0]}; take them from this model"
+        )
+
+
+def diff_rows(a: CacheRows, b: CacheRows) -> Any:
+    """Tidy table of where two caches differ: one row for each layer, head and position.
+
+    Columns: layer, head, position, key and value: the length of the difference over that of a's row (0 where equal).
+    Raises: ValueError for rows of different length or model.
+    """
+    import pandas as pd
+
+    _require_alike(a, b)
+    parts = []
+    for layer in range(len(a.keys)):
+        far = [_relative(x[layer], y[layer]) for x, y in ((a.keys, b.keys), (a.values, b.values))]
+        heads, length = far[0].shape
+        index = pd.MultiIndex.from_product([[layer], range(heads), range(length)], names=["layer", "head", "position"])
+        parts.append(pd.DataFrame({"key": far[0].flatten(), "value": far[1].flatten()}, index=index).reset_index())
+    return pd.concat(parts, ignore_index=True)
+
+
+def _relative(a: Tensor, b: Tensor) -> Tensor:
+    a, b = a.double().cpu(), b.double().cpu()
+    return (a - b).norm(dim=-1) / a.norm(dim=-1).clamp(min=1e-30)
+
+
+def require_plain(cache: KVCache) -> None:
+    """Raises: ValueError for a cache that holds more than keys and values."""
+    if type(cache) is not KVCache:
+        raise ValueError(
+            f"a {type(cache).__name__} holds more than keys and values, which surgery would leave behind; use a model "
+            "whose only memory is keys and values"
+        )
+
+
+def _require_alike(a: CacheRows, b: CacheRows) -> None:
+    if len(a) != len(b):
+        raise ValueError(
+            f"rows of {len(a)} and {len(b)} positions: the same position does not mean the same in both; cut() the "
+            "longer one, or use texts of one length"
+        )
+    shapes = [[(held.shape, held.dtype) for held in (*rows.keys, *rows.values)] for rows in (a, b)]
+    if shapes[0] != shapes[1]:
+        ours, theirs = (f"{len(one) // 2} layers, {list(one[0][0])} in {one[0][1]}" for one in shapes)
+        raise ValueError(
+            f"rows of {ours} and of {theirs} are of different models or dtypes, and cannot be joined or compared; take "
+            "both from one model"
+        )
+
+
+def _marked(provenance: tuple[str, ...], where: Iterable[int]) -> tuple[str, ...]:
+    return tuple(EDITED if p in set(where) else name for p, name in enumerate(provenance))
+
+
+def _numbers(given: Any, count: int, noun: str) -> tuple[int, ...]:
+    listed = tuple(int(x) for x in given) if isinstance(given, Iterable) else (int(given),)
+    if not listed:
+        raise ValueError(f"there is no {noun}, so nothing would change; give at least one")
+    if bad := [x for x in listed if not 0 <= x < count]:
+        raise ValueError(f"{noun} {bad[0]} lies outside the rows, which have {noun}s 0 to {count - 1}")
+    return tuple(dict.fromkeys(listed))

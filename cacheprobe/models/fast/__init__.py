@@ -1,0 +1,1 @@
+"""The fast forward of Hugging Face models, which records and does not edit."""

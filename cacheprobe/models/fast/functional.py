@@ -1,0 +1,201 @@
+"""The forward of llama-like decoders without their modules: the same operations in the same order, on our cache.
+
+Modules, decorators, keyword arguments and a cache interface cost a small model more than its arithmetic does.
+Knows nothing about hooks: whoever listens is handed in.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import linear
+
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.fast.fused_linear import Product, Together, Tried
+from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
+from cacheprobe.ops.compiled.block import CompiledBlock
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+Listeners = Mapping[tuple[str, int], Sequence[Callable[[Tensor], object]]]
+"""By (site, layer), of sites pre, S, T and C."""
+
+
+class _Linear(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Norm(NamedTuple):
+    weight: Tensor
+    eps: float
+
+
+class _Block(NamedTuple):
+    before_attention: _Norm
+    qkv: Together
+    q_norm: _Norm | None
+    k_norm: _Norm | None
+    o: _Linear
+    before_mlp: _Norm
+    gate_up: Together
+    down: _Linear
+    activation: Callable[[Tensor], Tensor]
+    kind: str
+    """Of its mask, where the config lists kinds of layers."""
+
+
+class LeanForward:
+    """A plain model's forward over a KVCache.
+
+    Twin: the model's own modules (`TwinLM` with lean=False), bitwise, for logits, states, keys and values.
+    """
+
+    def __init__(self, model: Any, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
+        """product: what makes values weight^T + bias.  compiled: what norms and rotates, for torch's own operations.
+
+        Tensors of the model are not copied; those of one input may be moved behind each other.
+        """
+        self.model, self.product = model, product
+        self._rms_norm = partial(_compiled_norm, compiled) if compiled else _rms_norm
+        self._turned = partial(_compiled_turn, compiled) if compiled else _turned
+        config, decoder = model.config, model.model
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
+        tried: Tried = {}
+        self.blocks = [_block(layer, kind, product, tried) for layer, kind in zip(decoder.layers, kinds, strict=True)]
+        attention = decoder.layers[0].self_attn
+        self.d_head, self.scale = int(attention.head_dim), float(attention.scaling)
+        self.norm, self.unembed = _norm(decoder.norm), _linear(model.lm_head)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the weights are where they were."""
+        of_one_input = (group for block in self.blocks for group in (block.qkv, block.gate_up))
+        return all(group.is_current for group in of_one_input)
+
+    @staticmethod
+    def takes(model: Any) -> bool:
+        """Whether the model is of a family that is computed here, with fused attention."""
+        return type(model).__name__ in FAMILIES and model.config._attn_implementation == ATTENTION
+
+    def __call__(
+        self,
+        token_ids: Int[Tensor, "b t"],
+        cache: KVCache,
+        position_ids: Int[Tensor, "b t"],
+        masks: Tensor | Mapping[str, Tensor],
+        listeners: Listeners,
+        num_layers: int | None = None,
+        logit_slots: Sequence[int] | None = None,
+    ) -> Float[Tensor, "b n d"]:
+        """Logits [b, t, v], of `logit_slots` alone where they are given; or the stream [b, t, m] after `num_layers`.
+
+        Writes keys and values at the positions that the cache has staged.
+        """
+        stream = self.model.model.embed_tokens(token_ids)
+        turn = _turn(*self.model.model.rotary_emb(stream, position_ids=position_ids))
+        if num_layers == 0:
+            tell(listeners, "pre", 0, stream)
+            return stream
+        for layer, block in enumerate(self.blocks[:num_layers]):
+            tell(listeners, "pre", layer, stream)
+            mask = masks if isinstance(masks, Tensor) else masks[block.kind]
+            stream = self._block(layer, block, stream, cache, turn, mask, listeners)
+            tell(listeners, "S", layer, stream)
+        if num_layers is not None:
+            return stream
+        last = self._rms_norm(stream, self.norm)
+        if logit_slots is not None:
+            last = last[:, torch.tensor(list(logit_slots), device=last.device)]
+        return self.product(last, *self.unembed)
+
+    def _block(
+        self,
+        layer: int,
+        block: _Block,
+        stream: Tensor,
+        cache: KVCache,
+        turn: tuple[Tensor, Tensor],
+        mask: Tensor,
+        listeners: Listeners,
+    ) -> Tensor:
+        product, heads = self.product, (*stream.shape[:2], -1, self.d_head)
+        read = self._rms_norm(stream, block.before_attention)
+        q, k, v = (part.view(heads) for part in block.qkv(read))
+        if block.q_norm is not None and block.k_norm is not None:
+            q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
+        q, k = self._turned(q, k, turn)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        attended = product(attend_over_cache(cache, layer, q, k, v, mask, self.scale), *block.o)
+        tell(listeners, "T", layer, attended)
+        stream = stream + attended
+        read = self._rms_norm(stream, block.before_mlp)
+        gate, up = block.gate_up(read)
+        # a strided tensor is cut elsewhere between threads and lanes, whose exponentials differ in their last bits
+        written = product(block.activation(gate.contiguous()) * up, *block.down)
+        tell(listeners, "C", layer, written)
+        return stream + written
+
+
+def tell(listeners: Listeners, site: str, layer: int, value: Tensor) -> None:
+    """Every listener of that place hears the value."""
+    for hear in listeners.get((site, layer), ()):
+        hear(value)
+
+
+def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
+    """The mean square in float32, of float64 in float64; the product with the weight in the model's type."""
+    wide = values if values.dtype == torch.float64 else values.float()
+    scale = wide.pow(2).mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
+    scaled = wide.mul_(scale) if wide is not values else wide * scale
+    return norm.weight * scaled.to(values.dtype)
+
+
+def _turn(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """[b, t, 1, d] each. The sign of a rotation's first half goes to the sine: (-x) s is x (-s), bit for bit."""
+    first, second = sin.chunk(2, -1)
+    return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
+
+
+def _turned(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], turn: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+    cos, sin = turn
+    both = torch.cat((q, k), 2)
+    first, second = both.chunk(2, -1)
+    turned = (both * cos).add_(torch.cat((second, first), -1).mul_(sin))
+    return turned.split((q.shape[2], k.shape[2]), 2)
+
+
+def _compiled_norm(compiled: CompiledBlock, values: Tensor, norm: _Norm) -> Tensor:
+    return compiled.rms_norm(values, *norm)
+
+
+def _compiled_turn(compiled: CompiledBlock, q: Tensor, k: Tensor, turn: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+    """In place: both are fresh products, norms or copies of them, that nothing else holds."""
+    return compiled.turn_(q.contiguous(), *turn), compiled.turn_(k.contiguous(), *turn)
+
+
+def _linear(module: Any) -> _Linear:
+    return _Linear(module.weight, module.bias)
+
+
+def _norm(module: Any) -> _Norm:
+    return _Norm(module.weight, float(module.variance_epsilon))
+
+
+def _block(layer: Any, kind: str, product: Product, tried: Tried) -> _Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Block(
+        before_attention=_norm(layer.input_layernorm),
+        qkv=Together([attention.q_proj, attention.k_proj, attention.v_proj], product, tried),
+        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        o=_linear(attention.o_proj),
+        before_mlp=_norm(layer.post_attention_layernorm),
+        gate_up=Together([mlp.gate_proj, mlp.up_proj], product, tried),
+        down=_linear(mlp.down_proj),
+        activation=mlp.act_fn,
+        kind=kind,
+    )

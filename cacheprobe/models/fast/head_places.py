@@ -1,0 +1,71 @@
+"""Where the plain model holds what its attention heads read and give: its own projections, and how to cut them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.hook_names import HEADS, PATTERN, hook_name
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.hf.shared import WRAPPED, SharedWeights
+
+_PARTS = ("q", "k", "v")
+_JOINT = "qkv"
+"""The bridge's name for one projection of all three."""
+
+Cut = Callable[[Tensor], Tensor]
+"""[b, t, w] of a module to [b, t, h, d] of a site."""
+
+
+def head_cut(origin: BridgeLM, site: str, layer: int) -> Cut:
+    """How what enters or leaves a projection of this site alone falls into heads."""
+    (heads, _), (kv_heads, key_width, value_width) = origin.head_shape, origin.layer_shapes[layer]
+    shapes = {"q": (heads, key_width), "k": (kv_heads, key_width), "v": (kv_heads, value_width)}
+    return partial(_unflatten, {**shapes, HEADS: (heads, value_width)}[site])
+
+
+def joint_place(origin: BridgeLM, weights: SharedWeights, site: str, layer: int) -> tuple[str, Cut]:
+    """The plain model's joint projection of q, k and v, by its path, and how to cut this site out of what leaves it.
+
+    The layout is found by comparing its weight with the one that the bridge split off: all of q, then k, then v
+    (GPT-2), or the three of every head together (GPT-NeoX).
+    Raises: ModelError where there is no joint projection, or where it is laid out otherwise.
+    """
+    attention: Any = origin.bridge.blocks[layer].attn
+    joint = attention._modules.get(_JOINT)
+    path = None if joint is None else weights.path_of(joint._modules.get(WRAPPED))
+    if path is None or site not in _PARTS:
+        raise ModelError(f"{origin.name}: {hook_name(site, layer)} is read at no module of the plain model")
+    whole = _as_rows(weights.plain.get_submodule(path))
+    own = _as_rows(getattr(attention, site)._modules[WRAPPED])
+    heads, width = origin.head_shape
+    number = _PARTS.index(site)
+    if whole.shape[0] == 3 * heads * width and own.shape == (heads * width, whole.shape[1]):
+        if torch.equal(whole.reshape(3, heads, width, -1)[number].flatten(0, 1), own):
+            return path, partial(_third, (3, heads, width), 2, number)
+        if torch.equal(whole.reshape(heads, 3, width, -1)[:, number].flatten(0, 1), own):
+            return path, partial(_third, (heads, 3, width), 3, number)
+    raise ModelError(f"{origin.name}: {path} of the plain model holds q, k and v in an order that is not known here")
+
+
+def require_no_pattern(name: str, site: str) -> None:
+    """Raises: ModelError for a pattern."""
+    if site == PATTERN:
+        raise ModelError(f"{name}: only the bridge has a hook on attention patterns; use path='auto' or 'bridge'")
+
+
+def _as_rows(module: Any) -> Tensor:
+    """A linear module's weight with one row for each output; transformers' Conv1D has it the other way round."""
+    weight = module.weight.detach()
+    return weight.T if type(module).__name__ == "Conv1D" else weight
+
+
+def _unflatten(shape: tuple[int, int], value: Tensor) -> Tensor:
+    return value.unflatten(-1, shape)
+
+
+def _third(shape: tuple[int, int, int], dim: int, number: int, value: Tensor) -> Tensor:
+    return value.unflatten(-1, shape).select(dim, number)

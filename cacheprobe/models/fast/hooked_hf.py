@@ -1,0 +1,330 @@
+"""The plain Hugging Face model as a CachedLM: fused attention, the bridge's own weights, the bridge's hook names.
+
+A hook on the bridge is not seen here: `models.paths` decides which of the two runs. Interventions act through hooks of
+its own.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.hooks import RemovableHandle
+
+from cacheprobe.core.hook_names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.base import ModelError, StateEdit, StateSink
+from cacheprobe.models.fast.functional import LeanForward
+from cacheprobe.models.fast.functional_gpt import LeanGPT
+from cacheprobe.models.fast.fused_linear import Product
+from cacheprobe.models.fast.head_places import Cut, head_cut, joint_place, require_no_pattern
+from cacheprobe.models.hf.attention import ATTENTION, attending
+from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.hf.cache import staged
+from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.hf.shared import WRAPPED, SharedWeights, empty_model
+from cacheprobe.models.turns import computing, one_at_a_time
+from cacheprobe.ops.attention.by_request import SPAN_STEP
+from cacheprobe.ops.attention.decode import COMPILER
+from cacheprobe.ops.compiled.block import CompiledBlock
+from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
+
+LEAN = (LeanForward, LeanGPT)
+"""Forwards without modules, each of some families."""
+Place = tuple[nn.Module, str]
+"""A module of the plain model, and whether its input or its output is read."""
+
+
+class TwinLM:
+    """The model inside a bridge without the bridge, on the same tensors and the same KVCache.
+
+    Twin: BridgeLM: logits, S, T, C, keys and values close(1e-4) in float32, since fused attention reorders sums.
+    """
+
+    def __init__(self, origin: BridgeLM, lean: bool = True) -> None:
+        """lean: leave the modules out where nothing needs their hooks and the family is known; no bit depends on it.
+
+        Raises: ModelError where the bridge's weights were processed, or its hooks name no module of the model.
+        """
+        bridge = origin.bridge
+        if bridge.compatibility_mode or getattr(bridge, "_weights_processed", False):
+            raise ModelError(f"{origin.name}: the bridge's weights were processed (compatibility mode)")
+        self.origin = origin
+        self.model: Any = empty_model(bridge.original_model)
+        self.weights = SharedWeights(bridge.original_model, self.model)
+        self._places = self._all_places()
+        self._wide_rows = wide_rows(self.dtype, self.device)
+        plain = partial(wide_product, from_rows=self._wide_rows) if self._wide_rows else linear
+        self._product: Product = origin.compiled.product if origin.compiled else plain
+        if self._product is not linear:
+            self._replace_products()
+        self._compiled_block = origin.compiled.block if origin.compiled and LeanForward.takes(self.model) else None
+        if self._compiled_block is not None:
+            self._replace_norms(self._compiled_block)
+        self._lean_kind = next((kind for kind in LEAN if lean and kind.takes(self.model)), None)
+        self._lean: LeanForward | LeanGPT | None = None
+        self._modules = list(self.model.modules())
+        self._listeners: dict[tuple[str, int], list[Callable[[Tensor], object]]] = {}
+
+    def __repr__(self) -> str:
+        return f"TwinLM({repr(self.origin).removeprefix('BridgeLM(')}"
+
+    def _replace_products(self) -> None:
+        for module in self.model.modules():
+            if type(module) is nn.Linear:
+                vars(module)["forward"] = partial(_linear_by, self._product, module)
+
+    def _replace_norms(self, block: CompiledBlock) -> None:
+        """Those of llama-like models, which are all of one kind."""
+        for module in self.model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                vars(module)["forward"] = partial(_norm_by, block, module)
+
+    def _all_places(self) -> dict[tuple[str, int], Place]:
+        points = self.origin.bridge.hook_dict
+        return {
+            (site, layer): self._place(points, hook_name(site, layer))
+            for layer in range(self.n_layers)
+            for site in ("pre", "S", "T", "C")
+        }
+
+    def _place(self, points: dict[str, Any], name: str) -> Place:
+        """Where a hook of the bridge sits in the plain model: alias -> canonical name -> component -> its HF module."""
+        component, _, end = points[name].name.rpartition(".")
+        original = self.origin.bridge.get_submodule(component)._modules.get(WRAPPED)
+        path = self.weights.path_of(original)
+        if path is None or end not in (INPUT_POINT, OUTPUT_POINT):
+            where = points[name].name
+            raise ModelError(f"{self.name}: {name} is read at {where}, which is no module of the plain model")
+        return self.model.get_submodule(path), end
+
+    def _head_place(self, site: str, layer: int) -> tuple[Place, Cut]:
+        """Where q, k, v or z of a layer passes, and how it falls into heads."""
+        require_no_pattern(self.name, site)
+        points, name = self.origin.bridge.hook_dict, hook_name(site, layer)
+        if name not in points:
+            raise ModelError(f"{self.name} has no hook {name}")
+        try:
+            return self._place(points, name), head_cut(self.origin, site, layer)
+        except ModelError:
+            path, cut = joint_place(self.origin, self.weights, site, layer)
+            return (self.model.get_submodule(path), OUTPUT_POINT), cut
+
+    @one_at_a_time
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        logit_slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """See CachedLM.forward."""
+        if not self.weights.is_current:
+            self.weights.bind()
+            self._lean = None
+        if self._lean is not None and not self._lean.is_current:
+            self._lean = None
+        if self._lean_kind and self._nothing_acts and not cache.hidden_parts.concern(rows):
+            if self._lean is None:
+                self._lean = self._make_lean(self._lean_kind)
+            placed = staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx)
+            with placed as inputs, keeping_float64(self.dtype):
+                where = inputs["position_ids"], inputs["attention_mask"]
+                return self._lean(token_ids.to(self.device), cache, *where, self._listeners, num_layers, logit_slots)
+        can_choose = logit_slots is not None and self._can_choose_logits
+        extra = {"logits_to_keep": torch.tensor(list(logit_slots or ()), device=self.device)} if can_choose else {}
+        with ExitStack() as stack:
+            inputs = stack.enter_context(staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx))
+            stack.enter_context(keeping_float64(self.dtype))
+            stack.enter_context(attending(cache.reach, self.n_layers if num_layers is None else num_layers))
+            if num_layers is not None:
+                stack.enter_context(self._stop_after(num_layers))
+            try:
+                out = self.model(token_ids.to(self.device), use_cache=True, **inputs, **extra).logits
+            except _Stopped as stopped:
+                return stopped.residual
+        return out if logit_slots is None or can_choose else out[:, list(logit_slots)]
+
+    def _make_lean(self, kind: type[LeanForward] | type[LeanGPT]) -> LeanForward | LeanGPT:
+        if kind is LeanForward:
+            return LeanForward(self.model, self._product, self._compiled_block)
+        return kind(self.model, self._product)
+
+    @contextmanager
+    def _stop_after(self, num_layers: int) -> Iterator[None]:
+        """End a forward after that many blocks. Entered last, so that what listens there has heard."""
+
+        def stop(value: Tensor) -> None:
+            raise _Stopped(value)
+
+        handle = _listen(self._places[("pre", 0) if num_layers == 0 else ("S", num_layers - 1)], stop)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @cached_property
+    def _can_choose_logits(self) -> bool:
+        return "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
+
+    @contextmanager
+    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
+        """See CachedLM.capturing. Only the hooks added here are removed."""
+        missing = [place for place in sites if place not in self._places and place[0] not in HEAD_SITES]
+        if missing:
+            raise ModelError(f"{self.name} has no site {missing[0][0]} at layer {missing[0][1]}")
+        with computing, ExitStack() as stack:
+            for site, layer in sites:
+                hear: Callable[[Tensor], object] = partial(sink, site, layer)
+                if site in HEAD_SITES:
+                    place, cut = self._head_place(site, layer)
+                    hear = partial(_hear_cut, hear, cut)
+                else:
+                    place = self._places[site, layer]
+                    self._listeners.setdefault((site, layer), []).append(hear)
+                    stack.callback(self._forget, (site, layer), hear)
+                stack.callback(_listen(place, hear).remove)
+            yield
+
+    @property
+    def _nothing_acts(self) -> bool:
+        """No hook is on any module but those that listen where a lean forward tells of it."""
+        num_hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules)
+        return num_hooks == sum(map(len, self._listeners.values()))
+
+    def _forget(self, place: tuple[str, int], hear: Callable[[Tensor], object]) -> None:
+        self._listeners[place].remove(hear)
+        if not self._listeners[place]:
+            del self._listeners[place]
+
+    @contextmanager
+    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
+        """See CachedLM.editing. Only the hooks added here are removed."""
+
+        def change(site: str, layer: int, value: Tensor) -> Tensor | None:
+            if site != HEADS:
+                return edit(site, layer, value)
+            edited = edit(site, layer, value.unflatten(-1, self.head_shape))
+            return None if edited is None else edited.flatten(-2)
+
+        points = self.origin.bridge.hook_dict
+        with computing, ExitStack() as stack:
+            for site, layer in sites:
+                name = hook_name(site, layer)
+                if name not in points:
+                    raise ModelError(f"{self.name} has no hook {name}")
+                handle = _change(self._place(points, name), partial(change, site, layer))
+                stack.callback(handle.remove)
+            yield
+
+    def fingerprint(self) -> dict[str, str | int | float]:
+        """The bridge's, with what differs: the path, and the attention in use."""
+        compiled = self.origin.compiled
+        return {
+            **self.origin.fingerprint(),
+            "path": "twin",
+            "attention": f"by request, spans of {SPAN_STEP}, {COMPILER} for one token"
+            if self.attends_by_request
+            else "sdpa",
+            "products_in_float32": widening(None if compiled else self._wide_rows),
+            **({"products_compiled": compiled.product.digest} if compiled else {}),
+            **({"norms_compiled": self._compiled_block.digest} if self._compiled_block else {}),
+        }
+
+    @property
+    def attends_by_request(self) -> bool:
+        """See CachedLM.attends_by_request."""
+        return self.model.config._attn_implementation == ATTENTION
+
+    # what is the bridge's own
+    name = property(attrgetter("origin.name"))
+    weights_note = property(attrgetter("origin.weights_note"))
+    n_layers = property(attrgetter("origin.n_layers"))
+    d_model = property(attrgetter("origin.d_model"))
+    d_vocab = property(attrgetter("origin.d_vocab"))
+    n_ctx = property(attrgetter("origin.n_ctx"))
+    head_shape = property(attrgetter("origin.head_shape"))
+    compiled = property(attrgetter("origin.compiled"))
+    dtype = property(attrgetter("origin.dtype"))
+    device = property(attrgetter("origin.device"))
+    tokenizer = property(attrgetter("origin.tokenizer"))
+    stop_token_ids = property(attrgetter("origin.stop_token_ids"))
+    new_cache = property(attrgetter("origin.new_cache"))
+    injected_layers = property(attrgetter("origin.injected_layers"))
+    check_settings = property(attrgetter("origin.check_settings"))
+    unembedding = property(attrgetter("origin.unembedding"))
+    output_parts = property(attrgetter("origin.output_parts"))
+    head_writer = property(attrgetter("origin.head_writer"))
+    read_out = property(attrgetter("origin.read_out"))
+    read_out_with_gradients = property(attrgetter("origin.read_out_with_gradients"))
+    encode = property(attrgetter("origin.encode"))
+    decode = property(attrgetter("origin.decode"))
+    token_texts = property(attrgetter("origin.token_texts"))
+    to_activation_cache = property(attrgetter("origin.to_activation_cache"))
+
+
+class _Stopped(Exception):
+    """Ends a forward early; carries the residual stream there."""
+
+    def __init__(self, residual: Tensor) -> None:
+        super().__init__()
+        self.residual = residual
+
+
+def _linear_by(product: Product, module: nn.Linear, values: Tensor) -> Tensor:
+    return product(values, module.weight, module.bias)
+
+
+def _norm_by(block: CompiledBlock, module: Any, values: Tensor) -> Tensor:
+    return block.rms_norm(values, module.weight, module.variance_epsilon)
+
+
+def _hear_cut(hear: Callable[[Tensor], object], cut: Cut, value: Tensor) -> None:
+    hear(cut(value))
+
+
+def _listen(place: Place, hear: Callable[[Tensor], object]) -> RemovableHandle:
+    """Call `hear` with what enters or leaves a module; what it returns changes nothing."""
+    module, point = place
+    if point == OUTPUT_POINT:
+
+        def on_output(module: nn.Module, args: Any, output: Any) -> None:
+            hear(output[0] if isinstance(output, tuple) else output)
+
+        return module.register_forward_hook(on_output)
+
+    def on_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        hear(args[0] if args else kwargs["hidden_states"])
+
+    return module.register_forward_pre_hook(on_input, with_kwargs=True)
+
+
+def _change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Let `edit` replace what enters or leaves a module."""
+    module, point = place
+    if point == OUTPUT_POINT:
+
+        def on_output(module: nn.Module, args: Any, output: Any) -> Any:
+            if not isinstance(output, tuple):
+                return edit(output)
+            edited = edit(output[0])
+            return None if edited is None else (edited, *output[1:])
+
+        return module.register_forward_hook(on_output)
+
+    def on_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        edited = edit(args[0] if args else kwargs["hidden_states"])
+        if edited is None:
+            return None
+        return ((edited, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": edited})
+
+    return module.register_forward_pre_hook(on_input, with_kwargs=True)

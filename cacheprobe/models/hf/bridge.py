@@ -1,0 +1,329 @@
+"""TransformerLens' TransformerBridge as a CachedLM. The only file that imports transformer_lens.
+
+Knows nothing about requests, phases or what is kept of the captured states.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from importlib.metadata import version
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformer_lens import ActivationCache
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+from cacheprobe.core.hook_names import ROTATED, hook_name, resid_pre_name
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.base import ModelError, StateEdit, StateSink
+from cacheprobe.models.facts import checksum_of, one_dtype, sha256_of, stop_token_ids
+from cacheprobe.models.hf.cache import ShapeProbe, staged
+from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
+from cacheprobe.models.settings import evaluating, numeric_settings
+from cacheprobe.models.turns import computing, one_at_a_time
+from cacheprobe.ops.compiled.readout import Compiled
+from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
+
+_WRAPPED = "_cacheprobe_bridge"
+"""In a live model's own dictionary: the bridge that it was wrapped in, and its weights' checksum then."""
+
+
+class BridgeLM:
+    """A TransformerBridge that runs on our KV cache.
+
+    Twin: the bridge's own uncached forward, close(1e-5) in float32: `models.checks` compares them at load.
+    """
+
+    def __init__(self, bridge: TransformerBridge, name: str, weights_note: str = "") -> None:
+        self.bridge, self.name, self.weights_note = bridge, name, weights_note
+        self.adapter = ""  # what load_model merged into the weights
+        self.compiled: Compiled | None = None  # where load_model was asked for it
+        cfg = bridge.cfg
+        self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
+        self.n_ctx = int(cfg.n_ctx)
+        self.head_shape = (int(cfg.n_heads), int(cfg.d_head))
+        self.dtype, self.device = one_dtype(bridge, name), next(bridge.parameters()).device
+        self.tokenizer = bridge.tokenizer
+        self.stop_token_ids = stop_token_ids(bridge)
+        self._hashed: tuple[str, str] | None = None
+        self._texts: dict[int, str] = {}
+        self.checksum_at_load = self.weights_checksum
+        self.twin_trial: Any = None  # kept by models.paths
+        points = bridge.hook_dict
+        if self.dtype != torch.float32:
+            _keep_dtype_when_rotated(points, self.dtype)
+        missing = [n for n in self._hook_names() if n not in points]
+        if missing:
+            raise ModelError(
+                f"{name}: TransformerLens gives this architecture no hook {missing[0]}; it cannot be captured"
+            )
+
+    @classmethod
+    def wrap(cls, model: Any, tokenizer: Any, name: str, weights_note: str = "") -> "BridgeLM":
+        """Wrap a live transformers model, in place: the bridge replaces its submodules. One that was wrapped before
+        has its bridge already, and is given the same again.
+
+        Raises: ModelError for an architecture without a bridge, and for a model in a bridge that was made elsewhere.
+        """
+        architecture = type(model).__name__
+        model.eval()
+        if (known := vars(model).get(_WRAPPED)) is not None:
+            bridge, checksum = known
+            return cls._again(bridge, checksum, tokenizer, name, weights_note)
+        if any(type(module).__module__.startswith("transformer_lens") for module in model.modules()):
+            raise ModelError(f"{name}: the {architecture} is already inside a TransformerBridge; give the bridge")
+        try:
+            bridge = build_bridge_from_module(
+                model, architecture, hf_config=model.config, tokenizer=tokenizer, model_name=name
+            )
+        except (ValueError, TypeError, KeyError, NotImplementedError, AttributeError) as error:
+            raise ModelError(f"{name}: TransformerBridge does not take {architecture}: {error}") from error
+        wrapped = cls(bridge, name, weights_note)
+        vars(model)[_WRAPPED] = bridge, wrapped.checksum_at_load  # no attribute: it would become a submodule
+        return wrapped
+
+    @classmethod
+    def _again(
+        cls, bridge: TransformerBridge, checksum: str, tokenizer: Any, name: str, weights_note: str
+    ) -> "BridgeLM":
+        wrapped = cls(bridge, name, weights_note)
+        wrapped.checksum_at_load = checksum
+        wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
+        return wrapped
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"BridgeLM({self.name}, {self.n_layers} layers, d_model {self.d_model}, {dtype}, {self.device})"
+
+    def _hook_names(self) -> list[str]:
+        return [hook_name(site, layer) for layer in range(self.n_layers) for site in "STC"] + [resid_pre_name(0)]
+
+    @property
+    def layer_shapes(self) -> list[tuple[int, int, int]]:
+        """(heads, key width, value width) of each layer's cache."""
+        return [self._layers_seen.layer_shapes[layer] for layer in range(self.n_layers)]
+
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        """Where each layer computes its keys and values, and so where its part of the cache is."""
+        return [self._layers_seen.devices[layer] for layer in range(self.n_layers)]
+
+    @cached_property
+    def _layers_seen(self) -> ShapeProbe:
+        return self._see_layers()
+
+    @one_at_a_time
+    def _see_layers(self) -> ShapeProbe:
+        """Of one short forward."""
+        probe = ShapeProbe()
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
+        with torch.inference_mode():
+            self.bridge.forward(
+                zero, return_type="logits", past_key_values=probe, attention_mask=mask, position_ids=zero
+            )
+        if sorted(probe.layer_shapes) != list(range(self.n_layers)):
+            raise ModelError(
+                f"{self.name}: layers {sorted(probe.layer_shapes)} of {self.n_layers} keep keys and values; a model "
+                "with another kind of memory has no rollback here, use a decoder with full attention in every layer"
+            )
+        return probe
+
+    injected_layers: tuple[int, ...] = ()
+    attends_by_request = False
+
+    def check_settings(self, window: int) -> None:
+        """See CachedLM.check_settings: any window will do."""
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        return KVCache(rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
+
+    @one_at_a_time
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        logit_slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """See CachedLM.forward."""
+        if num_layers == self.n_layers:  # the bridge would go on to the logits
+            return self._last_residual(token_ids, cache, rows, starts)
+        extra: dict[str, Any] = {}
+        if num_layers is not None:
+            extra["stop_at_layer"] = num_layers
+        elif logit_slots is not None and self._can_choose_logits:
+            extra["logits_to_keep"] = torch.tensor(list(logit_slots), device=self.device)
+        width = token_ids.shape[1]
+        placed = staged(cache, rows, starts, width, self.config, self.n_ctx)
+        with placed as inputs, keeping_float64(self.dtype), evaluating(self.bridge.original_model):
+            out = self.bridge.forward(token_ids.to(self.device), return_type="logits", **inputs, **extra)
+        if logit_slots is not None and num_layers is None and "logits_to_keep" not in extra:
+            out = out[:, list(logit_slots)]
+        return out
+
+    def _last_residual(self, token_ids: Tensor, cache: KVCache, rows: Sequence[int], starts: Sequence[int]) -> Tensor:
+        kept: list[Tensor] = []
+        with self.capturing([("S", self.n_layers - 1)], lambda site, layer, value: kept.append(value.clone())):
+            self.forward(token_ids, cache, rows, starts, logit_slots=[0])
+        return kept[0]
+
+    @property
+    def config(self) -> Any:
+        """The wrapped model's own config."""
+        return self.bridge.original_model.config
+
+    @cached_property
+    def _can_choose_logits(self) -> bool:
+        return "logits_to_keep" in inspect.signature(type(self.bridge.original_model).forward).parameters
+
+    @contextmanager
+    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
+        """See CachedLM.capturing. Only the hooks added here are removed."""
+
+        def keep(site: str, layer: int, value: Tensor, hook: Any) -> None:
+            sink(site, layer, value)
+
+        with self._hooked(sites, keep):
+            yield
+
+    @contextmanager
+    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
+        """See CachedLM.editing."""
+
+        def change(site: str, layer: int, value: Tensor, hook: Any) -> Tensor | None:
+            return edit(site, layer, value)
+
+        with self._hooked(sites, change):
+            yield
+
+    @contextmanager
+    def _hooked(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> Iterator[None]:
+        hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
+        points = self.bridge.hook_dict  # made anew at every access
+        missing = [name for name, _ in hooks if name not in points]
+        if missing:
+            raise ModelError(f"{self.name} has no hook {missing[0]}")
+        with computing, self.bridge.hooks(fwd_hooks=hooks):
+            yield
+
+    @property
+    def unembedding(self) -> Tensor:
+        """See CachedLM.unembedding."""
+        return self.bridge.unembed.W_U.T
+
+    def output_parts(self) -> OutputParts:
+        """See CachedLM.output_parts."""
+        finish = self.bridge.adapter.apply_output_logits_transform
+        return OutputParts(self.bridge.ln_final.original_component, self.unembedding, self.bridge.unembed.b_U, finish)
+
+    def head_writer(self, layer: int) -> HeadWriter:
+        """See CachedLM.head_writer."""
+        attention: Any = self.bridge.blocks[layer].attn
+        projection: Any = getattr(getattr(attention, "o", None), "original_component", None)
+        if not hasattr(projection, "weight"):
+            raise ModelError(f"{self.name}: the heads of layer {layer} have no output projection to be told apart by")
+        place, _, _ = str(self.bridge.hook_dict[hook_name("T", layer)].name).rpartition(".")
+        behind: Any = self.bridge.get_submodule(place)
+        norm = None if behind is attention else behind.original_component
+        return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, norm)
+
+    @one_at_a_time
+    @torch.inference_mode()
+    def read_out(self, states: Tensor) -> Tensor:
+        """See CachedLM.read_out. Softcaps and logit scales of the architecture are applied.
+
+        Twin: read_out_with_gradients, equal but where many rows are widened: to one unit in the last place there.
+        """
+        from_rows = wide_rows(self.dtype, self.device)
+        if from_rows is None:
+            return self.read_out_with_gradients(states)
+        _, weight, bias, finish = self.output_parts()
+        return finish(wide_product(self.bridge.ln_final(states[None]), weight, bias, from_rows))[0]
+
+    def read_out_with_gradients(self, states: Tensor) -> Tensor:
+        """See CachedLM.read_out_with_gradients."""
+        with keeping_float64(self.dtype):
+            logits = self.bridge.unembed(self.bridge.ln_final(states[None]))
+            return self.bridge.adapter.apply_output_logits_transform(logits)[0]
+
+    def fingerprint(self) -> dict[str, str | int | float]:
+        return {
+            "model": self.name,
+            **({"adapter": self.adapter} if self.adapter else {}),
+            "weights_sha256": self.weights_sha256,
+            "architecture": type(self.bridge.original_model).__name__,
+            "path": "bridge",
+            "attention": "eager (TransformerBridge)",
+            "compatibility_mode": bool(getattr(self.bridge, "compatibility_mode", False)),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": ", ".join(dict.fromkeys(map(str, self.layer_devices))),
+            "readings_in_float32": widening(wide_rows(self.dtype, self.device)),
+            **({"readings_compiled": self.compiled.readout.digest} if self.compiled else {}),
+            "transformer_lens": version("transformer-lens"),
+            **numeric_settings(),
+        }
+
+    @property
+    def weights_checksum(self) -> str:
+        """Another one after any parameter was edited, in whatever way."""
+        return checksum_of(self._named_weights())
+
+    def _named_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return sorted(self.bridge.original_model.named_parameters(), key=lambda item: item[0])
+
+    @property
+    def weights_sha256(self) -> str:
+        """Hash of every parameter's bytes, in the order of their names; taken anew after any of them was edited."""
+        checksum = self.weights_checksum
+        if self._hashed is None or self._hashed[0] != checksum:
+            self._hashed = (checksum, sha256_of(self._named_weights()))
+        return self._hashed[1]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        if self.tokenizer is None:
+            raise ModelError(f"{self.name} has no tokenizer, so prompts must be lists of token ids, not text")
+        return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return " ".join(self.token_texts(token_ids))
+        return self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        if self.tokenizer is None:
+            return [f"<{token_id}>" for token_id in token_ids]
+        for t in set(token_ids) - self._texts.keys():
+            self._texts[t] = self.tokenizer.decode([t], clean_up_tokenization_spaces=False)
+        return [self._texts[t] for t in token_ids]
+
+    def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> ActivationCache:
+        named = {hook_name(site, layer): value[None] for (site, layer), value in states.items()}
+        for (site, layer), value in states.items():
+            if site == "S" and layer + 1 < self.n_layers:  # what leaves a block enters the next
+                named[resid_pre_name(layer + 1)] = value[None]
+        return ActivationCache(named, self.bridge, has_batch_dim=True)
+
+
+def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -> None:
+    """Round rotated queries and keys to the model's dtype, as transformers does.
+
+    The bridge leaves them in float32 where the rotary table is (Olmo2): products with our 16-bit values then fail.
+    """
+
+    def rounded(value: Tensor, hook: Any) -> Tensor | None:
+        return value.to(dtype) if value.dtype != dtype else None
+
+    for name, point in points.items():
+        is_ours = any(getattr(handle.user_hook, "__module__", "") == __name__ for handle in point.fwd_hooks)
+        if name.endswith(ROTATED) and not is_ours:
+            point.add_perma_hook(cast(Any, rounded))

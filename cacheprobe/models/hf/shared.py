@@ -1,0 +1,123 @@
+"""The plain Hugging Face model inside a TransformerBridge, built again around the very same tensors.
+
+The bridge wraps a model in place: each component takes an HF module's place and keeps it as a child. Walking both
+trees at once finds, for every module of a fresh model without weights, the wrapped module that it stands for.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.attention import ATTENTION, can_attend_here
+
+WRAPPED = "_original_component"
+"""Under this name a bridge component keeps the HF module whose place it took."""
+
+_TENSORS = ("_parameters", "_buffers")
+
+
+def empty_model(wrapped: nn.Module) -> nn.Module:
+    """A model of the same class without weights: its own copy of the config, fused attention where it has that.
+
+    Raises: ModelError where the class cannot be built from its config.
+    """
+    try:
+        config: Any = copy.deepcopy(wrapped.config)
+        config.output_attentions = config.output_hidden_states = False  # set by some bridges; fused attention has none
+        with torch.device("meta"):
+            try:
+                config._attn_implementation = ATTENTION if can_attend_here(type(wrapped)) else "sdpa"
+                plain = type(wrapped)(config)
+            except (ValueError, ImportError):  # not with this architecture's attention
+                config._attn_implementation = "eager"
+                plain = type(wrapped)(config)
+    except Exception as error:
+        raise ModelError(f"{type(wrapped).__name__} cannot be built from its config: {error!s:.120}") from error
+    return plain.eval()
+
+
+class SharedWeights:
+    """Every tensor of a wrapped model, put into a plain model of the same class. Nothing is copied."""
+
+    def __init__(self, wrapped: nn.Module, plain: nn.Module) -> None:
+        """Raises: ModelError where the two differ in more than the bridge's wrappers."""
+        self.wrapped, self.plain = wrapped, plain
+        self._taken: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        """(a wrapped module's dictionary, name, the tensor that was there)"""
+        self._path_of: dict[int, str] = {}
+        self.bind()
+
+    def bind(self) -> None:
+        """Take the wrapped model's tensors as they are now: parameters, buffers and plain attributes."""
+        self._taken.clear()
+        self._path_of.clear()
+        for path, source, target in _pairs(self.wrapped, self.plain):
+            self._path_of[id(source)] = path
+            self._taken += _take_tensors(source, target, path)
+            plain_tensors = [name for name, value in vars(target).items() if isinstance(value, Tensor)]
+            if lacking := sorted(set(plain_tensors) - set(vars(source))):
+                raise ModelError(f"{path or 'the model'} lacks a tensor of its class: {lacking[0]}")
+            vars(target).update({name: vars(source)[name] for name in plain_tensors})
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the wrapped modules still hold the very tensors that were taken. Cheap: asked in every forward."""
+        return all(held.get(name) is tensor for held, name, tensor in self._taken)
+
+    def path_of(self, original: nn.Module | None) -> str | None:
+        """Path in the plain model of the module that stands for a wrapped one; None for a stranger."""
+        return self._path_of.get(id(original))
+
+    def kept_apart(self) -> list[str]:
+        """Names of parameters that the bridge computes with and that share no storage with the model's own.
+
+        GPT-NeoX: its interleaved joint projection is split into copies. An edit of one does not reach the other.
+        """
+        shared = {tensor.untyped_storage().data_ptr() for _, _, tensor in self._taken}
+        named = self.wrapped.named_parameters()
+        return [plain_path(name) for name, weight in named if weight.untyped_storage().data_ptr() not in shared]
+
+
+def plain_path(name: str) -> str:
+    """A name inside a wrapped model without the wrappers."""
+    return ".".join(part for part in name.split(".") if part != WRAPPED)
+
+
+def _take_tensors(
+    source: nn.Module, target: nn.Module, path: str
+) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    """Give the target whatever the source holds as a parameter or as a buffer; the target may have no other names."""
+    held = [(vars(source)[kind], name, tensor) for kind in _TENSORS for name, tensor in vars(source)[kind].items()]
+    held = [entry for entry in held if entry[2] is not None]
+    own = {name: tensor for kind in _TENSORS for name, tensor in vars(target)[kind].items()}
+    names, needed = {name for _, name, _ in held}, {name for name, tensor in own.items() if tensor is not None}
+    if not needed <= names <= set(own):  # a layer's optional bias is None, and the bridge may fill it with zeros
+        raise ModelError(f"{path or 'the model'} holds {sorted(names)}, its class {sorted(needed)}")
+    for kind in _TENSORS:
+        absent = {name: None for name in vars(target)[kind] if name not in names}
+        taken = {name: tensor for dictionary, name, tensor in held if dictionary is vars(source)[kind]}
+        vars(target)[kind].clear()
+        vars(target)[kind].update({**taken, **absent})
+    return held
+
+
+def _pairs(source: Any, target: Any, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """(path, wrapped module, plain module), top down."""
+    while WRAPPED in source._modules:
+        source = source._modules[WRAPPED]
+    if type(source) is not type(target):
+        raise ModelError(f"{path or 'the model'} is a {type(source).__name__}, not a {type(target).__name__}")
+    if "forward" in vars(source):
+        raise ModelError(f"the forward of {path or 'the model'} was replaced")
+    names = [{name for name, child in module._modules.items() if child is not None} for module in (source, target)]
+    if names[0] != names[1]:
+        odd = sorted(names[0] ^ names[1])
+        raise ModelError(f"{path or 'the model'} and its class differ in their parts: {', '.join(odd)}")
+    yield path, source, target
+    for name in target._modules:
+        if name in names[1]:
+            yield from _pairs(source._modules[name], target._modules[name], f"{path}.{name}" if path else name)

@@ -1,0 +1,1 @@
+"""Thinking States models: blocks, cache, tokenizer and files."""

@@ -1,0 +1,151 @@
+"""A pre-norm decoder layer with TransformerLens' hook points, used for the backbone, for T and for C alike.
+
+Knows nothing about chunks or thoughts. Where keys and values come from is a `Memory`: the tokens at hand, or our cache.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cacheprobe.models.hf.hooked import HookPoint
+from cacheprobe.models.thinking.config import ThinkingConfig
+
+Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""(layer, keys, values [b, h, t, d] of the tokens at hand) -> all keys, all values, and an additive mask
+[b, h or 1, t, s]; without a mask attention is causal over the tokens at hand."""
+
+
+class RMSNorm(nn.Module):
+    """Source: Zhang and Sennrich 2019 (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(width))
+        self.eps = eps
+        self.hook_normalized = HookPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hook_normalized(F.rms_norm(x, (x.shape[-1],), self.w, self.eps))
+
+
+def alibi_slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
+    """[h] slopes 2^(-8 i / h).  Source: Press et al. 2022 (arXiv 2108.12409), section 3."""
+    return 2.0 ** (-8.0 * torch.arange(1, n_heads + 1, device=device) / n_heads)
+
+
+def attention_bias(config: ThinkingConfig, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """[b, h or 1, t, s] additive bias of a causal attention: positions queries [b, t], keys [b or 1, s].
+
+    window: positions that a token sees, its own included.
+    """
+    distance = queries[:, :, None] - keys[:, None, :]
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    bias = torch.zeros(distance.shape, device=queries.device)
+    bias = bias.masked_fill_(hidden, torch.finfo(bias.dtype).min)[:, None]
+    if config.positions == "alibi":
+        slopes = alibi_slopes(config.n_heads, queries.device)[:, None, None]
+        bias = bias - (slopes * distance[:, None].clamp(min=0))
+    return bias
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x [b, h, t, d] turned by its positions [b or 1, t].  Source: Su et al. 2021 (arXiv 2104.09864)."""
+    half = x.shape[-1] // 2
+    wide = torch.promote_types(x.dtype, torch.float32)
+    frequency = theta ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    angle = positions[:, None, :, None].to(wide) * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    """Multi-head attention."""
+
+    def __init__(self, config: ThinkingConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        m = config.d_model
+        self.qkv = nn.Linear(m, 3 * m, bias=False)
+        self.out = nn.Linear(m, m, bias=False)
+        self.hook_q, self.hook_k, self.hook_v = HookPoint(), HookPoint(), HookPoint()
+        self.hook_pattern, self.hook_z = HookPoint(), HookPoint()
+
+    def forward(self, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
+        b, t, m = x.shape
+        config = self.config
+        q, k, v = self.qkv(x).view(b, t, 3, config.n_heads, config.d_head).unbind(2)  # [b, t, h, d]
+        q, k, v = self.hook_q(q).transpose(1, 2), self.hook_k(k).transpose(1, 2), self.hook_v(v).transpose(1, 2)
+        if config.positions == "rope":
+            q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
+        z = self.hook_z(attend(q, *memory(self.layer, k, v), self.hook_pattern))  # [b, t, h, d]
+        return self.out(z.reshape(b, t, m))
+
+    @property
+    def projection(self) -> nn.Linear:
+        """From all heads, side by side, to the stream."""
+        return self.out
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Heads, key width and value width of what is cached."""
+        return self.config.n_heads, self.config.d_head, self.config.d_head
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, hook_pattern: HookPoint) -> Tensor:
+    """[b, t, h, d] of queries [b, h, t, d]; the pattern is computed apart only where its hook asks for it."""
+    if hook_pattern.fwd_hooks:
+        z = hook_pattern(_pattern(q, keys, bias)) @ values
+    elif bias is None:
+        z = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+    else:
+        z = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias.to(q.dtype))
+    return z.transpose(1, 2)
+
+
+def _pattern(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
+    scores = q @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if bias is None:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return (scores + bias.to(q.dtype)).softmax(-1)
+
+
+class GatedMLP(nn.Module):
+    """Source: SwiGLU of Shazeer 2020 (arXiv 2002.05202)."""
+
+    def __init__(self, config: ThinkingConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.d_model, 2 * config.d_mlp, bias=False)
+        self.down = nn.Linear(config.d_mlp, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then + mlp(norm(.)), with TransformerLens' names for what passes through.
+
+    attn: called with (x, positions, memory), as Attention is.
+    """
+
+    def __init__(self, ln1: nn.Module, attn: nn.Module, ln2: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.ln1, self.attn, self.ln2, self.mlp = ln1, attn, ln2, mlp
+        self.hook_resid_pre, self.hook_attn_out, self.hook_resid_mid = HookPoint(), HookPoint(), HookPoint()
+        self.hook_mlp_out, self.hook_resid_post = HookPoint(), HookPoint()
+
+    def forward(self, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
+        x = self.hook_resid_pre(x)
+        x = self.hook_resid_mid(x + self.hook_attn_out(self.attn(self.ln1(x), positions, memory)))
+        return self.hook_resid_post(x + self.hook_mlp_out(self.mlp(self.ln2(x))))
+
+
+def new_block(config: ThinkingConfig, layer: int) -> Block:
+    """A layer with weights of its own. `layer` numbers it in the memory."""
+    return Block(RMSNorm(config.d_model), Attention(config, layer), RMSNorm(config.d_model), GatedMLP(config))

@@ -1,0 +1,72 @@
+"""A layer of a Hugging Face decoder, as a `Block`: live modules, our memory, TransformerLens' hook names.
+
+Only the order of the steps is written here; every weight, norm, rotation and activation is the layer's own.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from cacheprobe.models.hf.hooked import HookPoint
+from cacheprobe.models.thinking.blocks import Block, Memory, attend
+
+
+class HFNorm(nn.Module):
+    """A norm of the model with its hook point."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.source = source
+        self.hook_normalized = HookPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hook_normalized(self.source(x))
+
+
+class HFAttention(nn.Module):
+    """Grouped-query attention; `rotary` gives the cosines and sines of positions [b or 1, t]."""
+
+    def __init__(self, source: Any, rotary: nn.Module, layer: int) -> None:
+        super().__init__()
+        self.source, self.rotary, self.layer = source, rotary, layer
+        self.hook_q, self.hook_k, self.hook_v = HookPoint(), HookPoint(), HookPoint()
+        self.hook_pattern, self.hook_z = HookPoint(), HookPoint()
+
+    def forward(self, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
+        b, t, _ = x.shape
+        source = self.source
+        q, k, v = (project(x).view(b, t, -1, source.head_dim) for project in self._projections())  # [b, t, h, d]
+        q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
+        if hasattr(source, "q_norm"):
+            q, k = source.q_norm(q), source.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, positions))
+        keys, values, bias = memory(self.layer, k, v)
+        repeats = source.num_key_value_groups
+        keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
+        z = self.hook_z(attend(q, keys, values, bias, self.hook_pattern))  # [b, t, h, d]
+        return source.o_proj(z.reshape(b, t, -1))
+
+    def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        return self.source.q_proj, self.source.k_proj, self.source.v_proj
+
+    @property
+    def projection(self) -> nn.Linear:
+        """From all heads, side by side, to the stream."""
+        return self.source.o_proj
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Heads, key width and value width of what is cached."""
+        config, width = self.source.config, self.source.head_dim
+        return config.num_key_value_heads, width, width
+
+
+def hf_block(source: Any, rotary: nn.Module, layer: int) -> Block:
+    """A pre-norm layer of the Llama kind. `layer` numbers it in the memory; one that is read alone may have any.
+
+    Twin: the layer's own forward, close(1e-5) in float32.
+    """
+    norms = HFNorm(source.input_layernorm), HFNorm(source.post_attention_layernorm)
+    return Block(norms[0], HFAttention(source.self_attn, rotary, layer), norms[1], source.mlp)

@@ -1,0 +1,384 @@
+"""A Thinking States model as a CachedLM: it thinks inside the forward, whatever the phase.
+
+A pass may hold several chunks, and a chunk's state is known only once the chunk before it was read. So the blocks
+between l_in and l_out run in rounds: a state that is not known yet is taken to be that of the empty thought, T reads
+the chunks that end in the pass, up to the first whose thought is not empty, and where there is one the round is run
+again under its state. Computing a chunk again under the same states gives the same bits, so the result is that of one
+chunk after another. All rounds have the pass's own shape: determinism needs nothing more.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.hook_names import PATTERN, hook_name, resid_pre_name
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.base import ModelError, StateEdit, StateSink
+from cacheprobe.models.facts import checksum_of, sha256_of
+from cacheprobe.models.hf.hooked import ActivationCache
+from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
+from cacheprobe.models.settings import numeric_settings
+from cacheprobe.models.thinking.blocks import Memory, attention_bias
+from cacheprobe.models.thinking.cache import RowThought, ThinkingCache
+from cacheprobe.models.thinking.model import ThinkingModel
+from cacheprobe.models.turns import computing, one_at_a_time
+from cacheprobe.ops.sampling import lowest_argmax
+from cacheprobe.tasks.words import encode_strictly
+
+
+@dataclass(frozen=True)
+class _End:
+    """A chunk that ends in the pass at hand."""
+
+    row: int
+    slot: int
+    end: int
+    """Absolute position of its last token."""
+
+
+class ThinkingLM:
+    """Runs a ThinkingModel on our cache.
+
+    Prompts are padded in front to whole chunks when they are text; of token ids that are no whole number of chunks,
+    the last, unfinished chunk writes no thought. Each thought is decoded by itself in one fixed shape, so its bits
+    depend on its chunk alone.
+    Source: Thinking States (arXiv 2602.08332), section 3; rounds: its speculative thinking.
+    Twin: tests.thinking_slowly.read_slowly, thoughts ==, logits close(1e-5).
+    """
+
+    def __init__(self, model: ThinkingModel, tokenizer: Any = None, name: str = "thinking", note: str = "") -> None:
+        self.model, self.tokenizer, self.name, self.weights_note = model.eval(), tokenizer, name, note
+        self.config = config = model.config
+        self.n_layers, self.d_model, self.d_vocab = config.n_layers, config.d_model, config.d_vocab
+        self.n_ctx = config.n_ctx
+        self.head_shape = (config.n_heads, config.d_head)
+        weight = model.embed.weight
+        self.dtype, self.device = weight.dtype, weight.device
+        self.stop_token_ids = (config.eos_id,)
+        self.injected_layers = (config.l_in,) if config.thinks and config.feeds_back else ()
+        self.record: dict[str, Any] = {}
+        """How the model was made, where it was loaded."""
+        self.num_rounds = 0
+        """Rounds of the last forward."""
+        self._made_with = config.think_while_decoding
+        self._trivial: tuple[int, ...] = (config.eos_id,)
+        self._states: dict[tuple[int, ...], Tensor] = {}
+        self._valid_for: object = None
+        self._hashed = "", ""
+        self._listeners: list[tuple[dict[tuple[str, int], Tensor], StateSink]] = []
+        """What each heard in the forward at hand, and whom to tell."""
+        self._compression_points = [p for n, p in model.hook_dict.items() if n.startswith("compression")]
+
+    @property
+    def chunk(self) -> int:
+        """Tokens between thoughts."""
+        return self.config.chunk
+
+    def __repr__(self) -> str:
+        return f"ThinkingLM({self.name}, {self.model!r})"
+
+    attends_by_request = False
+
+    # -- running
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """See CachedLM.new_cache. A backbone without thoughts remembers keys and values alone."""
+        c = self.config
+        shapes = self.model.layer_shapes
+        if not c.thinks:
+            return KVCache(rows, capacity, shapes, self.dtype, self.device)
+        return ThinkingCache(rows, capacity, shapes, self.dtype, self.device, c.d_model, c.chunk)
+
+    def set_think_while_decoding(self, wanted: Any) -> None:
+        """Whether chunks that hold generated tokens are thought about too, whatever the model was made with.
+
+        Raises: ModelError for a model without thoughts.
+        """
+        if not isinstance(wanted, bool):
+            raise ModelError(f"think_while_decoding must be True or False, got {wanted!r}")
+        if not self.config.thinks:
+            raise ModelError(f"{self.name} writes no thoughts, in no phase; leave out think_while_decoding")
+        self.config = self.model.config = replace(self.config, think_while_decoding=wanted)
+
+    def check_settings(self, window: int) -> None:
+        """See CachedLM.check_settings."""
+        self.config.check_window(self.name, window)
+
+    @one_at_a_time
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        logit_slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """See CachedLM.forward."""
+        self._forget_old_states()
+        cache.take_thoughts()  # of a pass that failed
+        for heard, _ in self._listeners:
+            heard.clear()
+        config, model, ran = self.config, self.model, self.n_layers if num_layers is None else num_layers
+        positions = cache.stage(rows, starts, token_ids.shape[1])
+        try:
+            memory = self._memory(cache, positions)
+            run = partial(model._blocks, positions=positions, memory=memory)
+            x = model.hook_embed(model.embed(token_ids.to(self.device)))
+            x = run(x, 0, min(config.l_in, ran))
+            if ran > config.l_in and not config.thinks:
+                x = model.hook_h(run(x, config.l_in, min(config.l_out, ran)))
+            elif ran > config.l_in:
+                assert isinstance(cache, ThinkingCache)
+                x = self._in_rounds(x, cache, rows, positions, memory, min(config.l_out, ran))
+            x = run(x, config.l_out, ran) if ran > config.l_out else x
+        finally:
+            cache.unstage()
+        for heard, sink in self._listeners:
+            for (site, layer), value in heard.items():
+                sink(site, layer, value)
+        if num_layers is not None:
+            return x
+        return model.read_out(x if logit_slots is None else x[:, list(logit_slots)])
+
+    def _in_rounds(
+        self, x: Tensor, cache: ThinkingCache, rows: Sequence[int], positions: Tensor, memory: Memory, last: int
+    ) -> Tensor:
+        """The blocks between l_in and `last`: once, and once more for every thought that is not empty."""
+        config, h = self.config, x
+        open_ends = self._ends(cache, rows, positions)
+        row_index = torch.tensor(list(rows))[:, None]
+        made: list[RowThought] = []
+        for end in (end for ends in open_ends for end in ends):
+            self._set_state(cache, end, self.state_of(self._trivial))
+        self.num_rounds = 0
+        is_settled = False
+        while not is_settled:
+            self.num_rounds += 1
+            states = self._states_at(cache, row_index, positions)
+            h = self.model._blocks(x + self.model.hook_state(states), config.l_in, last, positions, memory)
+            h = self.model.hook_h(h)
+            if last < config.l_out:
+                return h
+            cache.h_rows[row_index, positions] = h
+            is_settled = True
+            for ends in open_ends:
+                while ends:
+                    end = ends.pop(0)
+                    made.append(self._think(end, cache.h_rows[end.row, end.end - config.chunk + 1 : end.end + 1]))
+                    if made[-1].token_ids != self._trivial:  # what was read after it was read under another state
+                        self._set_state(cache, end, made[-1].state)
+                        is_settled &= end.slot + 1 == positions.shape[1]
+                        break
+        for thought in made:
+            cache.note(thought)
+        return h
+
+    def _ends(self, cache: KVCache, rows: Sequence[int], positions: Tensor) -> list[list[_End]]:
+        """Chunks that end in this pass and are to be thought about, by row, in order; a free row is a dummy's."""
+        c = self.config.chunk
+        thinks = (positions + 1) % c == 0
+        if not self.config.think_while_decoding:
+            thinks &= positions < cache.prompt_lengths[list(rows)][:, None]
+        return [
+            [_End(row, t, int(positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
+            for b, row in enumerate(rows)
+            if not cache.is_free(row)
+        ]
+
+    def _states_at(self, cache: ThinkingCache, row_index: Tensor, positions: Tensor) -> Tensor:
+        """[b, t, m]: what was thought of the chunk before, S_1 in the first, zero where nobody thought."""
+        config = self.config
+        if not config.feeds_back:
+            return torch.zeros(*positions.shape, self.d_model, dtype=self.dtype, device=self.device)
+        states = cache.states[row_index, positions]
+        start = positions // config.chunk * config.chunk
+        is_known = start > 0
+        if not config.think_while_decoding:
+            is_known &= start <= cache.prompt_lengths[row_index]
+        states = states * is_known[..., None].to(states.dtype)
+        if config.learned_first_state:
+            first = self.model.first_state[positions % config.chunk]
+            states = torch.where((start == 0)[..., None], first, states)
+        return states
+
+    def _set_state(self, cache: ThinkingCache, end: _End, state: Tensor) -> None:
+        cache.states[end.row, end.end + 1 : end.end + 1 + self.config.chunk] = state
+
+    def _memory(self, cache: KVCache, positions: Tensor) -> Memory:
+        slots = torch.arange(cache.span)[None]
+        bias = attention_bias(self.config, positions, slots, self.config.attention_window)
+        if not self.config.thinks:  # rows of keys and values alone may be masked by cache surgery
+            bias = bias + cache.mask(positions, bias.dtype, self.device)
+        lowest = max(torch.finfo(dtype).min for dtype in (bias.dtype, self.dtype))
+        bias = bias.clamp_(min=lowest).to(self.dtype)  # finite in 16 bits too
+        bias = cache.mask_by_layer(bias, self.config.n_heads)
+
+        def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return *cache.write(layer, keys, values), bias
+
+        return memory
+
+    # -- thinking
+
+    def _think(self, end: _End, hidden: Tensor) -> RowThought:
+        """One thought from H [c, m], greedily, in one fixed shape whatever its length."""
+        config = self.config
+        ids, logprobs = [], []
+        padded = torch.full((1, config.max_thought), config.pad_id, device=self.device)
+        first = None
+        for i in range(config.max_thought):
+            logits = self.model.think(hidden[None], padded)[0, i].float()
+            first = logits if first is None else first
+            token_id = lowest_argmax(logits)
+            ids.append(token_id)
+            logprobs.append(float(logits.log_softmax(-1)[token_id]))
+            padded[0, i] = token_id
+            if token_id == config.eos_id:
+                break
+        assert first is not None
+        has_ended = ids[-1] == config.eos_id
+        return RowThought(end.row, end.end, tuple(ids), has_ended, tuple(logprobs), first, self.state_of(tuple(ids)))
+
+    def state_of(self, thought_ids: tuple[int, ...]) -> Tensor:
+        """C of one thought, [c, m]: computed once for each, alone."""
+        if thought_ids not in self._states:
+            width = max(len(thought_ids), self.config.max_thought)
+            ids = torch.tensor([[*thought_ids, *[self.config.pad_id] * (width - len(thought_ids))]])
+            with torch.inference_mode():
+                self._states[thought_ids] = self.model.compress(ids.to(self.device))[0]
+        return self._states[thought_ids]
+
+    def _forget_old_states(self) -> None:
+        """States of thoughts hold for the weights, and the hooks, that they were made with."""
+        versions = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in self.model.parameters())
+        is_hooked = any(point.fwd_hooks for point in self._compression_points)
+        if is_hooked or self._valid_for != (versions, is_hooked):
+            self._states.clear()
+        self._valid_for = (versions, is_hooked)
+
+    # -- what the engine and the recorder ask
+
+    @contextmanager
+    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
+        """See CachedLM.capturing. Of a layer that runs in rounds, the last round is heard."""
+        heard: dict[tuple[str, int], Tensor] = {}
+
+        def hear(site: str, layer: int, value: Tensor, hook: Any) -> None:
+            heard[site, layer] = value
+
+        hooks: Any = self._hooks(sites, hear)
+        listener = (heard, sink)
+        self._listeners.append(listener)
+        try:
+            with computing, self.model.hooks(fwd_hooks=hooks):
+                yield
+        finally:
+            self._listeners = [other for other in self._listeners if other is not listener]
+
+    @property
+    def unembedding(self) -> Tensor:
+        """See CachedLM.unembedding."""
+        unembed: Any = self.model.unembed
+        return unembed.weight
+
+    def output_parts(self) -> OutputParts:
+        """See CachedLM.output_parts."""
+        unembed: Any = self.model.unembed
+        return OutputParts(self.model.ln_final, unembed.weight, unembed.bias, lambda logits: logits)
+
+    def head_writer(self, layer: int) -> HeadWriter:
+        """See CachedLM.head_writer."""
+        block: Any = self.model.blocks[layer]
+        projection = block.attn.projection
+        return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, None)
+
+    @contextmanager
+    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
+        """See CachedLM.editing. A layer that runs in rounds is edited in each of them."""
+
+        def change(site: str, layer: int, value: Tensor, hook: Any) -> Tensor | None:
+            return edit(site, layer, value)
+
+        with computing, self.model.hooks(fwd_hooks=cast(Any, self._hooks(sites, change))):
+            yield
+
+    def _hooks(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> list[tuple[str, Any]]:
+        if any(site == PATTERN for site, _ in sites):  # it would be computed apart, and other bits with it
+            raise ModelError(f"{self.name} attends without forming a pattern, so none can be kept; leave out 'pattern'")
+        hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
+        if missing := [name for name, _ in hooks if name not in self.model.hook_dict]:
+            raise ModelError(f"{self.name} has no hook {missing[0]}")
+        return hooks
+
+    @one_at_a_time
+    @torch.inference_mode()
+    def read_out(self, states: Tensor) -> Tensor:
+        """See CachedLM.read_out."""
+        return self.model.read_out(states)
+
+    def read_out_with_gradients(self, states: Tensor) -> Tensor:
+        """See CachedLM.read_out_with_gradients."""
+        return self.model.read_out(states)
+
+    def fingerprint(self) -> dict[str, str | int | float]:
+        """See CachedLM.fingerprint."""
+        now = self.config.think_while_decoding
+        return {
+            "model": self.name,
+            "weights_sha256": self._weights_sha256(),
+            "architecture": f"{type(self.model).__name__} {sorted(self.config.to_json().items())}",
+            "path": "thinking",
+            "attention": "sdpa",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            **({"think_while_decoding": now} if now != self._made_with else {}),  # `verify` sets it as it was
+            **numeric_settings(),
+        }
+
+    def _weights_sha256(self) -> str:
+        """Taken anew after any edit of a weight; what was thought before is forgotten then."""
+        named = sorted(self.model.named_parameters(), key=lambda item: item[0])
+        if self._hashed[0] != (checksum := checksum_of(named)):
+            self._hashed = checksum, sha256_of(named)
+            self._states.clear()
+        return self._hashed[1]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a text; with special tokens, pads in front make whole chunks of them.
+
+        Raises: ModelError for a word that the model's vocabulary does not hold.
+        """
+        if self.tokenizer is None:
+            raise ModelError(f"{self.name} has no tokenizer, so prompts must be lists of token ids, not text")
+        try:
+            ids = encode_strictly(self.tokenizer, text)
+        except ValueError as error:
+            raise ModelError(f"{self.name}: {error}") from error
+        pads = -len(ids) % self.config.chunk if add_special_tokens else 0
+        return (*[self.config.pad_id] * pads, *ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return " ".join(self.token_texts(token_ids))
+        return self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        if self.tokenizer is None:
+            return [f"<{token_id}>" for token_id in token_ids]
+        return [self.tokenizer.decode([t], clean_up_tokenization_spaces=False) for t in token_ids]
+
+    def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> ActivationCache:
+        """See CachedLM.to_activation_cache."""
+        named = {hook_name(site, layer): value[None] for (site, layer), value in states.items()}
+        for (site, layer), value in states.items():
+            if site == "S" and layer + 1 < self.n_layers and layer + 1 != self.config.l_in:
+                named[resid_pre_name(layer + 1)] = value[None]
+        return ActivationCache(named, self.model, has_batch_dim=True)

@@ -1,0 +1,297 @@
+"""The Thinking States model: a decoder whose chunks of input each write a thought that is added to the next chunk.
+
+    S_1 = 0;  X~_i = X_i + S_i at l_in;  H_i = what leaves block l_out - 1;  Z_{i+1} = T(H_i);  S_{i+1} = C(Z_{i+1})
+
+Here are the parts and the one parallel pass of training; `thinking_lm.py` runs them over a cache, chunk after chunk.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.hooked import HookedRootModule, HookPoint
+from cacheprobe.models.thinking.blocks import Block, Memory, RMSNorm, alibi_slopes, attention_bias, new_block
+from cacheprobe.models.thinking.config import ThinkingConfig
+
+
+class ThinkingBlock(nn.Module):
+    """T: decoder layers over the rows of H and the thought so far, with an unembedding of its own.
+
+    The first thought token is predicted at the last row of H: there is no start token. T sees its own chunk alone.
+    Source: Thinking States (arXiv 2602.08332), Eq. 4.
+    """
+
+    def __init__(self, config: ThinkingConfig, blocks: nn.ModuleList, ln_final: nn.Module, unembed: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks, self.ln_final, self.unembed = blocks, ln_final, unembed
+        self.hook_in, self.hook_logits = HookPoint(), HookPoint()
+
+    def forward(self, hidden: Float[Tensor, "n c m"], thought: Float[Tensor, "n r m"]) -> Float[Tensor, "n r1 v"]:
+        """Logits of thought tokens 0..r, given the embeddings of tokens 0..r-1."""
+        x = self.hook_in(torch.cat([hidden, thought], dim=1))
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        memory = self._memory(hidden.shape[1], positions)
+        for block in self.blocks:
+            x = block(x, positions, memory)
+        return self.hook_logits(self.unembed(self.ln_final(x[:, hidden.shape[1] - 1 :])))
+
+    def _memory(self, prefix: int, positions: Tensor) -> Memory:
+        if self.config.positions != "alibi" and not self.config.bidirectional_prefix:
+            return at_hand
+        bias = attention_bias(self.config, positions, positions, None)
+        if self.config.bidirectional_prefix:
+            bias[..., :prefix, :prefix] = 0
+        return lambda layer, k, v: (k, v, bias)
+
+
+class Compression(nn.Module):
+    """C: an encoder layer over a thought, pooled to the rows of a state.
+
+    Source: Thinking States (arXiv 2602.08332), Eq. 5 and appendix A.1: the last c outputs, shorter thoughts padded.
+    The pads stand in front and nobody attends to them, so a short thought is not lost among them.
+    """
+
+    def __init__(self, config: ThinkingConfig, block: Block) -> None:
+        super().__init__()
+        self.config = config
+        self.block = block
+        self.hook_in, self.hook_state = HookPoint(), HookPoint()
+        if config.pooling == "query":
+            self.queries = nn.Parameter(torch.randn(config.chunk, config.d_model) * config.d_model**-0.5)
+
+    def forward(self, thought: Float[Tensor, "n l m"], is_real: Int[Tensor, "n l"]) -> Float[Tensor, "n c m"]:
+        """thought: embeddings, padded in front to at least c rows; is_real: 1 at thought tokens, 0 at pads."""
+        if self.config.pooling == "query":
+            thought = torch.cat([thought, self.queries.expand(len(thought), -1, -1)], dim=1)
+            is_real = torch.cat([is_real, is_real.new_zeros(len(is_real), self.config.chunk)], dim=1)
+        x = self.hook_in(thought)
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        lowest = torch.finfo(x.dtype).min
+        hidden = (is_real == 0)[:, None, None, :].expand(-1, 1, x.shape[1], -1)
+        if self.config.compression_is_causal:
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+            # a pad in front has nothing real behind it; it sees itself
+            own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+            hidden = (hidden | later) & ~own
+        bias = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device).masked_fill_(hidden, lowest)
+        if self.config.positions == "alibi":
+            both_ways = (positions[:, :, None] - positions[:, None, :]).abs()
+            bias = bias - alibi_slopes(self.config.n_heads, x.device)[:, None, None] * both_ways[:, None]
+        x = self.block(x, positions, lambda layer, k, v: (k, v, bias))
+        return self.hook_state(x[:, -self.config.chunk :])
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a model is put together of. Without thoughts there is neither T nor C."""
+
+    embed: nn.Embedding
+    blocks: nn.ModuleList
+    ln_final: nn.Module
+    unembed: nn.Module
+    thinking: ThinkingBlock | None
+    compression: Compression | None
+
+
+def new_parts(config: ThinkingConfig) -> Parts:
+    """Random weights, for a model that is trained from scratch."""
+    parts = Parts(
+        nn.Embedding(config.d_vocab, config.d_model),
+        *_new_decoder(config, config.n_layers),
+        ThinkingBlock(config, *_new_decoder(config, config.thinking_layers)) if config.thinks else None,
+        Compression(config, new_block(config, 0)) if config.thinks else None,
+    )
+    for part in vars(parts).values():
+        if part is not None:
+            _scale(part, config)
+    return parts
+
+
+def _new_decoder(config: ThinkingConfig, num_layers: int) -> tuple[nn.ModuleList, RMSNorm, nn.Linear]:
+    blocks = nn.ModuleList([new_block(config, i) for i in range(num_layers)])
+    return blocks, RMSNorm(config.d_model), nn.Linear(config.d_model, config.d_vocab, bias=False)
+
+
+def _scale(part: nn.Module, config: ThinkingConfig) -> None:
+    """GPT-2's: normal 0.02 x sqrt(768 / m) everywhere, what writes to the residual stream by 1 / sqrt(2 depth)."""
+    std = 0.02 * (768 / config.d_model) ** 0.5
+    for name, weight in part.named_parameters():
+        if weight.dim() == 2 and not name.endswith("queries"):
+            is_writer = name.endswith(("attn.out.weight", "mlp.down.weight"))
+            nn.init.normal_(weight, std=std / (2 * config.n_layers) ** 0.5 if is_writer else std)
+
+
+class ThinkingModel(HookedRootModule):
+    """Backbone, T and C. The backbone's hook points carry TransformerLens' names; T's and C's stand below theirs.
+
+    `hook_state` is S as it is added, [b, t, m]; `hook_h` is H; `thinking.hook_logits` reads Z.
+    Source: Thinking States (arXiv 2602.08332), section 3.  Twin: tests.thinking_slowly.read_slowly.
+    """
+
+    def __init__(
+        self, config: ThinkingConfig, seed: int = 0, make: Callable[[ThinkingConfig], Parts] = new_parts
+    ) -> None:
+        """make: what the model is made of; it draws under the seed."""
+        super().__init__()
+        self.config = config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            parts = make(config)
+        self.embed, self.blocks, self.ln_final, self.unembed = parts.embed, parts.blocks, parts.ln_final, parts.unembed
+        if parts.thinking is not None and parts.compression is not None:
+            self.thinking, self.compression = parts.thinking, parts.compression
+        if config.learned_first_state:
+            self.first_state = nn.Parameter(self.embed.weight.new_zeros(config.chunk, config.d_model))
+        self.hook_embed, self.hook_state, self.hook_h = HookPoint(), HookPoint(), HookPoint()
+        self.setup()
+
+    def __repr__(self) -> str:
+        c = self.config
+        kind = "ThinkingModel" if c.thinks else "ThinkingModel without thoughts"
+        return f"{kind}({self.num_parameters:,} parameters, {c.n_layers} layers, d_model {c.d_model}, chunk {c.chunk})"
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self.parameters())
+
+    @property
+    def layer_shapes(self) -> list[tuple[int, int, int]]:
+        """Heads, key width and value width of what each block caches."""
+        blocks: Any = self.blocks
+        return [block.attn.cache_shape for block in blocks]
+
+    # -- the parts
+
+    def enter(self, token_ids: Int[Tensor, "b t"], positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
+        """The blocks below l_in, which no state reaches."""
+        return self._blocks(self.hook_embed(self.embed(token_ids)), 0, self.config.l_in, positions, memory)
+
+    def loop(self, x: Tensor, states: Tensor | None, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
+        """Add the states, and run the blocks up to l_out: H."""
+        if states is not None:
+            x = x + self.hook_state(states)
+        return self.hook_h(self._blocks(x, self.config.l_in, self.config.l_out, positions, memory))
+
+    def leave(self, hidden: Tensor, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
+        """The blocks above l_out: the residual stream that is read out."""
+        return self._blocks(hidden, self.config.l_out, self.config.n_layers, positions, memory)
+
+    def _blocks(self, x: Tensor, first: int, last: int, positions: Tensor, memory: Memory) -> Tensor:
+        for block in self.blocks[first:last]:
+            x = block(x, positions, memory)
+        return x
+
+    def read_out(self, x: Tensor) -> Tensor:
+        """Logits [..., v] of residual states [..., m]."""
+        return self.unembed(self.ln_final(x))
+
+    def think(self, hidden: Float[Tensor, "n c m"], thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n r1 v"]:
+        """T's logits for thought tokens 0..r, given tokens 0..r-1. It shares the embedding; a pad is no thought."""
+        logits = self.thinking(hidden, self.embed(thought_ids))
+        logits[..., self.config.pad_id] = torch.finfo(logits.dtype).min
+        return logits
+
+    def compress(self, thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n c m"]:
+        """C's states of thoughts, which are padded at their end."""
+        padded = pad_in_front(thought_ids, max(self.config.chunk, thought_ids.shape[1]), self.config.pad_id)
+        return self.compression(self.embed(padded), (padded != self.config.pad_id).long())
+
+    # -- training
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, "b t"],
+        thoughts: Int[Tensor, "b k r"] | None = None,
+        positions: Int[Tensor, "b t"] | None = None,
+        bias: Float[Tensor, "b 1 t t"] | None = None,
+    ) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "b k r v"] | None]:
+        """All chunks in one pass, from given thoughts: logits of the text, and T's of every thought token.
+
+        thoughts: one for each of the first k chunks, each with its end, padded behind; thought i is made from chunk i
+        and acts on chunk i + 1. Where the model has no T, none.  positions: 0, 1, ... where not given.
+        bias: added to the scores of the backbone's attention, [text, 1, query, key]; it stays causal.
+        Raises: ModelError for thoughts of more tokens, or more chunks, than the model and the text have.
+        """
+        if positions is None:
+            positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        memory = self._whole(positions, bias)
+        x = self.enter(token_ids, positions, memory)
+        if not self.config.thinks:
+            return self.read_out(self.leave(self.loop(x, None, positions, memory), positions, memory)), None
+        if thoughts is None:
+            raise ValueError(
+                "a pass over all chunks at once needs the thoughts; give them, or run the model on a cache"
+            )
+        self._check_shape(thoughts, token_ids.shape[1])
+        hidden = self.loop(x, self.states_of(thoughts, token_ids.shape[1]), positions, memory)
+        logits = self.read_out(self.leave(hidden, positions, memory))
+        b, k, r = thoughts.shape
+        chunks = hidden[:, : k * self.config.chunk].reshape(b * k, self.config.chunk, -1)
+        thought_logits = self.think(chunks, thoughts.reshape(b * k, r)[:, :-1])
+        return logits, thought_logits.reshape(b, k, r, -1)
+
+    def _check_shape(self, thoughts: Int[Tensor, "b k r"], length: int) -> None:
+        _, k, r = thoughts.shape
+        c, longest = self.config.chunk, self.config.max_thought
+        if r > longest:
+            raise ModelError(
+                f"thoughts of up to {r} tokens, ends included, for a model of max_thought={longest}; annotate the "
+                f"texts with max_thought={longest}, or make a model with max_thought={r}"
+            )
+        if k > length // c:
+            raise ModelError(
+                f"thoughts of {k} chunks for texts of {length} tokens, which hold {length // c} chunks of {c}; give "
+                f"one thought for each chunk, of texts that are annotated with chunk={c}"
+            )
+
+    def states_of(self, thoughts: Int[Tensor, "b k r"], length: int) -> Float[Tensor, "b t m"]:
+        """The states that given thoughts add at each of `length` positions: none in the first chunk, and none beyond
+        the chunk that the last thought acts on."""
+        b, k, _ = thoughts.shape
+        c, m = self.config.chunk, self.config.d_model
+        out = self.embed.weight.new_zeros(b, max(length, (k + 1) * c), m)
+        if self.config.learned_first_state:
+            out[:, :c] = self.first_state
+        if self.config.feeds_back:
+            # few thoughts are distinct, and each is compressed once
+            distinct, place = torch.unique(thoughts.flatten(0, 1), dim=0, return_inverse=True)
+            out[:, c : (k + 1) * c] = self.compress(distinct)[place].view(b, k * c, m)
+        return out[:, :length]
+
+    def _whole(self, positions: Tensor, bias: Tensor | None) -> Memory:
+        if self.config.positions != "alibi" and self.config.attention_window is None and bias is None:
+            return at_hand
+        own = attention_bias(self.config, positions, positions, self.config.attention_window)
+        added = own if bias is None else own + bias
+        return lambda layer, k, v: (k, v, added)
+
+
+def at_hand(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Causal attention over the tokens at hand."""
+    return keys, values, None
+
+
+def pad_in_front(ids: Int[Tensor, "n r"], width: int, pad_id: int) -> Int[Tensor, "n w"]:
+    """Rows that are padded behind, padded in front instead, to `width`."""
+    r = ids.shape[1]
+    lengths = (ids != pad_id).sum(1, keepdim=True)
+    source = torch.arange(width, device=ids.device)[None] - (width - lengths)
+    padded = ids.gather(1, source.clamp(min=0, max=r - 1))
+    return padded.masked_fill(source < 0, pad_id)
+
+
+def thought_table(thoughts: Sequence[Sequence[Sequence[int]]], pad_id: int) -> Int[Tensor, "b k r"]:
+    """Thoughts of each chunk of each text as one tensor, padded behind; missing chunks are pads alone."""
+    k = max(map(len, thoughts))
+    r = max((len(thought) for chunks in thoughts for thought in chunks), default=1)
+    table = torch.full((len(thoughts), k, max(r, 1)), pad_id)
+    for b, chunks in enumerate(thoughts):
+        for i, thought in enumerate(chunks):
+            table[b, i, : len(thought)] = torch.tensor(thought)
+    return table

@@ -1,0 +1,133 @@
+"""Thinking States on a pretrained decoder: T and C are added to a live Hugging Face model, copied from its own layers.
+
+All else is ThinkingModel's: the same passes, losses, hook points and ThinkingLM.
+"""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.masks import sliding_window
+from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.hf_blocks import HFNorm, hf_block
+from cacheprobe.models.thinking.model import Compression, Parts, ThinkingBlock, ThinkingModel
+
+KINDS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Pre-norm decoders with rotary positions and a gated MLP, whose layers can be called one by one."""
+ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Those that turn a position in the same way whatever the length of the text."""
+
+
+class ThinkingPretrained(ThinkingModel):
+    """A backbone with T and C.
+
+    T is a copy of the backbone's last layers (one, as in the paper), its final norm and its unembedding; C of its first
+    layer. The copies share nothing with the backbone; the embedding is the backbone's. T and C turn positions as the
+    backbone does, from 0. The backbone stays the caller's: what is trained here is trained there.
+    Source: Thinking States (arXiv 2602.08332), sections 3 and 4.
+    Twin: tests.thinking_pretrained_slowly.read_slowly, thoughts ==, logits close(1e-5) in float32.
+    """
+
+    def __init__(self, backbone: Any, config: ThinkingConfig, seed: int = 0) -> None:
+        """config: of `config_of`, or one that agrees with the backbone. seed: of learned pooling rows, where asked for.
+
+        Raises: ModelError for a backbone of another kind, or a config of another backbone.
+        """
+        check_backbone(backbone)
+        _check_config(backbone, config)
+        super().__init__(config, seed, lambda config: _parts_of(backbone, config))
+        self.backbone_name = type(backbone).__name__
+        if config.thinks and config.pooling == "query":
+            self.compression.queries.data = self.compression.queries.data.to(self.embed.weight)
+        for weight in self.added_parameters():  # a frozen layer's copy would be frozen too
+            weight.requires_grad_(True)
+
+    def __repr__(self) -> str:
+        added = sum(weight.numel() for weight in self.added_parameters())
+        c = self.config
+        return (
+            f"ThinkingPretrained({self.backbone_name}, {self.num_parameters:,} parameters, {added:,} of them added, "
+            f"{c.n_layers} layers, d_model {c.d_model}, chunk {c.chunk})"
+        )
+
+    def added_parameters(self) -> list[nn.Parameter]:
+        """T's and C's, and S_1 where it is learned: what the backbone does not have."""
+        added = ("thinking.", "compression.", "first_state")
+        return [weight for name, weight in self.named_parameters() if name.startswith(added)]
+
+    def train_backbone(self, is_trained: bool) -> None:
+        """Whether the backbone learns too, its embedding included. The paper trains everything together."""
+        added = set(self.added_parameters())
+        for weight in self.parameters():
+            weight.requires_grad_(is_trained or weight in added)
+
+
+def config_of(backbone: Any, *, eos_id: int, pad_id: int, chunk: int = 8, **choices: Any) -> ThinkingConfig:
+    """The config of a backbone with T and C; its shapes are filled in.
+
+    eos_id: ends a thought and an answer.  pad_id: another token, which no thought holds.  choices: other fields of
+    ThinkingConfig; l_in is 1 where not given, and all blocks but the last are in the loop (l_out = n_layers - 1).
+    Raises: ModelError for a backbone of another kind, and for impossible choices.
+    """
+    check_backbone(backbone)
+    shapes = _shapes_of(backbone.config)
+    shapes.update(n_ctx=backbone.config.max_position_embeddings, l_out=max(backbone.config.num_hidden_layers - 1, 1))
+    config = ThinkingConfig(**{**shapes, "eos_id": eos_id, "pad_id": pad_id, "chunk": chunk, **choices})
+    _check_config(backbone, config)
+    return config
+
+
+def check_backbone(backbone: Any) -> None:
+    """Raises: ModelError unless the layers of a model can be called one by one over our memory."""
+    name = type(backbone).__name__
+    if name not in KINDS:
+        raise ModelError(f"T and C cannot be added to a {name}; give one of {', '.join(KINDS)}, adapters merged")
+    config = backbone.config
+    window = sliding_window(config)
+    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if window is not None:
+        raise ModelError(f"{name} slides over a window of {window} tokens; set config.sliding_window=None first")
+    if rotation not in ROTATIONS:
+        raise ModelError(f"{name} turns positions by {rotation!r}; models with {', '.join(ROTATIONS)} are supported")
+    if getattr(config, "attention_dropout", 0.0):
+        raise ModelError(f"{name} drops {config.attention_dropout} of its attention; set config.attention_dropout=0.0")
+
+
+def _shapes_of(config: Any) -> dict[str, Any]:
+    """The fields of a ThinkingConfig that the backbone decides."""
+    return {
+        "d_vocab": config.vocab_size,
+        "d_model": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "d_mlp": config.intermediate_size,
+        "positions": "rope",
+        "rope_theta": float(config.rope_parameters["rope_theta"]),
+    }
+
+
+def _check_config(backbone: Any, config: ThinkingConfig) -> None:
+    for field, wanted in _shapes_of(backbone.config).items():
+        if (given := getattr(config, field)) != wanted:
+            raise ModelError(f"{field} is {wanted!r} in {type(backbone).__name__} and {given!r} in the config")
+    if config.thinking_layers > config.n_layers:
+        raise ModelError(f"T copies the last layers, 1 to {config.n_layers} of them, not {config.thinking_layers}")
+
+
+def _parts_of(backbone: Any, config: ThinkingConfig) -> Parts:
+    decoder = backbone.model
+
+    def wrapped(layers: Iterable[Any]) -> nn.ModuleList:
+        return nn.ModuleList([hf_block(layer, decoder.rotary_emb, i) for i, layer in enumerate(layers)])
+
+    thinking, compression = None, None
+    if config.thinks:
+        last = [deepcopy(layer) for layer in decoder.layers[-config.thinking_layers :]]
+        thinking = ThinkingBlock(config, wrapped(last), HFNorm(deepcopy(decoder.norm)), deepcopy(backbone.lm_head))
+        compression = Compression(config, hf_block(deepcopy(decoder.layers[0]), decoder.rotary_emb, 0))
+    return Parts(
+        decoder.embed_tokens, wrapped(decoder.layers), HFNorm(decoder.norm), backbone.lm_head, thinking, compression
+    )

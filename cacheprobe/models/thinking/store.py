@@ -1,0 +1,156 @@
+"""Thinking States models on disk: weights, config, tokenizer and the record of how they were made, each checked.
+
+folder/
+  model.safetensors   the weights
+  tokenizer.json      the vocabulary
+  config.json         the ThinkingConfig, the hashes of it and of the two others, and the training record; written last
+"""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.thinking.config import ThinkingConfig
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+CONFIG_HASH = "config_sha256"
+"""Of the field "config" alone. It is none of "sha256", which holds files."""
+KIND = "cacheprobe thinking states"
+KEEP = (
+    "keep its weights with safetensors.torch.save_file(dict(model.named_parameters()), path), and put them into "
+    "another of the same backbone and config with model.load_state_dict(load_file(path), strict=False)"
+)
+
+
+def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> Path:
+    """Write a model. record: task, preset, arm, seed, command and what training came to.
+
+    Raises: ModelError for a model that its config alone does not make, such as a ThinkingPretrained.
+    """
+    from safetensors.torch import save_file
+
+    from cacheprobe.models.thinking.pretrained import ThinkingPretrained
+    from cacheprobe.tasks.words import save_tokenizer
+
+    if isinstance(model, ThinkingPretrained):
+        raise ModelError(f"{type(model).__name__} is of a {model.backbone_name}, which a config does not make; {KEEP}")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: w.detach().contiguous() for name, w in model.named_parameters()}, folder / WEIGHTS)
+    save_tokenizer(tokenizer, folder / TOKENIZER)
+    config = model.config.to_json()
+    held = {
+        "kind": KIND,
+        "config": config,
+        CONFIG_HASH: config_hash(config),
+        "sha256": {name: _hash(folder / name) for name in (WEIGHTS, TOKENIZER)},
+        "record": record,
+    }
+    temporary = folder / (CONFIG + ".tmp")
+    temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / CONFIG)
+    return folder
+
+
+def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, device: Any = "cpu") -> Any:
+    """A ThinkingLM of what `save_thinking` wrote.
+
+    Raises: ModelError where a file is missing, is not the one that the config speaks of, or does not fit the config.
+    """
+    from safetensors.torch import load_file
+
+    from cacheprobe.models.thinking.lm import ThinkingLM
+    from cacheprobe.models.thinking.model import ThinkingModel
+    from cacheprobe.tasks.words import load_tokenizer
+
+    held = read_config(folder)
+    config = checked_config(folder, held)
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    if len(tokenizer) != config.d_vocab:
+        raise ModelError(f"{folder}: a vocabulary of {len(tokenizer)} words for a model of {config.d_vocab}")
+    model, weights = ThinkingModel(config), load_file(folder / WEIGHTS)
+    shapes = {name: tuple(w.shape) for name, w in model.named_parameters()}
+    if shapes != {name: tuple(w.shape) for name, w in weights.items()}:
+        odd = sorted(set(shapes.items()) ^ {(n, tuple(w.shape)) for n, w in weights.items()})[0]
+        raise ModelError(f"{folder}: the weights do not fit the config, for instance {odd[0]} of shape {odd[1]}")
+    model.load_state_dict(weights, strict=False)
+    record = held["record"]
+    note = f"trained from scratch here: {record.get('command', 'no command recorded')}"
+    lm = ThinkingLM((model if dtype is None else model.to(dtype)).to(device), tokenizer, name or folder.name, note)
+    lm.record = record
+    return lm
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config file of a model folder.
+
+    Raises: ModelError where it is none of ours, lacks a field, or was edited.
+    """
+    path = folder / CONFIG
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} cannot be read ({error}); give the folder of a saved Thinking States model"
+        ) from error
+    if not is_thinking_config(held):
+        raise ModelError(f"{path} is no config of a Thinking States model")
+    for name in ("config", "sha256", "record"):
+        if not isinstance(held.get(name), dict):
+            raise ModelError(f"{path} has no field {name!r}; {_remedy(held)}")
+    if lacking := [file for file in (WEIGHTS, TOKENIZER) if file not in held["sha256"]]:
+        raise ModelError(f"{path} has no hash of {lacking[0]} in its field 'sha256'; {_remedy(held)}")
+    if CONFIG_HASH not in held:
+        raise ModelError(f"{path} has no field {CONFIG_HASH!r}, so nobody can say what was trained; {_remedy(held)}")
+    found = config_hash(held["config"])
+    if (wanted := held[CONFIG_HASH]) != found:
+        raise ModelError(
+            f"the field 'config' of {path} has the hash {found[:12]}, and {CONFIG_HASH} says {wanted!s:.12}: it was "
+            f"edited after the training; {_remedy(held)}"
+        )
+    return held
+
+
+def checked_config(folder: Path, held: dict[str, Any]) -> ThinkingConfig:
+    """What `read_config` gave, as a config. Raises: ModelError where it is no config, or for a file that is missing or
+    not the one whose hash is held."""
+    for file, wanted in held["sha256"].items():
+        path = folder / file
+        if not path.exists():
+            raise ModelError(f"{folder} has no {file}; {_remedy(held)}")
+        if (found := _hash(path)) != wanted:
+            raise ModelError(
+                f"{path} has the hash {found[:12]}, and {CONFIG} speaks of {wanted!s:.12}; {_remedy(held)}"
+            )
+    try:
+        return ThinkingConfig.from_json(held["config"])
+    except ModelError as error:
+        raise ModelError(f"{folder / CONFIG}: {error}; {_remedy(held)}") from error
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """Of what the config says, whatever the order of its fields."""
+    return sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def is_thinking_config(held: Any) -> bool:
+    return isinstance(held, dict) and held.get("kind") == KIND
+
+
+def is_thinking_folder(folder: Path) -> bool:
+    """Whether a folder holds one of ours, rather than a Hugging Face model."""
+    try:
+        return is_thinking_config(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False
+
+
+def _remedy(held: dict[str, Any]) -> str:
+    record = held.get("record")
+    command = record.get("command") if isinstance(record, dict) else None
+    return f"restore it, or train the model again: {command or 'cacheprobe train thinking-states'}"
+
+
+def _hash(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,208 @@
+"""Attention computed request by request, so that no other request can change its bits.
+
+A library may divide one call for a whole batch among its threads, so that a request's sums depend on the batch row
+that it stands in. Here each request has calls of its own, on its own keys, in a shape that depends on its positions
+alone.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cacheprobe.ops.attention.decode import decode_attention, serves
+
+SPAN_STEP = 64
+"""Slots by which the span of a position grows: position p attends over the first ceil((p + 1) / 64) * 64 slots."""
+
+_ONE_THREAD_WORK = 2**24
+"""Multiplications of one request's scores up to which one thread computes them: waking another costs more."""
+
+_ALIGNMENT = 64
+"""Bytes. torch allocates at multiples of it; a part of a tensor may begin elsewhere."""
+
+_thread_count = threading.Lock()
+"""Held while the number of threads is lowered: a Python thread that starts then would take the low number over."""
+
+
+Held = Callable[[int, int], tuple[Tensor, Tensor]]
+"""(batch row, span) -> that row's keys and values of its first slots, [1, g, span, d] each."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of one request that attend over the same number of slots."""
+
+    span: int
+    first: int
+    end: int
+    """Token slots first .. end - 1 of the request's batch row."""
+    slots: int
+    """Slots up to that of its last token."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """For each batch row of a pass, the calls that its attention consists of; none for a row that nothing reads."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    _masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _places: dict[tuple[int, ...], NDArray[np.int64]] = field(default_factory=dict, repr=False)
+
+    @property
+    def span(self) -> int:
+        """Slots of the longest call."""
+        return max((piece.span for row in self.pieces for piece in row), default=0)
+
+    def mask(self, mask: Tensor, row: int, span: int, repeats: int) -> Tensor:
+        """The mask [1, 1 or g, r * t, span] of one call, of mask [b, 1 or h, t, s]; the one of all heads is kept."""
+        if mask.shape[1] > 1:  # of some heads alone: another one in each layer
+            return mask[row : row + 1, :, :, :span].reshape(1, -1, repeats * mask.shape[2], span)
+        key = id(mask), row, span
+        if key not in self._masks:
+            self._masks[key] = mask, mask[row : row + 1, :, :, :span].repeat(1, 1, repeats, 1)
+        return self._masks[key][1]
+
+    def places(self, held: Held) -> NDArray[np.int64]:
+        """Where one new token of each row attends, as `decode_attention` takes it; layers of one shape share them."""
+        rows = [row for row, pieces in enumerate(self.pieces) if pieces]
+        first = held(rows[0], 1)
+        key = (*first[0].stride(), *first[1].stride())
+        if key not in self._places:
+            places = np.empty((len(rows), 4), np.int64)
+            for place, row in zip(places, rows, strict=True):
+                keys, values = held(row, 1)
+                place[:] = row, _elements(first[0], keys), _elements(first[1], values), self.pieces[row][-1].slots
+            self._places[key] = places
+        return self._places[key]
+
+
+def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
+    """Pieces of `count` tokens from position `start` on, each over the span of its own position.
+
+    The same position is computed over the same span wherever in a window it stands.
+    """
+    pieces, first = [], 0
+    while first < count:
+        span = -(-(start + first + 1) // SPAN_STEP) * SPAN_STEP
+        end = min(count, span - start)
+        pieces.append(Piece(min(span, capacity), first, end, start + end))
+        first = end
+    return tuple(pieces)
+
+
+def reach_of_pass(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
+    """One piece for all tokens of a pass whose place depends on the request alone, as in the reading of a prompt."""
+    return (Piece(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count, start + count),)
+
+
+def attend_by_request(
+    q: Tensor, held: Held, mask: Tensor, reach: Reach, scale: float | None, softcap: float | None = None
+) -> Tensor:
+    """[b, t, h * d] of queries [b, h, t, d]; mask [b, 1 or h, t, s], additive.
+
+    Query heads that share a head of keys are folded into the rows of one call. Rows without a piece are zero.
+    A call of little work runs on one thread, whatever their number.
+    Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
+    """
+    if softcap is None and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):
+        keys, values = held(rows[0], 1)
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        return decode_attention(q, keys, values, mask, reach.places(held), factor).flatten(1)[:, None]
+    batch, heads, width, depth = q.shape
+    groups, value_depth = (held(0, 1)[0].shape[1], held(0, 1)[1].shape[3])
+    repeats = heads // groups
+    folded = q.reshape(batch, groups, repeats * width, depth).split(1)
+    attend = scaled_dot_product_attention if softcap is None else _softcapped(softcap)
+    nothing, made = q.new_zeros(1, groups, repeats * width, value_depth), []
+    with _Threads(q.device) as threads:
+        for row, pieces in enumerate(reach.pieces):
+            own, parts = _aligned(folded[row]), []
+            for piece in pieces:
+                threads.take(heads * width * depth * piece.span)
+                keys, values = held(row, piece.span)
+                own_mask = reach.mask(mask, row, piece.span, repeats)
+                parts.append(attend(own, keys, values, attn_mask=own_mask, scale=scale))
+            if len(parts) > 1:
+                of_slots = [part.view(1, groups, repeats, width, -1) for part in parts]
+                cut = [part[:, :, :, p.first : p.end] for part, p in zip(of_slots, pieces, strict=True)]
+                cut.append(of_slots[-1][:, :, :, pieces[-1].end :])  # pads, of which nothing is read
+                parts = [torch.cat(cut, 3).view_as(parts[0])]
+            made.append(parts[0] if parts else nothing)
+    return torch.cat(made).view(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
+
+
+def attend_together(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None, softcap: float | None = None
+) -> Tensor:
+    """The same in one call for the whole batch: for passes of which no bits are promised.
+
+    keys, values: [b, g, s, d].
+    """
+    batch, heads, width, _ = q.shape
+    repeats = heads // keys.shape[1]
+    is_grouped = False
+    if softcap is not None:
+        keys, values = (held.repeat_interleave(repeats, 1) for held in (keys, values))
+        out = _softcapped(softcap)(q, keys, values, attn_mask=mask, scale=scale)
+        return out.transpose(1, 2).reshape(batch, width, -1)
+    if repeats > 1 and width == 1:  # the queries of one head of keys as one: five times faster
+        q = q.reshape(batch, heads // repeats, repeats, -1)
+        mask = mask if mask.shape[1] == 1 else mask.reshape(batch, heads // repeats, repeats, -1)
+    elif repeats > 1:
+        is_grouped = q.device.type == "cpu"
+        if not is_grouped:  # CUDA's fused kernels take no mask together with grouped heads
+            keys, values = (held.repeat_interleave(repeats, 1) for held in (keys, values))
+    out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+    return out.reshape(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
+
+
+def _softcapped(softcap: float) -> Callable[..., Tensor]:
+    """Attention whose scores are kept within +-softcap.  Source: Gemma 2 (arXiv 2408.00118), section 2."""
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, scale: float | None) -> Tensor:
+        scores = (q @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = (scores / softcap).tanh() * softcap + attn_mask
+        return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values
+
+    return attend
+
+
+def _aligned(part: Tensor) -> Tensor:
+    return part if part.data_ptr() % _ALIGNMENT == 0 else part.clone(memory_format=torch.contiguous_format)
+
+
+def _elements(first: Tensor, other: Tensor) -> int:
+    """How many numbers lie between the beginnings of two parts of one tensor."""
+    return (other.data_ptr() - first.data_ptr()) // first.element_size()
+
+
+class _Threads:
+    """Sets how many threads the next call takes: one for little work, all for more; at the end as many as before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cpu = device.type == "cpu"
+
+    def __enter__(self) -> "_Threads":
+        if self._is_cpu:
+            _thread_count.acquire()
+        self._all = self._now = torch.get_num_threads()
+        return self
+
+    def take(self, work: int) -> None:
+        """work: multiplications of the call, a number that depends on its request alone."""
+        wanted = 1 if self._is_cpu and work <= _ONE_THREAD_WORK else self._all
+        if wanted != self._now:
+            torch.set_num_threads(wanted)
+            self._now = wanted
+
+    def __exit__(self, *exc: object) -> None:
+        if self._now != self._all:
+            torch.set_num_threads(self._all)
+        if self._is_cpu:
+            _thread_count.release()

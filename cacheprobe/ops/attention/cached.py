@@ -1,0 +1,38 @@
+"""Attention over a preallocated cache: every query sees the slots up to its own position."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def cached_attention(
+    q: Float[Tensor, "b h t dk"],
+    keys: Float[Tensor, "r g s dk"],
+    values: Float[Tensor, "r g s dv"],
+    rows: Int[Tensor, "b"],
+    positions: Int[Tensor, "b t"],
+    scale: float,
+    hidden: Bool[Tensor, "r s"] | None = None,
+    window: int | None = None,
+) -> Float[Tensor, "b h t dv"]:
+    """Softmax(q k^T scale) v of each query over its cache row; each of g heads of keys serves h / g heads of queries.
+
+    rows: cache row of each batch row.  positions: absolute, of each query; its own slot must be written.
+    hidden: slots that only their own position sees.  window: how many positions a query sees, its own included.
+    Sums are kept in float32. Masked slots must be finite, as KVCache promises.
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; grouped heads, Ainslie et al. 2023 (2305.13245).
+    Twin: the fused attention of models.fast.functional, close (tests.test_plain_ops).
+    """
+    slots = torch.arange(keys.shape[2], device=q.device)
+    own = positions[..., None]
+    seen = slots <= own
+    if window is not None:
+        seen &= slots > own - window
+    if hidden is not None:
+        seen &= ~hidden[rows][:, None] | (slots == own)
+    groups = q.shape[1] // keys.shape[1]
+    k = keys[rows].float().repeat_interleave(groups, 1)
+    v = values[rows].float().repeat_interleave(groups, 1)
+    scores = (q.float() @ k.mT) * scale
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    return (weights @ v).to(q.dtype)

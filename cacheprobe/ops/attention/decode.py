@@ -1,0 +1,80 @@
+"""Attention of one new token a request on a CPU, compiled by numba, so that no other request can change its bits.
+
+One thread computes a head of keys of one request from beginning to end, over the slots up to the token's own. Which
+thread that is, and what the other threads compute, changes nothing.
+"""
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite.binding import get_host_cpu_name
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cacheprobe.ops.attention.decode_kernel import work_on_bfloat16, work_on_float32
+
+WORK = {torch.float32: work_on_float32, torch.bfloat16: work_on_bfloat16}
+"""The compiled loops for each kind of numbers that is attended here."""
+
+COMPILER = f"numba {numba.__version__} for {os.environ.get('NUMBA_CPU_NAME') or get_host_cpu_name()}"
+"""Other versions and processors may give other bits."""
+
+_LITTLE = 2**16
+"""Elements of keys up to which one thread is quicker than two: waking one takes time."""
+
+
+def serves(q: Tensor) -> bool:
+    """Whether queries [b, h, t, d] can be attended here: by device, dtype and width, whatever they hold."""
+    return q.device.type == "cpu" and q.shape[2] == 1 and q.dtype in WORK
+
+
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64], scale: float
+) -> Tensor:
+    """[b, h, 1, dv] of queries [b, h, 1, d] and additive mask [b, 1 or h, 1, s]; rows without a place are zero.
+
+    keys, values: [1, g, s, d] and [1, g, s, dv] of any one request.
+    places: int64 [n, 4] for n requests: batch row, elements from `keys` and from `values` to that request's own, slots
+    to attend to.
+    Raises: ValueError where the numbers of one key or value do not lie side by side.
+    Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
+    """
+    (batch, heads, _, depth), (_, groups, _, value_depth) = q.shape, values.shape
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        raise ValueError(f"keys and values of strides {keys.stride()} and {values.stride()}; the last must be 1")
+    q, mask = q.contiguous(), mask if mask.stride(-1) == 1 else mask.contiguous()
+    out = q.new_zeros(batch, heads, 1, value_depth)
+    mask_of_head = mask.stride(1) if mask.shape[1] > 1 else 0
+    call = np.array(
+        (
+            *(held.data_ptr() for held in (q, keys, values, mask, out)), places.ctypes.data, len(places),
+            heads, groups, depth, value_depth, keys.stride(1), values.stride(1), keys.stride(2), values.stride(2),
+            mask.stride(0), mask_of_head, np.float64(scale).view(np.int64), 0,
+        ),
+        np.int64,
+    )  # fmt: skip
+    work, start = WORK[q.dtype], _start_threads()
+    if start is None or int(places[:, 3].sum()) * groups * depth <= _LITTLE:
+        work.ctypes(call.ctypes.data)
+    else:
+        start(work.address, call.ctypes.data, torch.get_num_threads(), 0)
+    return out
+
+
+@cache
+def _start_threads() -> Any:
+    """OpenMP's function that runs another one on the threads of torch's own operations; None where there is none.
+
+    A pool of numba's own would compete with torch's threads, which wait by spinning.
+    """
+    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
+        start = ctypes.CDLL(str(path)).GOMP_parallel
+        start.argtypes, start.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+        return start
+    return None

@@ -1,0 +1,357 @@
+"""A run's arguments, resolved and checked before anything is computed, and the run that they describe."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor
+
+from cacheprobe.capture.assemble import assemble
+from cacheprobe.capture.lens_reader import LENS_TILE
+from cacheprobe.capture.observers import Tee
+from cacheprobe.capture.recorder import Recorder
+from cacheprobe.core.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
+from cacheprobe.core.noise import derive_seed
+from cacheprobe.core.records import Observer, Request, SamplingParams
+from cacheprobe.core.values import number, whole_number
+from cacheprobe.drafters.base import Drafter, deadline_seconds, drafted_layers
+from cacheprobe.drafters.fast_path import FastPath
+from cacheprobe.engine.consistency import Hooked, serving_config
+from cacheprobe.engine.fingerprint import Fingerprint, schedule_fingerprint
+from cacheprobe.engine.loop import rounds
+from cacheprobe.engine.run_guard import RunGuard, require_ready
+from cacheprobe.engine.sizes import require_cache_fits, require_records_fit
+from cacheprobe.engine.watch import Watch
+from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.checks import Drafting
+from cacheprobe.interventions.editor import Editor
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.surgery import CacheRows, require_fit, require_plain
+from cacheprobe.lenses.base import Lens, require_readable
+from cacheprobe.lenses.logit import LogitLens
+from cacheprobe.models.base import CachedLM, StateSink
+from cacheprobe.models.hf.heads import require_heads
+from cacheprobe.models.paths import choose_path
+from cacheprobe.models.prompts import answer_ids_of, as_list, text_of, token_ids_of
+from cacheprobe.models.turns import turn
+from cacheprobe.trace.trace import Trace
+
+DEFAULT_SAMPLING = SamplingParams(
+    temperature=0.0, max_new_tokens=32, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=(), n=1
+)
+
+MAX_DEADLINE = threading.TIMEOUT_MAX / 20
+"""Seconds; a wait of ten deadlines is then still one that Python can take."""
+
+Start = Callable[[Sequence[SequenceState], Observer], Iterator[int]]
+"""Begins a run over these states: an iterator of the steps that its rounds end with."""
+
+
+class Setup:
+    """What `run`, `stream` and `reference` have in common."""
+
+    def __init__(
+        self,
+        model: CachedLM,
+        prompts: Any,
+        config: EngineConfig,
+        is_group_given: bool = True,
+        deterministic: Any = False,
+        capture: "str | CaptureConfig | None" = "STCZ",
+        layers: Any = "all",
+        lens: Lens | None = None,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
+        seed: int = 0,
+        path: str = "auto",
+        interventions: "Intervention | Iterable[Any]" = (),
+        max_in_flight: int | None = None,
+    ) -> None:
+        """is_group_given: False where a group is chosen that gives every row the same bits.
+        max_in_flight: requests that hold a cache row at once, if that is not config.max_batch.
+        """
+        if not hasattr(model, "new_cache"):
+            raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
+        require_ready(model)
+        self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
+        self.model, self.path_reason = choose_path(model, path, self.capture.heads)
+        self.model.check_settings(config.window)
+        self.config, self.is_group_given = config, is_group_given
+        self.layers = resolve_layers(layers if self.capture.layers is None else self.capture.layers, model.n_layers)
+        if self.capture.heads:
+            require_heads(self.model, self.capture.heads, self.layers)
+        self.lens = LogitLens() if lens is None else lens
+        require_readable(self.lens, self.model, "S", self.layers)
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling must be a cp.SamplingParams, got a {type(sampling).__name__}")
+        run_sampling = SamplingParams(max_new_tokens=max_new_tokens).over(sampling or SamplingParams())
+        _check_stops(run_sampling, model)
+        run_seed = SamplingParams(seed=whole_number("seed", seed)).seed
+        self.fallback = run_sampling.over(DEFAULT_SAMPLING).over(SamplingParams(stop_token_ids=model.stop_token_ids))
+        self.interventions = as_interventions(interventions)
+        self.editor: Editor | None = None
+        self.watch = Watch()
+        listed = as_list(prompts)
+        chosen = pick_deterministic(deterministic, len(listed))
+        self._check_sizes([self._size(item) for item in listed], max_in_flight)
+        read = [self._request(item, i, i in chosen) for i, item in enumerate(listed)]
+        self._check_sizes([(r.num_prompt_tokens, *self._size(r)[1:]) for r in read], max_in_flight)
+        requests: list[Request] = []
+        for request in read:
+            requests += self._samples(request, len(requests), run_seed or 0)
+        self.requests: tuple[Request, ...] = tuple(requests)
+        self._check_positions()
+
+    # -- requests
+
+    def _size(self, item: Any) -> tuple[int, int, int]:
+        """(prompt tokens, new tokens, samples) of a prompt, as far as they are known before it is read."""
+        own = item.sampling if isinstance(item, Request) and item.sampling else SamplingParams()
+        asked = own.over(self.fallback)
+        return 1, min(asked.max_new_tokens or 1, self.model.n_ctx), asked.n or 1
+
+    def _check_sizes(self, requests: list[tuple[int, int, int]], max_in_flight: int | None) -> None:
+        """Raises: ValueError for a cache, or for records of all tokens, that this machine's memory cannot hold."""
+        in_flight = min(sum(n for _, _, n in requests), max_in_flight or self.config.max_batch)
+        require_cache_fits(self.model, self.config, in_flight, max(prompt + new for prompt, new, _ in requests))
+        require_records_fit(self.model, self.capture, self.layers, requests)
+
+    def _samples(self, request: Request, first: int, run_seed: int) -> tuple[Request, ...]:
+        """The request as often as it asks for samples, each with an id (from `first` on) and a seed of its own."""
+        assert request.sampling is not None and request.sampling.n is not None
+        n = request.sampling.n
+        made = []
+        for i in range(n):
+            own = request.sampling.seed
+            if own is None or (n > 1 and i > 0):
+                own = derive_seed(run_seed if own is None else own, first + i)
+            sampling = replace(request.sampling, seed=own, n=1)
+            sample_of = first if n > 1 else request.sample_of
+            made.append(replace(request, request_id=first + i, sampling=sampling, sample_of=sample_of))
+        return tuple(made)
+
+    def _request(self, item: Any, index: int, chosen: bool) -> Request:
+        given = item if isinstance(item, Request) else None
+        prompt: Any = given.prompt if given else item
+        example = given.example if given else None
+        if hasattr(prompt, "prompt_text"):
+            example, prompt = prompt, text_of(prompt, self.model, index)
+        ids = token_ids_of(prompt, self.model, index, is_chat=bool(getattr(example, "chat", False)))
+        own = given.sampling if given and given.sampling else SamplingParams()
+        _check_stops(own, self.model, f"request {index}: ")
+        request = Request(
+            prompt=prompt if isinstance(prompt, str) else ids,
+            sampling=own.over(self.fallback),
+            is_deterministic=chosen or bool(given and given.is_deterministic),
+            request_id=index,
+            prompt_token_ids=ids,
+            example=example,
+            arrival_step=given.arrival_step if given else 0,
+            sample_of=given.sample_of if given else None,
+            cached=given.cached if given else None,
+            own_fingerprint=bool(given and given.own_fingerprint),
+            keep_rows=bool(given and given.keep_rows),
+        )
+        self._check_cached(request)
+        self._check_fit(request)
+        return request
+
+    def _check_fit(self, request: Request) -> None:
+        assert request.sampling is not None and request.sampling.max_new_tokens is not None
+        prompt, new, n_ctx = request.num_prompt_tokens, request.sampling.max_new_tokens, self.model.n_ctx
+        if prompt + new > n_ctx:
+            raise ValueError(
+                f"request {request.request_id}: prompt of {prompt} + {new} new tokens exceed the model's context of "
+                f"{n_ctx}; shorten the prompt or set max_new_tokens={max(n_ctx - prompt, 0)} or less"
+            )
+        needed = self.config.rows_needed(prompt, new, request.num_cached)
+        if needed > self.config.capacity:
+            raise ValueError(
+                f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {self.config.window} "
+                f"need {needed} cache rows, capacity is {self.config.capacity}; set capacity={needed} or more"
+            )
+        if self.config.kv_rows is not None and prompt + new + self.config.window > self.config.kv_rows:
+            raise ValueError(
+                f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {self.config.window} "
+                f"exceed kv_rows={self.config.kv_rows} even when it runs alone; set "
+                f"kv_rows={prompt + new + self.config.window} or more"
+            )
+
+    def _check_positions(self) -> None:
+        """Raises: ValueError for a position to keep that no request reaches."""
+        lengths = [r.num_prompt_tokens + (r.sampling.max_new_tokens or 0) for r in self.requests if r.sampling]
+        last = max(lengths) - 2  # the newest token is never fed
+        if max(self.capture.positions or (0,)) > last:
+            raise ValueError(
+                f"capture position {max(self.capture.positions or ())} lies outside every request; the longest "
+                f"computes 0 to {last} (prompt and new tokens, the newest is never fed)"
+            )
+
+    def _check_cached(self, request: Request) -> None:
+        """Raises: ValueError for cached rows that are not of this prompt or this model, for a promise broken, and for
+        rows to keep of a cache that holds more than keys and values."""
+        cached, name = request.cached, f"request {request.request_id}"
+        if request.keep_rows:
+            require_plain(self.model.new_cache(1, 1))
+        if cached is None:
+            return
+        if not isinstance(cached, CacheRows):
+            raise ValueError(f"{name}: cached must be CacheRows from cp.cache_rows(...), got a {type(cached).__name__}")
+        if len(cached) >= request.num_prompt_tokens:
+            raise ValueError(
+                f"{name}: cached holds {len(cached)} positions, the prompt {request.num_prompt_tokens} tokens; its "
+                f"last one is read, so that it chooses the next: use cached.cut({request.num_prompt_tokens - 1})"
+            )
+        if cached.token_ids != request.prompt_token_ids[: len(cached)]:
+            raise ValueError(f"{name}: cached was read from another text than the prompt's first {len(cached)} tokens")
+        if request.is_deterministic and not request.own_fingerprint:
+            raise ValueError(
+                f"{name}: it is deterministic and goes on from cached rows, so it is comparable only with others that "
+                "begin there; say so with own_fingerprint=True"
+            )
+        require_fit(cached, self.model.new_cache(1, 1))
+
+    # -- running
+
+    def states(self, drafter: Drafter | None, is_all_verified: bool = False) -> list[SequenceState]:
+        """A fresh state for each request; with a drafter all are verified, else the deterministic ones."""
+        states = [
+            SequenceState(
+                request,
+                is_all_verified or drafter is not None or request.is_deterministic,
+                request.sampling or self.fallback,
+                self.model.decode,
+            )
+            for request in self.requests
+        ]
+        for state in states:
+            state.is_edited = state.request.cached is not None
+        if self.interventions:
+            drafting = None if is_all_verified else self._drafting(drafter or FastPath())
+            self.editor = Editor(self.interventions, self.model, states, drafting)
+        if any(state.is_verified for state in states):
+            with turn(self.model):
+                promised = any(state.request.is_deterministic for state in states)
+                given = self.is_group_given
+                self.config = serving_config(self.model, self.config, given, self._hooked(), promised)
+        return states
+
+    def _hooked(self) -> Hooked:
+        heads = tuple((site, layer) for layer in self.layers for site in self.capture.heads)
+        return Hooked(heads, tuple(self.editor.sites) if self.editor is not None else ())
+
+    def _drafting(self, drafter: Drafter) -> Drafting:
+        _check_drafter(drafter, self.model)
+        return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
+
+    def start(self, drafter: Drafter | None) -> Start:
+        """The loop over these requests, ready to begin."""
+        if drafter is not None:
+            _check_drafter(drafter, self.model)
+        return lambda states, observer: rounds(
+            self.model, states, self.config, observer, drafter, self.editor, self.watch
+        )
+
+    def recorded(
+        self, start: Start, states: Sequence[SequenceState], *observers: Observer, has_pauses: bool = True, **meta: Any
+    ) -> Iterator[int]:
+        """The run under a recorder; yields steps, and returns the Trace as the generator's value.
+
+        has_pauses: the caller goes on in between, with the model free of the run's hooks; else no step is yielded.
+        """
+        model, requests = self.model, self.requests
+        prompts = {r.request_id: r.prompt_token_ids for r in requests}
+        answers = {r.request_id: answer_ids_of(r, model) for r in requests}
+        known = {request_id: ids for request_id, (ids, _) in answers.items() if ids}
+        recorder = Recorder(model, self.capture, self.layers, self.lens, prompts, known)
+        guard = RunGuard(model, self.fingerprint)
+        steps = start(states, cast(Observer, Tee(recorder, *observers)))
+        yield from guard.steps(steps, partial(self.hooks, recorder), has_pauses)
+        guard.require_unchanged(has_pauses)
+        errors = {str(state.request_id): state.error for state in states if state.error}
+        failed = {f"answers of request {number}": why for number, (_, why) in answers.items() if why}
+        meta = {**meta, "path_reason": self.path_reason, "errors": errors, "missing": failed}
+        if self.editor is not None:
+            meta["interventions"] = self.editor.record()
+        with turn(model):
+            trace = assemble(recorder, requests, guard.fingerprint, self.config, self.capture, meta)
+        trace.interventions = self.interventions
+        trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
+        return trace
+
+    def fingerprint(self) -> Fingerprint:
+        return schedule_fingerprint(self.model, self.config, LENS_TILE, self.interventions, self.requests)
+
+    @contextmanager
+    def hooks(self, recorder: Recorder | None = None) -> Iterator[None]:
+        """Puts the interventions on the model, and what keeps states for a recorder."""
+        with ExitStack() as stack:
+            if self.editor is not None:  # first, so that what is recorded is what the model went on with
+                stack.enter_context(self.model.editing(self.editor.sites, self.editor.edit))
+            if recorder is not None:
+                sink = of_this_thread(self.watch.listening(recorder.on_state))
+                stack.enter_context(self.model.capturing(recorder.wanted(), sink))
+            yield
+
+
+def of_this_thread(sink: StateSink) -> StateSink:
+    """The sink for what the calling thread computes: a drafter that was given up may go on in a thread of its own."""
+    owner = threading.get_ident()
+
+    def hear(site: str, layer: int, value: Tensor) -> None:
+        if threading.get_ident() == owner:
+            sink(site, layer, value)
+
+    return hear
+
+
+def drain(generator: Iterator[int]) -> Trace:
+    """Run a recorded run to its end."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return end.value
+
+
+def as_interventions(given: Any) -> tuple[Intervention, ...]:
+    """One or many; the pairs that `swap` makes may stand among them as they are."""
+    listed = [given] if isinstance(given, Intervention) else list(given)
+    flat = [one for item in listed for one in (item if isinstance(item, tuple) else (item,))]
+    for one in flat:
+        if not isinstance(one, Intervention):
+            raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
+    return tuple(flat)
+
+
+def _check_stops(sampling: SamplingParams, model: CachedLM, where: str = "") -> None:
+    """Raises: ValueError for a stop token that the model does not have, and could never say."""
+    ids = cast("tuple[int, ...]", sampling.stop_token_ids or ())
+    if bad := [token_id for token_id in ids if token_id >= model.d_vocab]:
+        raise ValueError(f"{where}stop_token_ids holds {bad[0]}, outside the vocabulary of {model.d_vocab}")
+
+
+def _check_drafter(drafter: Any, model: CachedLM) -> None:
+    """Raises: ValueError for what is no drafter, and for one that cannot serve this model."""
+    missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
+    if isinstance(drafter, type) or missing:
+        lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""
+        raise ValueError(
+            f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}{lacks}; names stand "
+            "only in command lines"
+        )
+    seconds = deadline_seconds(drafter)
+    if seconds is not None and not 0 < number("deadline_seconds", seconds) <= MAX_DEADLINE:
+        raise ValueError(
+            f"deadline_seconds of drafter {drafter.name} must be above 0 and at most {MAX_DEADLINE:.0f}, or None for "
+            f"no deadline, got {seconds}"
+        )
+    try:
+        drafter.check(model)
+    except ValueError:
+        raise
+    except Exception as error:  # a user's own code
+        raise ValueError(f"check of drafter {drafter.name} failed, {type(error).__name__}: {error!s:.200}") from error

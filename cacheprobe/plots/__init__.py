@@ -1,0 +1,61 @@
+"""Pictures of a trace: pure functions from its tables to figures and HTML, and a report of all on one page."""
+
+from cacheprobe.plots.attribution import attribution
+from cacheprobe.plots.carried import carried_figure, ways_figure
+from cacheprobe.plots.coin_rows import coin_rows_figure
+from cacheprobe.plots.curves import draft_verdicts, settling_figure
+from cacheprobe.plots.diagrams.cache_picture import cache_picture
+from cacheprobe.plots.diagrams.decode_grid import decode_grid
+from cacheprobe.plots.diagrams.diagram import decoded_diagram, window_diagram
+from cacheprobe.plots.diagrams.frame import Markup
+from cacheprobe.plots.diagrams.lens_picture import lens_picture
+from cacheprobe.plots.diagrams.timeline import timeline
+from cacheprobe.plots.diagrams.token_card import token_card
+from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
+from cacheprobe.plots.disagreement import disagreement_figure, final_choice_figure
+from cacheprobe.plots.lens_grid import lens_grid
+from cacheprobe.plots.patching import patching_grid
+from cacheprobe.plots.probes import foresight_figure, probe_figure
+from cacheprobe.plots.report.figures import write_figures
+from cacheprobe.plots.report.report import write_report
+from cacheprobe.plots.report.run_comparison import comparison
+from cacheprobe.plots.state_algorithm import state_algorithm_figure
+from cacheprobe.plots.sweep_grid import sweep_grid
+from cacheprobe.plots.text import token_texts
+from cacheprobe.plots.thoughts.card import thought_card
+from cacheprobe.plots.thoughts.picture import thoughts_picture
+
+__all__ = [
+    "Markup",
+    "Window",
+    "accepted_whole",
+    "attribution",
+    "cache_picture",
+    "carried_figure",
+    "coin_rows_figure",
+    "comparison",
+    "decode_grid",
+    "decoded_diagram",
+    "disagreement_figure",
+    "draft_verdicts",
+    "final_choice_figure",
+    "find_windows",
+    "foresight_figure",
+    "lens_grid",
+    "lens_picture",
+    "patching_grid",
+    "probe_figure",
+    "rolled_back",
+    "settling_figure",
+    "state_algorithm_figure",
+    "sweep_grid",
+    "thought_card",
+    "thoughts_picture",
+    "timeline",
+    "token_card",
+    "token_texts",
+    "ways_figure",
+    "window_diagram",
+    "write_figures",
+    "write_report",
+]

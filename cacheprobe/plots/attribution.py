@@ -1,0 +1,116 @@
+"""What gave a logit: by layer and site, and by head where heads are told apart."""
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from cacheprobe.plots.style import Figure, layout_template
+from cacheprobe.plots.text import markup, visible
+
+_COLOURS = {"T": "#2b6cb0", "C": "#a87900", "other": "#7b858f"}
+_WORDS = {"T": "T, attention", "C": "C, MLP", "T bias": "T, its bias", "embed": "the embedding", "rest": "the rest"}
+_SPREAD = ["#bd3127", "#f4a59d", "#f3f0f9", "#9cc0ea", "#2b6cb0"]
+"""Against and for; the middle is zero."""
+
+
+def attribution(table: pd.DataFrame) -> go.Figure:
+    """One row's logit of a token: bars by layer for T and C and what has no layer, and a map of the heads.
+
+    table: as in `Trace.attribution`, of one token; or of two, and the first one's logit over the second's is drawn. The
+    bars sum to the logit; a layer's heads sum to its T, where that has no bias.
+    Raises: ValueError for an empty table, and for more tokens or rows.
+    """
+    parts, what = _one_or_two(table)
+    by_head = parts[parts["head"].notna()]
+    figure = make_subplots(
+        rows=2 if len(by_head) else 1, shared_xaxes=True, vertical_spacing=0.08,
+        row_heights=[0.5, 0.5] if len(by_head) else None, figure=Figure(),
+    )  # fmt: skip
+    one = parts.iloc[0]
+    where = (
+        f"<br>request {one.request_id} · {one.status.replace('_', ' ')} row · position {one.position}<extra></extra>"
+    )
+    in_layers = parts[parts.layer.notna()].assign(site=lambda t: t.site.replace("T bias", "T"))
+    sums = in_layers.groupby(["site", "layer"]).logit.sum()
+    for site in ("T", "C"):
+        values = sums[site]
+        layers = [int(layer) for layer in values.index]
+        hover = f"{_WORDS[site]} of layer %{{x}}: %{{y:+.3f}}{where}"
+        bar = go.Bar(x=layers, y=values.tolist(), name=site, marker_color=_COLOURS[site], hovertemplate=hover)
+        figure.add_trace(bar, row=1, col=1)
+    others = parts[parts.layer.isna()]
+    places = _places(others.site.tolist(), int(in_layers.layer.max()))
+    figure.add_trace(
+        go.Bar(
+            x=places, y=others.logit.tolist(), name="no layer", marker_color=_COLOURS["other"],
+            text=others.site.tolist(), textposition="none", hovertemplate=f"%{{text}}: %{{y:+.3f}}{where}",
+        ),
+        row=1, col=1,
+    )  # fmt: skip
+    if len(by_head):
+        figure.add_trace(_map(by_head, where), row=2, col=1)
+        figure.update_yaxes(title="head", showgrid=False, row=2, col=1)
+    layers = sorted(int(layer) for layer in in_layers.layer.unique())
+    shown = layers[:: 1 if len(layers) <= 16 else 2]
+    figure.update_layout(
+        template=layout_template(),
+        title=dict(text=_finding(parts, what), y=1, yref="container", yanchor="top", pad=dict(t=14)),
+        height=700 if len(by_head) else 380,
+        margin=dict(t=84, b=60, l=60, r=20),
+        barmode="group",
+        legend=dict(y=1.01),
+        dragmode=False,
+    )
+    ticks = [*zip(places, others.site, strict=True), *((layer, str(layer)) for layer in shown)]
+    figure.update_xaxes(tickmode="array", tickvals=[x for x, _ in ticks], ticktext=[name for _, name in ticks])
+    figure.update_xaxes(title="layer", row=2 if len(by_head) else 1, col=1)
+    figure.update_yaxes(title="share of the logit", row=1, col=1)
+    return figure
+
+
+def _one_or_two(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Parts of one logit, or of the difference of two, and what they are of, in words and escaped."""
+    if table.empty:
+        raise ValueError("the table is empty; trace.attribution(request_id, position) fills it")
+    if table.row.nunique() > 1:
+        raise ValueError(f"a figure is of one row; the table has {table.row.nunique()}")
+    tokens = table.drop_duplicates("token_id").token.map(lambda text: markup(visible(text))).tolist()
+    if len(tokens) > 2:
+        raise ValueError(f"a figure is of one token, or two to compare; the table has {len(tokens)}")
+    if len(tokens) == 1:
+        return table, f"the logit of {tokens[0]}"
+    first, second = (group.reset_index(drop=True) for _, group in table.groupby("token_id", sort=False))
+    return first.assign(logit=first.logit - second.logit), f"the logit of {tokens[0]} over {tokens[1]}"
+
+
+def _places(names: list[str], last_layer: int) -> list[int]:
+    """The embedding before the first layer, all else behind the last one."""
+    behind = iter(range(last_layer + 2, last_layer + 2 + 2 * len(names), 2))
+    return [-2 if name == "embed" else next(behind) for name in names]
+
+
+def _map(by_head: pd.DataFrame, where: str) -> go.Heatmap:
+    grid = by_head.pivot(index="head", columns="layer", values="logit").sort_index()
+    return go.Heatmap(
+        x=[int(layer) for layer in grid.columns],
+        y=[f"head {head}" for head in grid.index],
+        z=grid.to_numpy(dtype=float).tolist(),
+        zmid=0,
+        colorscale=_SPREAD,
+        colorbar=dict(title=dict(text="share", side="right"), thickness=12, x=1.01, len=0.45, y=0.23),
+        hovertemplate=f"%{{y}} of layer %{{x}}: %{{z:+.3f}}{where}",
+        xgap=1,
+        ygap=1,
+    )
+
+
+def _finding(parts: pd.DataFrame, what: str) -> str:
+    row, top = parts.iloc[0], parts.loc[parts.logit.idxmax()]
+    status = row.status.replace("_", "-")
+    where = "" if pd.isna(top.layer) else f" of layer {top.layer}"
+    head = "" if pd.isna(top["head"]) else f" head {top['head']}"
+    name = _WORDS.get(top.site, f"the {top.site}")
+    return (
+        f"Request {row.request_id}, {status} row at position {row.position}: {what} is {parts.logit.sum():.2f};<br>"
+        f"the largest part, {top.logit:+.2f}, is from {name}{head}{where}"
+    )

@@ -1,0 +1,140 @@
+"""Whole-run figures: where accepted and rejected drafts part, and the prediction depth of rows."""
+
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.plots.style import STATUS_STYLES, Figure, layer_ticks, layout_template
+from cacheprobe.plots.text import markup, shorten
+from cacheprobe.trace.tables.draft_verdicts import NOT_DRAFTED, parting, shares_by_verdict
+
+_MOST_POINTS = 600
+"""Rows drawn one by one; of more, only the outliers are."""
+_NARROW = dict(l=48, r=12, t=56, b=48)
+
+
+_LINES = (
+    ("accepted", "committed_first", "draft accepted", "committed", "solid"),
+    ("rejected", "committed_first", "draft rejected: the committed token", "rolled_back", "solid"),
+    ("rejected", "drafted_first", "draft rejected: the drafted token", "rolled_back", "dot"),
+    (NOT_DRAFTED, "committed_first", "nothing drafted", "candidate", "dash"),
+)
+"""Verdict, column, name, style and dash of each line of `draft_verdicts`."""
+
+
+def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
+    """At which layer accepted and rejected drafts part: the share of readings with a token as first choice, by layer.
+
+    One line for positions whose draft was accepted, two for those whose draft was rejected (the committed token, and
+    the drafted one), and one for positions where nothing was drafted. Readings of the draft pass and of the verify pass
+    count alike. A draft that was never judged is in no line.
+    hypotheses: as in `Trace.hypotheses` or `Trace.read`; lines of thoughts are left out.
+    Raises: ValueError where no reading has a committed token.
+    """
+    shares = shares_by_verdict(hypotheses[hypotheses.site != "thought"])
+    figure = Figure()
+    for verdict, column, name, style, dash in _LINES:
+        mine = shares[shares.verdict == verdict]
+        if mine.empty:
+            continue
+        figure.add_scatter(
+            x=mine.layer.tolist(),
+            y=mine[column].tolist(),
+            mode="lines+markers",
+            name=f"{name} ({mine.rows.max()} readings)",
+            line=dict(color=STATUS_STYLES[style]["color"], dash=dash, width=2),
+            marker=dict(symbol=STATUS_STYLES[style]["symbol"], size=7),
+            hovertemplate=f"{name}, layer %{{x}}: first choice in %{{y:.1%}} of the readings<extra></extra>",
+        )
+    figure.update_layout(
+        template=layout_template(),
+        title=parting(shares),
+        height=440,
+        margin={**_NARROW, "b": 130},
+        legend=dict(
+            orientation="h", x=0, y=-0.18, yanchor="top"
+        ),  # below: on a narrow page it has a line for each entry
+        dragmode=False,
+    )
+    figure.update_xaxes(title="layer", **layer_ticks(shares.layer))
+    figure.update_yaxes(title="share of readings", tickformat=".0%", range=[-0.02, 1.04])
+    return figure
+
+
+_BOXES = {
+    "draft rejected, draft pass": "rolled_back",
+    "draft accepted, draft pass": "committed",
+    "nothing drafted": "candidate",
+    "draft rejected, verify pass": "rolled_back",
+    "draft accepted, verify pass": "committed",
+}
+"""Groups of `settling_figure` and their styles; the last is drawn on top."""
+
+
+def settling_figure(settling: pd.DataFrame) -> go.Figure:
+    """Prediction depth of each row: the layer from which its first choice stays what it is, by verdict and pass.
+
+    settling: as in `Trace.settling`. Rows of a draft pass stand apart: a drafter may stop at an early layer, and then
+    the depth cannot be above it. Drafts that were never judged, and rows fed one that was not committed, are left out.
+    Raises: ValueError for a table without any other row.
+    """
+    known = settling[~settling.status.isin(FED_A_DRAFT_IN_VAIN) & (settling.verdict != "never_judged").fillna(True)]
+    if known.empty:
+        raise ValueError(
+            "the settling table is empty, or every row was fed a draft in vain; a run that reads Z fills it"
+        )
+    pairs = zip(known.verdict, known.phase, strict=True)
+    names = [_box_name(None if pd.isna(verdict) else verdict, phase) for verdict, phase in pairs]
+    group = pd.Series(names, index=known.index, dtype=object)
+    figure = Figure()
+    points = "all" if len(known) <= _MOST_POINTS else "outliers"
+    for name in [name for name in _BOXES if name in names]:
+        rows, style = known[group == name], STATUS_STYLES[_BOXES[name]]
+        figure.add_box(
+            x=rows.prediction_depth.tolist(),
+            name=f"{name.replace(', ', ',<br>')}<br>({len(rows)} rows)",
+            orientation="h",
+            boxpoints=points,
+            jitter=0.7,
+            pointpos=0,
+            marker=dict(color=style["color"], symbol=style["symbol"], size=4, opacity=0.55),
+            line=dict(color=style["color"], width=2),
+            fillcolor="rgba(128,128,128,0.12)",
+            hovertext=[_hover(row) for row in rows.itertuples()],
+            hoverinfo="text",
+            hoveron="points",
+            showlegend=False,
+        )
+    height = 100 + 74 * len(figure.data)
+    figure.update_layout(
+        template=layout_template(), title=_settling_finding(known, group), height=height, margin=_NARROW, dragmode=False
+    )
+    figure.update_xaxes(title="prediction depth (layer)", **layer_ticks(known.prediction_depth))
+    return figure
+
+
+def _box_name(verdict: str | None, phase: str) -> str:
+    return f"draft {verdict}, {'draft' if phase == 'decode' else 'verify'} pass" if verdict else "nothing drafted"
+
+
+def _settling_finding(settling: pd.DataFrame, group: pd.Series) -> str:
+    said = []
+    for name, words in (
+        ("draft accepted, verify pass", "accepted drafts"),
+        ("draft rejected, verify pass", "rejected drafts"),
+        ("nothing drafted", "positions without a draft"),
+    ):
+        rows = settling[group == name]
+        if not rows.empty:
+            said.append(f"{words} at layer {rows.prediction_depth.median():g}")
+    return f"Median prediction depth: {', '.join(said)}" if said else "Prediction depth"
+
+
+def _hover(row: Any) -> str:
+    return (
+        f"request {row.request_id} · step {row.step} · {row.phase} · {row.status} · reads position {row.position}, "
+        f"predicts {row.position + 1}<br>prediction depth: layer {row.prediction_depth}, {row.num_flips} changes of "
+        f"first choice<br>{markup(shorten(row.path, 160))}"
+    )

@@ -1,0 +1,57 @@
+"""The KV cache of one request after a step: the cylinder by provenance, and its rows one by one."""
+
+import pandas as pd
+
+from cacheprobe.plots.diagrams import svg
+from cacheprobe.plots.diagrams.cache_strip import cache_strip
+from cacheprobe.plots.diagrams.cylinder import CACHE_HEIGHT, cache_counts, cylinder_strokes
+from cacheprobe.plots.diagrams.frame import Markup, Piece
+
+
+def cache_picture(
+    ledger: pd.DataFrame,
+    *,
+    request_id: int | None = None,
+    step: int | None = None,
+    pending: int | None = None,
+    truncated: int = 0,
+) -> Markup:
+    """The cache rows of one request as a cylinder and as a strip, by provenance: blue prefill, yellow provisional,
+    green verified, grey decoded and never verified. Tips say which step wrote them.
+
+    ledger: trace.ledger(request_id, step).  request_id, step: named in the picture; rows that the step wrote are
+    underlined.  pending: position of a committed token whose row is not written yet, drawn hatched.  truncated: rows
+    that the step cut off again, drawn below the cylinder as a ghost, as `Window.num_truncated` counts them.
+    Raises: ValueError for a ledger without rows.  Source: figure of LLM-42 (arXiv 2601.17768).
+    """
+    return cache_piece(ledger, "", request_id=request_id, step=step, pending=pending, truncated=truncated).alone
+
+
+def cache_piece(
+    ledger: pd.DataFrame,
+    memory: str,
+    *,
+    request_id: int | None,
+    step: int | None,
+    pending: int | None = None,
+    truncated: int = 0,
+) -> Piece:
+    """Of `cache_picture`. memory: markup about all requests."""
+    whose = "the request" if request_id is None else f"request {request_id}"
+    if ledger.empty:
+        raise ValueError(f"the ledger is empty: {whose} holds no cache rows then; give a step at which it does")
+    when = "" if step is None else f" after step {step}"
+    drawn = cylinder_strokes(["KV cache", *([f"after step {step}"] if when else [])], ledger, step=step,
+                             truncated=truncated)  # fmt: skip
+    picture = svg.picture(290, CACHE_HEIGHT + 8, f"KV cache of {whose}{when}", drawn, style="max-width:290px")
+    strip = cache_strip(ledger, request_id=request_id, step=step, pending=pending)
+    count = len(ledger)
+    owner = f"{whose[0].upper()}{whose[1:]}"
+    parts = ", ".join(f"{number} {name}" for name, number in cache_counts(ledger).items())
+    note = " ".join(said for said in ("Underlined: written in this step." if when else "", memory) if said)
+    return Piece(
+        f"{owner} holds {count} cache row{'s' * (count != 1)}{when}: {parts}",
+        "",
+        f"<div class='cylinder'>{picture}</div><h4>Row by row</h4>{strip}"
+        + (f"<p class='note'>{note}</p>" if note else ""),
+    )

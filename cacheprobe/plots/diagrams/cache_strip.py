@@ -1,0 +1,78 @@
+"""The cache rows of one request, one by one, as they stood after a step; and the memory that all requests hold."""
+
+from itertools import groupby
+
+import pandas as pd
+
+from cacheprobe.plots.diagrams import svg
+from cacheprobe.plots.diagrams.cylinder import PROVENANCE_STYLES
+from cacheprobe.plots.text import markup
+
+_PITCH, _HEIGHT, _LINE = 9, 18, 34
+
+
+def cache_strip(
+    ledger: pd.DataFrame,
+    *,
+    request_id: int | None = None,
+    step: int | None = None,
+    pending: int | None = None,
+    per_line: int = 48,
+) -> str:
+    """SVG: a cell for each row in order of position, lines of `per_line`, by provenance; tips tell which step wrote it.
+
+    ledger: as in `Trace.ledger`, after a step.  request_id: named in the tips.  step: rows that it wrote are
+    underlined.  pending: position of the committed token whose row is not written yet, drawn hatched.
+    Runs of rows that are alike, and were written by one step, are one shape.
+    """
+    cells = list(zip(ledger.position.tolist(), ledger.provenance, ledger.step.tolist(), strict=True))
+    if pending is not None:
+        cells.append((pending, "pending", -1))
+    whose = "" if request_id is None else f"request {request_id}, "
+    parts: list[str] = []
+    lines = 1
+    for (line, kind, written), run in groupby(cells, key=lambda cell: (cell[0] // per_line, *cell[1:])):
+        first, *_, last = (positions := [cell[0] for cell in run])[0], positions[-1]
+        x, y = _PITCH * (first % per_line), _LINE * line
+        width = _PITCH * (last - first + 1)
+        colour, texture = ("green", "pending") if kind == "pending" else PROVENANCE_STYLES[kind]
+        where = f"row {first}" if first == last else f"rows {first} to {last}"
+        tip = "its token is committed, and its row not written yet" if written < 0 else f"written in step {written}"
+        parts.append(
+            svg.box(x + 0.5, y + 2, width - 1, _HEIGHT, colour, texture, radius=3, tip=f"{whose}{where}: {kind}, {tip}")
+        )
+        ticks = "".join(f"M{x + _PITCH * i} {y + 5}v{_HEIGHT - 6}" for i in range(1, last - first + 1))
+        if ticks:
+            parts.append(f'<path d="{ticks}" class="{colour}-stroke" fill="none" opacity=".35"/>')
+        if written == step:
+            parts.append(f'<path d="M{x + 2} {y + 24.5}H{x + width - 2}" class="written"/>')
+        lines = max(lines, line + 1)
+    width, height = _PITCH * per_line + 1, _LINE * lines
+    label = f"{len(ledger)} cache rows by provenance"
+    return svg.picture(width, height, label, parts, style=f"max-width:{width * 1.25:.0f}px")
+
+
+def memory_sentence(
+    own_rows: int, all_rows: int, num_requests: int, capacity: int, row_bytes: int | None, *, has_ended: bool = False
+) -> str:
+    """What the cache holds after a step, in rows and, where a row's size is known, in bytes; markup.
+
+    has_ended: the request ended before, and its rows are shown as they were then.
+    """
+    own = (
+        f"This request has ended, and gave its {own_rows} rows back"
+        if has_ended
+        else f"{own_rows} of {capacity} rows of this request are in use"
+    )
+    said = f"{own}; {all_rows} rows of {num_requests} requests are held"
+    if row_bytes is None:
+        return markup(f"{said}. The run does not say how large a row is.")
+    size = row_bytes * all_rows
+    return markup(f"{said}, {_bytes(size)} of keys and values ({_bytes(row_bytes)} a row).")
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

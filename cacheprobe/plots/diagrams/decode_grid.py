@@ -1,0 +1,170 @@
+"""The grid of requests by generated tokens, as it stood after one step; each cell by its top-two margin."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import pandas as pd
+
+from cacheprobe.plots.diagrams import svg
+from cacheprobe.plots.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
+from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.timeline import LABEL_WIDTH, MOST_REQUESTS, key
+from cacheprobe.plots.text import text_of, token_label, visible
+from cacheprobe.trace.tables.token_history import standing_at, token_history
+
+TOKEN_PITCH = 56
+"""Pixels from one token to the next."""
+_CELL, _ROW, _TOP = 52, 30, 38
+_COLOURS = {"candidate": "yellow", "committed": "green", "pending": "green", "rolled_back": "red"}
+SIGNS = {"candidate": "◇", "committed": "", "pending": "○", "rolled_back": "✗"}
+"""In a corner of a cell, whose texture is its margin's."""
+
+STATES_LEGEND = (
+    ("yellow", None, f"{SIGNS['candidate']} candidate"),
+    ("green", None, "committed"),
+    ("green", "pending", f"{SIGNS['pending']} newest, pending"),
+    ("red", "rolled-back", f"{SIGNS['rolled_back']} rolled back now"),
+)
+GRID_LEGEND = (
+    ("grey", None, f"top-two margin ≥ {SETTLED_NATS:g} nats, or not known"),
+    ("grey", "crossed-grey", "between"),
+    ("grey", "dotted-grey", f"< {CONTESTED_NATS:g} nats"),
+)
+
+
+MOST_PLACES = 40
+"""Tokens of a request in one picture."""
+_NOTE = (
+    "Generated tokens by request. A column +4 → +5 holds the fifth one, which the row that reads the fourth predicts; "
+    "+0 is the prompt's last token. Texture tells how close the two best tokens were when it was chosen. A bold edge: "
+    "new in this step."
+)
+
+
+def decode_grid(
+    events: pd.DataFrame,
+    step: int,
+    token_texts: Mapping[int, str],
+    *,
+    requests: Iterable[int] | None = None,
+    places: range | None = None,
+    chosen: tuple[int, int] | None = None,
+) -> Markup:
+    """Generated tokens by request, as they stood after one step: candidates, committed, rolled back by this very step;
+    a cell's texture by the margin between the two best tokens of its pass. Tips say since when a token stands.
+
+    events: as in `Trace.events`, of the whole run.  token_texts: as from `token_texts`.  requests, places: which to
+    draw; by default the first 16, and the first 40 generated tokens; 0 is the first.  chosen: (request, place) to
+    frame; the title speaks of that request, else of all that are drawn.
+    Raises: ValueError for an empty table, and for requests and steps that it does not have.
+    Source: figure of LLM-42 (arXiv 2601.17768), the decode grid.
+    """
+    there = sorted(int(r) for r in events.request_id.unique())
+    wanted = there[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
+    if events.empty or not wanted:
+        raise ValueError("the events table is empty, or no request was named; trace.events() fills it")
+    if unknown := sorted(({*wanted, chosen[0]} if chosen else set(wanted)) - set(there)):
+        raise ValueError(f"there is no request {unknown[0]}; the table has {', '.join(map(str, there))}")
+    first, last = int(events.step.min()), int(events.step.max())
+    if not first <= step <= last:
+        raise ValueError(f"there is no step {step}; the table has {first} to {last}")
+    spoken = set(events.request_id[events.phase == "verify"].tolist())
+    history = token_history(events[events.request_id.isin([*wanted, *([chosen[0]] if chosen else [])])])
+    standing = standing_at(history, step)
+    if places is None:
+        drawn = standing[standing.request_id.isin(wanted)]
+        places = range(min(int(drawn.place.max()) + 1, MOST_PLACES) if len(drawn) else 1)
+    return decode_piece(
+        history, standing, wanted, places, step, token_texts, verified={r: r in spoken for r in there}, chosen=chosen
+    ).alone
+
+
+def decode_piece(
+    history: pd.DataFrame,
+    standing: pd.DataFrame,
+    requests: Sequence[int],
+    places: range,
+    step: int,
+    token_texts: Mapping[int, str],
+    *,
+    verified: Mapping[int, bool],
+    chosen: tuple[int, int] | None = None,
+) -> Piece:
+    """Of `decode_grid`. history, standing: as from `token_history`, after the step."""
+    whose = list(requests) if chosen is None else [chosen[0]]
+    own = standing[standing.request_id.isin(whose)].state.value_counts()
+    done = int(own.get("committed", 0) + own.get("pending", 0))
+    said = [f"{done} token{'s' * (done != 1)} committed"]
+    if waiting := int(own.get("candidate", 0)):
+        said.append(f"{waiting} still candidate{'s' * (waiting != 1)}")
+    # not those that still stand: in place of the first one stands what was recovered
+    lost = history.request_id.isin(whose) & (history.settled == step) & (history.outcome == "rolled_back")
+    if lost.any():
+        said.append(f"{lost.sum()} rolled back now")
+    who = f"{len(requests)} requests have" if chosen is None and len(requests) != 1 else f"request {whose[0]} has"
+    picture = decode_picture(standing, requests, places, token_texts, verified=verified, chosen=chosen, step=step)
+    body = f"<div class='scroll'>{picture}</div>{key(STATES_LEGEND)}{key(GRID_LEGEND)}"
+    return Piece(f"After step {step}, {who} {', '.join(said)}", _NOTE, body)
+
+
+def decode_picture(
+    standing: pd.DataFrame,
+    requests: Sequence[int],
+    places: range,
+    token_texts: Mapping[int, str],
+    *,
+    verified: Mapping[int, bool],
+    chosen: tuple[int, int] | None = None,
+    step: int | None = None,
+) -> str:
+    """SVG of some requests and token places. Cells carry data-request and data-place.
+
+    standing: as from `token_history.standing_at`.  verified: by request, whether a verifier ever speaks of it; the
+    others are grey.  chosen: (request, place) to frame.  step: tokens that it brought have a bold edge.
+    """
+    shown = standing[standing.request_id.isin(list(requests)) & standing.place.isin(places)]
+    width, height = LABEL_WIDTH + TOKEN_PITCH * len(places) + 4, _TOP + _ROW * len(requests) + 2
+    parts = [svg.text(2, 12, "read", "small muted"), svg.text(2, 27, "→ predicts", "small muted")]
+    for i, place in enumerate(places):
+        for y, said in ((12, f"+{place}"), (27, f"→ +{place + 1}")):
+            parts.append(svg.text(_x(i) + _CELL / 2, y, said, "small muted", "middle"))
+    rows = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
+    for request, y in rows.items():
+        classes = "strong" if chosen and request == chosen[0] else "muted"
+        name = svg.text(2, y + 17, f"request {request}", classes)
+        parts.append(f'<g class="pick" data-request="{request}">{name}</g>')
+    for line in shown.itertuples():
+        x, y = _x(places.index(line.place)), rows[line.request_id]
+        parts.append(_cell(line, x, y, text_of(token_texts, line.token_id), verified[line.request_id], step))
+    if chosen and chosen[0] in rows and chosen[1] in places:
+        x, y = _x(places.index(chosen[1])), rows[chosen[0]]
+        parts.append(f'<rect class="cursor" x="{x - 2}" y="{y - 2}" width="{_CELL + 4}" height="28" rx="6"/>')
+    label = f"Tokens {places.start + 1} to {places.stop} of {len(requests)} requests"
+    return svg.picture(width, height, label, parts, style=f"width:{width}px;max-width:none")
+
+
+def _cell(line, x: float, y: float, token: str, is_verified: bool, step: int | None) -> str:
+    colour = _COLOURS[line.state] if is_verified else "grey"
+    known = pd.notna(line.margin_nats)
+    margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if known else "margin not known"
+    words = "pending: newest committed, its final cache row not written yet" if line.state == "pending" else line.state
+    steps = f"came in step {line.born}"
+    if line.state != "candidate" and pd.notna(line.settled) and line.settled != line.born:
+        steps += f", decided in step {line.settled}"
+    about = f"request {line.request_id}, generated token {line.place + 1}: {visible(token)}"
+    tip = f"{about}; {words.replace('_', ' ')}; {steps}; {margin}"
+    texture = margin_texture(line.margin_nats, colour)
+    if line.state == "rolled_back":
+        texture = "rolled-back"
+    elif line.state == "pending" and is_verified and texture is None:
+        texture = "pending"
+    is_new = step is not None and line.born == step
+    drawn = svg.box(x, y, _CELL, 24, colour, texture, radius=4, tip=tip)
+    drawn += svg.text(x + _CELL / 2, y + 16, token_label(token, 6), f"token halo on-{colour}", "middle")
+    if is_verified:
+        drawn += svg.text(x + 3, y + 10, SIGNS[line.state], f"mark halo on-{colour}")
+    new = " new" if is_new else ""
+    return f'<g class="pick{new}" data-request="{line.request_id}" data-place="{line.place}">{drawn}</g>'
+
+
+def _x(column: int) -> int:
+    return LABEL_WIDTH + TOKEN_PITCH * column

@@ -1,0 +1,158 @@
+"""The picture of one verify window from a real run: prefill, decode, verify, then rollback or none."""
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from cacheprobe.plots.diagrams import svg
+from cacheprobe.plots.diagrams.cylinder import swatch
+from cacheprobe.plots.diagrams.decode_panel import Drawn, decode_panel
+from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.panels import Panel, outcome_panel, prefill_panel, token_name, verify_panel
+from cacheprobe.plots.diagrams.windows import Window
+from cacheprobe.plots.text import text_of
+
+_LEGEND = (
+    ("blue", None, None, "prefill"),
+    ("yellow", "provisional", None, "candidate, provisional row"),
+    ("green", None, "check", "accepted"),
+    ("green", "verified", None, "verified row"),
+    ("green", "pending", None, "pending: committed, row not written yet"),
+    ("red", None, "cross", "rejected"),
+    ("grey", None, None, "other requests"),
+)
+
+
+def window_diagram(
+    window: Window,
+    events: pd.DataFrame,
+    ledgers: Sequence[pd.DataFrame],
+    token_texts: Mapping[int, str],
+    *,
+    is_deterministic: bool = False,
+) -> Markup:
+    """One verify window as four panels, each an SVG of its own, which stack where there is no room beside each other.
+
+    Tips name request, position and step of every token, and which steps wrote the cache rows.
+    window: one of `find_windows(trace.events(), request_id)`.  events: the same table, for the other requests.
+    ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: as from `token_texts`.
+    Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.
+    """
+    panels = window_phases(window, events, ledgers, token_texts, is_deterministic=is_deterministic)
+    return Piece(window_finding(window), "", side_by_side(panels) + legend()).alone
+
+
+def decoded_diagram(
+    request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
+) -> Markup:
+    """A request that is never verified, as two panels: prefill, and the tokens that were committed as decoded.
+
+    events: as in `Trace.events`.  ledgers: trace.ledger(request_id, step) after its last prefill step, and at its end.
+    token_texts: as from `token_texts`.
+    Raises: ValueError for a request that decoded nothing, and for one that has verify windows.
+    """
+    own = events[events.request_id == request_id]
+    if own.empty or not own.committed_token_ids.map(len).any():
+        there = ", ".join(str(number) for number in sorted(events.request_id.unique()))
+        raise ValueError(f"there is no decoding of request {request_id}; the table has events of {there or 'none'}")
+    if (own.phase == "verify").any():
+        raise ValueError(f"request {request_id} is verified; draw one of its windows with window_diagram")
+    panels = decoded_phases(request_id, events, ledgers, token_texts)
+    return Piece(decoded_finding(own), "", side_by_side(panels) + legend()).alone
+
+
+def window_finding(window: Window) -> str:
+    """What came of a window, as a sentence."""
+    drafted, kept = len(window.draft_token_ids), window.num_accepted
+    if window.is_rollback:
+        said = f"{drafted - kept} of {drafted} candidates {'was' if drafted - kept == 1 else 'were'} rolled back"
+    elif drafted:
+        said = f"all {drafted} candidates were accepted" if drafted > 1 else "its one candidate was accepted"
+    else:
+        said = "nothing was drafted"
+    return f"Request {window.request_id}, the window that ends in step {window.step}: {said}"
+
+
+def decoded_finding(own: pd.DataFrame) -> str:
+    """own: events of one request that is never verified."""
+    count = int(own.committed_token_ids.map(len).sum())
+    tokens = f"{count} token{'s' * (count != 1)}"
+    return f"Request {own.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
+
+
+def window_phases(
+    window: Window,
+    events: pd.DataFrame,
+    ledgers: Sequence[pd.DataFrame],
+    token_texts: Mapping[int, str],
+    *,
+    is_deterministic: bool = False,
+) -> list[Panel]:
+    """The panels of `window_diagram`, in order."""
+    after_prefill, after_decode, after_verify = ledgers
+    drafted = [
+        Drawn(token_name(i + 1, candidate=True), text_of(token_texts, token_id), step, window.start + i)
+        for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True))
+    ]
+    newest = Drawn("T₀", text_of(token_texts, window.newest_token_id), None, window.start - 1)
+    name = "deterministic request" if is_deterministic else f"request {window.request_id}"
+    return [
+        prefill_panel(events, window.request_id, after_prefill, name),
+        decode_panel(events, window.request_id, after_decode, newest, drafted),
+        verify_panel(window, token_texts),
+        outcome_panel(window, after_verify, token_texts),
+    ]
+
+
+def decoded_phases(
+    request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
+) -> list[Panel]:
+    """Prefill and decode of a request that is never verified.
+
+    ledgers: after its last prefill step, and at its end.
+    """
+    after_prefill, after_decode = ledgers
+    own = events[events.request_id == request_id]
+    # one that gave way was read again, and that pass committed nothing
+    first = next(int(ids[-1]) for ids in own[own.phase == "prefill"].committed_token_ids if len(ids))
+    decoded = [
+        (int(token_id), int(event.step))
+        for event in own[own.phase == "decode"].itertuples()
+        for token_id in event.committed_token_ids
+    ]
+    count = int(own.committed_token_ids.map(len).sum())
+    start = int(after_decode.position.max()) + 3 - count  # of T1: the newest token has no row yet, all others have
+    columns = [
+        Drawn(token_name(i + 1), text_of(token_texts, token_id), step, start + i)
+        for i, (token_id, step) in enumerate(decoded)
+    ]
+    newest = Drawn("T₀", text_of(token_texts, first), int(own[own.phase == "prefill"].step.max()), start - 1)
+    return [
+        prefill_panel(events, request_id, after_prefill, f"request {request_id}"),
+        decode_panel(events, request_id, after_decode, newest, columns, is_verified=False),
+    ]
+
+
+def side_by_side(panels: Sequence[Panel]) -> str:
+    """Panels as HTML without styles and legend, for a page that has them."""
+    return f'<div class="panels">{"".join(panel.html for panel in panels)}</div>'
+
+
+def legend() -> str:
+    """What each colour, texture and sign means, as HTML."""
+    return key_list(keys())
+
+
+def key_list(listed: Sequence[tuple[str, str]]) -> str:
+    """Keys and their meanings as an HTML list."""
+    items = [f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{said}</li>' for drawn, said in listed]
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def keys() -> list[tuple[str, str]]:
+    """The strokes of each colour, texture and sign, within 26 x 18 px, and what they mean."""
+    items = []
+    for colour, texture, sign, meaning in _LEGEND:
+        drawn = swatch(1, 2, colour, texture) + (svg.mark(10, 8.5, sign, 0.7) if sign else "")
+        items.append((drawn, meaning))
+    return [*items, (svg.mark(9, 9, "turn"), "recovered"), (svg.mark(9, 9, "plus"), "bonus")]

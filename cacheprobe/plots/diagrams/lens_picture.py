@@ -1,0 +1,187 @@
+"""The lens grid as SVG, for a page that is leafed through: the same cells as `lens_grid`, drawn without plotly."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.plots.diagrams import svg
+from cacheprobe.plots.diagrams.cylinder import swatch
+from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.lens_table import (
+    BELOW,
+    MARKS,
+    NOT_COMPARED,
+    NOTHING_TO_COMPARE,
+    TOKEN_COLUMNS,
+    Include,
+    Measure,
+    Scale,
+    column_label,
+    column_words,
+    columns_of,
+    finding,
+    reads_and_predicts,
+    runs_of,
+    scale_of,
+    select,
+)
+from cacheprobe.plots.style import SHADES
+from cacheprobe.plots.text import markup, token_label, visible
+
+LABEL_WIDTH, PITCH, WIDEST = 30, 50, 76
+"""Pixels: of the layers' names, and from one column to the next, at least and at most."""
+_ROW, _TOP, _BELOW = 19, 10, 57
+SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
+_TINTS = {"candidate": "yellow", "rolled_back": "red", "given_up": "grey"}
+_OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
+_GREY = '<g class="v-1"><rect x="2" y="3" width="18" height="11"/></g>'
+_READ = ["row", "layer", "token", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats", "agrees"]
+_ABOUT = ["row", "request_id", "step", "phase", "role", "status", "position", "committed_token", "read_token"]
+
+
+def lens_picture(
+    hypotheses: pd.DataFrame,
+    request_id: int,
+    *,
+    colour: Measure = "logprob",
+    include: Include = "committed",
+    positions: range | None = None,
+) -> Markup:
+    """Layer x position map of one request's lens readings Z: the cells of `lens_grid` without plotly, as the dashboard
+    draws them. Arguments and errors are those of `lens_grid`.
+    """
+    shown = select(hypotheses, request_id, include, positions)
+    first, last = int(shown.position.min()), int(shown.position.max())
+    note = (
+        f"{SITE_WORDS.get(str(shown.site.iloc[0]), 'States')} of every layer through the "
+        f"{markup(str(shown.lens.iloc[0]))} lens, rows that read positions {first} to {last}. A cell names the layer's "
+        f"first choice for the next position. Below a column: {BELOW}."
+    )
+    picture = readings_picture(shown, request_id, colour=colour, include=include, positions=positions, has_tips=True)
+    return Piece(finding(hypotheses[hypotheses.request_id == request_id], request_id), note, picture).alone
+
+
+def readings_picture(
+    readings: pd.DataFrame,
+    request_id: int,
+    *,
+    colour: Measure = "logprob",
+    include: Include = "committed",
+    positions: range | None = None,
+    width: float = 0,
+    has_tips: bool = False,
+) -> str:
+    """SVG of one request's lens readings, layers upwards, and its key. Arguments and cells are those of `lens_grid`.
+
+    Columns carry data-row, data-position and data-born, the step that computed them, and stand at data-x; cells carry
+    data-layer. What a pointer finds stands in data-says, for the page to show at once; has_tips: the browser shows it
+    by itself instead. The frame of class `cursor` is for the page to move, to a
+    column's data-x, and up from data-low by data-row-height for each of data-layers.
+    width: pixels to fill, where columns can be stretched to them.
+    """
+    rows = select(readings, request_id, include, positions)
+    columns = columns_of(rows)
+    layers = np.sort(rows.layer.unique()).tolist()
+    scale = scale_of(rows, colour)
+    pitch = int(min(max((width - LABEL_WIDTH - 4) // len(columns), PITCH), WIDEST))
+    height = _TOP + _ROW * len(layers)
+    heights = {layer: height - _ROW * (i + 1) for i, layer in enumerate(layers)}
+    own = _cells(rows, _shades(scale))
+    every = 1 if len(layers) <= 16 else 2
+    parts = [
+        svg.text(LABEL_WIDTH - 6, heights[layer] + 13, str(layer), "small muted", "end") for layer in layers[::every]
+    ]
+    for i, column in enumerate(columns[_ABOUT].itertuples()):
+        x = LABEL_WIDTH + pitch * i
+        parts.append(_column(column, own[column.row], heights, x, pitch, height, has_tips))
+    parts.append(f'<rect class="cursor" width="{pitch + 1}" height="{_ROW + 1}" rx="3" style="display:none"/>')
+    whole = LABEL_WIDTH + pitch * len(columns) + 4
+    label = f"Lens readings of request {request_id}: {len(layers)} layers, {len(columns)} rows"
+    drawn = svg.picture(whole, height + _BELOW, label, parts, style=f"width:{whole}px;max-width:none")
+    facts = f'data-row-height="{_ROW}" data-low="{height - _ROW}" data-layers="{layers}"'
+    drawn = drawn.replace("<svg ", f'<svg class="readings" {facts} ', 1)
+    return f'<div class="scroll">{drawn}</div>{_key(scale, columns)}'
+
+
+def _shades(scale: Scale) -> list[int]:
+    """By reading: from 0 to SHADES - 1; -1 where there is no value."""
+    share = ((scale.values - scale.low) / (scale.high - scale.low)).clip(0, 1)
+    share = 1 - share if scale.is_reversed else share
+    return [-1 if np.isnan(s) else min(int(s * SHADES), SHADES - 1) for s in share.to_numpy(dtype=float)]
+
+
+def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
+    """By row: its readings upwards, each a tuple of what `_READ` names and its shade."""
+    found: dict[int, list[tuple]] = {}
+    rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(FED_A_DRAFT_IN_VAIN))
+    for row, *cell in zip(*(rows[name].tolist() for name in _READ), shades, strict=True):
+        found.setdefault(row, []).append(tuple(cell))
+    return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in found.items()}
+
+
+def _column(
+    column: Any, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
+) -> str:
+    says = f"{column_words(column)}\nrequest {column.request_id} · step {column.step} · {column.phase}\n"
+    says += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
+    is_in_vain = column.status in FED_A_DRAFT_IN_VAIN
+    committed = None if pd.isna(column.committed_token) or is_in_vain else visible(column.committed_token)
+    none = NOTHING_TO_COMPARE if is_in_vain else "nothing was committed there"
+    about = f'data-row="{column.row}" data-position="{column.position}" data-born="{column.step}" data-x="{x}"'
+    of_column = "" if has_tips else f'data-says="{markup(says)}" '
+    parts = [f'<g class="column" {about} {of_column}transform="translate({x} 0)">']
+    middle = f'{pitch / 2:g}"'
+    for layer, token, nats, entropy, rank, target_nats, _, shade in cells:
+        target = f"committed {committed}, rank {rank}, log p {target_nats:.2f} nats"
+        said = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
+        said += f"{target if committed is not None else none}\nentropy {entropy:.2f} nats"
+        y = heights[layer]
+        told = "" if has_tips else f' data-says="{markup(said)}"'
+        tip = f"<title>{markup(says)}\n{markup(said)}</title>" if has_tips else ""
+        parts.append(
+            f'<g class="pick v{shade}" data-layer="{layer}"{told}>{tip}<rect x="1" y="{y + 1}" '
+            f'width="{pitch - 1}" height="{_ROW - 1}"/><text class="token" x="{middle} y="{y + 14}">'
+            f"{markup(token_label(token, TOKEN_COLUMNS))}</text></g>"
+        )
+    order = {layer: i for i, layer in enumerate(heights)}
+    for low, high in runs_of([order[cell[0]] for cell in cells if cell[6]]):
+        top = height - _ROW * (high + 1)
+        tall = _ROW * (high - low + 1) - 1
+        parts.append(f'<rect class="agrees" x="1.5" y="{top + 1}" width="{pitch - 2}" height="{tall}" rx="2"/>')
+    if column.status in _TINTS:
+        parts.append(f'<path class="{_TINTS[column.status]}-stroke" stroke-width="5" d="M3 5H{pitch - 2}"/>')
+    position, read, following = column_label(column)
+    parts.append(
+        f'<path class="computed" d="M4 {height + 3}H{pitch - 4}"/>'
+        f'<text class="small" x="{middle} y="{height + 19}">{position}</text>'
+        f'<text class="token" x="{middle} y="{height + 34}">{markup(read)}</text>'
+        f'<text class="token" x="{middle} y="{height + 49}">{markup(following)}</text></g>'
+    )
+    return "".join(parts)
+
+
+def _key(scale: Scale, columns: pd.DataFrame) -> str:
+    """The shades from the first to the last tick, and the marks of columns that are shown."""
+    cells = "".join(f'<g class="v{i}"><rect x="{i * 10}" width="10" height="12"/></g>' for i in range(SHADES))
+    width = 10 * SHADES
+    ticks = []
+    for value, name in scale.ticks:
+        share = (value - scale.low) / (scale.high - scale.low)
+        share = 1 - share if scale.is_reversed else share
+        anchor = "start" if share < 0.05 else "end" if share > 0.95 else "middle"
+        ticks.append(svg.text(share * width, 25, name, "small muted", anchor))
+    bar = f'<svg class="shades" viewBox="0 0 {width} 28" aria-hidden="true">{cells}{"".join(ticks)}</svg>'
+    listed = f"<li>{bar}{scale.title}</li>"
+    if scale.values.isna().any():
+        listed += f"<li>{_swatch(_GREY)}{NOT_COMPARED}</li>"
+    listed += f"<li>{_swatch(_OUTLINE)}first choice = committed token</li>"
+    for status, name in MARKS.items():
+        if (columns.status == status).any():
+            listed += f"<li>{_swatch(swatch(1, 2, _TINTS[status], None))}{name}</li>"
+    return f'<ul class="legend">{listed}</ul>'
+
+
+def _swatch(drawn: str) -> str:
+    return f'<svg viewBox="0 0 22 17" aria-hidden="true">{drawn}</svg>'

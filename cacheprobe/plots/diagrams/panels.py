@@ -1,0 +1,243 @@
+"""Phases of one verify window, each as a panel: heading, picture, one sentence. `decode_panel` has its own file."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import pandas as pd
+
+from cacheprobe.plots.diagrams import svg
+from cacheprobe.plots.diagrams.cylinder import CACHE_HEIGHT, cylinder_strokes
+from cacheprobe.plots.diagrams.windows import Window
+from cacheprobe.plots.text import markup, subscript, text_of, token_label
+
+WIDTH = 280
+_VERDICTS = {  # colour, texture, sign of the verifier's token
+    "accepted": ("green", None, "check"),
+    "recovered": ("green", "pending", "turn"),
+    "bonus": ("green", "pending", "plus"),
+    "rejected": ("red", None, "cross"),
+}
+
+
+class Panel(NamedTuple):
+    """A phase: heading and note are ours; the sentence is markup, its tokens escaped by whoever wrote it."""
+
+    heading: str
+    note: str
+    picture: str
+    sentence: str
+    classes: str = "panel"
+
+    @property
+    def html(self) -> str:
+        head = f"<h4>{self.heading} <small>{self.note}</small></h4>"
+        return f'<section class="{self.classes}">{head}{self.picture}<p>{self.sentence}</p></section>'
+
+
+def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, name: str) -> Panel:
+    """The prompt's pass: this request in blue, the others in grey, the cache all blue."""
+    passes = events[(events.phase == "prefill") & events.step.isin(_steps(events, request_id, "prefill"))]
+    beside = passes.request_id.nunique() - 1
+    others = events.request_id.nunique() - 1
+    y = CACHE_HEIGHT + 34
+    read_in = step_note(passes.step)
+    parts = cylinder_strokes(["KV cache", "after prefill"], ledger)
+    parts += [
+        svg.arrow(54, y - 6, 54, CACHE_HEIGHT - 50),
+        svg.box(12, y, 200, 48, "blue", tip=f"request {request_id}: {len(ledger)} prompt tokens, read in {read_in}"),
+        svg.text(112, y + 20, name, "strong halo on-blue", "middle"),
+        svg.text(112, y + 37, f"{len(ledger)} prompt tokens", "halo on-blue", "middle"),
+    ]
+    if others:
+        stack = min(others, 3)
+        for i in reversed(range(stack)):  # the last one stands in front
+            tip = f"{_other_requests(others)} of this run; {beside} in these passes"
+            parts.append(svg.box(12 + 9 * i, y + 72 + 7 * (stack - 1 - i), 200, 44, "grey", tip=tip))
+        label_y = y + 72 + 7 * (stack - 1) + 26
+        parts.append(svg.text(112, label_y, _other_requests(others), "halo on-grey", "middle"))
+    count = passes.step.nunique()
+    up_to = "up to " if passes[["batch_rows", "batch_slots"]].drop_duplicates().shape[0] > 1 else ""
+    shape = f"{up_to}{passes.batch_rows.max()} × {passes.batch_slots.max()}"
+    company = f"{_other_requests(beside)} beside it" if beside else "no other request beside it"
+    sentence = f"The prompt was read in {count} pass{'es' * (count != 1)} of {shape} tokens, {company}."
+    height = y + (134 if others else 52)
+    label = f"Prefill: {len(ledger)} prompt tokens of request {request_id}, {_other_requests(others)}"
+    return Panel("Prefill", step_note(passes.step), svg.picture(WIDTH, height, label, parts), sentence)
+
+
+def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
+    """What the verifier was fed, what it answered, and the verdict on each."""
+    inputs = (window.newest_token_id, *window.draft_token_ids)
+    y = 34.0
+    parts = [
+        svg.text(43, 14, "fed", "small muted", "middle"),
+        svg.text(149, 14, "verifier's own", "small muted", "middle"),
+        svg.text(204, 14, "verdict", "small muted"),
+    ]
+    count = len(window.target_token_ids)
+    for index in abridged(count, 9, around=window.num_accepted):
+        if index < 0:
+            parts.append(svg.text(WIDTH / 2, y + 16, f"⋮  {-index} more  ⋮", "muted", "middle"))
+            y += 40
+            continue
+        verdict = window.verdicts[index]
+        colour, texture, sign = _VERDICTS[verdict]
+        is_wrong = index > window.num_accepted
+        fed = ("green", None) if index == 0 else ("red", None) if is_wrong else ("yellow", "provisional")
+        fed_sign = "cross" if is_wrong else None
+        request, at, name = window.request_id, window.start - 1 + index, token_name(index, candidate=index > 0)
+        kind = "committed before" if index == 0 else "fed after a wrong one" if is_wrong else "candidate"
+        fed_tip, own_tip = (told(request, at, kind, window.step), told(request, at + 1, verdict, window.step))
+        own = text_of(texts, window.target_token_ids[index])
+        parts += [
+            svg.chip(8, y, 70, name, text_of(texts, inputs[index]), *fed, sign=fed_sign, tip=fed_tip),
+            svg.arrow(84, y + 20, 98, y + 20),
+            svg.chip(104, y, 90, _compared(window, index), own, colour, texture, tip=own_tip),
+            svg.mark(211, y + 20, sign),
+            svg.text(222, y + 24, verdict, "small red-ink" if sign == "cross" else "small"),
+        ]
+        y += 62
+    label = "Verify: " + ", ".join(f"T{i + 1} {verdict}" for i, verdict in enumerate(window.verdicts))
+    rows, slots = window.batch_shape
+    sentence = _verdict_sentence(window, texts) + f" The pass has the fixed shape {rows} × {slots}."
+    return Panel("Verify", f"step {window.step}", svg.picture(WIDTH, y, label, parts), sentence, classes="panel middle")
+
+
+def _compared(window: Window, index: int) -> str:
+    """T1 (=T1′), T2 (≠T2′), or T3 where there is nothing it should equal."""
+    name = token_name(index + 1)
+    if index > window.num_accepted or index >= len(window.draft_token_ids):
+        return name
+    return f"{name} ({'=' if index < window.num_accepted else '≠'}{name}′)"
+
+
+def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
+    accepted, drafted = window.num_accepted, len(window.draft_token_ids)
+    own = len(window.committed_token_ids) > accepted
+    said = (
+        f"{accepted} of {drafted} candidates equal the verifier's tokens."
+        if drafted
+        else "There was nothing to compare."
+    )
+    if not own:
+        return said
+    name, token = token_name(accepted + 1), _quoted(texts, window.committed_token_ids[-1])
+    if window.is_rollback:
+        wrong = _quoted(texts, window.draft_token_ids[accepted])
+        return f"{said} At the first mismatch its own {name}, {token}, replaces {wrong}."
+    return f"{said} Its own next token {name}, {token}, comes with them."
+
+
+def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]) -> Panel:
+    """No rollback, or rollback: the sequence and the cache that are left."""
+    back = window.is_rollback
+    title = (
+        ["KV cache restored", "to the final", "accepted token"] if back else ["KV cache after", "accepting all tokens"]
+    )
+    parts = cylinder_strokes(title, ledger, step=window.step, truncated=window.num_truncated)
+    last = len(window.committed_token_ids)
+    request, start = window.request_id, window.start - 1
+    before = told(request, start, "committed before this window")
+    chips = [_Chip("T₀", text_of(texts, window.newest_token_id), "green", tip=before)]
+    for i, (token_id, verdict) in enumerate(zip(window.committed_token_ids, window.verdicts, strict=False), 1):
+        kind = "committed; its cache row is not written yet" if i == last else "committed"
+        texture, tip = "pending" if i == last else None, told(request, start + i, kind, window.step)
+        chips.append(_Chip(token_name(i), text_of(texts, token_id), "green", texture, _VERDICTS[verdict][2], tip))
+    y = CACHE_HEIGHT + 26
+    parts.append(svg.text(8, y, "sequence", "small muted"))
+    placed, y = _flow(chips, y + 12, limit=10)
+    parts += placed
+    dropped = [
+        _Chip(
+            token_name(i, candidate=True), text_of(texts, token_id), "red", sign="cross",
+            tip=told(request, start + i, "rolled back", window.step),
+        )
+        for i, token_id in enumerate(window.draft_token_ids, 1)
+        if i > window.num_accepted
+    ]  # fmt: skip
+    if dropped:
+        parts.append(svg.text(8, y + 18, "rolled back", "small muted"))
+        placed, y = _flow(dropped, y + 30, limit=5)
+        parts += placed
+    title_word = "Rollback" if back else "No rollback"
+    newest = token_name(last)
+    if back:
+        sentence = f"Sequence and KV restored to the final accepted token; {newest} is committed, its row pending."
+    else:
+        sentence = f"Sequence and KV after accepting all tokens (including {newest}, whose row is pending)."
+    if window.finish:
+        sentence += f" The request ends here ({markup(window.finish)})."
+    label = f"{title_word}: {last} tokens committed, {len(dropped)} rolled back"
+    return Panel(title_word, f"after step {window.step}", svg.picture(WIDTH, y, label, parts), sentence)
+
+
+class _Chip(NamedTuple):
+    name: str
+    token: str
+    colour: str
+    texture: str | None = None
+    sign: str | None = None
+    tip: str = ""
+
+
+def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], float]:
+    """Chips in rows of five, `limit` places in all. Returns the strokes and where they end."""
+    width, gap, places = 48, 6, abridged(len(chips), limit)
+    parts = []
+    for place, index in enumerate(places):
+        x, y = 8 + place % 5 * (width + gap), top + place // 5 * 52
+        if index < 0:
+            parts.append(svg.text(x + width / 2, y + 24, f"+ {-index}", "muted", "middle"))
+            continue
+        c = chips[index]
+        parts.append(svg.chip(x, y, width, c.name, c.token, c.colour, c.texture, sign=c.sign, tip=c.tip))
+    return parts, top + (len(places) - 1) // 5 * 52 + 46
+
+
+def abridged(count: int, limit: int, around: int | None = None) -> list[int]:
+    """Which of `count` things to draw in `limit` places: the first, those next to `around`, the last.
+
+    A gap that hides n things takes a place and is given as -n.
+    """
+    if count <= limit:
+        return list(range(count))
+    room = limit - 3 if around is None else limit - 4
+    start = 1 if around is None else min(max(around - room // 2, 1), count - 1 - room)
+    shown: list[int] = []
+    previous = -1
+    for index in sorted({0, *range(start, start + room), count - 1}):
+        if hidden := index - previous - 1:
+            shown.append(-hidden)
+        shown.append(index)
+        previous = index
+    return shown
+
+
+def told(request_id: int, position: int, kind: str, step: int | None = None) -> str:
+    """What a token's tip says beside its name and text."""
+    return f"{kind}; request {request_id}, position {position}" + ("" if step is None else f", step {step}")
+
+
+def token_name(index: int, *, candidate: bool = False) -> str:
+    """T1 the verifier's, T1′ a candidate."""
+    return f"T{subscript(index)}{'′' * candidate}"
+
+
+def _quoted(texts: Mapping[int, str], token_id: int) -> str:
+    return f"<code>{markup(token_label(text_of(texts, token_id), 24))}</code>"
+
+
+def _other_requests(count: int) -> str:
+    return f"{count} other request{'s' * (count != 1)}"
+
+
+def _steps(events: pd.DataFrame, request_id: int, phase: str) -> list[int]:
+    return events[(events.request_id == request_id) & (events.phase == phase)].step.tolist()
+
+
+def step_note(steps: Sequence[int] | pd.Series) -> str:
+    """The steps that a panel shows, for its heading."""
+    numbers = sorted({int(step) for step in steps})
+    if not numbers:
+        return ""
+    return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]}–{numbers[-1]}"

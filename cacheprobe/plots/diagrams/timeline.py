@@ -1,0 +1,211 @@
+"""A run step by step: requests down, steps across, each cell by its phase and by what the verifier decided."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from cacheprobe.plots.diagrams import svg
+from cacheprobe.plots.diagrams.cylinder import swatch
+from cacheprobe.plots.diagrams.frame import Markup, Piece
+
+LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
+"""Pixels: of the requests' names, and from one step to the next, at least and at most."""
+MOST_STEPS, MOST_REQUESTS = 80, 16
+"""Of one picture: more is not seen at once."""
+_ROW, _TOP = 30, 30
+_OWN = 8
+"""Height of the band of the verifier's own token."""
+
+TIMELINE_LEGEND = (
+    ("blue", "ruled-blue", "prefill"),
+    ("yellow", "provisional", "candidate drafted"),
+    ("green", None, "accepted"),
+    ("red", "rolled-back", "rolled back"),
+    ("green", "pending", "verifier's own token, its row pending"),
+    ("green", "verified", "verified rows rebuilt, nothing decided"),
+    ("grey", "ruled-grey", "other request, never verified: prefill"),
+    ("grey", "dotted-grey", "other request, never verified: decode"),
+)
+_RARE = {"verified", "ruled-grey", "dotted-grey"}
+"""Textures that are explained where they are drawn."""
+
+
+def timeline(
+    events: pd.DataFrame,
+    *,
+    requests: Iterable[int] | None = None,
+    steps: range | None = None,
+    chosen: int | None = None,
+    step: int | None = None,
+) -> Markup:
+    """Requests by step: blue prefill, yellow candidates, green accepted, red rolled back, hatched the verifier's own
+    token; grey, a request that no verifier ever speaks of. Tips say what each pass did.
+
+    events: as in `Trace.events`.  requests, steps: which to draw; by default the first 16 and the first 80.
+    chosen: a request to name in bold.  step: to frame.
+    Raises: ValueError for an empty table, and for requests and steps that it does not have.
+    """
+    there = sorted(int(r) for r in events.request_id.unique())
+    wanted = there[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
+    if events.empty or not wanted:
+        raise ValueError("the events table is empty, or no request was named; trace.events() fills it")
+    if unknown := sorted(set(wanted) - set(there)):
+        raise ValueError(f"there is no request {unknown[0]}; the table has {', '.join(map(str, there))}")
+    first, last = int(events.step.min()), int(events.step.max())
+    shown = range(first, min(last + 1, first + MOST_STEPS)) if steps is None else steps
+    if not shown or shown.step != 1 or shown.start < first or shown.stop > last + 1:
+        raise ValueError(f"there is no picture of steps {shown}; the table has {first} to {last}")
+    whole, finding = range(first, last + 1), timeline_finding(events)
+    return timeline_piece(events, wanted, shown, there, whole, finding, chosen=chosen, at=step).alone
+
+
+def timeline_piece(
+    events: pd.DataFrame,
+    requests: Sequence[int],
+    steps: range,
+    there: Sequence[int],
+    whole: range,
+    finding: str,
+    *,
+    chosen: int | None = None,
+    at: int | None = None,
+    width: float = 0,
+    note: str = "",
+) -> Piece:
+    """Of `timeline`. events: of the requests that are drawn, whole.  there, whole: all requests and steps of the run.
+    finding: as from `timeline_finding`, of the whole run.  note: markup that follows what is shown."""
+    said = f"All {len(there)} requests, " if len(requests) == len(there) else (
+        f"Requests {requests[0]} to {requests[-1]} of {len(there)}, " if len(requests) > 1 else
+        f"Request {requests[0]} of {len(there)}, "
+    )  # fmt: skip
+    is_whole = steps.start <= whole.start and steps.stop >= whole.stop
+    said += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {whole.stop - 1}."
+    picture = timeline_picture(events, requests, steps, chosen=chosen, at=at, width=width)
+    shown = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
+    body = f"<div class='scroll'>{picture}</div>{key(shown)}"
+    return Piece(finding, f"{said}{note}", body)
+
+
+def timeline_finding(events: pd.DataFrame) -> str:
+    """How much of what was drafted was accepted, and who lost most."""
+    verdicts = events[events.phase == "verify"]
+    lost = verdicts.groupby("request_id").num_rolled_back.sum()
+    if verdicts.empty:
+        return "No request was verified: every token was committed as it was decoded"
+    drafted = int(verdicts.draft_token_ids.map(len).sum())
+    if not lost.sum():
+        return f"All {drafted} candidates were accepted" if drafted else "Nothing was drafted: the verifier went alone"
+    kept = 100 * (drafted - int(lost.sum())) / drafted
+    most = lost[lost == lost.max()]
+    who = f"request {most.index[0]}" if len(most) == 1 else f"{len(most)} requests"
+    each = "" if len(most) == 1 else " each"
+    return f"{kept:.0f} % of {drafted} candidates were accepted; {who} lost most, {int(lost.max())}{each}"
+
+
+def timeline_picture(
+    events: pd.DataFrame,
+    requests: Sequence[int],
+    steps: range,
+    *,
+    chosen: int | None = None,
+    at: int | None = None,
+    width: float = 0,
+) -> str:
+    """SVG of the given requests and steps. Cells carry data-request and data-step; the frame at a step has class
+    `cursor`, and the picture says where steps stand (data-first, data-pitch, data-left), so that it can be moved.
+
+    events: as in `Trace.events`, all of each request that is drawn: it is grey where no verifier ever speaks of it.
+    chosen: the request to name in bold.  at: the step to frame.
+    width: pixels to fill, where the steps can be stretched to them.
+    A verify pass is one cell: below what was accepted of the draft (green) and what was rolled back (red, crossed), by
+    their shares; above, hatched, the token of the verifier's own, whose cache row is written by the next pass. A
+    request that gave way and came back has verify passes without a verdict: its rows are rebuilt.
+    """
+    shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
+    spoken = set(events.request_id[events.phase == "verify"].tolist())
+    places = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
+    pitch = min(max((width - LABEL_WIDTH - 4) // len(steps), PITCH), WIDEST)
+    cell = pitch - 2
+    width = LABEL_WIDTH + pitch * len(steps) + 4
+    height = _TOP + _ROW * len(requests) + 2
+    parts = []
+    for request, y in places.items():
+        classes = "strong" if request == chosen else "muted"
+        parts.append(
+            f'<g class="pick" data-request="{request}">'
+            + svg.text(2, y + 17, f"request {request}", classes)
+            + f'<path d="M{LABEL_WIDTH} {y + _ROW - 3}H{width - 4}" class="rule"/></g>'
+        )
+    for step in steps:
+        has_room = step != steps.start or step % 5 == 0 or (-step) % 5 > 2
+        if (step % 5 == 0 or step == steps.start) and has_room:
+            x = LABEL_WIDTH + pitch * (step - steps.start) + cell / 2
+            parts.append(svg.text(x, 14, str(step), "small muted", "middle"))
+    for event in shown.itertuples():
+        x, y = LABEL_WIDTH + pitch * (event.step - steps.start), places[event.request_id]
+        about = f'data-request="{event.request_id}" data-step="{event.step}"'
+        drawn = _cell(event, x, y, cell, is_other=event.request_id not in spoken)
+        parts.append(f'<g class="pick" {about}>{drawn}</g>')
+    x = LABEL_WIDTH + pitch * (0 if at is None else at - steps.start)
+    hidden = "" if at in steps else ' style="display:none"'
+    frame = (
+        f'<rect class="cursor" x="{x - 2:g}" y="{_TOP - 7}" '
+        f'width="{cell + 4:g}" height="{_ROW * len(requests) + 4}" rx="5"{hidden}/>'
+    )
+    label = f"Timeline of {len(requests)} requests, steps {steps.start} to {steps.stop - 1}"
+    drawn = svg.picture(width, height, label, [*parts, frame], style=f"width:{width}px;max-width:none")
+    facts = f'data-first="{steps.start}" data-last="{steps.stop - 1}" data-pitch="{pitch:g}" data-left="{LABEL_WIDTH}"'
+    return drawn.replace("<svg ", f"<svg {facts} ", 1)
+
+
+def key(items: Sequence[tuple[str, str | None, str]]) -> str:
+    """A list of swatches: (colour, texture, meaning)."""
+    listed = "".join(
+        f'<li><svg viewBox="0 0 22 17" aria-hidden="true">{swatch(1, 2, colour, texture)}</svg>{meaning}</li>'
+        for colour, texture, meaning in items
+    )
+    return f'<ul class="legend">{listed}</ul>'
+
+
+def step_words(event: Any) -> str:
+    """One event in a few words: its phase, and what came of it."""
+    if event.phase == "prefill":
+        return "prefill" + (": first token committed" if len(event.committed_token_ids) else "")
+    if event.phase == "decode":
+        return "decode: a candidate drafted" if len(event.proposed_token_ids) else "decode: a token committed"
+    if pd.isna(event.num_accepted):
+        return "verify: its cache rows are rebuilt"
+    drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
+    if not drafted:
+        return "verify: no draft, its own token committed"
+    lost = drafted - accepted
+    return f"verify: {accepted} of {drafted} accepted" + (f", {lost} rolled back" if lost else "")
+
+
+def _cell(event: Any, x: float, y: float, width: float, *, is_other: bool) -> str:
+    tip = f"request {event.request_id}, step {event.step}; {step_words(event)}"
+    if pd.notna(event.draft_start):
+        first = int(event.draft_start)
+        tip += f"; positions {first} to {first + len(event.target_token_ids) - 1}"
+    whole: dict[str, Any] = dict(radius=3, tip=tip)
+    if event.phase == "prefill":
+        return svg.box(x, y, width, 24, *(("grey", "ruled-grey") if is_other else ("blue", "ruled-blue")), **whole)
+    if event.phase == "decode":
+        drafted = len(event.proposed_token_ids) > 0
+        return svg.box(x, y, width, 24, *(("yellow", "provisional") if drafted else ("grey", "dotted-grey")), **whole)
+    if pd.isna(event.num_accepted):
+        return svg.box(x, y, width, 24, "green", "verified", **whole)
+    drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
+    has_own = len(event.committed_token_ids) > accepted
+    if not drafted:
+        return svg.box(x, y, width, 24, "green", "pending", **whole)
+    own = _OWN if has_own else 0
+    room = 24 - own
+    kept = room * accepted / drafted
+    parts = [svg.box(x, y, width, own, "green", "pending", **whole)] if own else []
+    if kept < room:
+        parts.append(svg.box(x, y + own, width, room - kept, "red", "rolled-back", **whole))
+    if kept:
+        parts.append(svg.box(x, y + 24 - kept, width, kept, "green", None, **whole))
+    return "".join(parts)

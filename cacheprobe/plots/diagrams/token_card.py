@@ -1,0 +1,156 @@
+"""What every layer would have said at one row: its first choices, when they settled, and what became of the draft."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.analysis.layer_choices import settling
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.lens_table import reads_and_predicts
+from cacheprobe.plots.report.insight import insight
+from cacheprobe.plots.text import markup, text_of, token_label, visible
+from cacheprobe.plots.text import token_texts as known_texts
+from cacheprobe.trace.tables.token_history import Fate, fates_at, fates_of_row, token_history
+
+_COLUMNS = 7
+"""Of a token in the ladder."""
+_VERDICTS = {
+    "accepted": "accepted", "rolled_back": "rolled back", "recovered": "recovered", "bonus": "bonus",
+    "committed": "committed as computed", "given_up": "given up before a verdict",
+}  # fmt: skip
+
+
+def token_card(
+    hypotheses: pd.DataFrame,
+    rows: pd.DataFrame,
+    events: pd.DataFrame,
+    request_id: int,
+    position: int,
+    *,
+    row: int | None = None,
+    token_texts: Mapping[int, str] | None = None,
+) -> Markup:
+    """What every layer would have said at one position: the first choices of each, when they settled, how often they
+    changed, and what was drafted at the next position with the verdict that it got.
+
+    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: of this position, a
+    candidate's or a rolled-back one; by default the canonical row.  token_texts: as from `token_texts`; lesser choices
+    that no table names stand as their ids.
+    Raises: ValueError where there is no such reading.
+    """
+    own = hypotheses[(hypotheses.request_id == request_id) & (hypotheses.position == position)]
+    own = own[(own.site != "thought") & ((own.status == "committed") if row is None else (own.row == row))]
+    if own.empty:
+        mine = hypotheses[hypotheses.request_id == request_id]
+        there = f"it has positions {mine.position.min()} to {mine.position.max()}" if len(mine) else (
+            f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
+        )  # fmt: skip
+        which = "canonical row" if row is None else f"row {row}"
+        raise ValueError(f"there is no reading of a {which} of request {request_id} at position {position}; {there}")
+    of_request = rows[rows.request_id == request_id]
+    place = position - int(of_request[of_request.role == "prompt"].position.max())
+    history = token_history(events[events.request_id == request_id])
+    texts = {**known_texts(rows, hypotheses), **(token_texts or {})}
+    fed = of_request[of_request.row == own.row.iloc[0]].token.iloc[0]
+    fates = fates_at(history, place)
+    if row is not None:
+        fates = fates_of_row(fates, int(own.step.iloc[0]))
+    title, body = card_parts(own, settling(own).iloc[0].to_dict(), fates, texts, fed)
+    there = of_request[of_request.position == position]
+    note = "" if (own.status != "committed").any() else markup(insight(own, there, fates, texts)) + "."
+    return Piece(title, note, body).alone
+
+
+def card_parts(
+    readings: pd.DataFrame,
+    settled: Mapping[str, Any],
+    fates: Sequence[Fate],
+    token_texts: Mapping[int, str],
+    input_token: str,
+) -> tuple[str, str]:
+    """Title as plain text, and markup of one row's card. Lines of the ladder carry data-layer.
+
+    readings: the row's lines of the hypotheses table.  settled: its line of
+    `analysis.layer_choices.settling`.  fates: what was drafted and committed at the next position, in order.
+    token_texts: of all choices; those that are not in it stand as their ids.  input_token: the row's own.
+    Raises: ValueError for readings of more than one row, or of none.
+    """
+    if readings.row.nunique() != 1:
+        raise ValueError(f"a card is of one row; the table has {readings.row.nunique()}")
+    table = readings.sort_values("layer", ascending=False)
+    one = table.iloc[0]
+    status = one.status.replace("_", " ")
+    if one.status in FED_A_DRAFT_IN_VAIN:
+        fates = ()  # what stood next followed another text
+    facts = [
+        ("read", f"<code>{markup(visible(input_token))}</code> at position {one.position} of request {one.request_id}"),
+        ("predicts", f"position {one.position + 1}"),
+        ("row", f"{markup(status)}, {markup(one.phase)} in step {one.step}"),
+        *(("stood next", _fate(fate, token_texts)) for fate in fates),
+        ("prediction depth", f"from layer {settled['prediction_depth']} on, after {_times(int(settled['num_flips']))}"),
+        ("path", f"<code>{markup(settled['path'])}</code>"),
+    ]
+    listed = "".join(f"<div><dt>{name}</dt><dd>{said}</dd></div>" for name, said in facts)
+    return _title(one, settled), f'<dl class="facts">{listed}</dl>{_ladder(table, token_texts)}'
+
+
+def _title(one: Any, settled: Mapping[str, Any]) -> str:
+    said = visible(one.token)
+    since = settled["prediction_depth"]
+    if one.status in FED_A_DRAFT_IN_VAIN:
+        fed = "a rejected token" if one.status == "rolled_back" else "a draft that was given up"
+        return f"This row was fed {fed}; it predicted “{said}” from layer {since} on"
+    if pd.isna(one.committed_token_id):
+        return f"“{said}” is the last word of a row after which nothing was committed"
+    committed = visible(one.committed_token)
+    if bool(one.agrees):
+        return f"“{committed}” was committed, and settled at layer {since}"
+    return f"“{committed}” was committed; this row said “{said}” from layer {since} on"
+
+
+def _fate(fate: Fate, token_texts: Mapping[int, str]) -> str:
+    token = f"<code>{markup(visible(text_of(token_texts, fate.token_id)))}</code>"
+    if fate.settled is None:
+        return f"{token} drafted in step {fate.born}, not decided"
+    word = _VERDICTS[str(fate.outcome)]
+    is_lost = fate.outcome in ("rolled_back", "given_up")
+    tint, sign = ("lost", "✗") if is_lost else ("kept", "✓")
+    verdict = f'<span class="{tint}">{sign} {word}</span>'
+    if fate.born == fate.settled:
+        return f"{token} {verdict} in step {fate.settled}"
+    return f"{token} drafted in step {fate.born}, {verdict} in step {fate.settled}"
+
+
+def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
+    count = max(len(ids) for ids in table.top_token_ids)
+    head = "".join(f"<th>{i + 1}</th>" for i in range(count))
+    one, lines = table.iloc[0], []
+    where = f"request {one.request_id} · step {one.step} · {one.phase} · {one.status.replace('_', ' ')}"
+    where += f" · {reads_and_predicts(one.position)}"
+    for line in table.itertuples():
+        cells = []
+        for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
+            share = float(np.exp(nats))
+            text = text_of(token_texts, int(token_id))
+            is_known = not pd.isna(line.committed_token_id) and line.status not in FED_A_DRAFT_IN_VAIN
+            is_committed = is_known and int(token_id) == line.committed_token_id
+            tip = f"{where} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
+            right = ' class="right"' if is_committed else ""
+            label = markup(token_label(text, _COLUMNS))
+            cells.append(f'<td{right} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
+        lines.append(f'<tr data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
+    note = (
+        "First choices by layer, the last layer on top; the stronger its ground, the likelier. "
+        "Framed in green: what was committed."
+    )
+    return (
+        f'<div class="ladder" tabindex="0"><table><thead><tr><th>layer</th>{head}</tr></thead>'
+        f'<tbody>{"".join(lines)}</tbody></table></div><p class="note">{note}</p>'
+    )
+
+
+def _times(flips: int) -> str:
+    return "no change" if not flips else f"{flips} change{'s' * (flips != 1)} of first choice"

@@ -1,0 +1,80 @@
+"""Figures of draft against commit: which of two tokens each layer holds likelier, and when first choices are final."""
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from cacheprobe.plots.intervals import error_bars, told
+from cacheprobe.plots.style import Figure, layer_ticks, layout_template
+from cacheprobe.plots.text import markup
+
+_GREY = "#7b858f"
+_COLORS = ("#7c5fbd", "#2b8cbe", "#c2702b", "#2f9e4f")
+_TIME = dict(template=layout_template(), height=400, margin=dict(l=48, r=12, t=90, b=48))
+
+
+def final_choice_figure(table: pd.DataFrame) -> go.Figure:
+    """Share of rows whose first choice at a layer is their last layer's, a line for each kind of row.
+
+    table: kind, layer, share, low, high (95 %), chance (share that equals another row's last choice).
+    """
+    if table.empty:
+        raise ValueError("the table of final choices is empty; read some rows")
+    table = table.assign(kind=table.kind.map(markup))
+    figure = Figure()
+    said = []
+    for kind, color in zip(dict.fromkeys(table.kind), _COLORS, strict=False):
+        t = table[table.kind == kind].sort_values("layer")
+        figure.add_scatter(
+            x=t.layer.tolist(), y=t.share.tolist(), name=kind, mode="lines+markers", line=dict(color=color, width=2),
+            error_y=error_bars(t, "share"), customdata=told(t, "share", ".1%", rows="rows"),
+            hovertemplate=f"{kind}, layer %{{x}}: %{{customdata}}<extra></extra>",
+        )  # fmt: skip
+        figure.add_scatter(
+            x=t.layer.tolist(), y=t.chance.tolist(), name=f"{kind}: another row's choice", mode="lines",
+            line=dict(color=color, width=1, dash="dot"),
+            hovertemplate=f"{kind}, another row's choice, layer %{{x}}: %{{y:.1%}}<extra></extra>",
+        )  # fmt: skip
+        half = t[t.share >= 0.5]
+        if len(half):
+            said.append(f"{kind} from layer {half.layer.iloc[0]}")
+    title = f"Half hold their final choice: {', '.join(said)}" if said else "No layer has half of the final choices"
+    figure.update_layout(title=title, **_TIME)
+    figure.update_xaxes(title="layer", **layer_ticks(table.layer))
+    figure.update_yaxes(title="share of rows", tickformat=".0%", range=[-0.02, 1.04])
+    return figure
+
+
+def disagreement_figure(table: pd.DataFrame) -> go.Figure:
+    """By layer, how often a rejected draft token is held likelier than the token committed in its place.
+
+    table: drafter, layer, share, low, high (95 %), control (the same for rejected tokens of other rows).
+    """
+    if table.empty:
+        raise ValueError("no draft was rejected, so there is nothing to draw")
+    table = table.assign(drafter=table.drafter.map(markup))
+    drafters = list(dict.fromkeys(table.drafter))
+    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
+    for column, drafter in enumerate(drafters, start=1):
+        t = table[table.drafter == drafter].sort_values("layer")
+        figure.add_scatter(
+            x=t.layer.tolist(), y=t.share.tolist(), name="the rejected token", showlegend=column == 1,
+            mode="lines+markers", line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=6),
+            row=1, col=column,
+            error_y=error_bars(t, "share"), customdata=told(t, "share", ".1%", rejected="rejected drafts"),
+            hovertemplate=f"{drafter}, layer %{{x}}: %{{customdata}}<extra></extra>",
+        )  # fmt: skip
+        figure.add_scatter(
+            x=t.layer.tolist(), y=t.control.tolist(), name="another row's rejected token", showlegend=column == 1,
+            mode="lines", line=dict(color=_GREY, dash="dot", width=1.5), row=1, col=column,
+            hovertemplate=f"{drafter}, another row's rejected token, layer %{{x}}: %{{y:.1%}}<extra></extra>",
+        )  # fmt: skip
+    ends = table.sort_values("layer").groupby("drafter", sort=False)
+    said = [f"{name} until layer {int(t[t.share > 0.5].layer.max())}" for name, t in ends if (t.share > 0.5).any()]
+    title = (
+        f"Most hold the rejected token likelier: {', '.join(said)}" if said else "The committed token leads throughout"
+    )
+    figure.update_layout(title=title, **_TIME)
+    figure.update_xaxes(title="layer", **layer_ticks(table.layer))
+    figure.update_yaxes(title="share of rejected drafts", tickformat=".0%", range=[-0.02, 1.04], col=1)
+    return figure

@@ -1,0 +1,146 @@
+"""Lens readings of one request as columns of a grid: which rows, in what order, and what each cell is coloured by."""
+
+from typing import Any, Literal, NamedTuple, SupportsIndex
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.plots.text import columns_of as width_of
+from cacheprobe.plots.text import token_label, visible
+
+Measure = Literal["logprob", "entropy", "rank"]
+Include = Literal["committed", "all"]
+
+TOKEN_COLUMNS = 6
+"""Of a token in a cell or below a column."""
+SIGNS = {"committed": "", "candidate": "◇ ", "rolled_back": "✗ ", "given_up": "⊘ "}
+MARKS = {
+    "candidate": "◇ computed again by the verifier",
+    "rolled_back": "✗ fed a rejected token",
+    "given_up": "⊘ fed a draft that was given up",
+}
+NOTHING_TO_COMPARE = "fed a draft that was never committed, so no committed token can be compared with it"
+NOT_COMPARED = "not compared with a committed token"
+"""Of the grey cells: the row was fed a rejected or given-up token, or nothing was committed next."""
+BELOW = "position, token read → token to predict, the one committed next"
+"""What stands below a column, in this order; see `column_label`."""
+_FLOOR_NATS = -12.0
+"""Log-probabilities below this share one colour: what matters happens above."""
+_RANKS = (0, 9, 99, 999, 9999)
+
+
+def reads_and_predicts(position: SupportsIndex) -> str:
+    """Where a row stands, in the words that every picture uses."""
+    return f"reads position {int(position)}, predicts {int(position) + 1}"
+
+
+def column_words(column: Any) -> str:
+    """What a row was fed, and the token committed next, in full. column: a line of the readings. Not yet escaped."""
+    read = f"read {visible(column.read_token)}"
+    if column.status in FED_A_DRAFT_IN_VAIN:
+        return f"{read}, {'a rejected token' if column.status == 'rolled_back' else 'a draft that was given up'}"
+    if pd.isna(column.committed_token):
+        return f"{read}, nothing committed next"
+    return f"{read} → predicts {visible(column.committed_token)}"
+
+
+def column_label(column: Any) -> tuple[str, str, str]:
+    """Lines below a column: its sign and position, the token read, and → the token committed next. Not yet escaped.
+
+    Tokens are cut to fit. A dash stands where nothing was committed, or nothing that can be compared.
+    """
+    is_none = pd.isna(column.committed_token) or column.status in FED_A_DRAFT_IN_VAIN
+    following = "—" if is_none else token_label(column.committed_token, TOKEN_COLUMNS)
+    arrow = "→ " if width_of(following) < TOKEN_COLUMNS else "→"
+    read = token_label(column.read_token, TOKEN_COLUMNS)
+    return f"{SIGNS[column.status]}{column.position}", read, f"{arrow}{following}"
+
+
+class Scale(NamedTuple):
+    """What cells are coloured by. values: by reading, NaN where there is none.  ticks: values and their names."""
+
+    title: str
+    values: pd.Series
+    low: float
+    high: float
+    is_reversed: bool
+    ticks: tuple[tuple[float, str], ...]
+
+
+def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
+    """Log-probability of the committed token, the layer's entropy (both in nats), or that token's rank (0 is first).
+
+    A row that was fed a rejected or given-up token has an entropy alone: no committed token can be compared with it.
+
+    Raises: ValueError for another colour.
+    """
+    is_known = rows["rank"].notna() & ~rows.status.isin(FED_A_DRAFT_IN_VAIN)
+    if colour == "logprob":
+        values = rows.committed_logprob_nats.astype(float).where(is_known)
+        ticks = ((_FLOOR_NATS, "≤ −12"), *((t, f"−{-t:g}") for t in (-9.0, -6.0, -3.0)), (0.0, "0"))
+        return Scale("log p of the committed token (nats)", values, _FLOOR_NATS, 0.0, False, ticks)
+    if colour == "entropy":
+        values = rows.entropy_nats.astype(float)
+        high = max(float(values.max()), 1e-9) if values.notna().any() else 1.0
+        ticks = tuple((float(t), f"{t:g}") for t in np.linspace(0, np.floor(high), 3)) if high >= 2 else ((0.0, "0"),)
+        return Scale("entropy (nats)", values, 0.0, high, True, ticks)
+    if colour == "rank":
+        rank = rows["rank"].where(is_known).astype("Float64").to_numpy(dtype=float, na_value=np.nan)
+        ticks = tuple((float(np.log10(t + 1)), str(t)) for t in _RANKS)
+        values = pd.Series(np.log10(rank + 1), index=rows.index)
+        return Scale("rank of the committed token", values, 0.0, ticks[-1][0], True, ticks)
+    raise ValueError(f"unknown colour {colour!r}; it is 'logprob', 'entropy' or 'rank'")
+
+
+def finding(rows: pd.DataFrame, request_id: int) -> str:
+    """From which layer on the first choice is the committed token, as a sentence: the median over canonical rows."""
+    known = rows[(rows.status == "committed") & rows.agrees.notna()]
+    if known.empty:
+        return f"Request {request_id}: no committed token to compare with"
+    firsts = sorted(_agrees_from(known))
+    median = firsts[len(firsts) // 2]
+    if median == np.inf:
+        return f"Request {request_id}: at most positions no layer settles on the committed token"
+    return f"Request {request_id}: the committed token is the first choice from layer {int(median)} on (median)"
+
+
+def _agrees_from(readings: pd.DataFrame) -> list[float]:
+    """Of each row the first layer from which all first choices are the committed token; infinity where none is."""
+    since: dict[Any, float] = {}
+    columns = (readings[name].tolist() for name in ("layer", "row", "agrees"))
+    for layer, row, agrees in sorted(zip(*columns, strict=True)):
+        since[row] = min(since.get(row, np.inf), float(layer)) if agrees else np.inf
+    return list(since.values())
+
+
+def select(hypotheses: pd.DataFrame, request_id: int, include: Include, positions: range | None) -> pd.DataFrame:
+    """The readings to show. Raises: ValueError where nothing is selected, or for another include."""
+    if include not in ("committed", "all"):
+        raise ValueError(f"unknown include {include!r}; it is 'committed' or 'all'")
+    own = hypotheses[hypotheses.request_id == request_id]
+    rows = own if include == "all" else own[own.status == "committed"]
+    if positions is not None:
+        rows = rows[rows.position.isin(positions)]
+    if not rows.empty:
+        return rows
+    if own.empty:
+        there = f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
+    else:
+        counts = own.drop_duplicates("row").status.value_counts().to_dict()
+        there = f"it has {counts} rows at positions {own.position.min()} to {own.position.max()}"
+    wanted = "" if positions is None else f" at positions {positions.start} to {positions.stop - 1}"
+    raise ValueError(f"no {include} hypotheses of request {request_id}{wanted}; {there}")
+
+
+def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line for each column of the picture: by position, the canonical row first, then as they were computed."""
+    order = rows.status.map({"committed": 0, "candidate": 1, "rolled_back": 2, "given_up": 2})
+    columns = rows.assign(order=order).drop_duplicates("row").sort_values(["position", "order", "step", "row"])
+    return columns.reset_index(drop=True)
+
+
+def runs_of(layers: list[int]) -> list[tuple[int, int]]:
+    """Unbroken runs of sorted numbers, first and last of each."""
+    starts = [n for n in layers if n - 1 not in layers]
+    return list(zip(starts, [n for n in layers if n + 1 not in layers], strict=True))

@@ -1,0 +1,118 @@
+"""A patching grid as a picture: layers up, positions across, and a mark where the answer turned over."""
+
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from cacheprobe.plots.style import STATUS_STYLES, Figure, layout_template
+from cacheprobe.plots.text import markup, token_label, visible
+
+_SAID = {
+    "nld": ("normalised logit difference", "0 corrupted, 1 clean"),
+    "effect": ("gain of the answer's probability", "over the noisy run"),
+}
+_TURNED = {"flip": "the answer turns over", "is_top": "the answer is the first choice again"}
+_COLUMNS = 10
+"""Of a token's label."""
+_MOST_TICKS = 16
+_LOWEST = 340
+"""Pixels: what the words beside the colours need."""
+
+
+def patching_grid(grid: Any, *, value: str | None = None, head: int | None = None) -> go.Figure:
+    """Heat map of one number of a grid, layers up, positions across.
+
+    grid: as `cp.patching` returns it, of which the table and meta alone are read; or such a table, which may come from
+    a file.  value: a column, by default nld or effect.
+    head: one head of a grid by heads; without it, the mean over heads, as over the samples of a tracing. Marks stand
+    where more than half of what a cell is the mean of turned the answer over.
+    Raises: ValueError for a column or head that the table has not, and for an empty table.
+    """
+    table = grid if isinstance(grid, pd.DataFrame) else grid.table
+    if value is None:
+        own = "" if isinstance(grid, pd.DataFrame) else grid.meta["value"]
+        value = str(own or next((name for name in _SAID if name in table.columns), "nld"))
+    if value not in table.columns or not pd.api.types.is_numeric_dtype(table[value]):
+        raise ValueError(f"unknown column {value!r}; a picture shows numbers, the table has {', '.join(table.columns)}")
+    if head is not None:
+        if "head" not in table.columns or not (table["head"] == head).any():
+            raise ValueError(f"there is no head {head} in this grid; leave out head=, or patch with heads=True")
+        table = table[table["head"] == head]
+    if table.empty:
+        raise ValueError("the table of the grid is empty; there is nothing to draw")
+    cells = _cells(table, value)
+    layers, positions = (sorted(cells[axis].unique()) for axis in ("layer", "position"))
+    shown = cells.pivot(index="layer", columns="position", values="value")
+    low, high = min(0.0, float(shown.min(axis=None))), max(0.0, float(shown.max(axis=None)))
+    figure = Figure(
+        go.Heatmap(
+            x=list(range(len(positions))),
+            y=list(range(len(layers))),
+            z=shown.to_numpy(),
+            zmin=low,
+            zmax=high if high > low else low + 1,
+            text=cells.pivot(index="layer", columns="position", values="hover").to_numpy(),
+            hovertemplate="%{text}<extra></extra>",
+            xgap=1,
+            ygap=1,
+            colorbar=dict(
+                title=dict(text="<br>".join(map(markup, _SAID.get(value, (value,)))), side="right", font=dict(size=12)),
+                thickness=12,
+                x=1.01,
+            ),
+        )
+    )
+    name = next((name for name in _TURNED if name in table.columns), None)
+    if name is not None and (turned := cells[cells.turned > 0.5]).size:
+        figure.add_scatter(
+            x=[positions.index(p) for p in turned.position],
+            y=[layers.index(layer) for layer in turned.layer],
+            mode="markers",
+            name=_TURNED[name],
+            marker=dict(symbol="circle-open", size=7, color=STATUS_STYLES["rolled_back"]["color"]),
+            hoverinfo="skip",
+            showlegend=True,
+        )
+    figure.update_layout(
+        template=layout_template(), title=_finding(cells, value), height=max(140 + 16 * len(layers), _LOWEST),
+        dragmode=False, margin=dict(l=48, r=12, t=72, b=64),
+    )  # fmt: skip
+    ticks = range(0, len(layers), max(1, -(-len(layers) // _MOST_TICKS)))
+    tokens = dict(zip(cells.position, cells.token, strict=True))
+    labels = [f"{p}<br>{markup(token_label(tokens[p], _COLUMNS))}" for p in positions]
+    figure.update_xaxes(
+        title="position (token)",
+        tickmode="array",
+        tickvals=list(range(len(positions))),
+        ticktext=labels,
+        showgrid=False,
+    )
+    figure.update_yaxes(
+        title="layer", tickmode="array", tickvals=list(ticks), ticktext=[str(layers[i]) for i in ticks], showgrid=False
+    )
+    return figure
+
+
+def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
+    """One line for each layer and position: the mean of the number, the share that turned, and words about both."""
+    name = next((name for name in _TURNED if name in table.columns), None)
+    turned = table[name].astype(float) if name else 0.0
+    grouped = table.assign(value=table[value].astype(float), turned=turned).groupby(["layer", "position"])
+    cells = grouped.agg(
+        value=("value", "mean"), turned=("turned", "mean"), token=("token", "first"), n=("value", "size")
+    )
+    cells = cells.reset_index()
+    cells["hover"] = [
+        f"layer {c.layer} · position {c.position} · <b>{markup(visible(c.token))}</b><br>{value} {c.value:.3f}"
+        + (f", mean of {c.n}" if c.n > 1 else "")
+        + (f"<br>{_TURNED[name]}: {c.turned:.0%}" if name else "")
+        for c in cells.itertuples()
+    ]
+    return cells
+
+
+def _finding(cells: pd.DataFrame, value: str) -> str:
+    best = cells.loc[cells.value.idxmax()]
+    where = f"layer {best.layer}, position {best.position} ({markup(visible(best.token))})"
+    return f"Largest {markup(_SAID.get(value, (value,))[0])}: {best.value:.2f}, at {where}"

@@ -1,0 +1,103 @@
+"""Figures of probes: accuracy by layer and place beside its baselines, and how well rollbacks are foreseen."""
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from cacheprobe.plots.intervals import error_bars, told
+from cacheprobe.plots.style import Figure, layer_ticks, layout_template
+from cacheprobe.plots.text import markup, shorten
+
+_SITES = {"S": ("#7c5fbd", "circle", "S, residual stream"), "T": ("#2b8cbe", "diamond", "T, attention output"),
+          "C": ("#c2702b", "square", "C, MLP output")}  # fmt: skip
+_PANEL_COLUMNS = 22
+"""Of the name over a panel."""
+_BASELINES = {"untrained": ("#7b858f", "dash"), "embedding": ("#7b858f", "dot"), "majority": ("#7b858f", "solid")}
+_CONTROLS = {"position": ("position alone", "dash"), "margin": ("margin alone", "dot"),
+             "shuffled": ("labels shuffled", "solid")}  # fmt: skip
+
+
+def probe_figure(table: pd.DataFrame) -> go.Figure:
+    """Held-out accuracy by layer, a panel for each place and a line for each site, with 95 % intervals.
+
+    table: as in `cacheprobe.probes.ProbeResult`. Grey lines are what is found without the states: by the untrained
+    model (of the first site), in the words alone, and by the commonest class.
+    """
+    if table.empty:
+        raise ValueError("the table of probes is empty; fit some")
+    places = list(dict.fromkeys(zip(table["at"], table.place, strict=True)))
+    titles = [_place(*place, most=_PANEL_COLUMNS) for place in places]
+    figure = make_subplots(rows=1, cols=len(places), shared_yaxes=True, subplot_titles=titles, figure=Figure())
+    for column, (at, place) in enumerate(places, start=1):
+        here = table[(table["at"] == at) & (table.place == place)]
+        for site in [site for site in _SITES if (here.site == site).any()]:
+            color, symbol, name = _SITES[site]
+            t = here[here.site == site].sort_values("layer")
+            figure.add_scatter(
+                x=t.layer.tolist(), y=t.accuracy.tolist(), name=name, legendgroup=site, showlegend=column == 1,
+                mode="lines+markers", line=dict(color=color, width=2), marker=dict(symbol=symbol, size=6),
+                error_y=error_bars(t, "accuracy"),
+                customdata=told(t, "accuracy", ".3f", examples="examples", groups="groups"),
+                hovertemplate=f"{site}, layer %{{x}}, {_place(at, place)}: %{{customdata}}<extra></extra>",
+                row=1, col=column,
+            )  # fmt: skip
+        first = here[here.site == here.site.iloc[0]].sort_values("layer")
+        for name, (color, dash) in _BASELINES.items():
+            if first[name].notna().all():
+                figure.add_scatter(
+                    x=first.layer.tolist(), y=first[name].tolist(), name=name, legendgroup=name, mode="lines",
+                    showlegend=column == 1, line=dict(color=color, dash=dash, width=1.5), row=1, col=column,
+                    hovertemplate=f"{name}, layer %{{x}}, {_place(at, place)}: %{{y:.3f}}<extra></extra>",
+                )  # fmt: skip
+    above = table[table.is_above].groupby(["at", "place"]).ngroups
+    title = f"At {above} of {len(places)} places some layer tells the state better than any baseline"
+    figure.update_layout(template=layout_template(), title=title, height=420, margin=dict(l=48, r=12, t=110, b=48))
+    figure.update_layout(legend_y=1.09)  # above the names of the panels
+    figure.update_xaxes(title="layer", **layer_ticks(table.layer, 4))
+    figure.update_yaxes(range=[0.2, 1.03])
+    figure.update_yaxes(title="held-out accuracy", col=1)
+    return figure
+
+
+def _place(at: str, place: object, most: int = 200) -> str:
+    """In at most so many columns, escaped."""
+    if at == "event":
+        return f"operation {place}"
+    return "prompt's last token" if place == -1 else markup(shorten(f"{at} {place}", most))
+
+
+def foresight_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
+    """AUROC by layer of telling that a draft will be rolled back, a panel for each drafter, beside its controls.
+
+    table: as in `cacheprobe.probes.Foresight`, of one or more drafters.  unit: which of its lines, draft or candidate.
+    """
+    rows = table[table.unit == unit] if len(table) else table
+    if rows.empty:
+        raise ValueError(f"there is no line of unit {unit!r} to draw: too few rollbacks, or another unit was asked for")
+    rows = rows.assign(drafter=rows.drafter.map(markup))
+    drafters = list(dict.fromkeys(rows.drafter))
+    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
+    for column, drafter in enumerate(drafters, start=1):
+        t = rows[rows.drafter == drafter].sort_values("layer")
+        figure.add_scatter(
+            x=t.layer.tolist(), y=t.auroc.tolist(), name="states", showlegend=column == 1, mode="lines+markers",
+            line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=7), row=1, col=column,
+            error_y=error_bars(t, "auroc"), customdata=told(t, "auroc", ".3f"),
+            hovertemplate=f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}<extra></extra>",
+        )  # fmt: skip
+        for name in _CONTROLS:
+            figure.add_scatter(
+                x=t.layer.tolist(), y=t[name].tolist(), name=_CONTROLS[name][0],
+                showlegend=column == 1, mode="lines", line=dict(color="#7b858f", dash=_CONTROLS[name][1], width=1.5),
+                row=1, col=column,
+                hovertemplate=f"{_CONTROLS[name][0]}, {drafter}, layer %{{x}}: %{{y:.3f}}<extra></extra>",
+            )  # fmt: skip
+    last = rows.sort_values("layer").groupby("drafter", sort=False).tail(1)
+    better = [line.drafter for line in last.itertuples() if line.gain_low > 0]
+    whom = ", ".join(better) or "no drafter here"
+    title = f"States foretell a rollback better than position or margin for {whom}"
+    figure.update_layout(template=layout_template(), title=title, height=400, margin=dict(l=48, r=12, t=110, b=48))
+    figure.update_xaxes(title="layer", **layer_ticks(rows.layer, 6))
+    figure.update_yaxes(range=[0.35, 1.02])
+    figure.update_yaxes(title=f"AUROC, by {unit}", col=1)
+    return figure

@@ -1,0 +1,1 @@
+"""The report of a request as one page, and its figures as files."""

@@ -1,0 +1,121 @@
+"""The figures of the report by name, and the same as files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+
+from cacheprobe.analysis.of_trace import lens_readings, prediction_depth
+from cacheprobe.core.files import write_whole
+from cacheprobe.core.progress import Progress
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.plots.curves import draft_verdicts, settling_figure
+from cacheprobe.plots.diagrams.alone import Drawing, panels_alone
+from cacheprobe.plots.diagrams.diagram import decoded_phases, keys, window_phases
+from cacheprobe.plots.diagrams.panels import Panel
+from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, pick_request, rolled_back
+from cacheprobe.plots.images import FORMATS, image, require_browser, svg_image
+from cacheprobe.plots.lens_grid import grid_width, lens_grid
+from cacheprobe.plots.text import token_texts
+from cacheprobe.plots.thoughts.columns import story_of
+from cacheprobe.plots.thoughts.picture import thoughts_alone
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+MOST_POSITIONS = 48
+"""Columns of the lens grid; each more costs the browser a cell for every layer."""
+
+
+def write_figures(
+    trace: "Trace", directory: "str | Path", kind: str = "png", request_id: int | None = None, *, progress: bool = True
+) -> list[Path]:
+    """Write every figure of the report of one request as a file of its own, each whole or not at all.
+
+    kind: png, svg or pdf.  request_id: by default the report's.
+    Raises: ValueError for another kind, KeyError for a request that the trace does not have, ImageError where kaleido
+    or a chromium is missing, before anything is written. Diagrams as SVG need neither.
+    """
+    if kind not in FORMATS:
+        raise ValueError(f"unknown format {kind!r} of figures; choose one of {', '.join(FORMATS)}")
+    request_id = pick_request(trace.events()) if request_id is None else request_id
+    trace.committed(request_id)
+    figures, drawings = report_figures(trace, request_id), report_drawings(trace, request_id)
+    if figures or kind != "svg":
+        require_browser()
+    written = []
+    with Progress(len(figures) + len(drawings), "drawing", "figures", enabled=progress) as bar:
+        for name, content in _contents(figures, drawings, kind):
+            path = Path(directory) / f"{name}.{kind}"
+            written.append(write_whole(path, lambda beside, content=content: beside.write_bytes(content)))
+            bar.advance(note=path.name)
+    return written
+
+
+def report_figures(trace: "Trace", request_id: int) -> dict[str, go.Figure]:
+    """Figures of the lens readings by name: lens-grid, lens-grid-all, drafts, settling. Those that the run has."""
+    if trace.hypothesis_table is None:
+        return {}
+    readings, (shown, _) = lens_readings(trace, include_rolled_back=True), shown_positions(trace, request_id)
+    own = readings[(readings.request_id == request_id) & readings.position.isin(shown)]
+    figures = {}
+    if (own.status == "committed").any():
+        figures["lens-grid"] = lens_grid(readings, request_id, positions=shown, include="committed")
+        if own.status.isin(FED_A_DRAFT_IN_VAIN).any():
+            figures["lens-grid-all"] = lens_grid(readings, request_id, positions=shown, include="all")
+    return {**figures, "drafts": draft_verdicts(readings), "settling": settling_figure(prediction_depth(trace))}
+
+
+def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:
+    """Positions of the lens grid, and how many there are in all: those that predict the generated tokens."""
+    first = len(trace.requests[request_id].prompt_token_ids) - 1
+    count = len(trace.committed(request_id))
+    return range(first, first + min(count, MOST_POSITIONS)), count
+
+
+def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
+    """Diagrams by name: accepted-whole, rolled-back, or decoded where the request was never verified; thoughts."""
+    events, texts = trace.events(), token_texts(trace.row_table, trace.hypothesis_table)
+    drawings = {
+        name: panels_alone(f"Request {request_id}, {said}", panels, keys())
+        for name, said, panels in report_panels(trace, request_id, texts)
+    }
+    if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
+        story = story_of(trace.thoughts(), trace.row_table, events, request_id, texts)
+        drawings["thoughts"] = thoughts_alone(story, trace.ledger(request_id), trace.meta["thinking"])
+    return drawings
+
+
+def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, list[Panel]]]:
+    """(name, what it shows, panels): the window accepted whole and the one rolled back that show most, if any.
+
+    Of a request that was never verified, its decoding, unless it failed before.
+    """
+    events = trace.events()
+    windows = find_windows(events, request_id)
+    if not windows and events.committed_token_ids[events.request_id == request_id].map(len).any():
+        own = events[(events.request_id == request_id) & (events.phase == "prefill")]
+        ledgers = [trace.ledger(request_id, int(own.step.max())), trace.ledger(request_id)]
+        yield "decoded", "never verified", decoded_phases(request_id, events, ledgers, texts)
+    is_deterministic = trace.requests[request_id].is_deterministic
+    for name, pick in (("accepted-whole", accepted_whole), ("rolled-back", rolled_back)):
+        if (window := pick(windows)) is not None:
+            ledgers = [trace.ledger(request_id, step) for step in window.ledger_steps]
+            panels = window_phases(window, events, ledgers, texts, is_deterministic=is_deterministic)
+            yield name, f"{name.replace('-', ' ')}: {span(window)}", panels
+
+
+def span(window: Window) -> str:
+    """The positions that a window speaks of, in words."""
+    return f"positions {window.start - 1} to {window.start + len(window.target_token_ids) - 2}"
+
+
+def _contents(figures: dict[str, go.Figure], drawings: dict[str, Drawing], kind: str) -> Iterator[tuple[str, bytes]]:
+    for name, drawing in drawings.items():
+        if kind == "svg":
+            yield name, drawing.markup.encode()
+        else:
+            yield name, svg_image(*drawing, kind)
+    for name, figure in figures.items():
+        yield name, image(figure, kind, width=max(grid_width(figure), 900) if name.startswith("lens") else None)

@@ -1,0 +1,222 @@
+"""What a run holds, as listings for a terminal: the run as a whole, and one of its requests."""
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from cacheprobe.analysis.layer_choices import agreement_by_layer
+from cacheprobe.analysis.of_trace import lens_readings
+from cacheprobe.core.terminal import Listing
+from cacheprobe.plots.diagrams.windows import Window, find_windows
+from cacheprobe.plots.text import columns_of, plain, shorten, text_of, token_texts, visible
+from cacheprobe.plots.thoughts.columns import story_of
+from cacheprobe.plots.thoughts.picture import THOUGHT_COLUMNS, thought_lines
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+_WIDTH = 44
+"""Columns of a prompt or text in the list of requests."""
+_PHASES = ("prefill", "decode", "verify")
+
+
+def run_listings(trace: "Trace") -> list[Listing]:
+    """The run: how it was made, its fingerprint, its requests, verdicts, and agreement by layer."""
+    held = [Listing("run", (), _about(trace))]
+    if command := trace.meta.get("command"):
+        origin = f", settings from {command['config']}" if command["config"] else ""
+        held.append(Listing(f"cacheprobe {command['name']}{origin}", (), _pairs(command["settings"])))
+    return [
+        *held,
+        Listing("fingerprint", (), _pairs(trace.fingerprint)),
+        _requests(trace),
+        Listing("verdicts", (), _verdicts(trace.events()), "" if trace.num_drafted else "nothing was drafted"),
+        _agreement(trace, "first choice = committed token, by layer", None),
+    ]
+
+
+def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
+    """One request in detail: what it was asked, its windows, rows, cache and layers, and its thoughts if it has any.
+
+    Raises: KeyError for a request that the trace does not have.
+    """
+    text = trace.text(request_id)
+    request, events = trace.requests[request_id], trace.events()
+    own = events[events.request_id == request_id]
+    texts = token_texts(trace.row_table, trace.hypothesis_table)
+    about = [
+        ("prompt", _prompt(trace, request_id, texts)),
+        ("text", plain(text)),
+        ("tokens", f"{request.num_prompt_tokens} of the prompt, {len(trace.committed(request_id))} committed"),
+        ("deterministic", "yes" if request.is_deterministic else "no"),
+        ("finish", _finish(trace, request_id)),
+        ("arrived", f"at step {request.arrival_step}"),
+    ]
+    if request.example is not None:
+        about.append(("right answer", plain(request.example.answer.strip())))
+    sampling = request.sampling
+    if sampling is not None:
+        fields = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
+        about += _pairs({f"sampling: {name}": value for name, value in fields.items() if value not in (None, ())})
+    windows = () if own.empty else find_windows(events, request_id)
+    counts = trace.rows(request_id).groupby(["phase", "status"]).size()
+    listings = [
+        Listing(f"request {request_id}", (), about),
+        Listing(
+            "windows",
+            ("step", "first position", "fed", "the verifier's own", "accepted", "verdict"),
+            [_window_line(window, texts) for window in windows],
+            "" if windows else "it was never verified",
+        ),
+        Listing("verdicts", (), _verdicts(own)),
+        Listing("rows", ("pass", "status", "rows"), [(*map(str, key), str(n)) for key, n in counts.items()]),
+        _cache(trace, request_id),
+        _agreement(trace, "first choice = committed token, by layer", request_id),
+    ]
+    if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
+        lines = thought_lines(story_of(trace.thought_table, trace.row_table, events, request_id, texts))
+        rows = [tuple(_said(value) for value in line) for line in lines]
+        listings.append(Listing("thoughts", tuple(THOUGHT_COLUMNS), rows))
+    return listings
+
+
+def _cache(trace: "Trace", request_id: int) -> Listing:
+    """Cache rows of a request at its end by provenance; of an import that has no ledger, why there is none."""
+    if "ledger" in trace.missing:
+        return Listing("cache at its end", (), [], plain(trace.missing["ledger"]))
+    return Listing("cache at its end", (), _pairs(trace.ledger(request_id).provenance.value_counts().to_dict()))
+
+
+def _about(trace: "Trace") -> list[tuple[str, str]]:
+    meta, finger = trace.meta, trace.fingerprint
+    steps = trace.event_table.drop_duplicates("step").phase.value_counts()
+    capture = ", ".join((*trace.store.sites, *trace.store.heads)) or "no states"
+    about = [
+        ("model", plain(str(finger["model"]))),
+        ("weights", plain(meta["weights_note"] or "as they were loaded")),
+        ("kind", meta["kind"]),
+        ("drafter", plain(meta["drafter"]) if meta["drafter"] else "the fast path, for deterministic requests"),
+        ("lens", plain(meta["lens"]) if trace.hypothesis_table is not None else "none was read"),
+        ("states", f"{capture} of {len(trace.store.layers)} layers"),
+        ("steps", ", ".join(f"{int(steps.get(phase, 0))} {phase}" for phase in _PHASES)),
+        ("rows", _counts(trace.row_table.status)),
+        ("readings", f"{0 if trace.hypothesis_table is None else len(trace.hypothesis_table):,}"),
+        ("task", _task(trace)),
+    ]
+    if trace.thought_table is not None:
+        about.append(("thoughts", f"{len(trace.thought_table):,}"))
+    if behaviour := meta["behaviour"]:
+        share, low, high = (behaviour[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
+        said = f"{share:.0%} of {behaviour['num_examples']} right, 95 % interval {low:.0%} to {high:.0%}"
+        about.append(("answers", f"{said}, chance {behaviour['chance']:.0%}"))
+    return about
+
+
+def _task(trace: "Trace") -> str:
+    asked = [r.example for r in trace.requests if r.example is not None]
+    if not asked:
+        return "none: prompts of their own"
+    answers = sorted({answer.strip() for example in asked for answer in example.answers})
+    return f"{len(asked)} questions; answers: {shorten(plain(', '.join(answers)), 2 * _WIDTH)}"
+
+
+def _requests(trace: "Trace") -> Listing:
+    columns = ("request", "kind", "prompt", "text", "tokens", "drafted", "accepted", "rolled back", "finish")
+    texts = token_texts(trace.row_table, trace.hypothesis_table)
+    events = trace.events()
+    rows = []
+    for request in trace.requests:
+        number = int(request.request_id or 0)
+        own = events[events.request_id == number]
+        drafted, lost = int(own.draft_token_ids.map(len).sum()), int(own.num_rolled_back.fillna(0).sum())
+        verified = "verified" if (own.phase == "verify").any() else "not verified"
+        rows.append(
+            (
+                str(number),
+                "deterministic" if request.is_deterministic else verified,
+                _ending(_prompt(trace, number, texts)),
+                shorten(plain(trace.text(number)), _WIDTH),
+                str(len(trace.committed(number))),
+                *((str(drafted), str(drafted - lost), str(lost)) if verified == "verified" else ("-", "-", "-")),
+                _finish(trace, number),
+            )
+        )
+    return Listing("requests", columns, rows)
+
+
+def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
+    """Tokens and passes of the verifier."""
+    verify = events[events.phase == "verify"]
+    drafted, lost = verify.draft_token_ids.map(len), verify.num_rolled_back.fillna(0)
+    counts = {
+        "verify passes of a request": len(verify),
+        "accepted whole": int(((drafted > 0) & (lost == 0)).sum()),
+        "rolled back": int((lost > 0).sum()),
+        "tokens drafted": int(drafted.sum()),
+        "tokens accepted": int(verify.num_accepted.fillna(0).sum()),
+        "tokens rolled back": int(lost.sum()),
+        "tokens recovered": int(verify.recovered_token_id.notna().sum()),
+        "tokens bonus": int(verify.bonus_token_id.notna().sum()),
+    }
+    return _pairs(counts)
+
+
+def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
+    """Shares by layer and status; of one request, or of all."""
+    if trace.hypothesis_table is None:
+        return Listing(title, (), [], "this run read no lens; with Z among the captured sites it does")
+    readings = lens_readings(trace)
+    if request_id is not None:
+        readings = readings[readings.request_id == request_id]
+    if readings.agrees.notna().sum() == 0:
+        return Listing(title, (), [], "no reading has a committed token to compare with")
+    table = agreement_by_layer(readings)
+    rows = [
+        (str(layer), *("-" if pd.isna(share) else f"{share:.2f}" for share in shares))
+        for layer, *shares in table.itertuples()
+    ]
+    return Listing(title, ("layer", *(str(status).replace("_", " ") for status in table.columns)), rows)
+
+
+def _window_line(window: Window, texts: dict[int, str]) -> tuple[str, ...]:
+    fed, own = (
+        " ".join(visible(text_of(texts, token_id)) for token_id in ids)
+        for ids in ((window.newest_token_id, *window.draft_token_ids), window.target_token_ids)
+    )
+    kind = "rolled back" if window.is_rollback else "accepted whole" if window.is_full_match else "nothing drafted"
+    accepted = f"{window.num_accepted} of {len(window.draft_token_ids)}"
+    return (str(window.step), str(window.start - 1), fed, own, accepted, kind)
+
+
+def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    request = trace.requests[request_id]
+    if isinstance(request.prompt, str):
+        return plain(request.prompt)
+    return "".join(plain(text_of(texts, int(token_id))) for token_id in request.prompt_token_ids or ())
+
+
+def _finish(trace: "Trace", request_id: int) -> str:
+    error = trace.meta["errors"].get(str(request_id))
+    return f"error: {plain(error)}" if error else str(trace.meta["finish"].get(str(request_id), "unknown"))
+
+
+def _ending(text: str) -> str:
+    """The end of a text, which is what tells prompts apart that begin with the same worked examples."""
+    return text if columns_of(text) <= _WIDTH else "…" + shorten(text[::-1], _WIDTH)[:-1][::-1]
+
+
+def _counts(column: pd.Series) -> str:
+    return ", ".join(f"{count:,} {str(name).replace('_', ' ')}" for name, count in column.value_counts().items())
+
+
+def _pairs(values: dict[Any, Any] | Iterable[tuple[Any, Any]]) -> list[tuple[str, str]]:
+    return [(plain(str(name)), _said(value)) for name, value in dict(values).items()]
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return plain(text) if text else '""'

@@ -1,0 +1,116 @@
+"""One self-contained HTML page: styles, plotly.js once, figures that follow the page's width and colour scheme."""
+
+import json
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from cacheprobe.plots.diagrams import svg
+from cacheprobe.plots.style import DIAGRAM_CSS, FIGURE_CONFIG, MONO, layout_template
+from cacheprobe.plots.text import markup
+
+# Nothing may be fetched: the page is whole, and says so to the browser.
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+)
+
+_PAGE_CSS = f"""
+:root{{color-scheme:light dark}}
+body{{margin:0;background:var(--paper);line-height:1.55;font-size:16px}}
+main{{max-width:1280px;margin:0 auto;padding:28px 20px 64px;box-sizing:border-box}}
+h1{{font-size:28px;line-height:1.2;margin:0 0 12px;letter-spacing:-.01em}}
+h2{{font-size:20px;line-height:1.3;margin:44px 0 6px}}
+h3{{font-size:16px;line-height:1.35;margin:26px 0 10px}}
+p.note,figcaption{{color:var(--muted);font-size:14px;margin:4px 0 12px}}
+p.lead,p.note{{max-width:82ch}}
+p.lead{{margin:0 0 10px}}
+figure{{margin:0}}
+code,.prompt{{font-family:{MONO};font-size:.92em;overflow-wrap:anywhere}}
+.prompt{{white-space:pre-wrap;unicode-bidi:isolate;background:var(--card);border:1px solid var(--line);
+  border-radius:10px;padding:14px 16px;margin:8px 0;font-size:14px;max-height:24em;overflow-y:auto}}
+.prompt mark{{background:var(--green);color:var(--ink);border-bottom:2px solid var(--green-edge);border-radius:3px}}
+.scroll{{overflow-x:auto;max-width:100%;-webkit-overflow-scrolling:touch}}
+.two{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:0 28px}}
+.two>*{{min-width:0}}
+table{{border-collapse:collapse;font-size:14px;width:100%}}
+table.wide{{min-width:620px}}
+th,td{{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}}
+td{{overflow-wrap:break-word;max-width:60ch}}
+td.number,th.number{{text-align:right;font-variant-numeric:tabular-nums}}
+details{{margin-top:24px;border:1px solid var(--line);border-radius:10px;padding:10px 16px}}
+summary{{cursor:pointer;font-weight:600}}
+.js-plotly-plot .main-svg{{border-radius:6px}}
+@media (max-width:640px){{main{{padding:20px 14px 48px}}h1{{font-size:24px}}}}
+"""
+
+_THEME_SCRIPT = """
+(function () {
+  const templates = TEMPLATES;
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const paint = () => document.querySelectorAll(".js-plotly-plot").forEach(
+    figure => Plotly.relayout(figure, {template: templates[dark.matches ? "dark" : "light"]}));
+  dark.addEventListener("change", paint);
+  if (dark.matches) paint();
+  // a figure that was drawn while its place was still growing, or closed, has the wrong width
+  const fit = place => place.querySelectorAll(".js-plotly-plot").forEach(figure => Plotly.Plots.resize(figure));
+  document.querySelectorAll("details").forEach(box => box.addEventListener("toggle", () => box.open && fit(box)));
+  fit(document);
+})();
+"""
+
+
+def page(title: str, body: str) -> str:
+    """The whole document. The body is markup; the title is escaped here."""
+    templates = json.dumps({name: layout_template(dark=name == "dark").to_plotly_json() for name in ("light", "dark")})
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{markup(title)}</title><style>{DIAGRAM_CSS}{_PAGE_CSS}</style>"
+        f'<script>{get_plotlyjs()}</script></head>\n<body class="cp">{svg.TEXTURES}<main>{body}</main>\n'
+        f"<script>{_THEME_SCRIPT.replace('TEMPLATES', templates)}</script></body></html>\n"
+    )
+
+
+def figure_block(figure: go.Figure, name: str, note: str, *, min_width: int = 0) -> str:
+    """A figure under its own title, which wraps as a heading where the figure's could not.
+
+    name: of its element, unique on the page.  note: markup.  min_width: pixels; narrower pages scroll it sideways.
+    """
+    heading = figure.layout.title.text
+    shown = go.Figure(figure).update_layout(title=None)
+    top = shown.layout.margin.t or 0
+    shown.update_layout(margin_t=max(top - 40, 28), height=(shown.layout.height or 400) - min(40, max(top - 28, 0)))
+    html = shown.to_html(
+        full_html=False, include_plotlyjs=False, config=FIGURE_CONFIG, div_id=name, default_width="100%"
+    )
+    return (
+        f'<figure><h3>{heading}</h3><figcaption>{note}</figcaption><div class="scroll">'
+        f'<div style="min-width:{min_width}px">{html}</div></div></figure>'
+    )
+
+
+def table(columns: list[str], rows: list[list[object]]) -> str:
+    """A plain table; columns of numbers to the right, with their heads; everything escaped. Of more than two columns it
+    scrolls on a narrow page."""
+
+    def is_number(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    def text(value: object) -> str:
+        if not is_number(value):
+            return markup(str(value))
+        return f"{value:,.3g}" if isinstance(value, float) else f"{value:,}"
+
+    columns_of_numbers = [
+        any(map(is_number, values)) and all(is_number(value) or value == "—" for value in values)
+        for values in zip(*rows, strict=True)
+    ]
+    sides = [' class="number"' if right else "" for right in columns_of_numbers] or [""] * len(columns)
+    head = "".join(f"<th{side}>{markup(name)}</th>" for side, name in zip(sides, columns, strict=True))
+    lines = "".join(
+        f"<tr>{''.join(f'<td{side}>{text(value)}</td>' for side, value in zip(sides, row, strict=True))}</tr>"
+        for row in rows
+    )
+    wide = ' class="wide"' if len(columns) > 2 else ""
+    return f'<div class="scroll"><table{wide}><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'

@@ -1,0 +1,62 @@
+"""The report's sentences about a run, as markup; every text from the run is escaped."""
+
+from typing import TYPE_CHECKING, Any
+
+from cacheprobe.plots.text import markup
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+
+def run_sentence(trace: "Trace", request_id: int) -> str:
+    """The model and the shape of the run, in plain words."""
+    finger, note = trace.fingerprint, trace.meta["weights_note"]
+    phases = trace.event_table.drop_duplicates("step").phase.value_counts()
+    steps = ", ".join(f"{int(phases.get(phase, 0))} {phase}" for phase in ("prefill", "decode", "verify"))
+    count = len(trace.requests)
+    said = (
+        f"<code>{markup(finger['model'])}</code>{f' ({markup(note)})' if note else ''} in {markup(finger['dtype'])} "
+        f"answered {count} request{'s' * (count != 1)} in {int(phases.sum())} passes ({steps}). "
+    )
+    drafter = trace.meta["drafter"]
+    drafted = trace.num_drafted
+    if drafted:
+        lost = trace.num_rolled_back
+        by = f"<code>{markup(drafter)}</code>" if drafter else "The fast path"
+        said += f"{by} drafted {drafted} candidates that were verified: {drafted - lost} accepted, {lost} rolled back. "
+    else:
+        said += "Nothing was drafted. "
+    kind = "deterministic: its tokens and states do not depend on the other requests" if (
+        trace.requests[request_id].is_deterministic
+    ) else "not deterministic: nothing is promised about the bits of its states"  # fmt: skip
+    return said + f"This page follows request {request_id}, which is {kind}."
+
+
+def behaviour_sentences(behaviour: dict[str, Any] | None) -> list[str]:
+    """How the model does on its task, and what may be said from it. Empty where the prompts came from no task."""
+    if not behaviour:
+        return []
+    b = behaviour
+    said = (
+        f"Task: {_percent(b['accuracy'])} of {b['num_examples']} answers are right (95 % interval "
+        f"{_percent(b['accuracy_low'])} to {_percent(b['accuracy_high'])}), chance is {_percent(b['chance'])}; "
+        f"{b['num_unparsed']} gave no answer that can be read. The answer words hold {_percent(b['answer_mass'], 1)} "
+        f"of the first token's probability; forced to choose between them, {_percent(b['forced_accuracy'])} are right."
+    )
+    if not is_above_chance(b):
+        return [
+            said,
+            "<strong>Not above chance: this model does not solve the task, and nothing here is said about “its "
+            "state”.</strong>",
+        ]
+    return [said]
+
+
+def is_above_chance(behaviour: dict[str, Any]) -> bool:
+    """Whether the interval of the accuracy lies above chance; not where either is unknown."""
+    low, chance = behaviour["accuracy_low"], behaviour["chance"]
+    return low is not None and chance is not None and low > chance
+
+
+def _percent(share: float | None, digits: int = 0) -> str:
+    return "unknown" if share is None else f"{share:.{digits}%}"

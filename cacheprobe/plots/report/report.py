@@ -1,0 +1,194 @@
+"""The report: one page about one request of a run, from the trace's own tables."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheprobe.analysis.of_trace import lens_readings
+from cacheprobe.core.files import write_whole
+from cacheprobe.core.progress import Progress
+from cacheprobe.plots.diagrams.diagram import legend, side_by_side
+from cacheprobe.plots.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
+from cacheprobe.plots.lens_grid import grid_width
+from cacheprobe.plots.lens_table import BELOW
+from cacheprobe.plots.report.figures import report_figures, report_panels, shown_positions
+from cacheprobe.plots.report.insight import first_insight
+from cacheprobe.plots.report.page import figure_block, page, table
+from cacheprobe.plots.report.prompt_block import prompt_block
+from cacheprobe.plots.report.prose import behaviour_sentences, run_sentence
+from cacheprobe.plots.text import markup, token_texts
+from cacheprobe.plots.thoughts.columns import story_of
+from cacheprobe.plots.thoughts.finding import finding as thoughts_finding
+from cacheprobe.plots.thoughts.picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+
+def write_report(trace: "Trace", path: "str | Path", request_id: int | None = None, *, progress: bool = False) -> Path:
+    """Write the report of one request to `path`, whole or not at all.
+
+    request_id: by default one that shows both a window accepted whole and one rolled back, if any does.
+    progress: show a bar on a terminal.
+    Raises: KeyError for a request that the trace does not have.
+    """
+    path = Path(path)
+    if request_id is None:
+        request_id = pick_request(trace.events())
+    html = report_html(trace, request_id, progress=progress)
+    return write_whole(path, lambda beside: beside.write_text(html, encoding="utf-8", errors="replace"))
+
+
+def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> str:
+    """The report as one HTML document that needs no network."""
+    if request_id not in trace.tokens:
+        raise KeyError(f"no request {request_id} in this trace; it has {sorted(trace.tokens)}")
+    has_lens, has_thoughts = trace.hypothesis_table is not None, trace.thought_table is not None
+    texts = token_texts(trace.row_table, trace.hypothesis_table)
+    sections = [
+        lambda: _head(trace, request_id, texts),
+        lambda: _prompt(trace, request_id, texts),
+        lambda: _windows(trace, request_id, texts),
+        *([lambda: _thoughts(trace, request_id, texts)] if has_thoughts else []),
+        lambda: _lens(trace, request_id) if has_lens else _NO_LENS,
+        lambda: _controls(trace),
+    ]
+    parts = []
+    with Progress(len(sections), "drawing", "sections", enabled=progress) as bar:
+        for section in sections:
+            parts.append(section())
+            bar.advance()
+    return page(f"cacheprobe: request {request_id} of {len(trace.requests)}", "\n".join(parts))
+
+
+def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    lead = [run_sentence(trace, request_id), *behaviour_sentences(trace.meta["behaviour"])]
+    if seen := _seen(trace, request_id, texts):
+        lead.append(f"<strong>One thing to see:</strong> {markup(seen)}{'' if seen.endswith('…') else '.'}")
+    said = "".join(f"<p class='lead'>{sentence}</p>" for sentence in lead)
+    return f"<h1>What the model believed before it committed</h1>{said}"
+
+
+def _seen(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    """What the request thought, where it did; else what became of a draft of its."""
+    events = trace.events()
+    if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
+        return thoughts_finding(story_of(trace.thoughts(), trace.row_table, events, request_id, texts))
+    readings = None if trace.hypothesis_table is None else lens_readings(trace)
+    return first_insight(readings, trace.row_table, events[events.request_id == request_id], texts)
+
+
+_NO_LENS = (
+    "<h2>Lens readings</h2>"
+    "<p class='note'>This run read no lens; with <code>Z</code> among the captured sites it does.</p>"
+)
+
+
+def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    request = trace.requests[request_id]
+    about = {"prompt": request.prompt, "prompt_token_ids": request.prompt_token_ids, "text": trace.text(request_id)}
+    count = len(trace.committed(request_id))
+    return (
+        f"<h2>Prompt and answer of request {request_id}</h2>"
+        f"<p class='note'>{len(request.prompt_token_ids)} prompt tokens; the {count} generated ones are marked.</p>"
+        f"{prompt_block(about, texts)}"
+    )
+
+
+def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    events = trace.events()
+    windows = find_windows(events, request_id)
+    head = "<h2>From draft to commit</h2>"
+    drawn = {name: (said, side_by_side(panels)) for name, said, panels in report_panels(trace, request_id, texts)}
+    if "decoded" in drawn:
+        said = f"Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}"
+        return f"{head}<p class='note'>{said}</p>" + legend() + drawn["decoded"][1]
+    windows = find_windows(trace.events(), request_id)
+    drafted = sum(len(window.draft_token_ids) for window in windows)
+    accepted = sum(window.num_accepted for window in windows)
+    note = (
+        f"<p class='note'>Request {request_id} went through {len(windows)} verify pass{'es' * (len(windows) != 1)}; "
+        f"{accepted} of its {drafted} candidate{'s' * (drafted != 1)} {'was' if accepted == 1 else 'were'} accepted. "
+        "Below, the window with the longest draft that was accepted whole and one that was rolled back, if there are "
+        "any. T′ is a candidate, T the verifier's own token at that place.</p>"
+    )
+    parts = [head, note, legend()]
+    for kind in ("accepted whole", "rolled back"):
+        said, panels = drawn.get(kind.replace(" ", "-"), (f"{kind}: none", ""))
+        none = f"<p class='note'>No window of request {request_id} was {kind}. {_elsewhere(trace, request_id)}</p>"
+        parts.append(f"<h3>{said.capitalize()}</h3>{panels or none}")
+    return "".join(parts)
+
+
+def _elsewhere(trace: "Trace", request_id: int) -> str:
+    """Which other requests have windows of each kind, or that the run has none."""
+    events = trace.events()
+    there = set(events.request_id)  # not one that was cancelled before it began
+    windows = {r: find_windows(events, r) for r in trace.tokens if r != request_id and r in there}
+    said = []
+    for kind, pick in (("accepted whole", accepted_whole), ("rolled back", rolled_back)):
+        having = [str(r) for r, found in windows.items() if pick(found)]
+        said.append(f"Windows {kind} in other requests: {', '.join(having) if having else 'none'}.")
+    return " ".join(said)
+
+
+def _thoughts(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    head = "<h2>What was thought of every chunk</h2>"
+    thoughts = trace.thoughts()
+    if request_id not in set(thoughts.request_id):
+        having = ", ".join(str(r) for r in sorted({int(r) for r in thoughts.request_id}))
+        return f"{head}<p class='note'>Request {request_id} wrote no thoughts; requests that did: {having}.</p>"
+    note = (
+        "<p class='note'>The prompt in chunks, from its tokens upwards. S is added to a chunk at L<sup>in</sup>; T "
+        "writes the thought Z from what the blocks made of the chunk, at L<sup>out</sup>; C makes of Z the S of the "
+        "next chunk. A narrow screen scrolls the picture sideways.</p>"
+    )
+    story = story_of(thoughts, trace.row_table, trace.events(), request_id, texts)
+    block = thoughts_block(story, trace.ledger(request_id), trace.meta["thinking"])
+    numbers = table(THOUGHT_COLUMNS, thought_lines(story))
+    return f"{head}{note}{block}<details><summary>The same in numbers</summary>{numbers}</details>"
+
+
+def _lens(trace: "Trace", request_id: int) -> str:
+    shown, count = shown_positions(trace, request_id)
+    figures = report_figures(trace, request_id)
+    cut = f" The first {len(shown)} of {count} positions are shown." if len(shown) < count else ""
+    notes = {
+        "lens-grid": "Every block's residual stream, read through the "
+        f"{markup(trace.meta['lens'])} lens: the cell names its first choice, the colour is the log-probability "
+        f"that it gave to the token committed next. Below a column: {BELOW}. "
+        f"A narrow screen scrolls the grid sideways.{cut}",
+        "lens-grid-all": "Columns of their own: rows that the verifier computed again (◇), rows that were fed a "
+        "rejected token (✗), and rows whose draft was given up without a verdict (⊘). No committed token can be "
+        "compared with rows of the last two kinds: their cells are grey.",
+        "drafts": "Whole run, one reading for each row of a position where a draft was judged. Rows that were fed a "
+        "rejected token are left out: they follow a text that was never committed.",
+        "settling": "Whole run. Prediction depth: the layer from which the first choice no longer changes.",
+    }
+
+    def block(name: str) -> str:
+        wide = grid_width(figures[name]) if name.startswith("lens") else 0
+        return figure_block(figures[name], name, notes[name], min_width=wide)
+
+    parts = ["<h2>Every layer beside what was committed</h2>"]
+    if "lens-grid" in figures:
+        parts.append(block("lens-grid"))
+    else:
+        parts.append(f"<p class='note'>No lens reading of request {request_id} was kept.</p>")
+    if "lens-grid-all" in figures:
+        parts.append(f"<details><summary>The same with the other rows</summary>{block('lens-grid-all')}</details>")
+    return "".join(parts) + f'<div class="two">{block("drafts")}{block("settling")}</div>'
+
+
+def _controls(trace: "Trace") -> str:
+    checks = [
+        [check["name"], check["dtype"], check["tolerance"], check["num_rows"], float(check["worst"])]
+        for check in trace.meta["checks"]
+    ]
+    columns = ["check", "dtype", "tolerance", "rows", "worst, as a share of the tolerance"]
+    shown = table(columns, checks) if checks else "<p class='note'>This run made no checks.</p>"
+    fingerprint = table(["setting", "value"], [[name, str(value)] for name, value in trace.fingerprint.items()])
+    return (
+        "<h2>Controls</h2><p class='note'>Identities that the captured states were held to while the run went on.</p>"
+        f"{shown}<details><summary>Schedule fingerprint: what the bits of this run depend on</summary>"
+        f"{fingerprint}</details>"
+    )

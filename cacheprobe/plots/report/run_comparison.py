@@ -1,0 +1,162 @@
+"""Two runs side by side: which requests differ, where first, and what differs between their schedules."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from cacheprobe.analysis.comparison import RequestDifference, compare_requests
+from cacheprobe.core.records import fingerprint_differences
+from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.report.page import table
+from cacheprobe.plots.text import markup, text_of, visible
+from cacheprobe.plots.text import token_texts as known_texts
+
+_AROUND = 24
+"""Tokens shown before and after the first difference."""
+
+UNCOMPARED = "log-probabilities are not compared: a run recorded none"
+
+Pair = tuple[pd.DataFrame, pd.DataFrame]
+
+
+def comparison(
+    rows: Pair,
+    events: Pair,
+    request_id: int | None = None,
+    *,
+    names: tuple[str, str] = ("ours", "theirs"),
+    fingerprints: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+    token_texts: tuple[Mapping[int, str], Mapping[int, str]] = ({}, {}),
+) -> Markup:
+    """Two runs beside each other: which requests committed other tokens or other log-probabilities, and the answers of
+    one request, token by token, with the first that differs framed.
+
+    rows, events: (ours, theirs), as trace.row_table and trace.events().  request_id: by default the first that differs.
+    fingerprints: trace.fingerprint of both, to list what differs between the schedules.  token_texts: as from
+    `token_texts`, of tokens that rows do not name, such as the last one committed.
+    Raises: ValueError for a request that neither run has, and for tables without one.
+    """
+    pair = [_requests(r, e) for r, e in zip(rows, events, strict=True)]
+    found = compare_requests(pair[0], pair[1], *events)
+    if not found:
+        raise ValueError("the tables are empty: no request to compare; trace.row_table and trace.events() fill them")
+    if request_id is None:
+        request_id = next((d.request_id for d in found if d.what != "equal"), 0)
+    if not 0 <= request_id < len(found):
+        raise ValueError(f"there is no request {request_id} in either run; they have 0 to {len(found) - 1}")
+    one = found[request_id]
+    parts = [request_list(found, request_id, tag="span"), f"<h4>{about_request(one)}</h4>"]
+    if one.what not in ("prompt", "missing"):
+        place = one.place if one.what == "tokens" else None
+        texts = [{**known_texts(r), **more} for r, more in zip(rows, token_texts, strict=True)]
+        answers = [held[request_id]["committed_token_ids"] for held in pair]
+        start = len(pair[0][request_id]["prompt_token_ids"])
+        parts.append(token_columns(answers, place, names, texts, f"request {request_id}", start))
+    if fingerprints is not None:
+        parts.append(
+            f"<h4>Schedule fingerprints</h4>{fingerprint_block(fingerprint_differences(*fingerprints), names)}"
+        )
+    return Piece(comparison_title(found), "", "".join(parts)).alone
+
+
+def _requests(rows: pd.DataFrame, events: pd.DataFrame) -> list[dict[str, Any]]:
+    """By request: prompt_token_ids and committed_token_ids, from the tables alone."""
+    prompts = rows[rows.role == "prompt"].drop_duplicates(["request_id", "position"], keep="last")
+    asked = prompts.sort_values("position").groupby("request_id").token_id.agg(list)
+    given = events.sort_values("step").groupby("request_id").committed_token_ids.agg(
+        lambda many: [int(token) for ids in many for token in ids]
+    )  # fmt: skip
+    count = 1 + max((int(index.max()) for index in (asked.index, given.index) if len(index)), default=-1)
+    return [{"prompt_token_ids": asked.get(r, []), "committed_token_ids": given.get(r, [])} for r in range(count)]
+
+
+def about_request(one: RequestDifference) -> str:
+    """How one request fared, in a sentence."""
+    if one.what == "equal":
+        return f"Request {one.request_id} is the same in both, log-probabilities included"
+    if one.what == "tokens alone":
+        return f"Request {one.request_id} committed the same tokens in both; {UNCOMPARED}"
+    if one.what == "prompt":
+        return f"Request {one.request_id} was asked another prompt in each run"
+    if one.what == "missing" or one.place is None:
+        return f"Request {one.request_id} is in one run alone"
+    return f"Request {one.request_id}: {one.what} differ from generated token {one.place + 1} on"
+
+
+def comparison_title(differences: Sequence[Any]) -> str:
+    """What the comparison found, as a sentence. differences: as from `analysis.comparison.compare_requests`."""
+    count, apart = len(differences), [d for d in differences if d.what != "equal"]
+    if not apart:
+        return f"All {count} requests committed the same tokens, with the same log-probabilities bit for bit"
+    if all(d.what == "tokens alone" for d in differences):
+        return f"All {count} requests committed the same tokens; {UNCOMPARED}"
+    words = {"prompt": "have other prompts", "missing": "are in one run alone", "tokens": "committed other tokens",
+             "log-probabilities": "committed the same tokens with other log-probabilities",
+             "tokens alone": "committed the same tokens, log-probabilities not compared"}  # fmt: skip
+    said = [f"{n} {text}" for what, text in words.items() if (n := sum(d.what == what for d in apart))]
+    return f"Of {count} requests {', '.join(said)}; {count - len(apart)} equal" if len(apart) < count else (
+        f"Of {count} requests {', '.join(said)}"
+    )  # fmt: skip
+
+
+def fingerprint_block(differences: Sequence[tuple[str, Any, Any]], names: tuple[str, str]) -> str:
+    """The fields in which two schedules differ, as a table, or that they are equal. Markup."""
+    if not differences:
+        return "<p class='note'>Both ran under one schedule fingerprint: their bits can be compared.</p>"
+    count = len(differences)
+    shown = table(["setting", *names], [[name, *("—" if v is None else str(v) for v in pair)]
+                                        for name, *pair in differences])  # fmt: skip
+    return (
+        f"<p class='note'>The schedules differ in {count} setting{'s' * (count != 1)}, so equal bits are not promised."
+        f"</p>{shown}"
+    )
+
+
+def request_list(differences: Sequence[Any], chosen: int, *, tag: str = "button") -> str:
+    """A button for each request, with how it compares; they carry data-request. Markup.
+
+    tag: of those buttons, where there is no page that hears them.
+    """
+    items = []
+    for d in differences:
+        tint, sign = ("kept", "=") if d.what in ("equal", "tokens alone") else ("lost", "≠")
+        place = f" at +{d.place + 1}" if d.place is not None else ""
+        said = d.what if d.what == "equal" else f"{d.what}{place}"
+        mine = " chosen" if d.request_id == chosen else ""
+        items.append(
+            f'<{tag} class="pick verdict {tint}{mine}" data-request="{d.request_id}">'
+            f"<b>{sign}</b> request {d.request_id} <small>{said}</small></{tag}>"
+        )
+    return f'<div class="verdicts">{"".join(items)}</div>'
+
+
+def token_columns(
+    pair: Sequence[Sequence[int]],
+    place: int | None,
+    names: tuple[str, str],
+    token_texts: Sequence[Mapping[int, str]],
+    whose: str,
+    start: int,
+) -> str:
+    """Both answers, token by token, around the first difference, which is marked. Markup; tokens carry data-place.
+
+    whose: the request, for the tips.  start: position of the first generated token.
+    """
+    longest = max(len(ids) for ids in pair)
+    first = max(0, (place or 0) - _AROUND)
+    last = min(longest, first + 2 * _AROUND)
+    columns = []
+    for ids, name, texts in zip(pair, names, token_texts, strict=True):
+        tokens = []
+        for i in range(first, min(last, len(ids))):
+            tint = "" if place is None or i < place else " first" if i == place else " after"
+            text = markup(visible(text_of(texts, ids[i])))
+            tip = f"{whose}, generated token {i + 1}, position {start + i}"
+            tokens.append(f'<span class="pick tok{tint}" data-place="{i}" title="{tip}">{text}</span>')
+        if place is not None and len(ids) <= place:
+            tokens.append('<span class="tok first">∅ ends here</span>')
+        columns.append(f"<section><h4>{markup(name)}</h4><p class='tokens'>{' '.join(tokens)}</p></section>")
+    cut = f"Tokens {first + 1} to {last} of {longest}. " if last - first < longest else ""
+    legend = "" if place is None else "Framed: the first that differs; paler: what followed it."
+    return f'<div class="two">{"".join(columns)}</div><p class="note">{cut}{legend}</p>'

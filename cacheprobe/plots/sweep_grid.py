@@ -1,0 +1,97 @@
+"""A sweep as small multiples: one curve by layer for each pair of values of two axes."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from cacheprobe.plots.style import STATUS_STYLES, Figure, layer_ticks, layout_template
+from cacheprobe.plots.text import markup, shorten
+
+MOST = 8
+"""Values of an axis that are drawn."""
+_SAID = {
+    "agrees_mean": "share of first choices that are the committed token",
+    "rank_median": "median rank of the committed token",
+    "logprob_nats_mean": "mean log-probability of the committed token (nats)",
+    "entropy_nats_mean": "mean entropy (nats)",
+}
+_SHARES = {"agrees_mean"}
+_NAME = 18
+"""Letters beside a panel, along its height."""
+NONE = "none"
+_PARTS = re.compile(r"\d+|\D+")
+
+
+def in_order(values: Iterable[Any]) -> list[Any]:
+    """Values of an axis as they are drawn: layer=9 before layer=10, numbers before texts."""
+    return sorted(values, key=lambda value: [(*_number(part), part) for part in _PARTS.findall(str(value))])
+
+
+def _number(part: str) -> tuple[bool, int]:
+    return (False, int(part)) if part.isdecimal() else (True, 0)
+
+
+def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agrees_mean") -> go.Figure:
+    """A panel for each value of the axis `rows` (down) and `columns` (across): `value` by layer, the mean over
+    the cells of a panel, of committed rows.
+
+    layers: as in `Sweep.layers`.  value: one of its numbers, by default agrees_mean.
+    Raises: ValueError for an unknown column, one axis given twice, more than 8 values of an axis, and an empty table.
+    """
+    if rows == columns:
+        raise ValueError(f"rows and columns are both {rows}; give two axes")
+    for name in (rows, columns, value, "layer", "status"):
+        if name not in layers.columns:
+            raise ValueError(f"unknown column {name!r}; the table has {', '.join(map(str, layers.columns))}")
+    table = layers[layers.status == "committed"]
+    if table.empty:
+        raise ValueError("no committed row was read: the table is empty; a sweep whose run.capture has Z fills it")
+    table = table.assign(
+        **{name: table[name].astype(object).where(table[name].notna(), NONE) for name in (rows, columns)}
+    )
+    down, across = (in_order(table[name].unique()) for name in (rows, columns))
+    for name, values in ((rows, down), (columns, across)):
+        if len(values) > MOST:
+            raise ValueError(f"{name} has {len(values)} values, at most {MOST} are drawn; choose some of them first")
+    means = table.groupby([rows, columns, "layer"])[value].agg(["mean", "size"])
+    titles = [shorten(f"{columns}={b}", 32) for b in across] + [""] * (len(across) * (len(down) - 1))
+    figure = make_subplots(
+        len(down), len(across), shared_xaxes=True, shared_yaxes=True, figure=Figure(), column_titles=None,
+        subplot_titles=[markup(title) for title in titles], vertical_spacing=0.08 / len(down),
+        horizontal_spacing=0.02,
+    )  # fmt: skip
+    style = STATUS_STYLES["committed"]
+    for i, a in enumerate(down):
+        for j, b in enumerate(across):
+            if (a, b) not in means.index.droplevel("layer"):
+                continue
+            panel = means.loc[(a, b)]
+            where = markup(f"{rows}={a}, {columns}={b}")
+            figure.add_scatter(
+                x=panel.index.tolist(), y=panel["mean"].tolist(), customdata=panel["size"].tolist(),
+                row=i + 1, col=j + 1,
+                mode="lines+markers", name=where, showlegend=False, line=dict(color=style["color"], width=2),
+                marker=dict(symbol=style["symbol"], size=5),
+                hovertemplate=f"{where}<br>layer %{{x}}: %{{y:.3f}}, committed rows, mean of %{{customdata}} cells"
+                "<extra></extra>",
+            )  # fmt: skip
+        figure.update_yaxes(title=markup(shorten(f"{rows}={a}", _NAME)), row=i + 1, col=1)
+    figure.update_xaxes(**layer_ticks(table.layer))
+    figure.update_xaxes(title="layer", row=len(down))
+    if value in _SHARES:
+        figure.update_yaxes(range=[-0.04, 1.06])
+    last = means.groupby([rows, columns]).tail(1)["mean"]
+    (a, b, _), best = last.idxmax(), last.max()
+    where = f"{rows}={shorten(str(a), 32)}, {columns}={shorten(str(b), 32)}"
+    said = f"Last layer, largest {_SAID.get(value, value)}: {best:.2f} at {where}"
+    if len(last) > 1 and (last == best).all():
+        said = f"Last layer, {_SAID.get(value, value)}: {best:.2f} in every panel"
+    figure.update_layout(
+        template=layout_template(), title=markup(said), height=120 + 150 * len(down), dragmode=False,
+        margin=dict(l=64, r=12, t=84, b=48),
+    )  # fmt: skip
+    return figure

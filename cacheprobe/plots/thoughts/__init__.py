@@ -1,0 +1,1 @@
+"""Pictures of the thoughts of a Thinking States model."""

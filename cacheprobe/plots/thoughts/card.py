@@ -1,0 +1,102 @@
+"""One chunk of a Thinking States model in numbers: its S, what T wrote of it, and what C made of that."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.text import markup, visible
+from cacheprobe.plots.thoughts.columns import Column, Story, story_of
+
+
+def thought_card(
+    thoughts: pd.DataFrame,
+    rows: pd.DataFrame,
+    events: pd.DataFrame,
+    request_id: int,
+    position: int,
+    *,
+    thinking: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    token_texts: Mapping[int, str] | None = None,
+) -> Markup:
+    """One chunk of a Thinking States model in numbers: its S, what T wrote of it as Z, and what C made of that; above
+    them, what was thought of every chunk.
+
+    thoughts, rows, events: trace.thoughts(), trace.row_table and trace.events().  position: any of the chunk's tokens;
+    the last chunk that was thought about stands for one without a thought.  thinking: trace.meta["thinking"].
+    step: of the chunk's thoughts the one of this step, where it has one; else the committed one.
+    Raises: ValueError for a request without thoughts.
+    """
+    story = story_of(thoughts, rows, events, request_id, token_texts)
+    title, body = chunk_parts(story, position, thinking or {}, step, tag="span")
+    return Piece(title, "", body).alone
+
+
+def chunk_parts(
+    story: Story, position: int, thinking: Mapping[str, Any], step: int | None = None, *, tag: str = "button"
+) -> tuple[str, str]:
+    """Title as plain text, and markup: a button for each thought (data-position, of its chunk's last token, and
+    data-step), and S, T, Z and C of the chosen one. tag: of those buttons, where there is no page that hears them.
+
+    story: as from `thoughts_columns.story_of`.
+    """
+    columns = [column for column in story.columns if column.thought is not None]
+    chunk = next((c.chunk for c in columns if position <= c.tokens[-1].position), columns[-1].chunk)
+    there = [c for c in columns if c.chunk == chunk]
+    chosen = min(there, key=lambda c: (c.thought.step != step, c.is_rolled_back))
+    buttons = "".join(_button(column, column is chosen, tag) for column in columns)
+    said = visible(chosen.thought.said) if chosen.thought.said else "nothing"
+    truth = "" if pd.isna(chosen.thought.agrees) else (
+        ", which is true" if chosen.thought.agrees else f", and the true state is {visible(chosen.thought.true_state)}"
+    )  # fmt: skip
+    body = f'<div class="verdicts">{buttons}</div><div class="sites">{_sites(chosen, thinking)}</div>'
+    return f"Chunk {chosen.chunk + 1} in numbers: the thought says {said}{truth}", body
+
+
+def _button(column: Column, is_chosen: bool, tag: str) -> str:
+    thought = column.thought
+    agrees = None if pd.isna(thought.agrees) else bool(thought.agrees)
+    tint, sign = {None: ("", "·"), True: ("kept", "✓"), False: ("lost", "✗")}[agrees]
+    if column.is_rolled_back:
+        tint, sign = "lost", "✗"
+    said = markup(visible(thought.said)) if thought.said else "nothing"
+    mine = " chosen" if is_chosen else ""
+    tip = f"request {thought.request_id}, chunk {column.chunk + 1}, positions {thought.start} to {thought.end}\n"
+    tip += f"step {thought.step}, {thought.phase}, {thought.status.replace('_', ' ')}"
+    return (
+        f'<{tag} class="pick verdict {tint}{mine}" data-position="{column.tokens[-1].position}" '
+        f'data-step="{thought.step}" title="{markup(tip)}"><b>{sign}</b> '
+        f"{column.chunk + 1} <small>{said}</small></{tag}>"
+    )
+
+
+def _sites(column: Column, thinking: Mapping[str, Any]) -> str:
+    thought, source = column.thought, column.source
+    read = " ".join(markup(visible(token.text)) for token in column.tokens)
+    if source is not None and thinking.get("feeds_back", True):
+        added = f"what C made of the thought “{markup(visible(source.said)) or '∅'}”; norm {source.state_norm:.2f}"
+    else:
+        added = "learned" if thinking.get("learned_first_state") else "zero: there was no thought before it"
+    where = f"request {thought.request_id}, step {thought.step}, positions {thought.start} to {thought.end}"
+    words = " ".join(
+        f'<code title="{where}: log p {nats:.2f} nats">{markup(visible(token))} '
+        f"<small>{np.exp(nats):.0%}</small></code>"
+        for token, nats in zip(thought.tokens, thought.logprobs_nats, strict=True)
+    )
+    truth = "" if pd.isna(thought.true_state) else (
+        f" True state: <b>{markup(thought.true_state)}</b>"
+        + ("" if pd.isna(thought.agrees) else ", which it says." if thought.agrees else ", which it does not say.")
+    )  # fmt: skip
+    l_in, l_out = thinking.get("l_in"), thinking.get("l_out")
+    items = [
+        ("S", f"added before block {l_in}" if l_in is not None else "added", f"{added}. Chunk: <code>{read}</code>"),
+        ("T", f"reads what leaves block {l_out - 1}" if l_out is not None else "reads",
+         f"its first word has an entropy of {thought.entropy_nats:.3f} nats; "
+         f"{'it ended by itself' if thought.has_ended else 'it was cut at the limit'}"),
+        ("Z", "the thought", f"{words}{truth}"),
+        ("C", "compresses it", f"into the state for the next chunk, of norm {thought.state_norm:.2f}"),
+    ]  # fmt: skip
+    return "".join(f"<section><h4>{s} <small>{what}</small></h4><p>{said}</p></section>" for s, what, said in items)

@@ -1,0 +1,75 @@
+"""What the picture of thoughts shows, in a sentence computed from its columns."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from cacheprobe.plots.text import shorten, visible
+from cacheprobe.plots.thoughts.columns import Story, changes_of_mind, words_of
+
+
+def finding(story: Story) -> str:
+    """How often the thought changes its mind, whether it ends on the answer, and what of it is wrong; plain text."""
+    thoughts = [c.thought for c in story.columns if c.thought is not None and not c.is_rolled_back]
+    while_reading = "while the prompt is read"
+    if any(thought.phase != "prefill" for thought in thoughts):
+        while_reading += " and the answer written"
+    path = [words_of(story.columns[place].thought) for place in changes_of_mind(story.columns)]
+    answer = _quoted(story.answer)
+    if not path:
+        said = f"Every thought is empty {while_reading}" + (f"; the answer is {answer}" if story.answer else "")
+    else:
+        count = len(path) - 1
+        said = f"The thought says {_quoted(path[0])} and never changes its mind {while_reading}"
+        if count:
+            said = f"The thought changes its mind {_times(count)} {while_reading}: {_path(path)}"
+        if not story.answer:
+            said += f"; it ends on {_quoted(path[-1])}"
+        elif _is_about(path[-1], story.answer):
+            said += f"; it ends on the answer, {answer}"
+        else:
+            said += f"; it ends on {_quoted(path[-1])}, and the answer is {answer}"
+    if not story.answer:
+        said += ", and there is no answer"
+    known = [thought for thought in thoughts if pd.notna(thought.agrees)]
+    wrong = sum(not thought.agrees for thought in known)
+    truth = _final_state(story)
+    if truth is not None and len(story.answer) == 1 and story.answer[0].strip() != truth:
+        said += f", which is wrong: the true state is {_short(truth)}"
+    if wrong:
+        said += f". {wrong} of {len(known)} thoughts disagree{'s' * (wrong == 1)} with the true state"
+    return said
+
+
+def _final_state(story: Story) -> str | None:
+    """The true state at the end of the prompt, where that is one word, which an answer can be held to."""
+    read = [column for column in story.columns if not column.has_answer]
+    thought = read[-1].thought if read else None
+    if thought is None or pd.isna(thought.true_state) or len(thought.true_state.split()) != 1:
+        return None
+    return thought.true_state
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _is_about(words: Sequence[str], answer: Sequence[str]) -> bool:
+    """Whether the answer starts with the thought, or the thought ends with the answer."""
+    said, given = ([text.strip() for text in texts] for texts in (words, answer))
+    return given[: len(said)] == said or said[-len(given) :] == given
+
+
+def _path(path: Sequence[Sequence[str]]) -> str:
+    steps = [_quoted(words) for words in path]
+    if len(steps) > 7:
+        steps = [*steps[:3], "…", *steps[-3:]]
+    return " → ".join(steps)
+
+
+def _quoted(words: Sequence[str]) -> str:
+    return _short(" ".join(word.strip() or word for word in words))
+
+
+def _short(text: str) -> str:
+    return shorten(visible(text).replace("␣", " "), 24)

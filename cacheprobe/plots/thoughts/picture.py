@@ -1,0 +1,199 @@
+"""The picture of a Thinking States model at work on one request: chunks, states, thoughts, and the cache."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from cacheprobe.plots.diagrams import svg
+from cacheprobe.plots.diagrams.alone import Drawing, picture_alone
+from cacheprobe.plots.diagrams.cylinder import swatch
+from cacheprobe.plots.diagrams.diagram import key_list
+from cacheprobe.plots.diagrams.frame import Markup, framed
+from cacheprobe.plots.text import markup, visible
+from cacheprobe.plots.thoughts.columns import Story, changes_of_mind, chosen, story_of
+from cacheprobe.plots.thoughts.finding import finding
+from cacheprobe.plots.thoughts.strokes import (
+    CACHE_WIDTH,
+    GAP_WIDTH,
+    MARGIN,
+    PITCH,
+    STYLES,
+    WAITING,
+    Levels,
+    cache_strokes,
+    column_strokes,
+    gap_strokes,
+    level_strokes,
+    state_paths,
+)
+
+MOST_PLACES = 13
+"""Chunks in one picture, gaps included."""
+THOUGHT_COLUMNS = ["chunk", "read", "thought", "log-probability, nats", "true state", "agrees", "norm", "status"]
+"""Of `thought_lines`."""
+
+
+def thoughts_picture(
+    thoughts: pd.DataFrame,
+    rows: pd.DataFrame,
+    events: pd.DataFrame,
+    ledger: pd.DataFrame,
+    request_id: int = 0,
+    *,
+    thinking: Mapping[str, Any] | None = None,
+    token_texts: Mapping[int, str] | None = None,
+) -> Markup:
+    """What a Thinking States model thought of each chunk of one request, and where each thought went.
+
+    Below, the tokens in chunks; on each the state S that is added at L_in; above it the thinking block T, which writes
+    the thought Z of the chunk at L_out, and the compression block C, which makes of it the next chunk's S. To the left
+    the KV cache by provenance. S and Z are numbered as in the paper, from 1: the thought of the first chunk is Z_2.
+    Values stand in the tips. Thoughts that were rolled back are drawn as columns of their own.
+
+    thoughts, rows, events, ledger: trace.thoughts(), trace.row_table, trace.events() and trace.ledger(request_id).
+    thinking: trace.meta["thinking"]; by default a model whose states are fed back and whose S_1 is zero.
+    token_texts: of tokens that neither rows nor thoughts name, such as the last one committed; as from `token_texts`.
+    Raises: ValueError for a request without thoughts.
+    Source: figure of Thinking States (arXiv 2602.08332), the coin.
+    """
+    story = story_of(thoughts, rows, events, request_id, token_texts)
+    return Markup(framed(thoughts_block(story, ledger, thinking)), finding(story))
+
+
+def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: Mapping[str, Any] | None = None) -> str:
+    """Title, picture and legend with the styles of its own, for a page that has those of the diagrams."""
+    settings = _settings(thinking)
+    title = finding(story)
+    shown = chosen(story, MOST_PLACES)
+    notes = _notes(story, shown, settings)
+    heading = markup(title if title.endswith("…") else f"{title}.")
+    return (
+        f'<style>{STYLES}</style>{WAITING}<figure class="thoughts"><h3>{heading}</h3>'
+        f'<div class="wide" tabindex="0" role="group" aria-label="chunks, states and thoughts">'
+        f"{_picture(story, shown, ledger, settings, title)}</div>{_legend(story)}"
+        f"<figcaption>{notes}</figcaption></figure>"
+    )
+
+
+def thoughts_alone(story: Story, ledger: pd.DataFrame, thinking: Mapping[str, Any] | None = None) -> Drawing:
+    """The picture as an SVG file of its own."""
+    settings, title, shown = _settings(thinking), finding(story), chosen(story, MOST_PLACES)
+    picture, note = _picture(story, shown, ledger, settings, title), _notes(story, shown, settings)
+    return picture_alone(markup(title), picture, _keys(story), note, styles=STYLES, textures=WAITING)
+
+
+def _settings(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"l_in": None, "l_out": None, "feeds_back": True, "learned_first_state": False, **(thinking or {})}
+
+
+def thought_lines(story: Story) -> list[list[object]]:
+    """The picture's values for a table, a line for each thought; log-probability: of the whole thought."""
+    lines: list[list[object]] = []
+    for column in story.columns:
+        thought = column.thought
+        if thought is None:
+            continue
+        lines.append(
+            [
+                int(thought.chunk),
+                _spaced(token.text for token in column.tokens),
+                _spaced(thought.tokens) + ("" if thought.has_ended else " (cut at the limit)"),
+                float(sum(thought.logprobs_nats)),
+                "—" if pd.isna(thought.true_state) else thought.true_state,
+                "—" if pd.isna(thought.agrees) else "yes" if thought.agrees else "no",
+                float(thought.state_norm),
+                thought.status.replace("_", " "),
+            ]
+        )
+    return lines
+
+
+def _spaced(tokens: Iterable[str]) -> str:
+    return " ".join(visible(token) for token in tokens)
+
+
+def _picture(
+    story: Story, shown: list[int | range], ledger: pd.DataFrame, settings: Mapping[str, Any], title: str
+) -> str:
+    levels = Levels.of([story.columns[place] for place in shown if isinstance(place, int)])
+    parts, x = [], float(CACHE_WIDTH)
+    width = x + sum(PITCH if isinstance(place, int) else GAP_WIDTH for place in shown) + MARGIN
+    parts += level_strokes(levels, x, width, settings)
+    parts += cache_strokes(levels, ledger)
+    changes = set(changes_of_mind(story.columns)[1:])
+    for place in shown:
+        if isinstance(place, range):
+            is_filler = place.stop <= story.num_filler
+            next_one = story.columns[place.stop] if place.stop < len(story.columns) else None
+            leads_on = settings["feeds_back"] and next_one is not None and next_one.source is not None
+            hidden = [story.columns[i] for i in place]
+            parts += gap_strokes(levels, x, hidden, is_filler=is_filler, leads_on=leads_on)
+            x += GAP_WIDTH
+            continue
+        column = story.columns[place]
+        parts += column_strokes(levels, x, column, settings, is_new=place in changes)
+        if settings["feeds_back"] and column.thought is not None:
+            parts += state_paths(levels, x, _fed(story, shown, place), is_lost=column.is_rolled_back)
+        x += PITCH
+    label = f"Thinking States: {len(story.columns)} chunks. {title}"
+    return svg.picture(
+        width, levels.height, label, parts, style=f"min-width:{0.96 * width:.0f}px;max-width:{1.1 * width:.0f}px"
+    )
+
+
+def _fed(story: Story, shown: list[int | range], place: int) -> list[int]:
+    """How many columns to the right each one stands that gets this column's state, up to the next gap.
+
+    A gap gets it where what follows is not drawn.
+    """
+    own, found = story.columns[place].thought.thought, []
+    for distance, other in enumerate(shown[shown.index(place) + 1 :], 1):
+        hidden = other if isinstance(other, range) else range(other, other + 1)
+        if any(story.columns[i].source is not None and story.columns[i].source.thought == own for i in hidden):
+            found.append(distance)
+        if isinstance(other, range):
+            break
+    return found
+
+
+def _notes(story: Story, shown: list[int | range], settings: Mapping[str, Any]) -> str:
+    columns = story.columns
+    said = []
+    drawn = sum(isinstance(place, int) for place in shown)
+    if drawn < len(columns):
+        said.append(f"{drawn} of {len(columns)} chunks are drawn, changes of mind before others.")
+    if story.num_filler:
+        count = story.num_filler
+        said.append(f"The first {f'{count} chunks hold' if count > 1 else 'chunk holds'} only filler.")
+    if not settings["feeds_back"]:
+        said.append("This model adds no state to the next chunk: its thoughts are written and not read.")
+    elif settings["learned_first_state"]:
+        said.append("S₁ is learned.")
+    else:
+        said.append("S₁ is zero.")
+    lost = sum(column.is_rolled_back for column in columns)
+    if lost:
+        said.append(f"{lost} thought{'s were' if lost > 1 else ' was'} made of tokens that were rolled back.")
+    return " ".join(said)
+
+
+def _legend(story: Story) -> str:
+    return key_list(_keys(story))
+
+
+def _keys(story: Story) -> list[tuple[str, str]]:
+    items = [
+        (svg.box(1, 2, 18, 13, "sand", radius=3), "S, the state added to a chunk"),
+        (svg.box(1, 2, 18, 13, "green", radius=3), "T writes the thought, C makes the next state of it"),
+        (svg.box(1, 2, 18, 13, "blue", radius=3), "Z, what is thought; and the answer"),
+        (svg.box(1, 2, 18, 13, "group changed", radius=3), "a change of mind"),
+        (svg.box(1, 2, 18, 13, "blue", "waiting", radius=3), "committed, cache row not written yet"),
+    ]
+    thoughts = [column.thought for column in story.columns if column.thought is not None]
+    if any(pd.notna(thought.agrees) for thought in thoughts):
+        items.append((svg.mark(10, 8.5, "check", 0.9), "agrees with the true state"))
+        items.append((svg.mark(10, 8.5, "cross", 0.9), "disagrees"))
+    if any(column.is_rolled_back for column in story.columns):
+        items.append((swatch(1, 2, "red", "undone"), "rolled back"))
+    return items

@@ -1,0 +1,149 @@
+"""The negative control: without verification some output must depend on the batch, or nothing was proven.
+
+Which traffic diverges depends on the libraries: with ONEDNN_MAX_CPU_ISA=AVX2 torch computes products in bfloat16 and
+float16 with a routine that treats every row alike, and only float32 diverges. So several kinds of traffic are tried.
+
+`python -m cacheprobe.stress.control` prints it as JSON, in one thread: so a proof runs it beside its soak.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cacheprobe.api import run
+from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.stress.refusals import run_in_serving_shape
+from cacheprobe.stress.subjects import Subject, real_subjects, twin_subjects
+from cacheprobe.stress.traffic import draw_request
+from cacheprobe.trace.trace import Trace
+
+Differing = dict[str, int]
+"""How many sequences differ between the batch sizes, by what is compared: tokens, logprobs."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The same prompts, decoded greedily in batches of several sizes."""
+
+    subject: Subject
+    num_prompts: int = 13
+    new_tokens: int = 24
+    batches: tuple[int, ...] = (13, 3, 1)
+    """Requests in flight, one run for each."""
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.batches))
+        return f"{self.subject.key}: {self.num_prompts} requests of {self.new_tokens} tokens, batches of {sizes}"
+
+    def run(self, subject: Subject, is_verified: bool) -> Differing:
+        """Counts the sequences that differ between the batch sizes.
+
+        subject: the subject of this traffic, perhaps in another shape.
+        """
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=self.new_tokens, stop_token_ids=())
+        requests = [Request(draw_request(subject, n).prompt, sampling) for n in range(self.num_prompts)]
+        settings: dict[str, Any] = dict(**subject.settings, deterministic=is_verified, capture=None, progress=False)
+        traces = [run(subject.model, requests, **settings, max_batch=size) for size in self.batches]
+        return {
+            "tokens": _num_differing([[tuple(trace.committed(i)) for trace in traces] for i in range(len(requests))]),
+            "logprobs": _num_differing([[tuple(_nats(trace, i)) for trace in traces] for i in range(len(requests))]),
+        }
+
+
+def _nats(trace: Trace, request_id: int) -> list[str]:
+    return [float(nats).hex() for nats in trace.logprobs(request_id)]
+
+
+def _num_differing(said: list[list[tuple]]) -> int:
+    """said: for each request, what it gave with each batch size."""
+    return sum(len(set(answers)) > 1 for answers in said)
+
+
+def traffic_to_try() -> Iterator[Traffic]:
+    """Yields the real model as users run it, then with more requests and in float32, then models with near ties."""
+    real = real_subjects()[0]
+    yield Traffic(real)
+    yield Traffic(real, num_prompts=40, new_tokens=16, batches=(40, 5))  # products of more than 32 rows
+    yield Traffic(replace(real, dtype="float32"))
+    yield from map(Traffic, twin_subjects())
+
+
+def negative_control(to_try: Iterable[Traffic]) -> dict[str, Any]:
+    """Runs kinds of traffic without verification until the tokens of one diverge, then that one verified.
+
+    Returns control_traffic, the kind that diverged, of `control_sequences` sequences. `control_unverified_differ` of
+    them had other tokens in another batch: it must be above 0. `control_verified_differ` of them had other tokens or
+    log-probabilities although they were verified: it must be 0. `control_tried` has the unverified differences of every
+    kind that was tried. If none diverges, control_traffic is "none".
+    """
+    tried: dict[str, Differing] = {}
+    refused: dict[str, str] = {}
+    figures: dict[str, Any] = {"control_traffic": "none", "control_sequences": 0}
+    unverified = verified = 0
+    for traffic in to_try:
+        tried[str(traffic)] = differing = traffic.run(traffic.subject, is_verified=False)
+        figures["control_sequences"] += traffic.num_prompts
+        if not differing["tokens"]:
+            continue
+        shape, checked = run_in_serving_shape(traffic.subject, refused, lambda s, t=traffic: t.run(s, is_verified=True))
+        unverified, verified = differing["tokens"], max(checked.values())
+        name = str(replace(traffic, subject=shape))
+        figures = {"control_traffic": name, "control_sequences": traffic.num_prompts}
+        break
+    return {
+        **figures,
+        "control_unverified_differ": unverified,
+        "control_verified_differ": verified,
+        "control_tried": tried,
+        "control_refused_shapes": refused,
+    }
+
+
+class ControlError(RuntimeError):
+    """The process that runs the negative control has failed."""
+
+
+class ControlBeside:
+    """The negative control in a process of its own, on another core than the soak's."""
+
+    def __init__(self, process: subprocess.Popen[str], errors: Any) -> None:
+        self._process, self._errors = process, errors
+
+    def result(self) -> dict[str, Any]:
+        """What `negative_control` returned, and `control_seconds`; waits for it. Raises: ControlError."""
+        text, _ = self._process.communicate()
+        if self._process.returncode == 0:
+            return json.loads(text)
+        self._errors.seek(0)
+        raise ControlError(
+            f"the negative control ended with exit status {self._process.returncode}; its last words:\n"
+            f"{self._errors.read()[-2000:]}\nwithout it nothing is proven: mend the cause and call prove again, "
+            "which goes on from what was compared"
+        )
+
+
+@contextmanager
+def control_beside() -> Iterator[ControlBeside]:
+    """Starts the control now; it is ended with the block, also by an error or an interrupt."""
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        command = [sys.executable, "-m", "cacheprobe.stress.control"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=settings)
+        try:
+            yield ControlBeside(process, errors)
+        finally:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    numbers = negative_control(traffic_to_try())
+    print(json.dumps({**numbers, "control_seconds": round(time.monotonic() - began)}))

@@ -1,0 +1,161 @@
+"""Episodes that draw heads, evictions, interventions, streams and cancellations together, each compared by a replay.
+
+The pool's kept answers do not hold here, since interventions and patterns change the schedule: `cp.verify` asks the
+oracle again, with the same interventions, and compares tokens, log-probabilities, states, heads and readings. A
+cancelled request is compared up to what it committed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cacheprobe.api import run, stream, verify
+from cacheprobe.core.config import CaptureConfig
+from cacheprobe.core.hook_names import HEAD_SITES, PATTERN
+from cacheprobe.core.records import Request
+from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.make import add, zero
+from cacheprobe.stress.refusals import run_in_serving_shape
+from cacheprobe.stress.subjects import Subject
+from cacheprobe.stress.tally import Tally
+from cacheprobe.stress.traffic import draw_drafter, draw_request, rows_needed
+from cacheprobe.trace.trace import Trace
+
+MOST_REQUESTS = {"tiny": 5, "twins": 5, "real": 3}
+_LONGEST = {"tiny": 24, "twins": 24, "real": 10}
+"""New tokens of a request at most: the oracle computes all of them again."""
+_FIRST_NUMBER = 2**32
+"""Requests are drawn from here on: none of them is in the pool."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What one episode draws."""
+
+    requests: tuple[Request, ...]
+    settings: dict[str, Any]
+    interventions: tuple[Intervention, ...]
+    is_stream: bool
+    cancelled: dict[int, int]
+    """By request: after how many pieces of the stream it is cancelled."""
+    num_abandoned: int
+    """Pieces taken of a stream that is left before the compared run begins; 0 where there is none."""
+
+
+def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
+    """Requests, settings and disturbances of one episode, a function of the seed alone."""
+    rng = np.random.default_rng(list(seed))
+    requests = []
+    for _ in range(int(rng.integers(2, MOST_REQUESTS[subject.kind] + 1))):
+        request = draw_request(subject, _FIRST_NUMBER + int(rng.integers(2**31)))
+        assert request.sampling is not None
+        sampling = replace(request.sampling, max_new_tokens=int(rng.integers(2, _LONGEST[subject.kind] + 1)))
+        is_deterministic = not requests or bool(rng.random() < 0.8)
+        arrival = int(rng.integers(0, 20)) if rng.random() < 0.3 else 0
+        requests.append(replace(request, sampling=sampling, is_deterministic=is_deterministic, arrival_step=arrival))
+    heads = [site for site in HEAD_SITES if rng.random() < (0.3 if site == PATTERN else 0.5)] or ["z"]
+    n = subject.model.n_layers
+    needed = max(rows_needed(request, subject.window) for request in requests)
+    settings: dict[str, Any] = {
+        "capture": CaptureConfig(sites=str(rng.choice(["STCZ", "SZ", "S", "TC"])), heads=tuple(heads)),
+        "layers": (0, n // 2, n - 1) if subject.is_real else tuple(range(n)),
+        "kv_rows": needed + int(rng.integers(0, 12)) if rng.random() < 0.8 else None,
+        "drafter": draw_drafter(subject, rng),
+    }
+    is_stream = bool(rng.random() < 0.6)
+    chosen = [i for i in range(1, len(requests)) if is_stream and rng.random() < 0.4]  # the first goes to its end
+    return Mixed(
+        tuple(requests),
+        settings,
+        tuple(_draw_interventions(subject, requests, rng)),
+        is_stream,
+        {i: int(rng.integers(1, 12)) for i in chosen},
+        int(rng.integers(1, 6)) if rng.random() < 0.3 else 0,
+    )
+
+
+def _draw_interventions(subject: Subject, requests: Sequence[Request], rng: np.random.Generator) -> list[Intervention]:
+    """At most one for each request: positions of the prompt, which a cancelled request has too, or every position."""
+    made = []
+    for number, request in enumerate(requests):
+        if rng.random() < 0.7:
+            continue
+        where: dict[str, Any] = {
+            "request_id": number,
+            "site": str(rng.choice(["S", "T", "C", "pre"])),
+            "layer": int(rng.integers(subject.model.n_layers)),
+            "positions": None if rng.random() < 0.5 else int(rng.integers(len(request.prompt))),
+            "own_fingerprint": True,
+        }
+        vector = torch.from_numpy(rng.standard_normal(subject.model.d_model) * 0.1).float()
+        is_zero = where["site"] in "TC" and rng.random() < 0.5
+        made.append(zero(**where) if is_zero else add(vector, **where))
+    return made
+
+
+def mixed_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
+    """Draws an episode, runs it, compares it with the oracle by a replay, and counts what was drawn.
+
+    Runs the same requests in another shape if the trial refuses the subject's.
+    """
+
+    def compute(shape: Subject) -> tuple[Mixed, Trace]:
+        drawn = draw_mixed(shape, seed)
+        if drawn.num_abandoned:
+            _abandon(shape, drawn)
+        return drawn, _run(shape, drawn)
+
+    subject, (drawn, trace) = run_in_serving_shape(subject, tally.refused, compute)
+    where = f"{subject.key}, mixed episode {tally.episodes}"
+    for request_id, error in trace.meta["errors"].items():
+        tally.differences.append(f"{where}: request {request_id} ended with {error}")
+    if not trace.meta["errors"]:
+        result = verify(trace, subject.model, progress=False)
+        if result.first_difference is not None:
+            tally.differences.append(f"{where}: {result.first_difference}")
+        tally.compared[subject.key] += result.num_tokens
+        tally.counts["mixed_tokens"] += result.num_tokens
+        tally.counts["mixed_states_and_heads_compared"] += result.num_states
+        tally.counts["mixed_readings_compared"] += result.num_readings
+    tally.episodes += 1
+    tally.episodes_of[subject.traffic_key] += 1
+    _count(tally, trace, drawn)
+
+
+def _run(subject: Subject, drawn: Mixed) -> Trace:
+    given = {**subject.settings, **drawn.settings, "interventions": drawn.interventions}
+    if not drawn.is_stream:
+        return run(subject.model, drawn.requests, **given, progress=False)
+    pieces = stream(subject.model, drawn.requests, **given)
+    for number, _ in enumerate(pieces, 1):
+        for request_id, after in drawn.cancelled.items():
+            if number == after:
+                pieces.cancel(request_id)
+    return pieces.trace()
+
+
+def _abandon(subject: Subject, drawn: Mixed) -> None:
+    """Leave a stream of the same requests in the middle; the run that follows must not know of it."""
+    given = {**subject.settings, **drawn.settings, "interventions": drawn.interventions}
+    pieces = stream(subject.model, drawn.requests, **given)
+    for _ in zip(range(drawn.num_abandoned), pieces, strict=False):
+        pass
+    pieces.close()
+
+
+def _count(tally: Tally, trace: Trace, drawn: Mixed) -> None:
+    cancelled = sum(reason == "cancelled" for reason in trace.meta["finish"].values())
+    preemptions = len(trace.meta["preemptions"])
+    tally.counts["mixed_episodes"] += 1
+    for site in trace.store.heads:
+        tally.counts[f"mixed_episodes_with_{site}"] += 1
+    tally.counts["mixed_interventions"] += len(drawn.interventions)
+    tally.counts["mixed_streams"] += drawn.is_stream
+    tally.counts["mixed_streams_abandoned"] += bool(drawn.num_abandoned)
+    tally.counts["mixed_requests_cancelled"] += cancelled
+    tally.counts["mixed_preemptions"] += preemptions
+    is_all = bool(trace.store.heads and drawn.interventions and preemptions and cancelled)
+    tally.counts["mixed_episodes_with_all_together"] += is_all

@@ -1,0 +1,48 @@
+"""The whole proof: soak, third party, negative control; and what it says at its end."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from cacheprobe.core.progress import Progress
+from cacheprobe.stress.control import control_beside
+from cacheprobe.stress.soak import soak
+from cacheprobe.stress.subjects import real_subjects, tiny_subjects, twin_subjects
+from cacheprobe.stress.tally import Tally
+
+TALLY = "tally.json"
+
+
+def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progress: bool = True) -> dict[str, Any]:
+    """Compare `num_tokens` tokens with the oracle, going on from what `out` holds; then the control.
+
+    real: include SmolLM2 in bfloat16, without which there is no negative control; that runs beside the soak.
+    Returns the figures, also written to out/proof.json, with `is_proven`.
+    Source: LLM-42 (arXiv 2601.17768), invariants of decode-verify-rollback.
+    """
+    path = out / TALLY
+    tally = Tally.load(path) if path.exists() else Tally()
+    subjects = [*tiny_subjects(), *twin_subjects(), *(real_subjects() if real else [])]
+    control: dict[str, Any] = {"negative_control": "not run"}
+    with control_beside() if real else nullcontext() as beside:
+        with Progress(num_tokens, "comparing", "tokens", done=tally.num_compared, enabled=progress) as bar:
+
+            def report(at: Tally) -> None:
+                refused = f", shapes refused by the trial: {len(at.refused)}" if at.refused else ""
+                bar.at(min(at.num_compared, num_tokens), f"{len(at.differences)} differences{refused}")
+
+            soak(subjects, tally, num_tokens, path, seed, report)
+        if beside:
+            numbers = beside.result()
+            is_void = not numbers["control_unverified_differ"]
+            said = "void: nothing diverged without verification" if is_void else "diverged"
+            control = {**numbers, "negative_control": said}
+    is_proven = not tally.differences and control.get("control_verified_differ", 0) == 0
+    figures = {**tally.numbers(), **control, "is_proven": is_proven and control["negative_control"] == "diverged"}
+    temporary = out / "proof.json.tmp"
+    temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(out / "proof.json")
+    print(tally.text())
+    print("\n".join(f"{name}  {value}" for name, value in control.items()))
+    return figures

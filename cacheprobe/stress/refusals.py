@@ -1,0 +1,39 @@
+"""Runs traffic in another shape if the trial of shapes refuses the one that was drawn."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from cacheprobe.engine.consistency import ShapeRefused
+from cacheprobe.stress.subjects import Subject, other_shapes
+
+MOST_REFUSED = 20
+"""Shapes that may be refused in a row, the drawn one included."""
+
+T = TypeVar("T")
+
+
+class NoShapeServes(RuntimeError):
+    """The trial refused every shape that was drawn for a subject."""
+
+
+def run_in_serving_shape(
+    subject: Subject, refused: dict[str, str], compute: Callable[[Subject], T]
+) -> tuple[Subject, T]:
+    """Returns the first shape of `subject` that the trial serves, and what `compute` gave in it.
+
+    compute: draws the traffic for a shape and runs it. Only `ShapeRefused` is caught, which is raised before a request
+        is computed. Any other error passes through.
+    refused: receives the key of each refused shape and the trial's reason.
+    Raises: NoShapeServes if MOST_REFUSED shapes in a row are refused.
+    """
+    reasons = []
+    for shape in (subject, *other_shapes(subject, MOST_REFUSED - 1)):
+        try:
+            return shape, compute(shape)
+        except ShapeRefused as refusal:
+            refused[shape.key] = str(refusal)
+            reasons.append(f"{shape.key}: {refusal}")
+    raise NoShapeServes(
+        f"the trial refused {len(reasons)} shapes in a row, so the traffic of {subject.key} cannot be compared in this "
+        f"environment; the first was {reasons[0]}; the last was {reasons[-1]}; try another OMP_NUM_THREADS"
+    )

@@ -1,0 +1,201 @@
+"""Episode after episode of random traffic, each compared with the oracle, until enough tokens were compared."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from cacheprobe.api import run
+from cacheprobe.core.records import Request
+from cacheprobe.stress.mixed import mixed_episode
+from cacheprobe.stress.oracle import Answer, answer_of, ask
+from cacheprobe.stress.refusals import run_in_serving_shape
+from cacheprobe.stress.subjects import Subject
+from cacheprobe.stress.tally import Tally
+from cacheprobe.stress.traffic import Corrupted, Episode, draw_episode, draw_request
+from cacheprobe.trace.trace import Trace
+
+SHARES = {"tiny": 0.875, "twins": 0.1, "real": 0.025}
+"""Of the compared tokens, by kind of subject. A token of the real model costs some forty of a tiny one."""
+NEW_SHARES = {"tiny": 0.12, "twins": 0.2, "real": 0.9}
+"""Of an episode's requests, those that are new to the pool: the oracle's tokens are the dearest."""
+MOST_REQUESTS = {"tiny": 24, "twins": 24, "real": 6}
+"""Under test in an episode, beside up to three neighbours."""
+CAPTURE_SHARE = 0.15
+"""Share of episodes that also capture states and readings, and compare them."""
+MIXED_SHARE = 0.4
+"""Share of episodes with heads, evictions, interventions, streams and cancellations together; see `stress.mixed`."""
+STATES_EVERY = 4
+"""The oracle keeps states and readings of every so many requests of a pool."""
+SAVE_EVERY_SECONDS = 5.0
+
+
+def soak(
+    subjects: Sequence[Subject],
+    tally: Tally,
+    num_tokens: int,
+    save: Path,
+    seed: int,
+    report: Callable[[Tally], None],
+) -> None:
+    """Run episodes until `num_tokens` tokens were compared in all; the tally goes on from where it stands."""
+    kinds: dict[str, list[Subject]] = {}
+    for subject in subjects:
+        kinds.setdefault(subject.kind, []).append(subject)
+    saved = began = time.monotonic()
+    before = tally.seconds
+    while tally.num_compared < num_tokens:
+        done = {kind: sum(map(tally.compared_of, listed)) / SHARES[kind] for kind, listed in kinds.items()}
+        kind = min(kinds, key=lambda kind: done[kind])  # the one that is furthest behind its share
+        listed = kinds[kind]
+        subject = min(listed, key=lambda s: tally.episodes_of[s.key])
+        drawn = [seed, tally.episodes]
+        is_mixed = np.random.default_rng([*drawn, 1]).random() < MIXED_SHARE
+        (mixed_episode if is_mixed else one_episode)(subject, tally, drawn)
+        tally.seconds = before + time.monotonic() - began
+        report(tally)
+        if time.monotonic() - saved > SAVE_EVERY_SECONDS:
+            tally.save(save)
+            saved = time.monotonic()
+    tally.save(save)
+
+
+def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
+    """Draws requests and settings, runs them, and compares each request with the oracle.
+
+    Runs the same requests in another shape if the trial refuses the subject's.
+    """
+    rng = np.random.default_rng(list(seed))
+    is_captured = bool(rng.random() < CAPTURE_SHARE)
+    numbers, size = [], tally.pools[subject.key]
+    for _ in range(int(rng.integers(2, MOST_REQUESTS[subject.kind] + 1))):
+        is_new = size == 0 or rng.random() < NEW_SHARES[subject.kind]
+        number = size if is_new else int(rng.integers(size))
+        numbers.append(number - number % STATES_EVERY if is_captured and not is_new else number)
+        size += is_new
+    tally.pools[subject.key] = size
+    episode_seed = int(rng.integers(2**31))
+    layers = captured_layers(subject)
+
+    def compute(shape: Subject) -> tuple[Episode, Trace]:
+        episode = draw_episode(shape, episode_seed, numbers)
+        trace = run(
+            shape.model,
+            episode.requests,
+            **shape.settings,
+            **episode.settings,
+            drafter=episode.drafter,
+            capture="STCZ" if is_captured else None,
+            layers=layers,
+            progress=False,
+        )
+        return episode, trace
+
+    subject, (episode, trace) = run_in_serving_shape(subject, tally.refused, compute)
+    _check_schedule(subject, tally, trace)
+    for request_id, number in enumerate(episode.pool_numbers):
+        if number is not None:
+            _compare(subject, tally, trace, request_id, number, layers, is_captured)
+    tally.episodes += 1
+    tally.episodes_of[subject.traffic_key] += 1
+    _count(subject, tally, trace, episode)
+
+
+def captured_layers(subject: Subject) -> tuple[int, ...]:
+    """All of a tiny model's layers, three of the real one's: the first, the middle, the last."""
+    n = subject.model.n_layers
+    return (0, n // 2, n - 1) if subject.is_real else tuple(range(n))
+
+
+def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:
+    """The oracle's kept answers hold for one schedule; a resumed proof on another machine starts over."""
+    known = tally.fingerprints.setdefault(subject.key, trace.fingerprint)
+    if known != trace.fingerprint:
+        differing = sorted(k for k in known.keys() | trace.fingerprint if known.get(k) != trace.fingerprint.get(k))
+        raise ValueError(
+            f"the proof in this directory was begun under another schedule ({', '.join(differing)}); give another "
+            "directory, or delete this one"
+        )
+
+
+def _compare(
+    subject: Subject, tally: Tally, trace: Trace, request_id: int, number: int, layers: object, is_captured: bool
+) -> None:
+    request = draw_request(subject, number)
+    key = f"{subject.key} {number}"
+    if key not in tally.answers:
+        tally.answers[key] = ask(subject, request, "STCZ" if number % STATES_EVERY == 0 else None, layers)
+        tally.distinct[subject.key] += len(tally.answers[key].tokens)
+        third_party(subject, tally, request, tally.answers[key])
+    want, got = tally.answers[key], answer_of(trace, request_id)
+    is_captured = is_captured and bool(want.states)
+    is_deterministic = trace.requests[request_id].is_deterministic
+    where = f"{subject.key}, request {number} of the pool, episode {tally.episodes}"
+    if str(request_id) in trace.meta["errors"]:
+        tally.differences.append(f"{where}: ended with {trace.meta['errors'][str(request_id)]}")
+    elif got.tokens != want.tokens:
+        tally.differences.append(f"{where}: tokens {got.tokens} against {want.tokens}")
+    elif is_deterministic and got.logprobs != want.logprobs:
+        tally.differences.append(f"{where}: log-probabilities differ")
+    elif is_deterministic and is_captured and (got.states, got.readings) != (want.states, want.readings):
+        tally.differences.append(f"{where}: states or readings differ")
+    tally.compared[subject.key] += len(want.tokens)
+    tally.counts["requests_deterministic" if is_deterministic else "requests_drafted_only"] += 1
+    if is_deterministic and is_captured:
+        tally.counts["requests_with_states_compared"] += 1
+
+
+def third_party(subject: Subject, tally: Tally, request: Request, answer: Answer) -> None:
+    """In float32 a greedy answer is also Hugging Face's own, from a copy of the model that we never touched.
+
+    Not where a token hangs on the last bits of its logits: there Hugging Face's shapes give other tokens, and may.
+    """
+    sampling = request.sampling
+    assert sampling is not None
+    if subject.dtype != "float32" or subject.disagrees or not sampling.is_greedy or not sampling.is_plain:
+        return
+    assert subject.plain is not None
+    ids = torch.tensor([list(request.prompt)])
+    stops = list(cast("tuple[int, ...]", sampling.stop_token_ids or ())) or None
+    with torch.inference_mode():
+        out = cast(Any, subject.plain).generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=stops, pad_token_id=0,
+        )  # fmt: skip
+    theirs = tuple(out[0, ids.shape[1] :].tolist())
+    tally.counts["third_party_tokens"] += len(theirs)
+    if theirs != answer.tokens:
+        tally.differences.append(f"{subject.key}: Hugging Face says {theirs}, the oracle {answer.tokens}")
+
+
+def _count(subject: Subject, tally: Tally, trace: Trace, episode: Episode) -> None:
+    events = trace.event_table
+    rejected = events[events.num_rolled_back.fillna(0) > 0]
+    for row in rejected.itertuples():
+        position = int(row.draft_start + row.num_accepted)
+        kind = kind_of_rollback(episode, trace.requests[row.request_id], position)
+        tally.counts[f"rollbacks_{kind}"] += 1
+        if kind == "natural":
+            tally.natural[subject.key] += 1
+    tally.counts["preemptions"] += len(trace.meta["preemptions"])
+    tally.counts["captured_episodes"] += bool(trace.store.sites)
+    tally.counts["tokens_of_neighbours"] += sum(
+        len(trace.tokens[i]) for i, number in enumerate(episode.pool_numbers) if number is None
+    )
+    tally.counts[f"episodes_drafter_{episode.drafter_name}"] += 1
+
+
+def kind_of_rollback(episode: Episode, request: Request, position: int) -> str:
+    """Why the candidate at `position` was rejected.
+
+    injected: it was put there in place of the drafter's.  natural: the fast path's own candidate, of a request that is
+    judged by equality, so its verifier said another token.  other: what another drafter proposed, or what rejection
+    sampling, which is a matter of chance, turned down.
+    """
+    if isinstance(episode.drafter, Corrupted) and (request.request_id, position) in episode.drafter.altered:
+        return "injected"
+    by_equality = episode.settings["acceptance"] == "equality" or request.is_deterministic
+    return "natural" if by_equality and episode.drafter_name in ("none", "fast_path") else "other"

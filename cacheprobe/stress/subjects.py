@@ -1,0 +1,176 @@
+"""What is put to the test: tiny models, near-tied ones and the real one, each with its shapes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from cacheprobe.core.config import RUN_DTYPES
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.hf.tiny import FAMILIES, SLIDING, TWINS, WIDE, tiny_model
+from cacheprobe.models.loaders import load_model
+
+REAL = "smollm2-135m"
+_SLIDING_WIDTH = 8
+_MOVED = 0.02
+"""Of a weight's spread: how far a draft model's weights are from the model's own."""
+_SHAPES = ((4, 4, 1), (8, 2, 2), (1, 8, 1), (3, 4, 3), (16, 1, 1), (5, 4, 2))
+"""(window, group, prefill_group) of the tiny models, dealt out in turn. Windows of one row have unpadded prompts."""
+_REAL_SHAPES = ((4, 1, 1, 16), (8, 2, 2, 16), (1, 16, 1, 64), (16, 4, 1, 32))
+"""The same and prefill_chunk, of the real model: small ones, the one that determinism is cheapest with, the default."""
+_LONGEST_WINDOW, _LARGEST_GROUP = 16, 8
+"""Of the shapes that are drawn where one is refused."""
+_TWINS = (
+    ("llama", "float32", TWINS, 4, 2),
+    ("qwen3", "bfloat16", WIDE, 4, 2),
+    ("gpt-neox", "float32", TWINS, 8, 1),
+    ("qwen3", "float16", WIDE, 4, 2),
+    ("olmo2", "float32", TWINS, 2, 4),
+    ("olmo2", "bfloat16", WIDE, 8, 1),
+    ("gemma3", "float32", TWINS, 4, 2),
+    ("llama", "float16", WIDE, 4, 4),
+)
+"""Family, dtype, size, window and group of the models that disagree with themselves."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under one schedule."""
+
+    name: str
+    dtype: str
+    window: int
+    group: int
+    capacity: int
+    prefill_chunk: int
+    build: Callable[[], PreTrainedModel] | None = None
+    """Makes the model as Hugging Face has it; None for the real one."""
+    prefill_group: int = 1
+    disagrees: bool = False
+    """Its fast path differs from its verifier by itself, so it is given traffic that shows it."""
+    original: "Subject | None" = None
+    """The subject whose shape was refused, if this one runs the same model and traffic in another shape."""
+
+    @property
+    def key(self) -> str:
+        ends = "" if self.pads_prefill else " unpadded"
+        name = f"{self.name} {self.dtype}" if self.original is None else f"{self.original.key} as"
+        return f"{name} W{self.window} G{self.group} P{self.prefill_group}{ends}"
+
+    @property
+    def traffic_key(self) -> str:
+        """Returns the key that requests are drawn with and counted by; another shape keeps that of its original."""
+        return self.key if self.original is None else self.original.traffic_key
+
+    @property
+    def pads_prefill(self) -> bool:
+        return self.window > 1
+
+    @property
+    def is_real(self) -> bool:
+        return self.build is None
+
+    @property
+    def kind(self) -> str:
+        """tiny, twins or real."""
+        return "real" if self.is_real else "twins" if self.disagrees else "tiny"
+
+    @cached_property
+    def model(self) -> CachedLM:
+        if self.original is not None:
+            return self.original.model
+        if self.build is None:
+            return _real_model(self.dtype)
+        return load_model(self.build())
+
+    @cached_property
+    def neighbour(self) -> CachedLM | None:
+        """A draft model that is often right: the same weights, a little moved. None for the real model."""
+        if self.original is not None:
+            return self.original.neighbour
+        if self.build is None:
+            return None
+        moved = self.build()
+        draw = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for weight in moved.parameters():
+                noise = torch.randn(weight.shape, generator=draw) * weight.float().std()
+                weight.add_((_MOVED * noise).to(weight.dtype))
+        return load_model(moved)
+
+    @cached_property
+    def plain(self) -> PreTrainedModel | None:
+        """Hugging Face's own copy, which nothing of ours has touched; None for the real model."""
+        if self.original is not None:
+            return self.original.plain
+        return self.build() if self.build else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        prefill = dict(prefill_chunk=self.prefill_chunk, prefill_group=self.prefill_group)
+        pads = dict(pad_prefill=self.pads_prefill)
+        return dict(window=self.window, group=self.group, capacity=self.capacity, **prefill, **pads)
+
+
+def other_shapes(subject: Subject, number: int) -> Iterator[Subject]:
+    """Yields the subject in up to `number` other shapes, drawn at random from its key, so in the same order each time.
+
+    A window of one token stays one, a longer one stays longer: so prompts stay padded or unpadded.
+    """
+    rng = np.random.default_rng([*subject.key.encode()])
+    windows = range(2, _LONGEST_WINDOW + 1) if subject.window > 1 else (1,)
+    shapes = [
+        (window, group, prefill_group)
+        for window in windows
+        for group in range(1, _LARGEST_GROUP + 1)
+        for prefill_group in (1, 2, 3)
+        if (window, group, prefill_group) != (subject.window, subject.group, subject.prefill_group)
+    ]
+    for i in rng.permutation(len(shapes))[:number]:
+        window, group, prefill_group = shapes[i]
+        yield replace(subject, window=window, group=group, prefill_group=prefill_group, original=subject)
+
+
+@cache
+def _real_model(dtype: str) -> CachedLM:
+    return load_model(REAL, dtype=dtype, progress=False)
+
+
+def tiny_subjects() -> list[Subject]:
+    """Every family in every dtype, those with sliding windows also past their windows."""
+    kinds = [(family, None) for family in FAMILIES] + [(family, _SLIDING_WIDTH) for family in SLIDING]
+    subjects = []
+    for i, (family, width) in enumerate(kinds):
+        for j, dtype in enumerate(RUN_DTYPES):
+            window, group, prefill_group = _SHAPES[(i + j) % len(_SHAPES)]
+            build = partial(tiny_model, family, getattr(torch, dtype), window=width)
+            name = family if width is None else f"{family}-window{width}"
+            subjects.append(Subject(name, dtype, window, group, 96, 8, build, prefill_group))
+    return subjects
+
+
+def twin_subjects() -> list[Subject]:
+    """Random weights too, and a vocabulary of near twins: the fast path and the verifier disagree by themselves.
+
+    Tiny models hardly do. Another number of rows reorders the sums, which shows in the last bits of most logits in
+    float32, and far less often in 16 bits, where sums are kept in float32 and rounded; a token shows it only where two
+    of them are that close. So every token here has one whose unembedding differs in the last bits alone. In bfloat16
+    it takes decodes of one row, in float16 decodes of any number, and products wide enough.
+    """
+    subjects = []
+    for family, dtype, size, window, group in _TWINS:
+        build = partial(tiny_model, family, getattr(torch, dtype), size=size)
+        subjects.append(Subject(f"{family}-twins", dtype, window, group, 96, 8, build, disagrees=True))
+    return subjects
+
+
+def real_subjects() -> list[Subject]:
+    """SmolLM2 in bfloat16, where batches really change the answer, loaded once; the smallest shapes first."""
+    return [
+        Subject(REAL, "bfloat16", window, group, 128, chunk, None, prefill_group, disagrees=True)
+        for window, group, prefill_group, chunk in _REAL_SHAPES
+    ]

@@ -1,0 +1,107 @@
+"""From the texts of a cell to objects: lens and interventions. Tasks and drafters are the registry's."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cacheprobe.core.registry import find, parse_options
+from cacheprobe.core.registry import names as plug_in_names
+
+MADE_HERE = ("zero", "add", "mean", "resample")
+NEEDS_STATES = ("mean", "resample")
+_WHOLE = ((int,), "a whole number")
+_NUMBERS = {"layer": _WHOLE, "head": _WHOLE, "seed": _WHOLE, "value": ((int, float), "a number")}
+"""Options of an intervention that are numbers: the kinds that they may be read as."""
+
+
+class Change(NamedTuple):
+    """An intervention as a cell names it, of every request."""
+
+    name: str
+    where: dict[str, Any]
+    """site, layer, positions, head, phases: fields of `Intervention`."""
+    options: dict[str, Any]
+    """value of add; seed of resample."""
+
+
+def parse_change(text: str) -> Change:
+    """zero:site=T,layer=3,positions=4-9 and its like. Raises: ValueError for what cannot be said in a sweep."""
+    from cacheprobe.core.records import PHASES
+    from cacheprobe.interventions.base import EDITED_SITES
+
+    name, _, listed = text.partition(":")
+    if name not in MADE_HERE:
+        raise ValueError(
+            f"intervention {text!r}: a sweep knows {', '.join(MADE_HERE)}; swap and replace need states of their own, "
+            "use cp.run for them"
+        )
+    options = parse_options(listed, "interventions")
+    own = {"add": ("value",), "resample": ("seed",)}.get(name, ())
+    known = ("site", "layer", "positions", "head", "phases", *own)
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(f"intervention {text!r}: unknown option {unknown[0]!r}; there are {', '.join(known)}")
+    if missing := [key for key in ("site", "layer", *(("value",) if name == "add" else ())) if key not in options]:
+        raise ValueError(f"intervention {text!r} says no {missing[0]}; write it as in zero:site=T,layer=3")
+    for key, (kinds, wanted) in _NUMBERS.items():
+        if key in options and type(options[key]) not in kinds:
+            raise ValueError(f"intervention {text!r}: {key} must be {wanted}, got {options[key]!r}")
+    if options["site"] not in EDITED_SITES:
+        raise ValueError(f"intervention {text!r}: unknown site; sites to change are {', '.join(EDITED_SITES)}")
+    if "head" in options and options["site"] != "T":
+        raise ValueError(f"intervention {text!r}: heads give to site T alone; leave out head=, or use site=T")
+    if name in NEEDS_STATES and (options["site"] == "pre" or "head" in options):
+        raise ValueError(f"intervention {text!r}: {name} takes states of a plain run, which keeps S, T and C")
+    if "phases" in options and options["phases"] not in PHASES:
+        raise ValueError(f"intervention {text!r}: unknown phase; phases are {', '.join(PHASES)}")
+    if "positions" in options:
+        options["positions"] = _positions(str(options["positions"]), text)
+    made = {key: options.pop(key) for key in own if key in options}
+    return Change(name, options, made)
+
+
+def _positions(listed: str, text: str) -> tuple[int, ...]:
+    first, dash, last = listed.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        raise ValueError(f"intervention {text!r}: positions are a number or a range such as 4-9, got {listed!r}")
+    return tuple(range(int(first), int(last or first) + 1))
+
+
+def make_changes(change: Change, request_ids: Iterable[int], states: Any = None) -> list[Any]:
+    """An intervention for each request. states: [n, m] of the plain run, for those that need them."""
+    import torch
+
+    from cacheprobe import interventions
+
+    made = []
+    for request_id in request_ids:
+        where = dict(**change.where, request_id=request_id, own_fingerprint=True)
+        if change.name == "zero":
+            made.append(interventions.zero(**where))
+        elif change.name == "add":
+            made.append(interventions.add(torch.full((1, 1), float(change.options["value"])), **where))
+        elif change.name == "mean":
+            made.append(interventions.mean(states, **where))
+        else:
+            made.append(interventions.resample(states, seed=int(change.options.get("seed", 0)), **where))
+    return made
+
+
+def lens_folder(text: str) -> Path | None:
+    """The directory of a stored lens; None for the logit lens. Raises: ValueError for one that cannot be had."""
+    name, _, folder = text.partition(":")
+    if name not in (known := plug_in_names("lenses")):
+        raise ValueError(f"unknown lens {name!r}; there are {', '.join(known)}")
+    if name == "logit":
+        if folder:
+            raise ValueError(f"lens {text!r}: the logit lens has no directory; write logit")
+        return None
+    if not hasattr(find("lenses", name), "load"):
+        raise ValueError(f"lens {text!r}: a {name} lens is not stored in a directory; use cp.run with the object")
+    if not folder:
+        raise ValueError(f"lens {text!r}: say where it is, as in {name}:lenses/smollm2")
+    return Path(folder)
+
+
+def make_lens(text: str, model: Any) -> Any:
+    folder, kind = lens_folder(text), find("lenses", text.partition(":")[0])
+    return kind() if folder is None else kind.load(folder, model)

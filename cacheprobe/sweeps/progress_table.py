@@ -1,0 +1,98 @@
+"""How a sweep goes: one live table on a terminal, plain lines elsewhere. All of it on stderr."""
+
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from cacheprobe.core.progress import SECONDS_BETWEEN_LINES
+from cacheprobe.sweeps.events import Event
+
+
+class Board:
+    """Enter it, and tell it every event. total: cells of the plan; done: those that were committed before."""
+
+    def __init__(self, total: int, done: int, names: dict[str, str], backend: str, enabled: bool) -> None:
+        self.total, self.first, self.names, self.backend, self.enabled = total, done, names, backend, enabled
+        self.committed, self.size, self.deaths = 0, 0, 0
+        self.failures: Counter[str] = Counter()
+        self.at: dict[str, str] = {}
+        self._began = self._spoken = time.monotonic()
+        self._live: Any = None
+
+    def __enter__(self) -> "Board":
+        self._began = self._spoken = time.monotonic()
+        if self.enabled and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(self.table(), console=Console(stderr=True), refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def see(self, event: Event) -> None:
+        if event.event == "started":
+            self.at[event.worker] = self.names.get(event.digest, event.digest)
+        elif event.event == "worker_died":
+            self.deaths += 1
+            self.at.pop(event.worker, None)
+        elif event.outcome is not None:
+            self.at.pop(event.worker, None)
+            if event.outcome.is_committed:
+                self.committed += 1
+                self.size += event.outcome.size
+            else:
+                self.failures[event.outcome.cause] += 1
+        now = time.monotonic()
+        if self._live is not None:
+            self._live.update(self.table())
+        elif self.enabled and now - self._spoken > SECONDS_BETWEEN_LINES:
+            self._spoken = now
+            print(self.line(), file=sys.stderr, flush=True)
+
+    def line(self) -> str:
+        said = f"sweep: {self.first + self.committed} of {self.total} cells, {self._rate()}, {self._left()} left"
+        return said + (f", failed: {self._causes()}" if self.failures else "")
+
+    def table(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=f"sweep on {self.backend}", title_justify="left", show_header=False)
+        rows = {
+            "committed": f"{self.first + self.committed} of {self.total}, {self.first} of them before",
+            "rate": self._rate(),
+            "time left": self._left(),
+            "written": f"{self.size / 1e6:.1f} MB",
+            "failed": self._causes() or "none",
+            "workers that died": str(self.deaths),
+            **{f"worker {worker}": cell for worker, cell in sorted(self.at.items())},
+        }
+        for name, value in rows.items():
+            table.add_row(Text(name, "bold"), Text(value, overflow="ellipsis", no_wrap=True))
+        return table
+
+    def _per_second(self) -> float:
+        return (self.committed + self.failures.total()) / max(time.monotonic() - self._began, 1e-9)
+
+    def _rate(self) -> str:
+        return f"{60 * self._per_second():.1f} cells a minute"
+
+    def _left(self) -> str:
+        rest, rate = self.total - self.first - self.committed - self.failures.total(), self._per_second()
+        return duration(rest / rate) if rate else "unknown time"
+
+    def _causes(self) -> str:
+        return ", ".join(f"{count} {cause}" for cause, count in self.failures.most_common())
+
+
+def duration(seconds: float) -> str:
+    """In the unit that suits: 12 s, 3.5 min, 2.1 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,1 @@
+"""Where shards of a sweep are committed, and who may write there."""

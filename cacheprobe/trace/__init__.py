@@ -1,0 +1,1 @@
+"""Traces: tables and states of one run, saved, loaded and migrated."""

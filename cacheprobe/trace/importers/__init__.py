@@ -1,0 +1,1 @@
+"""Imports what other programs kept of a generation."""

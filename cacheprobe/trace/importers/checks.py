@@ -1,0 +1,59 @@
+"""Whether states that another program kept are those of a model that is here: compared before they are believed."""
+
+import torch
+from torch import Tensor
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.importers.common import Generation, ImportRefused
+
+FARTHEST = 0.1
+"""Of the length of a state, in the mean over a prompt. The same block in 16 bits lies within some hundredths on another
+machine; the block before or behind it, some tenths away."""
+_LONGEST = 64
+"""Tokens of the prompt that are run again."""
+
+
+def require_states_of(model: CachedLM, one: Generation) -> None:
+    """Run the first tokens of this prompt through the model, and hold each layer's states to its own.
+
+    Raises: ImportRefused for another width, for tokens outside its vocabulary, and for states of another layer or of
+    other weights, naming the layer that they are nearest to.
+    """
+    if bad := [token for token in (*one.prompt, *one.generated) if not 0 <= token < model.d_vocab]:
+        raise ImportRefused(f"token id {bad[0]} is outside the vocabulary of {model.name}, {model.d_vocab}")
+    width = next(iter(one.states.values())).shape[1]
+    if width != model.d_model:
+        raise ImportRefused(f"states are {width} wide, those of {model.name} {model.d_model}; give the model that ran")
+    if beyond := [layer for layer in one.states if layer >= model.n_layers]:
+        raise ImportRefused(
+            f"states of layer {max(beyond)} were given; {model.name} has layers 0 to {model.n_layers - 1}"
+        )
+    count = min(len(one.prompt), _LONGEST)
+    ours = _states(model, one.prompt[:count])
+    for layer, states in one.states.items():
+        far = [_distance(states[:count].to(model.device), own) for own in ours]
+        nearest = min(range(len(far)), key=far.__getitem__)
+        if not far[layer] <= FARTHEST or nearest != layer:
+            raise ImportRefused(
+                f"states that were given as layer {layer} lie {far[layer]:.2f} of their length away from those of "
+                f"{model.name} ({FARTHEST} at most), and {far[nearest]:.2f} from its layer {nearest}; give the model "
+                "that ran, and the layers as they were asked for"
+            )
+
+
+def _distance(theirs: Tensor, ours: Tensor) -> float:
+    a, b = theirs.float(), ours.float()
+    return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-30)).mean())
+
+
+def _states(model: CachedLM, token_ids: tuple[int, ...]) -> list[Tensor]:
+    """S [t, m] of every layer."""
+    cache = model.new_cache(1, len(token_ids))
+    kept: dict[int, Tensor] = {}
+
+    def keep(site: str, layer: int, value: Tensor) -> None:
+        kept[layer] = value[0].clone()
+
+    with model.capturing([("S", layer) for layer in range(model.n_layers)], keep):
+        model.forward(torch.tensor([token_ids]), cache, [0], [0], logit_slots=[0])
+    return [kept[layer] for layer in range(model.n_layers)]

@@ -1,0 +1,191 @@
+"""From what another program kept of a generation to a Trace: the same tables, and a list of what it does not have.
+
+Nothing was drafted there, so every row is canonical. A row's position is that of its input token, as everywhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.core.config import CaptureConfig
+from cacheprobe.core.hook_names import HEAD_SITES
+from cacheprobe.core.records import Request, SamplingParams, StepRecord
+from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.rows import LedgerChange, RowRecord
+from cacheprobe.trace.state_store import MemoryStore
+from cacheprobe.trace.tables import build as tables
+from cacheprobe.trace.trace import Trace
+
+
+class ImportRefused(ValueError):
+    """What was given cannot be read as a trace; the message says what was expected, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One request of another program."""
+
+    prompt: tuple[int, ...]
+    generated: tuple[int, ...]
+    states: Mapping[int, Tensor]
+    """By layer, [n, m]: the residual stream after the block, of the first n positions of prompt and generated."""
+    logprobs: tuple[float, ...] = ()
+    """Of the generated tokens, in nats; empty where they are not known."""
+    margins: tuple[float, ...] = ()
+    """Likewise, nats between the two best tokens of each choice."""
+    finish: str = "unknown"
+
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self.states.values())))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the generations come from, and what their program does not tell."""
+
+    program: str
+    name: str
+    """Of the model."""
+    n_layers: int
+    """Blocks of the model, or as many as are known of."""
+    missing: Mapping[str, str]
+    has_steps: bool
+    """Whether the program says which passes there were."""
+
+
+def text_maker(model: CachedLM | None, tokenizer: Any) -> Any:
+    """Two functions of token ids: each one's own text, and the text of all. "<17>" where there is no tokenizer."""
+    if tokenizer is not None:
+        return (
+            lambda ids: [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids],
+            lambda ids: tokenizer.decode(list(ids), clean_up_tokenization_spaces=False),
+        )
+    if model is not None:
+        return model.token_texts, model.decode
+    return lambda ids: [f"<{i}>" for i in ids], lambda ids: " ".join(f"<{i}>" for i in ids)
+
+
+def imported_trace(generations: Sequence[Generation], origin: Origin, model: CachedLM | None, tokenizer: Any) -> Trace:
+    """The trace of these generations, one request each, in their order.
+
+    A request's prompt is its text if a tokenizer is known, special tokens included, else its token ids.
+    """
+    token_texts, decode = text_maker(model, tokenizer)
+    has_text = tokenizer is not None or getattr(model, "tokenizer", None) is not None
+    records = [record for number, one in enumerate(generations) for record in _rows(number, one, origin.n_layers)]
+    order = sorted(range(len(records)), key=lambda i: (records[i].step, records[i].request_id, records[i].position))
+    for place, i in enumerate(order):
+        records[i].state_index = place
+    layers = sorted(generations[0].states)
+    stacked = {
+        ("S", layer): torch.cat([one.states[layer] for one in generations])[torch.tensor(order)] for layer in layers
+    }
+    tokens = {number: list(one.generated) for number, one in enumerate(generations)}
+    dtype = str(next(iter(stacked.values())).dtype).removeprefix("torch.")
+    events = tables.events_table(_steps(generations))
+    if not origin.has_steps:
+        events[["batch_rows", "batch_slots"]] = pd.NA
+    capture = CaptureConfig("S", layers=tuple(layers))
+    return Trace(
+        requests=tuple(
+            Request(
+                prompt=decode(one.prompt) if has_text else one.prompt,
+                sampling=SamplingParams(max_new_tokens=max(len(one.generated), 1)),
+                request_id=number,
+                prompt_token_ids=one.prompt,
+            )
+            for number, one in enumerate(generations)
+        ),
+        tokens=tokens,
+        texts={number: decode(ids) for number, ids in tokens.items()},
+        row_table=tables.rows_table([records[i] for i in order], token_texts),
+        hypothesis_table=None,
+        event_table=events,
+        ledger_table=tables.ledger_table(_ledger(generations) if origin.has_steps else ()),
+        store=MemoryStore(stacked),
+        meta=_meta(generations, origin, capture, dtype, model),
+        model=model,
+    )
+
+
+def _rows(number: int, one: Generation, n_layers: int) -> list[RowRecord]:
+    prompt, text = len(one.prompt), (*one.prompt, *one.generated)
+    rows = []
+    for position in range(one.num_rows):
+        step = max(position - prompt + 1, 0)
+        phase, role = ("prefill", "prompt") if position < prompt else ("decode", "committed")
+        rows.append(RowRecord(number, step, phase, position, text[position], n_layers, -1, role, "committed"))
+    return rows
+
+
+def _steps(generations: Sequence[Generation]) -> list[StepRecord]:
+    """A prefill of all prompts, then a decode for every further token of whoever still goes on."""
+    steps = []
+    for step in range(max(max(len(one.generated), 1) for one in generations)):
+        there = [n for n, one in enumerate(generations) if step < len(one.generated) or step == 0]
+        slots = max(len(one.prompt) for one in generations) if step == 0 else 1
+        committed = {n: generations[n].generated[step : step + 1] for n in there}
+        steps.append(
+            StepRecord(
+                step=step,
+                phase="decode" if step else "prefill",
+                batch_shape=(len(generations), slots),
+                request_ids=tuple(there),
+                seconds=float("nan"),
+                committed=tuple(committed.items()),
+                logprobs=tuple((n, generations[n].logprobs[step : step + 1]) for n in there),
+                margins=tuple((n, nats) for n in there for nats in generations[n].margins[step : step + 1]),
+            )
+        )
+    return steps
+
+
+def _ledger(generations: Sequence[Generation]) -> list[LedgerChange]:
+    changes = []
+    for number, one in enumerate(generations):
+        prompt = len(one.prompt)
+        changes.append(LedgerChange(number, 0, 0, prompt, "prefill"))
+        changes += [LedgerChange(number, p - prompt + 1, p, p + 1, "decoded") for p in range(prompt, one.num_rows)]
+    return sorted(changes, key=lambda change: (change.request_id, change.step))
+
+
+def _meta(
+    generations: Sequence[Generation], origin: Origin, capture: CaptureConfig, dtype: str, model: CachedLM | None
+) -> dict[str, Any]:
+    heads = dict.fromkeys(HEAD_SITES, f"{origin.program} keeps no attention heads")
+    unread = "no lens was read at the import; trace.read(lens, model=model) reads one from S"
+    return {
+        "kind": "import",
+        "missing": {**heads, "Z": unread, **origin.missing},
+        "drafter": None,
+        "lens": "none",
+        "fingerprint": {
+            "model": origin.name,
+            "weights_sha256": model.fingerprint()["weights_sha256"] if model is not None else "",
+            "path": f"imported from {origin.program}",
+            "dtype": dtype,
+            "device": "unknown",
+            "threads": "unknown number of",
+        },
+        "config": {"capacity": max(one.num_rows for one in generations)},
+        "capture": {
+            **{name: getattr(capture, name) for name in ("sites", "heads", "positions", "phases", "dtype", "top_k")},
+            "layers": list(capture.layers or ()),
+            "prompt_hypotheses": False,
+        },
+        "weights_note": "",
+        "cache_row_bytes": None,
+        "thought_layer": None,
+        "thinking": None,
+        "checks": [],
+        "finish": {str(number): one.finish for number, one in enumerate(generations)},
+        "errors": {},
+        "preemptions": [],
+        "behaviour": None,
+        "path_reason": f"imported from {origin.program}",
+    }

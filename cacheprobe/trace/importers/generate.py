@@ -1,0 +1,173 @@
+"""Hugging Face's `generate(..., output_hidden_states=True, return_dict_in_generate=True)` as a Trace.
+
+What such an output holds: `sequences` [b, prompt + new]; `hidden_states`, for each pass a tensor [b, t, m] of what
+enters block 0, 1, ..., and a last one that stands behind the final norm; with output_logits=True `logits`, for each
+pass [b, v]. So S of every block but the last is there, and T, C and heads are not. `scores` are logits after
+processors: not used.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cacheprobe.engine.choosing import describe
+from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.importers.checks import require_states_of
+from cacheprobe.trace.importers.common import Generation, ImportRefused, Origin, imported_trace
+from cacheprobe.trace.trace import Trace
+
+_ASK = "generate(..., return_dict_in_generate=True, output_hidden_states=True, output_logits=True)"
+_PROGRAM = "Hugging Face's generate"
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """The tensors of an output, on the CPU, their shapes checked."""
+
+    sequences: Tensor
+    states: list[list[Tensor]]
+    """By pass and block, [b, t, m]; the last one stands behind the final norm."""
+    logits: list[Tensor] | None
+    mask: Tensor
+    """[b, prompt]: 1 where a token is no padding."""
+
+    @property
+    def prompt_length(self) -> int:
+        return self.states[0][0].shape[1]
+
+
+def trace_of_generate(
+    outputs: Any,
+    *,
+    attention_mask: Any = None,
+    stop_token_ids: "Iterable[int] | None" = None,
+    model: CachedLM | None = None,
+    tokenizer: Any = None,
+    name: str | None = None,
+) -> Trace:
+    """See `cacheprobe.import_generate`."""
+    given = _read(outputs, attention_mask)
+    count = len(given.sequences)
+    if stop_token_ids is None:
+        if model is None and count > 1:
+            raise ImportRefused(
+                f"{count} sequences that may have ended at different tokens; give stop_token_ids=, () if none did, or "
+                "model="
+            )
+        stop_token_ids = model.stop_token_ids if model is not None else ()
+    stops = frozenset(int(token) for token in stop_token_ids)
+    generations = [_generation(given, row, stops) for row in range(count)]
+    last = len(given.states[0]) - 2
+    missing = {
+        "T": f"{_PROGRAM} keeps the stream between blocks, not what attention added to it",
+        "C": f"{_PROGRAM} keeps the stream between blocks, not what the MLP added to it",
+        f"S of layer {last}": f"the last state that {_PROGRAM} keeps stands behind the final norm, which is not undone",
+        "seconds": f"{_PROGRAM} does not time its passes",
+    }
+    if given.logits is None:
+        missing["log-probabilities"] = f"no logits were kept; use {_ASK}: scores are taken after processors"
+    known = model.name if model is not None else "unknown model"
+    origin = Origin(_PROGRAM, name or known, last + 1, missing, has_steps=True)
+    trace = imported_trace(generations, origin, model, tokenizer)
+    if model is not None:
+        require_states_of(model, generations[0])
+    return trace
+
+
+def _generation(given: _Outputs, row: int, stops: frozenset[int]) -> Generation:
+    """One sequence, its padding taken off at both ends."""
+    start = given.prompt_length - int(given.mask[row].sum())
+    text = given.sequences[row].tolist()
+    prompt, generated = text[start : given.prompt_length], text[given.prompt_length :]
+    ended = next((place for place, token in enumerate(generated) if token in stops), None)
+    if ended is not None:
+        generated = generated[: ended + 1]
+    rows = len(prompt) + len(generated) - 1
+    states = {
+        layer: torch.cat([of_pass[layer + 1][row] for of_pass in given.states])[start : start + rows].clone()
+        for layer in range(len(given.states[0]) - 2)
+    }
+    kept = given.logits or []
+    choices = [describe(token, logits[row]) for token, logits in zip(generated, kept, strict=False)]
+    return Generation(
+        tuple(prompt),
+        tuple(generated),
+        states,
+        tuple(choice.logprob_nats for choice in choices),
+        tuple(choice.margin_nats for choice in choices),
+        "length" if ended is None else "stop",
+    )
+
+
+def _read(outputs: Any, attention_mask: Any) -> _Outputs:
+    """Raises: ImportRefused for what is no such output, or of a search or draft whose rows are no single text."""
+    held = _from_file(Path(outputs)) if isinstance(outputs, str | Path) else outputs
+    if getattr(held, "beam_indices", None) is not None:
+        raise ImportRefused("beams change places from pass to pass, so rows are no single text; use num_beams=1")
+    sequences, passes = getattr(held, "sequences", None), getattr(held, "hidden_states", None)
+    if sequences is None or not passes:
+        raise ImportRefused(f"a {type(held).__name__} holds no sequences with hidden states; use {_ASK}")
+    lengths = [of_pass[0].shape[1] for of_pass in passes]
+    new = sequences.shape[1] - lengths[0]
+    if lengths[1:] != [1] * (new - 1) or new < 1:
+        raise ImportRefused(
+            f"{sequences.shape[1]} tokens, and passes over {_shown(lengths)} of them: expected the prompt and then one "
+            "token a pass; use generate with use_cache=True, without an assistant and without prefill_chunk_size"
+        )
+    if len(passes[0]) < 3:
+        raise ImportRefused(f"{len(passes[0])} states a pass: a model of one block keeps none before its final norm")
+    if attention_mask is None:
+        attention_mask = getattr(held, "attention_mask", None)
+    if attention_mask is None:
+        if len(sequences) > 1:
+            raise ImportRefused(f"{len(sequences)} sequences: give the attention_mask= that generate was given")
+        attention_mask = torch.ones(1, lengths[0], dtype=torch.long)
+    mask = torch.as_tensor(attention_mask).cpu()[:, : lengths[0]]
+    if mask.shape != (len(sequences), lengths[0]):
+        raise ImportRefused(f"an attention_mask of {tuple(mask.shape)} for prompts of {(len(sequences), lengths[0])}")
+    if not bool((mask.diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
+        raise ImportRefused("prompts are padded on the right or in between; generate needs padding_side='left'")
+    states = [[state.detach().cpu() for state in of_pass] for of_pass in passes]
+    logits = getattr(held, "logits", None)
+    kept = None if logits is None else [one.detach().float().cpu() for one in logits]
+    return _Outputs(sequences.cpu(), states, kept, mask)
+
+
+def _shown(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths[:4])) + (", ..." if len(lengths) > 4 else "")
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What a file held, under the names of an output of generate."""
+
+    sequences: Tensor
+    hidden_states: list[list[Tensor]]
+    logits: list[Tensor] | None
+    attention_mask: Tensor | None
+
+
+def _from_file(path: Path) -> _Stored:
+    """A safetensors file with sequences, hidden_states.PASS.BLOCK, logits.PASS and attention_mask."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        held: Mapping[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ImportRefused(f"{path} cannot be read as safetensors ({error!s:.120})") from error
+    passes = 1 + max((int(key.split(".")[1]) for key in held if key.startswith("hidden_states.")), default=-1)
+    blocks = sum(key.startswith("hidden_states.0.") for key in held)
+    wanted = ["sequences", *(f"hidden_states.{p}.{b}" for p in range(passes) for b in range(blocks))]
+    if lacking := [key for key in wanted if key not in held] or ([] if passes else ["hidden_states.0.0"]):
+        raise ImportRefused(
+            f"{path} has no {lacking[0]}; expected sequences, hidden_states.PASS.BLOCK and, where they were kept, "
+            "logits.PASS and attention_mask"
+        )
+    logits = [held[f"logits.{p}"] for p in range(passes)] if "logits.0" in held else None
+    states = [[held[f"hidden_states.{p}.{b}"] for b in range(blocks)] for p in range(passes)]
+    return _Stored(held["sequences"], states, logits, held.get("attention_mask"))

@@ -1,0 +1,190 @@
+"""Hidden-state dumps of vLLM as a Trace: what its ExampleHiddenStatesConnector writes, one safetensors file a request.
+
+A file holds `hidden_states` [tokens, layers, m] and `token_ids` [tokens]. The layers are those of the setting
+`eagle_aux_hidden_state_layer_ids`, which the file does not name, in the order in which they run: id k is the residual
+stream that enters block k, so S of layer k - 1 here; the number of blocks is the last block's, before the final norm.
+Tokens are the prompt's; where the request said include_output_tokens, the generated ones but the last follow.
+
+vLLM writes a file after it has given the output, and holds an exclusive lock on NAME.lock until it is whole.
+Source: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py, `load_hidden_states`.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.importers.checks import require_states_of
+from cacheprobe.trace.importers.common import Generation, ImportRefused, Origin, imported_trace
+from cacheprobe.trace.trace import Trace
+
+_PROGRAM = "vLLM"
+_SETTING = "eagle_aux_hidden_state_layer_ids"
+_KEYS = ("hidden_states", "token_ids")
+SECONDS_TO_WAIT = 60.0
+"""For a file that vLLM is at; its own loader waits without end."""
+
+
+def trace_of_vllm(
+    outputs: Any,
+    layers: Iterable[int],
+    *,
+    num_prompt_tokens: "int | Iterable[int] | None" = None,
+    model: CachedLM | None = None,
+    tokenizer: Any = None,
+    name: str | None = None,
+) -> Trace:
+    """See `cacheprobe.import_vllm`."""
+    ids = _layer_ids(layers)
+    items = _as_list(outputs)
+    if isinstance(num_prompt_tokens, int) or num_prompt_tokens is None:
+        lengths: list[int | None] = [num_prompt_tokens] * len(items)
+    else:
+        lengths = list(num_prompt_tokens)
+    if len(lengths) != len(items):
+        raise ImportRefused(f"num_prompt_tokens lists {len(lengths)} lengths for {len(items)} files")
+    generations = [_generation(item, ids, length) for item, length in zip(items, lengths, strict=True)]
+    widths = {next(iter(one.states.values())).shape[1] for one in generations}
+    if len(widths) > 1:
+        raise ImportRefused(f"files of states {' and '.join(map(str, sorted(widths)))} wide are not of one model")
+    missing = {
+        "T": f"{_PROGRAM} keeps the stream between blocks, not what attention added to it",
+        "C": f"{_PROGRAM} keeps the stream between blocks, not what the MLP added to it",
+        "log-probabilities": f"{_PROGRAM}'s files hold none",
+        "ledger": f"{_PROGRAM}'s files do not say which cache rows were written when",
+        "seconds": f"{_PROGRAM}'s files hold no times; passes are numbered by token, batches are not known",
+    }
+    known = model.name if model is not None else "unknown model"
+    n_layers = model.n_layers if model is not None else max(ids)
+    origin = Origin(_PROGRAM, name or known, n_layers, missing, has_steps=False)
+    trace = imported_trace(generations, origin, model, tokenizer)
+    if model is not None:
+        require_states_of(model, generations[0])
+    return trace
+
+
+def _layer_ids(layers: Iterable[int]) -> list[int]:
+    ids = [int(layer) for layer in layers]
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0:
+        raise ImportRefused(
+            f"layers={ids}: give {_SETTING} as vLLM was given it, ascending: vLLM stores states in the order in which "
+            "layers run, whatever the order of the setting"
+        )
+    if ids == [0]:
+        raise ImportRefused("layer id 0 is the embedding, which is no site here; dump ids from 1 on")
+    return ids
+
+
+def _as_list(outputs: Any) -> list[Any]:
+    """Paths or vLLM outputs; a folder stands for its files, in the order of their names."""
+    items = list(outputs) if isinstance(outputs, Iterable) and not isinstance(outputs, str | Path) else [outputs]
+    found: list[Any] = []
+    for item in items:
+        if isinstance(item, str | Path) and Path(item).is_dir():
+            inside = sorted(Path(item).glob("*.safetensors"))
+            if not inside:
+                raise ImportRefused(f"{item} holds no .safetensors file; vLLM writes them to its shared_storage_path")
+            found += inside
+        else:
+            found.append(item)
+    if not found:
+        raise ImportRefused("there is nothing to import: give the files that vLLM wrote, or its outputs")
+    return found
+
+
+def _generation(item: Any, ids: Sequence[int], num_prompt_tokens: int | None) -> Generation:
+    if isinstance(item, str | Path):
+        states, tokens = _read(Path(item), len(ids))
+        prompt_length = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+        if not 1 <= prompt_length <= len(tokens):
+            raise ImportRefused(f"{item} holds {len(tokens)} tokens, not a prompt of {prompt_length}")
+        return _split(states, tokens[:prompt_length], tokens[prompt_length:], ids)
+    params = getattr(item, "kv_transfer_params", None)
+    if not isinstance(params, Mapping) or "hidden_states_path" not in params:
+        raise ImportRefused(f"a {type(item).__name__} names no hidden_states_path; give vLLM's outputs, or its files")
+    if len(item.outputs) != 1:
+        raise ImportRefused(f"an output with {len(item.outputs)} samples has one file for all; ask for n=1")
+    path = Path(params["hidden_states_path"])
+    states, tokens = _read(path, len(ids))
+    prompt, generated = list(item.prompt_token_ids), list(item.outputs[0].token_ids)
+    if tokens == prompt:
+        generated = generated[:1]  # of the others there is no row
+    elif tokens != prompt + generated[:-1]:
+        raise ImportRefused(f"{path} is of other tokens than the output that names it: {tokens[:8]}, {prompt[:8]}")
+    return _split(states, prompt, generated, ids)
+
+
+def _split(states: Tensor, prompt: Sequence[int], generated: Sequence[int], ids: Sequence[int]) -> Generation:
+    by_layer = {layer - 1: states[:, place].clone() for place, layer in enumerate(ids) if layer > 0}
+    return Generation(tuple(prompt), tuple(generated), by_layer)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Wait until vLLM has written this file, where it keeps a lock beside it.
+
+    Raises: ImportRefused where that takes longer than SECONDS_TO_WAIT.
+    """
+    try:
+        lock = path.with_name(path.name + ".lock").open("rb")
+    except OSError:
+        yield
+        return
+    with lock:
+        until = time.monotonic() + SECONDS_TO_WAIT
+        while not _is_shared(lock):
+            if time.monotonic() > until:
+                raise ImportRefused(
+                    f"{path} is still being written after {SECONDS_TO_WAIT:.0f} s (its .lock is held); import it once "
+                    "vLLM is done with it"
+                )
+            time.sleep(0.05)
+        yield
+
+
+def _is_shared(lock: Any) -> bool:
+    """Whether the writer has let go of a lock; its readers share it until they close it."""
+    import fcntl
+
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
+    """States [t, l, m] and token ids of a file. Raises: ImportRefused for another layout, naming what was expected."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if path.suffix == ".zst" or (not path.exists() and path.with_name(path.name + ".zst").exists()):
+        raise ImportRefused(f"{path} is compressed; unpack it first, with zstd -d")
+    try:
+        with _whole(path):
+            held = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ImportRefused(f"{path} cannot be read as safetensors ({error!s:.120}); is vLLM still at it?") from error
+    if lacking := [key for key in _KEYS if key not in held]:
+        raise ImportRefused(f"{path} has no {lacking[0]}; expected {' and '.join(_KEYS)}, it holds {sorted(held)}")
+    states, tokens = held["hidden_states"], held["token_ids"]
+    if states.dim() != 3 or tokens.dim() != 1 or len(states) != len(tokens):
+        raise ImportRefused(
+            f"{path}: hidden_states {tuple(states.shape)} and token_ids {tuple(tokens.shape)}; expected "
+            "[tokens, layers, m] and [tokens]"
+        )
+    if states.shape[1] != num_layers:
+        raise ImportRefused(
+            f"{path} holds states of {states.shape[1]} layers, and layers= names {num_layers}; give {_SETTING} as vLLM "
+            "was given it"
+        )
+    if not len(tokens):
+        raise ImportRefused(f"{path} holds no tokens: vLLM was given embeddings instead of a prompt")
+    if not bool(torch.isfinite(states).all()):
+        raise ImportRefused(f"{path} holds states that are no numbers; dump them again, with one kind of attention")
+    return states, tokens.tolist()

@@ -1,0 +1,102 @@
+"""From the manifest of an older trace format to today's, one version at a time. Loads no torch, and writes nothing.
+
+    1   tokens, rows, readings, events, ledger, states at S, T and C
+    2   arrivals, samples and preemptions; log-probabilities of committed tokens; thoughts
+    3   states of attention heads
+    4   SHA-256 of every file, and of the manifest
+    5   the texts of all tokens that the run names; status given_up, of drafts without a verdict; visible tokens
+
+A stored run stays as it is on the disk; it is read as today's would be, and what its version did not record is listed
+in `meta["missing"]`, so that asking for it is an error and not an empty answer. `Trace.save` writes today's format.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from cacheprobe.core.token_text import visible
+from cacheprobe.trace.tables.token_history import token_history
+
+Manifest = dict[str, Any]
+
+_NO_LOGPROBS = "trace format 1 did not record them; run it again"
+
+
+def _from_1(old: Manifest) -> Manifest:
+    requests = [{"arrival_step": 0, "sample_of": None, **request} for request in old["requests"]]
+    meta = {"preemptions": [], "errors": {}, **old["meta"]}
+    meta["missing"] = {"log-probabilities": _NO_LOGPROBS, **meta.get("missing", {})}
+    return {**old, "format_version": 2, "requests": requests, "meta": meta}
+
+
+def _from_2(old: Manifest) -> Manifest:
+    """Some fields came in the course of version 2, so a run of that version may have them or not."""
+    later = {"errors": {}, "thought_layer": None, "thinking": None, "cache_row_bytes": None}
+    capture = {"heads": (), **old["meta"]["capture"]}
+    return {**old, "format_version": 3, "heads": [], "meta": {**later, **old["meta"], "capture": capture}}
+
+
+def _from_3(old: Manifest) -> Manifest:
+    """No checksums were stored, so damage on the disk cannot be noticed by them; no pass was compared with itself."""
+    meta = {"self_checks": {"compared": 0, "differences": []}, **old["meta"]}
+    return {**old, "format_version": 4, "meta": meta, "sha256": {}, "manifest_sha256": None}
+
+
+def _from_4(old: Manifest) -> Manifest:
+    """The tables are migrated as they are read: see `migrated_rows` and `migrated_readings`."""
+    return {**old, "format_version": 5}
+
+
+_STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}
+
+OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1
+"""Trace formats that can be read. NEWEST is what is written."""
+
+
+def migrated(manifest: Manifest) -> Manifest:
+    """The manifest as today's version would have written it. Its version must be one of OLDEST to NEWEST."""
+    while manifest["format_version"] < NEWEST:
+        manifest = _STEPS[manifest["format_version"]](manifest)
+    return manifest
+
+
+def migrated_events(events: pd.DataFrame) -> pd.DataFrame:
+    """The events table with every column of today: log-probabilities are empty lists where none were recorded."""
+    if "committed_logprobs_nats" in events.columns:
+        return events
+    at = events.columns.get_loc("committed_token_ids") + 1
+    return pd.concat(
+        [
+            events.iloc[:, :at],
+            pd.Series([[] for _ in range(len(events))], index=events.index, name="committed_logprobs_nats"),
+            events.iloc[:, at:],
+        ],
+        axis=1,
+    )
+
+
+def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int]) -> pd.DataFrame:
+    """The rows table of a run before format 5: tokens in their visible form, and `given_up` told from `rolled_back`.
+
+    A rolled-back row was given up if the newest draft token at its position had no verdict. Rows of verify passes had
+    one, since the rows of a failed pass were never kept.
+    """
+    history = token_history(events)
+    position = history.place + history.request_id.map(prompt_lengths)
+    drafts = history[history.outcome.fillna("") != "committed"].assign(position=position)
+    lost = rows[(rows.status == "rolled_back") & (rows.phase == "decode")]
+    fed = lost[["row", "request_id", "position", "step"]].merge(drafts, on=["request_id", "position"])
+    newest = fed[fed.born < fed.step].sort_values("born").drop_duplicates("row", keep="last")
+    given_up = newest[(newest.outcome.isna() | (newest.outcome == "given_up").fillna(False)).to_numpy(dtype=bool)].row
+    is_given_up = rows.row.isin(given_up)
+    changed = {name: rows[name].mask(is_given_up, "given_up") for name in ("role", "status")}
+    return rows.assign(token=rows.token.map(visible), **changed)
+
+
+def migrated_readings(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Readings or thoughts of a run before format 5, with the role and status of its migrated rows."""
+    about = rows.set_index("row").loc[readings.row]
+    there = [name for name in ("token", "committed_token") if name in readings.columns]
+    tokens = {name: readings[name].map(visible, na_action="ignore") for name in there}
+    return readings.assign(role=about.role.to_numpy(), status=about.status.to_numpy(), **tokens)

@@ -1,0 +1,126 @@
+"""Captured state vectors by (site, layer): in memory, or in safetensors shards opened when asked."""
+
+from collections.abc import Mapping, Sequence
+from operator import index
+from pathlib import Path
+from typing import Protocol, SupportsIndex, runtime_checkable
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.core.hook_names import HEAD_SITES, SITES
+
+
+@runtime_checkable
+class StateStore(Protocol):
+    """[n, m] vectors for each captured (site, layer), all in the order of the rows table's `state_index`."""
+
+    sites: tuple[str, ...]
+    heads: tuple[str, ...]
+    """Sites of attention heads: [n, h, d] each; a pattern is flat, row by row the weights [h, p + 1] of position p."""
+    layers: tuple[int, ...]
+
+    def all_of(self, site: str, layer: int) -> Tensor:
+        """Every stored vector of this site and layer, [n, m]; of heads as said above."""
+        ...
+
+
+class MemoryStore:
+    """A run's states, as the recorder left them."""
+
+    def __init__(self, states: Mapping[tuple[str, int], Tensor]) -> None:
+        self._states = dict(states)
+        held = {site for site, _ in states}
+        self.sites = tuple(site for site in SITES if site in held)
+        self.heads = tuple(site for site in HEAD_SITES if site in held)
+        self.layers = tuple(sorted({layer for _, layer in states}))
+
+    def all_of(self, site: str, layer: int) -> Tensor:
+        return self._states[site, layer]
+
+
+class ShardStore:
+    """A saved run's states. Each (site, layer) is one tensor in one of the shards, read when first asked for."""
+
+    def __init__(
+        self,
+        directory: Path,
+        shards: Sequence[str],
+        sites: Sequence[str],
+        layers: Sequence[int],
+        heads: Sequence[str] = (),
+    ) -> None:
+        self.sites, self.layers, self.heads = tuple(sites), tuple(layers), tuple(heads)
+        self.directory, self._shards = directory, list(shards)
+        self._where: dict[str, str] | None = None
+        self._held: dict[str, Tensor] = {}
+
+    def all_of(self, site: str, layer: int) -> Tensor:
+        from safetensors import safe_open
+
+        key = tensor_key(site, layer)
+        if key not in self._held:
+            where = self._where
+            if where is None:
+                where = self._where = {}
+                for shard in self._shards:
+                    with safe_open(self.directory / shard, framework="pt") as file:
+                        names = set(file.keys())
+                        where.update(dict.fromkeys(names, shard))
+                        if key in names:  # opening it again would take longer than reading
+                            self._held[key] = file.get_tensor(key)
+            if key not in self._held:
+                with safe_open(self.directory / where[key], framework="pt") as file:
+                    self._held[key] = file.get_tensor(key)
+        return self._held[key]
+
+
+def tensor_key(site: str, layer: int) -> str:
+    return f"{site}.{layer}"
+
+
+def layer_number(layer: SupportsIndex, rows: pd.DataFrame) -> int:
+    """The layer as stored: negative numbers count from the last layer that any of these rows went through."""
+    number = index(layer)
+    depth = int(max(rows.num_layers, default=0)) if number < 0 else 0
+    return number + depth if number >= -depth else number
+
+
+class Blocks:
+    """States as they come in: one [layers, n, m] block for each pass and site, joined once at the end.
+
+    Hooks copy straight into the block of the pass at hand, so nothing aliases the model's tensors.
+    """
+
+    def __init__(self, sites: Sequence[str], layers: Sequence[int], dtype: torch.dtype) -> None:
+        self.sites, self.layers, self.dtype = tuple(sites), tuple(layers), dtype
+        self.layer_index = {layer: i for i, layer in enumerate(layers)}
+        self.num_rows = 0
+        self._opened: list[int] = []
+        self._blocks: dict[str, list[Tensor]] = {site: [] for site in sites}
+
+    def open(self, num_rows: int, width: int) -> dict[str, Tensor]:
+        """New blocks for a pass, filled with NaN: a layer that does not run stays marked as such."""
+        new = {s: torch.full((len(self.layers), num_rows, width), torch.nan, dtype=self.dtype) for s in self.sites}
+        for site, block in new.items():
+            self._blocks[site].append(block)
+        self._opened.append(num_rows)
+        self.num_rows += num_rows
+        return new
+
+    def drop_last(self) -> None:
+        """Forget the blocks of the newest pass, which failed."""
+        self.num_rows -= self._opened.pop()
+        for blocks in self._blocks.values():
+            blocks.pop()
+
+    def joined(self) -> dict[tuple[str, int], Tensor]:
+        """All blocks as one [n, m] tensor for each (site, layer); the blocks are let go site by site."""
+        states: dict[tuple[str, int], Tensor] = {}
+        for site in self.sites:
+            blocks = self._blocks.pop(site)
+            for layer, i in self.layer_index.items():
+                parts = [block[i] for block in blocks]
+                states[site, layer] = torch.cat(parts) if parts else torch.empty(0, 0, dtype=self.dtype)
+        return states

@@ -1,0 +1,138 @@
+"""A saved run for who looks at a little of it at a time: tables read when asked for, and no tensor. Loads no torch."""
+
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from cacheprobe.core.token_text import visible
+from cacheprobe.trace.manifest import TraceError, read_manifest, require_whole
+from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows
+from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
+
+_REQUESTS_HELD = 8
+"""Readings of so many requests stay in memory, in Arrow's compact form."""
+
+
+class StoredRun:
+    """The tables of one saved run, each read once; lens readings by request.
+
+    Columns are those of `trace.tables` and `trace.thoughts`. Raises: TraceError, when it is made, for a directory
+    that holds no whole run.
+    Twin: `load_trace(directory)`, whose tables hold the same lines, ==.
+    """
+
+    def __init__(self, directory: "str | Path") -> None:
+        self.directory = Path(directory)
+        self._manifest = read_manifest(self.directory)
+        require_whole(self.directory, self._manifest)
+        self.meta: dict[str, Any] = self._manifest["meta"]
+        self.requests: list[dict[str, Any]] = self._manifest["requests"]
+        """request_id, prompt, prompt_token_ids, is_deterministic, committed_token_ids, text, example and others."""
+        self.sites = tuple(self._manifest["sites"])
+        self.layers = tuple(self._manifest["layers"])
+        self._held = lru_cache(maxsize=_REQUESTS_HELD)(self._read_readings)
+
+    def __repr__(self) -> str:
+        return f"StoredRun({self.directory.name}: {len(self.requests)} requests of {self.fingerprint['model']})"
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return self.meta["fingerprint"]
+
+    def request(self, request_id: int) -> dict[str, Any]:
+        """Raises: KeyError for a request that the run does not have."""
+        if not 0 <= request_id < len(self.requests):
+            raise KeyError(f"no request {request_id} in this run; it has 0 to {len(self.requests) - 1}")
+        return self.requests[request_id]
+
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        rows = self._whole("rows")
+        return rows if self._path("tokens") else migrated_rows(rows, self.events, self._prompt_lengths)
+
+    @cached_property
+    def events(self) -> pd.DataFrame:
+        return migrated_events(self._whole("events"))
+
+    @cached_property
+    def ledger(self) -> pd.DataFrame:
+        """Changes of cache rows; `trace.tables.ledgers.ledger_at` plays them."""
+        return self._whole("ledger")
+
+    @cached_property
+    def thoughts(self) -> pd.DataFrame | None:
+        """None where the model writes none."""
+        if not self._path("thoughts"):
+            return None
+        thoughts = self._whole("thoughts")
+        return thoughts if self._path("tokens") else migrated_readings(thoughts, self.rows)
+
+    @property
+    def has_readings(self) -> bool:
+        return self._path("hypotheses") is not None
+
+    def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
+        """Lens readings of one request, as in `Trace.readings(include_rolled_back=True)`; of some positions, if given.
+
+        Raises: ValueError where the run read no lens.
+        """
+        table = self._held(request_id)
+        if positions is not None:
+            position = table["position"]
+            inside = pc.and_(pc.greater_equal(position, positions.start), pc.less(position, positions.stop))
+            table = table.filter(inside)
+        readings = table.to_pandas()
+        if self._path("tokens") is None:
+            readings = migrated_readings(readings, self.rows)
+        own = self.events[self.events.request_id == request_id]
+        readings = with_verdicts(readings, own, self._prompt_lengths, self.token_texts)
+        return with_read_tokens(readings, self.rows)
+
+    @property
+    def _prompt_lengths(self) -> dict[int, int]:
+        return {request["request_id"]: len(request["prompt_token_ids"]) for request in self.requests}
+
+    @cached_property
+    def token_texts(self) -> dict[int, str]:
+        """The visible form of every token that the run names, by token id."""
+        if self._path("tokens") is not None:
+            table = self._whole("tokens")
+            return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
+        texts = dict(zip(self.rows.token_id.tolist(), self.rows.token.tolist(), strict=True))
+        if (path := self._path("hypotheses")) is not None:
+            for number, text in (("token_id", "token"), ("committed_token_id", "committed_token")):
+                ids = pq.read_table(path, columns=[number])[number].combine_chunks()
+                lacking = pa.array(set(pc.unique(ids).to_pylist()) - {None, *texts}, ids.type)
+                if len(lacking):  # texts are a hundred times what their numbers are: most are never looked at
+                    there = pq.read_table(path, columns=[text])[text].take(pc.index_in(lacking, value_set=ids))
+                    texts |= {t: visible(s) for t, s in zip(lacking.to_pylist(), there.to_pylist(), strict=True)}
+        return texts
+
+    def _read_readings(self, request_id: int) -> pa.Table:
+        path = self._path("hypotheses")
+        if path is None:
+            raise ValueError("this run read no lens; run it with 'Z' in capture=")
+        file = pq.ParquetFile(path)
+        column = file.schema_arrow.get_field_index("request_id")
+        groups = []
+        for number in range(file.num_row_groups):
+            known = file.metadata.row_group(number).column(column).statistics
+            if known is None or known.min <= request_id <= known.max:
+                groups.append(number)
+        table = file.read_row_groups(groups)
+        return table.filter(pc.equal(table["request_id"], request_id))
+
+    def _path(self, name: str) -> Path | None:
+        file = f"{name}-{self._manifest['run_id']}.parquet"
+        return self.directory / file if file in self._manifest["files"] else None
+
+    def _whole(self, name: str) -> pd.DataFrame:
+        path = self._path(name)
+        if path is None:
+            raise TraceError(f"{self.directory} holds no table of {name}; run it again")
+        return pd.read_parquet(path)

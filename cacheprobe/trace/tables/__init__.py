@@ -1,0 +1,1 @@
+"""Tables of a trace: rows, readings, verdicts of drafts, thoughts, events and the ledger."""

@@ -1,0 +1,154 @@
+"""From what the recorder holds to tidy pandas tables. Columns are documented where they are made."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.core.records import StepRecord
+from cacheprobe.core.token_text import visible
+from cacheprobe.trace.rows import LedgerChange, RowRecord
+
+TokenTexts = Callable[[Sequence[int]], list[str]]
+
+EVENT_COLUMNS = [
+    "step", "phase", "batch_rows", "batch_slots", "request_id", "seconds", "proposed_token_ids", "draft_start",
+    "draft_token_ids", "target_token_ids", "num_accepted", "num_rolled_back", "committed_token_ids",
+    "committed_logprobs_nats", "recovered_token_id", "bonus_token_id", "finish", "margin_nats",
+]  # fmt: skip
+"""Of `events_table`, also where a run had no step: every request was cancelled before it began."""
+
+
+def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
+    """One row for every token of every pass: row, request_id, step, phase, role, status, position, token_id, token (in
+    its visible form), num_layers (that ran), state_index (place among the stored vectors; -1 where a filter dropped
+    it)."""
+    table = pd.DataFrame([asdict(row) for row in rows], columns=[field.name for field in fields(RowRecord)])
+    table.insert(0, "row", np.arange(len(table)))
+    table.insert(7, "token", texts_of(table.token_id.to_numpy(), token_texts))
+    return table
+
+
+def hypotheses_table(
+    columns: dict[str, Any], rows: pd.DataFrame, lens: str, token_texts: TokenTexts, site: str = "S"
+) -> pd.DataFrame:
+    """One row for every lens reading: layer x position x pass.
+
+    A row at position p reads the token at p and predicts the one at p + 1. token_id, token, logprob_nats: the layer's
+    first choice; top_token_ids, top_logprob_nats: its first five; entropy_nats; committed_token_id, committed_token:
+    what was committed at p + 1, null where nothing was; rank, committed_logprob_nats: that token's place and
+    log-probability in this layer's reading; agrees: whether the first choice is the committed token.
+    """
+    about = rows.set_index("row").loc[columns["row"].numpy()]
+    target, top = columns["target"].numpy(), columns["top_token_ids"].numpy()
+    has_target = target >= 0
+    table = pd.DataFrame(
+        {
+            "row": columns["row"].numpy(),
+            **{key: about[key].to_numpy() for key in ("request_id", "step", "phase", "role", "status", "position")},
+            "layer": columns["layer"].numpy(),
+            "site": site,
+            "lens": lens,
+            "token_id": top[:, 0],
+            "token": texts_of(top[:, 0], token_texts),
+            "logprob_nats": columns["top_logprob_nats"][:, 0].numpy(),
+            "entropy_nats": columns["entropy_nats"].numpy(),
+            "committed_token_id": pd.array(np.where(has_target, target, 0), dtype="Int64"),
+            "committed_token": texts_of(np.where(has_target, target, 0), token_texts),
+            "rank": pd.array(columns["target_rank"].numpy(), dtype="Int64"),
+            "committed_logprob_nats": columns["target_logprob_nats"].numpy(),
+            "agrees": pd.array(top[:, 0] == target, dtype="boolean"),
+            "top_token_ids": list(top),
+            "top_logprob_nats": list(columns["top_logprob_nats"].numpy()),
+        }
+    )
+    table.loc[~has_target, ["committed_token_id", "committed_token", "rank", "agrees"]] = pd.NA
+    return table.sort_values(["request_id", "step", "row", "layer"], ignore_index=True)
+
+
+def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
+    """One row for every request in every step: step, phase, batch_rows, batch_slots, request_id, seconds,
+    draft_start, draft_token_ids, target_token_ids, num_accepted, finish (verify); proposed_token_ids (decode of a
+    draft); committed_token_ids and their committed_logprobs_nats under the model's own logits; recovered_token_id,
+    bonus_token_id; margin_nats (smallest of the step's choices)."""
+    records = []
+    for step in steps:
+        committed, proposed = dict(step.committed), dict(step.proposed)
+        logprobs = dict(step.logprobs)
+        verdicts = {verdict.request_id: verdict for verdict in step.verdicts}
+        for request_id in step.request_ids:
+            verdict = verdicts.get(request_id)
+            margins = [margin for r, margin in step.margins if r == request_id]
+            records.append(
+                {
+                    "step": step.step,
+                    "phase": step.phase,
+                    "batch_rows": step.batch_shape[0],
+                    "batch_slots": step.batch_shape[1],
+                    "request_id": request_id,
+                    "seconds": step.seconds,
+                    "proposed_token_ids": list(proposed.get(request_id, ())),
+                    "draft_start": verdict.start if verdict else None,
+                    "draft_token_ids": list(verdict.draft_token_ids) if verdict else [],
+                    "target_token_ids": list(verdict.target_token_ids) if verdict else [],
+                    "num_accepted": verdict.num_accepted if verdict else None,
+                    "num_rolled_back": len(verdict.rolled_back) if verdict else None,
+                    "committed_token_ids": list(verdict.committed if verdict else committed.get(request_id, ())),
+                    "committed_logprobs_nats": list(logprobs.get(request_id, ())),
+                    "recovered_token_id": verdict.recovered if verdict else None,
+                    "bonus_token_id": verdict.bonus if verdict else None,
+                    "finish": verdict.finish if verdict else None,
+                    "margin_nats": min(margins) if margins else None,
+                }
+            )
+    table = pd.DataFrame(records, columns=EVENT_COLUMNS)
+    whole = ("draft_start", "num_accepted", "num_rolled_back", "recovered_token_id", "bonus_token_id")
+    return table.astype(dict.fromkeys(whole, "Int64") | {"margin_nats": "Float64", "finish": "string"})
+
+
+def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
+    """One row for every change: request_id, step, start, end, provenance of cache rows start..end-1."""
+    columns = [field.name for field in fields(LedgerChange)]
+    return pd.DataFrame([asdict(change) for change in changes], columns=columns)
+
+
+def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:
+    """Each token's visible form, decoding every distinct id once."""
+    distinct, inverse = np.unique(token_ids, return_inverse=True)
+    return np.array([visible(text) for text in token_texts(distinct.tolist())], dtype=object)[inverse]
+
+
+def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
+    """As `tokens_table`, of the tokens whose texts these tables hold; for runs that stored no table of tokens."""
+    parts = [rows[["token_id", "token"]]]
+    if hypotheses is not None:
+        committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
+        parts += [hypotheses[["token_id", "token"]], committed.set_axis(["token_id", "token"], axis=1)]
+    table = pd.concat([part.astype({"token_id": "int64", "token": object}) for part in parts])
+    return table.drop_duplicates("token_id", ignore_index=True)
+
+
+def tokens_table(
+    rows: pd.DataFrame,
+    tokens: Mapping[int, Sequence[int]],
+    events: pd.DataFrame,
+    columns: Mapping[str, Any],
+    token_texts: TokenTexts,
+) -> pd.DataFrame:
+    """One row for every token that the run names: token_id, token (in its visible form).
+
+    Named are tokens that were fed, committed, drafted or chosen by the verifier, and every choice of a reading.
+    tokens: committed ids by request.  columns: as from `LensReader.finish`, {} where no lens was read.
+    """
+    listed = [*tokens.values(), *(ids for name in _EVENT_IDS for ids in events[name])]
+    parts = [rows.token_id.to_numpy(), *(np.asarray(ids, dtype=np.int64) for ids in listed)]
+    if columns:
+        target = columns["target"].numpy()
+        parts += [columns["top_token_ids"].numpy().ravel(), target[target >= 0]]
+    distinct = np.unique(np.concatenate(parts).astype(np.int64))
+    return pd.DataFrame({"token_id": distinct, "token": texts_of(distinct, token_texts)})
+
+
+_EVENT_IDS = ("proposed_token_ids", "draft_token_ids", "target_token_ids")

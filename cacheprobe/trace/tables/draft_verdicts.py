@@ -1,0 +1,174 @@
+"""What became of every drafted token, beside the readings of the position that it was drafted for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN, VERDICTS
+from cacheprobe.trace.tables.token_history import token_history
+
+VERDICT_COLUMNS = ["drafted_token_id", "drafted_token", "verdict", "prediction_depth"]
+"""Columns that `with_verdicts` adds to the readings."""
+NOT_DRAFTED = "not_drafted"
+"""Group of the readings of positions for which the row's pass had no draft."""
+READ_COLUMNS = ["read_token_id", "read_token"]
+"""Columns that `with_read_tokens` adds to the readings."""
+
+
+def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
+    """One line for each drafted token: request_id, place, drafted_token_id, born, judged, verdict.
+
+    place: 0 is the first generated token.  born: the step that drafted it.  judged: the step of its verify pass, null
+    where it reached none.  verdict: "accepted"; "rejected", the first of its draft that the verifier did not choose;
+    "never_judged", where it stood behind a rejected token or its draft was given up.
+    events: as in `Trace.events`.
+    """
+    history = token_history(events)
+    outcome = history.outcome.astype(object)
+    drafts = history[outcome.isna() | outcome.isin(["accepted", "rolled_back", "given_up"])]
+    rejected = drafts[drafts.outcome == "rolled_back"].groupby(["request_id", "settled"]).place.idxmin()
+    verdict = pd.Series("never_judged", index=drafts.index, dtype="object")
+    verdict[(drafts.outcome == "accepted").fillna(False)] = "accepted"
+    verdict[rejected.to_numpy()] = "rejected"
+    judged = drafts.settled.where(drafts.outcome.isin(["accepted", "rolled_back"]).fillna(False))
+    return pd.DataFrame(
+        {
+            "request_id": drafts.request_id,
+            "place": drafts.place,
+            "drafted_token_id": drafts.token_id,
+            "born": drafts.born,
+            "judged": judged.astype("Int64"),
+            "verdict": verdict.astype(pd.CategoricalDtype(VERDICTS)).astype("string"),
+        }
+    ).reset_index(drop=True)
+
+
+def with_verdicts(
+    readings: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int], token_texts: Mapping[int, str]
+) -> pd.DataFrame:
+    """The readings with the columns drafted_token_id, drafted_token, verdict, prediction_depth and top_tokens.
+
+    A row at position p predicts position p + 1. Its drafted token is the one that stood there as a draft in the row's
+    own pass: the pass that drafted it, or the verify pass that judged it. Null where nothing was drafted.
+    prediction_depth: as in `prediction_depths`.  top_tokens: the texts of top_token_ids.
+    readings: one lens and site, as in `trace.tables.build.hypotheses_table`.  prompt_lengths: tokens by request.
+    token_texts: by token id; a token that is not in it stands as "<id>".
+    """
+    readings = readings.drop(columns=[*VERDICT_COLUMNS, "top_tokens"], errors="ignore")
+    drafts = drafts_table(events)
+    position = drafts.request_id.map(prompt_lengths) + drafts.place - 1  # of the row that predicts it
+    about = drafts.assign(position=position)[["request_id", "position", "drafted_token_id", "verdict"]]
+    born, judged = about.assign(step=drafts.born), about.assign(step=drafts.judged)[drafts.judged.notna()]
+    where = pd.concat([born, judged.astype({"step": born.step.dtype})]).drop_duplicates(
+        ["request_id", "step", "position"]
+    )
+    keys = ["request_id", "step", "position"]
+    found = readings[keys].merge(where, on=keys, how="left", validate="many_to_one")
+    token_ids = found.drafted_token_id.astype("Int64").array
+    texts = {token: _text(token_texts, token) for token in drafts.drafted_token_id.unique().tolist()}
+    added = {
+        "drafted_token_id": token_ids,
+        "drafted_token": found.drafted_token_id.map(texts).astype(object).to_numpy(),
+        "verdict": found.verdict.astype("string").array,
+        "prediction_depth": prediction_depths(readings).array,
+    }
+    end = readings.columns.get_loc("top_token_ids")
+    table = pd.concat(
+        [readings.iloc[:, :end], pd.DataFrame(added, index=readings.index), readings.iloc[:, end:]], axis=1
+    )
+    top = [[_text(token_texts, token) for token in _ids(ids)] for ids in table.top_token_ids]
+    table.insert(table.columns.get_loc("top_token_ids") + 1, "top_tokens", top)
+    return table
+
+
+def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """The readings with the columns read_token_id and read_token: the token that the row was fed, at its own position.
+
+    rows: as in `trace.tables.build.rows_table`.
+    """
+    readings = readings.drop(columns=READ_COLUMNS, errors="ignore")
+    fed = rows[rows.row.isin(readings.row.unique())].set_index("row")[["token_id", "token"]].reindex(readings.row)
+    place = readings.columns.get_loc("position") + 1
+    readings.insert(place, "read_token_id", fed.token_id.astype("Int64").array)
+    readings.insert(place + 1, "read_token", fed.token.to_numpy(dtype=object))
+    return readings
+
+
+def _ids(held: Any) -> list[int]:
+    """Token ids as a list; a thought has none."""
+    return [int(token) for token in held] if pd.api.types.is_list_like(held) else []
+
+
+def _text(token_texts: Mapping[int, str], token_id: int) -> str:
+    try:
+        return token_texts[token_id]
+    except KeyError:
+        return f"<{token_id}>"
+
+
+def prediction_depths(readings: pd.DataFrame) -> pd.Series:
+    """For each reading: the first layer from which its row's first choice stays that of the last layer read.
+
+    Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
+    Twin: tests.measures_slowly.settling_slowly, ==.
+    """
+    if readings.empty:
+        return pd.Series(dtype="Int64", index=readings.index)
+    columns = [readings[name].to_numpy() for name in ("row", "layer", "token_id")]
+    order = np.lexsort((columns[1], columns[0]))
+    row, layer, token = (column[order] for column in columns)
+    is_first = np.append(True, row[1:] != row[:-1])
+    is_change = is_first | np.append(True, token[1:] != token[:-1])
+    last_change = np.maximum.accumulate(np.where(is_change, np.arange(len(row)), 0))
+    starts = np.append(np.flatnonzero(is_first), len(row))
+    depths = np.empty(len(row), dtype=np.int64)
+    depths[order] = np.repeat(layer[last_change[starts[1:] - 1]], np.diff(starts))
+    return pd.Series(depths, readings.index, dtype="Int64")
+
+
+def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
+    """The readings that can be compared with the committed token, with no null among their verdicts.
+
+    Left out are rows after which nothing was committed, and rows fed a rejected token or a draft that was given up:
+    they follow a text that was never committed.
+    Raises: ValueError where none is left.
+    """
+    known = readings[readings.agrees.notna() & ~readings.status.isin(FED_A_DRAFT_IN_VAIN)]
+    if known.empty:
+        raise ValueError("no hypothesis has a committed token to agree with; capture must include Z")
+    return known.assign(agrees=known.agrees.astype(float), verdict=known.verdict.fillna(NOT_DRAFTED))
+
+
+def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
+    """By layer and verdict: rows, and the shares of them whose first choice is the committed or the drafted token.
+
+    Columns: layer, verdict (accepted, rejected, never_judged, not_drafted), rows, committed_first, drafted_first (null
+    where nothing was drafted).
+    Twin: tests.measures_slowly.shares_by_verdict_slowly, close(1e-9).
+    """
+    known = by_verdict(readings)
+    is_drafted = known.drafted_token_id.notna()
+    drafted = (known.token_id == known.drafted_token_id).fillna(False).astype(float).where(is_drafted)
+    grouped = known.assign(drafted=drafted).groupby(["layer", "verdict"], as_index=False)
+    return grouped.agg(rows=("row", "size"), committed_first=("agrees", "mean"), drafted_first=("drafted", "mean"))
+
+
+def parting(shares: pd.DataFrame) -> str:
+    """One sentence about `shares_by_verdict`: where rejected drafts lose to the committed token, as a first choice."""
+    rejected = shares[shares.verdict == "rejected"].set_index("layer")
+    if len(rejected):
+        wins = rejected.committed_first > rejected.drafted_first
+        if not wins.iloc[-1]:
+            return "Where a draft was rejected, the draft leads up to the last layer read"
+        since = wins.index[wins[::-1].cummin()[::-1]][0]
+        return f"Where a draft was rejected, the committed token leads from layer {since} on"
+    kind = next(kind for kind in ("accepted", NOT_DRAFTED, "never_judged") if (shares.verdict == kind).any())
+    share = shares[shares.verdict == kind].set_index("layer").committed_first
+    most = (share >= 0.5)[::-1].cummin()[::-1]
+    where = {"accepted": "Where a draft was accepted", "never_judged": "Where a draft was never judged"}.get(kind)
+    said = f"{where}, the" if where else "The"
+    if not most.any():
+        return f"{said} committed token is first in half of the readings at no last layer"
+    return f"{said} committed token is first in at least half of the readings from layer {most.index[most][0]} on"

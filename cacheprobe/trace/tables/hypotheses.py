@@ -1,0 +1,52 @@
+"""The hypotheses of a trace: every lens reading, beside the committed token and the draft that was judged there."""
+
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.trace.tables.draft_verdicts import VERDICT_COLUMNS, with_read_tokens, with_verdicts
+from cacheprobe.trace.tables.thoughts import as_hypotheses
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.data import TraceData
+
+
+def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame:
+    """As in `Trace.hypotheses`. Raises: ValueError where the run read no lens and wrote no thoughts."""
+    spoken = None
+    if trace.thought_table is not None:
+        spoken = as_hypotheses(trace.thought_table, trace.meta["thought_layer"], trace.token_texts)
+        spoken = with_read_tokens(spoken, trace.row_table)
+    if spoken is not None and trace.hypothesis_table is None:
+        table = spoken.assign(**dict.fromkeys(VERDICT_COLUMNS, pd.NA))
+    elif spoken is None:
+        table = _readings(trace)
+    else:
+        read = _readings(trace)
+        known = spoken.astype(read.dtypes[spoken.columns].to_dict())
+        table = pd.concat([read, known]).sort_values(["request_id", "step", "row", "layer"], kind="stable")
+    if not include_rolled_back:
+        table = table[~table.status.isin(FED_A_DRAFT_IN_VAIN)]
+    return table.reset_index(drop=True)
+
+
+def _readings(trace: "TraceData") -> pd.DataFrame:
+    if trace.judged_readings is None:
+        trace.judged_readings = _judged(trace)
+    return trace.judged_readings.copy()
+
+
+def _judged(trace: "TraceData") -> pd.DataFrame:
+    if trace.hypothesis_table is not None:
+        lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
+        table = with_verdicts(trace.hypothesis_table, trace.event_table, lengths, trace.token_texts)
+        return with_read_tokens(table, trace.row_table)
+    if trace.meta["kind"] == "import" and trace.read_states is not None and "S" in trace.store.sites:
+        return trace.read_states(trace)
+    trace.require_there("Z")
+    capture = trace.meta["capture"]
+    if "Z" in capture["sites"]:
+        filters = f"positions={capture['positions']}, phases={capture['phases']}"
+        raise ValueError(f"the capture filters {filters} kept no row that predicts a generated token; widen them")
+    raise ValueError("this run read no lens; run it with 'Z' in capture=")

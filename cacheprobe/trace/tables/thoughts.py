@@ -1,0 +1,145 @@
+"""Thoughts of a Thinking States model: a table of their own, and lines of the hypotheses table."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.core.records import Request, Thought
+from cacheprobe.core.token_text import visible
+from cacheprobe.models.base import CachedLM
+
+THOUGHT_LENS = "thinking block"
+
+
+def thoughts_table(
+    thoughts: Sequence[Thought],
+    rows: pd.DataFrame,
+    requests: Sequence[Request],
+    tokens: Mapping[int, Sequence[int]],
+    model: CachedLM,
+) -> pd.DataFrame:
+    """One row for each chunk that was thought about, in every pass that did.
+
+    thought (its number, and its place among the thought states), request_id, step, phase, role, status and row (those
+    of the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions
+    of the chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit),
+    said (its words without the end, "" where it is empty), logprobs_nats;
+    first_token_id, first_logprob_nats, entropy_nats of the choice of its first token; committed_token_id, the first
+    token of the request's answer, with its rank and committed_logprob_nats in that choice;
+    true_state: the task's state once the chunk was read, null where the prompt is from no task;
+    agrees: whether what it said last is that state, or what the task has to say of it; null where either is missing;
+    state_norm: Euclidean norm of all c x m numbers that it adds to the next chunk.
+    """
+    about = rows.set_index(["request_id", "step", "position"])
+    by_request = {request.request_id: request for request in requests}
+    truth = {request.request_id: _true_states(request, model) for request in requests}
+    records = []
+    for number, thought in enumerate(thoughts):
+        row = about.loc[(thought.request_id, thought.step, thought.end)]
+        logits = thought.first_logits.double()
+        logprobs = logits.log_softmax(-1)
+        answer = tokens[thought.request_id][0] if len(tokens[thought.request_id]) else None
+        states = truth[thought.request_id]
+        true_state = states[thought.end] if thought.end < len(states) else None
+        texts = model.token_texts(thought.token_ids)
+        said = model.decode(thought.token_ids[: len(thought.token_ids) - thought.has_ended]).strip()
+        records.append(
+            {
+                "thought": number,
+                "request_id": thought.request_id,
+                "step": thought.step,
+                "phase": thought.phase,
+                "role": row.role,
+                "status": row.status,
+                "row": int(row.row),
+                "chunk": thought.chunk,
+                "start": thought.end + 1 - len(thought.state),
+                "end": thought.end,
+                "token_ids": list(thought.token_ids),
+                "tokens": texts,
+                "text": " ".join(texts),
+                "has_ended": thought.has_ended,
+                "said": said,
+                "logprobs_nats": list(thought.logprobs),
+                "first_token_id": thought.token_ids[0],
+                "first_logprob_nats": float(logprobs[thought.token_ids[0]]),
+                "entropy_nats": float(-(logprobs.exp() * logprobs.clamp(min=-1e6)).sum()),
+                "committed_token_id": answer,
+                "rank": None if answer is None else _rank(logits, answer),
+                "committed_logprob_nats": None if answer is None else float(logprobs[answer]),
+                "true_state": true_state,
+                "agrees": says_state(said, true_state, by_request[thought.request_id].example),
+                "state_norm": float(thought.state.double().norm()),
+            }
+        )
+    table = pd.DataFrame(records)
+    return table.astype({"committed_token_id": "Int64", "rank": "Int64", "true_state": "string", "agrees": "boolean"})
+
+
+def thought_states(thoughts: Sequence[Thought]) -> Tensor:
+    """[n, c, m]: what each thought adds to the next chunk."""
+    return torch.stack([thought.state for thought in thoughts]).clone()
+
+
+def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, str]) -> pd.DataFrame:
+    """Thoughts as lines of the hypotheses table: what was believed at l_out, beside the first token of the answer.
+
+    site: "thought".  layer: l_out.  token: the thought's first token; an empty thought is its end alone, and agrees
+    with nothing.
+    """
+    is_empty = thoughts.token_ids.map(len) == 1
+    agrees = pd.array(thoughts.first_token_id == thoughts.committed_token_id, dtype="boolean")
+    agrees[(is_empty | thoughts.committed_token_id.isna()).to_numpy(dtype=bool)] = pd.NA
+    return pd.DataFrame(
+        {
+            **{key: thoughts[key] for key in ("row", "request_id", "step", "phase", "role", "status")},
+            "position": thoughts.end,
+            "layer": layer,
+            "site": "thought",
+            "lens": THOUGHT_LENS,
+            "token_id": thoughts.first_token_id,
+            "token": thoughts.tokens.str[0].map(visible),
+            "logprob_nats": thoughts.first_logprob_nats,
+            "entropy_nats": thoughts.entropy_nats,
+            "committed_token_id": thoughts.committed_token_id,
+            "committed_token": [_text(token_texts, token) for token in thoughts.committed_token_id],
+            "rank": thoughts["rank"],
+            "committed_logprob_nats": thoughts.committed_logprob_nats,
+            "agrees": agrees,
+        }
+    )
+
+
+def _text(token_texts: Mapping[int, str], token_id: Any) -> str | None:
+    return None if pd.isna(token_id) else token_texts.get(int(token_id), f"<{token_id}>")
+
+
+def _rank(logits: Tensor, token_id: int) -> int:
+    """Tokens that come before it, lowest id first among equal ones."""
+    values = logits.numpy()
+    return int((values > values[token_id]).sum() + (values[:token_id] == values[token_id]).sum())
+
+
+def says_state(said: str, true_state: str | None, example: Any) -> bool | None:
+    """Whether a thought's words end in the task's state, or what the task says of it; None where either is missing."""
+    if not said or true_state is None:
+        return None
+    question = example.question
+    known = zip(question.states, question.thoughts, strict=True) if question.thoughts else ()
+    wanted = {true_state, *(thought for state, thought in known if state == true_state)}
+    return any(said == text or said.endswith(f" {text}") for text in wanted)
+
+
+def _true_states(request: Request, model: CachedLM) -> Sequence[str | None]:
+    """By absolute position of the prompt: the task's state once that token was read."""
+    if request.example is None:
+        return ()
+    try:
+        known = request.example.states_after_tokens(model.tokenizer)
+    except ValueError:
+        return ()
+    pads = request.num_prompt_tokens - len(known)
+    return [None] * pads + known if pads >= 0 else ()

@@ -1,0 +1,162 @@
+"""The trace: one run's requests, states, hypotheses, events and ledger, in memory or read from disk."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.core.hook_names import HEAD_SITES
+from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.data import TraceData
+from cacheprobe.trace.self_checks import self_checks_text
+from cacheprobe.trace.storage import load_fields, save_trace
+from cacheprobe.trace.tables.hypotheses import hypotheses_of
+from cacheprobe.trace.tables.ledgers import ledger_at
+
+MOVED = {
+    "read": "read_states",
+    "readings": "lens_readings",
+    "agreement": "agreement",
+    "settling": "prediction_depth",
+    "commitment": "commitment",
+    "saturation": "saturation",
+    "draft_agreement": "draft_agreement",
+    "divergences": "divergences",
+    "rejected": "rejected_tokens",
+    "attribution": "attribution",
+    "thought_readings": "read_thoughts",
+    "thought_insides": "thought_activations",
+    "cache_rows": "cache_rows",
+    "fork": "fork",
+    "to_activation_cache": "to_activation_cache",
+}
+"""Methods that a trace had, and the function of `cp.analysis` that computes the same."""
+
+
+@dataclass(repr=False)
+class Trace(TraceData):
+    """What a run computed, believed, committed and threw away.
+
+    A row is one token of one pass, at the absolute position of that token; a reading of it speaks of the next one.
+    Every position has one canonical row, of status `committed`: prompt + generated - 1 of them for each request, since
+    the newest token has none yet.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MOVED:
+            raise AttributeError(f"trace.{name}(...) is now cp.analysis.{MOVED[name]}(trace, ...)")
+        raise AttributeError(f"a Trace has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        steps = self.event_table.drop_duplicates("step").phase.value_counts()
+        phases = ", ".join(f"{steps.get(phase, 0)} {phase}" for phase in ("prefill", "decode", "verify"))
+        text = f"Trace({len(self.requests)} requests, {steps.sum()} steps: {phases}"
+        if drafted := self.num_drafted:
+            accepted = 100 * (drafted - self.num_rolled_back) / drafted
+            text += f"; accepted {accepted:.0f} %, rolled back {self.num_rolled_back} tokens"
+        return text + self_checks_text(self.meta) + ")"
+
+    def committed(self, request_id: SupportsIndex) -> list[int]:
+        """The request's committed token ids, without its prompt."""
+        self._require(request_id)
+        return list(self.tokens[int(request_id)])
+
+    def text(self, request_id: SupportsIndex) -> str:
+        """The committed tokens as text."""
+        self._require(request_id)
+        return self.texts[int(request_id)]
+
+    def logprobs(self, request_id: SupportsIndex) -> list[float]:
+        """Log-probability, in nats, of each committed token under the logits that chose it, before any processor."""
+        self._require(request_id)
+        self.require_there("log-probabilities")
+        events = self.event_table[self.event_table.request_id == request_id]
+        return [float(nats) for step in events.committed_logprobs_nats for nats in step]
+
+    def events(self) -> pd.DataFrame:
+        """One row for every request in every step; columns as in `trace.tables.build.events_table`."""
+        return self.event_table.copy()
+
+    def ledger(self, request_id: SupportsIndex, step: SupportsIndex | None = None) -> pd.DataFrame:
+        """Cache rows of a request after `step` (default: its last): position, provenance, step of the last write."""
+        self._require(request_id)
+        self.require_there("ledger")
+        steps = self.event_table.step
+        if step is not None and not (len(steps) and 0 <= int(step) <= steps.max()):
+            raise ValueError(f"no step {step} in this trace; it has {f'0 to {steps.max()}' if len(steps) else 'none'}")
+        return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
+
+    def hypotheses(self, include_rolled_back: bool = False) -> pd.DataFrame:
+        """Every lens reading, one row for each layer x position x step, beside the draft that was judged there.
+
+        Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
+        `trace.tables.draft_verdicts.with_verdicts`; `read_token`, which the row was fed; top_tokens, the texts of
+        top_token_ids. Thoughts stand among them, at site "thought". The logit lens reads an import without readings.
+        include_rolled_back: also rows that were fed a rejected draft token, or one that was given up. They follow a
+            text that was never committed, so nothing committed can be compared with their prediction.
+        """
+        return hypotheses_of(self, include_rolled_back)
+
+    def states(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
+        """The canonical states of a request, [position, m]: prompt + generated - 1 rows in order of position."""
+        return self.vectors(site, layer, self._canonical(request_id))
+
+    def heads(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
+        """q, k, v or z of every head at a request's canonical rows, [position, h, d], in order of position.
+
+        q and k: as they leave the projection, before any norm of theirs and before the rotation; k and v have as many
+        heads as the cache. z is what enters the output projection, whose sum over heads, with its bias, is T where no
+        norm follows. Raises: ValueError for a site that is none of these, or that was not kept.
+        """
+        if site not in HEAD_SITES:
+            raise ValueError(f"unknown site {site!r} of heads; they are {', '.join(HEAD_SITES)}")
+        return self.vectors(site, layer, self._canonical(request_id))
+
+    def pattern(self, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
+        """Attention weights of a request's canonical rows, [h, t, t]: query position by position attended to.
+
+        Zero above the diagonal, and where a sliding window or a mask hides. Raises: ValueError where a position was not
+        computed (cached rows that the request went on from) or not kept; see `pattern_rows`.
+        """
+        rows = self._canonical(request_id)
+        kept = self.pattern_rows(layer, rows)
+        if rows.position.tolist() != list(range(len(rows))):
+            raise ValueError(
+                f"request {request_id} has rows at positions {rows.position.min()} to {rows.position.max()} alone, so "
+                "its pattern is no square; use pattern_rows(layer, trace.rows(...))"
+            )
+        square = torch.zeros(kept[0].shape[0], len(rows), len(rows), dtype=kept[0].dtype)
+        for position, weights in enumerate(kept):
+            square[:, position, : position + 1] = weights
+        return square
+
+    def digest(self, request_id: SupportsIndex) -> str:
+        """SHA-256 over the committed tokens, their log-probabilities, thoughts, and what was kept of canonical rows."""
+        rows = self._canonical(request_id)
+        spoken: tuple = (self.committed(request_id), self.logprobs(request_id))
+        if self.thought_table is not None:
+            spoken += (self.thoughts_said(request_id),)
+        digest = hashlib.sha256(repr(spoken).encode())
+        for site in (*self.store.sites, *self.store.heads):
+            for layer in self.store.layers:
+                digest.update(f"{site}.{layer}".encode())
+                kept = self.kept(site, layer, rows)
+                for states in [kept] if isinstance(kept, Tensor) else kept:
+                    digest.update(states.contiguous().view(torch.uint8).numpy().data.cast("B"))
+        return digest.hexdigest()
+
+    def save(self, directory: "str | Path", *, overwrite: bool = False) -> Path:
+        """Write the trace whole, or leave the directory as it was; a run there is replaced only with `overwrite`."""
+        return save_trace(self, Path(directory), overwrite=overwrite)
+
+
+def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
+    """Opens a saved trace. Tables are read now, states when first asked for.
+
+    Raises: TraceError for a directory without a manifest, of another version, or with a file missing or cut short.
+    """
+    return Trace(**load_fields(Path(directory), model))

@@ -1,0 +1,1 @@
+"""Trains LoRA adapters on coin-flip questions."""

@@ -1,0 +1,125 @@
+"""How often a model gives the coin's state: by number of people and flip probability, about names held out."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import choose_path
+from cacheprobe.ops.sampling import lowest_argmax
+from cacheprobe.tasks.base import Accuracy, accuracy
+from cacheprobe.tasks.coin_flip import ANSWERS, CoinFlip, answer_token_ids
+from cacheprobe.training.lora.settings import HELD_OUT_NAMES
+
+PEOPLE = (1, 2, 3, 4, 5, 6, 8, 10)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One set of balanced questions, and how they were answered."""
+
+    people: int
+    flip_probability: float
+    questions: int
+    distinct: int
+    """Different questions among them: with few people, questions recur."""
+    correct: int
+    """Texts whose first "heads" or "tails" is right."""
+    unparsed: int
+    """Texts without either: they count as wrong."""
+    forced_correct: int
+    """Questions after which the right one of the two words' first tokens is the likelier, whatever the text says."""
+
+    @property
+    def accuracy(self) -> Accuracy:
+        return Accuracy(self.questions, self.correct, self.unparsed, chance=0.5)
+
+    @property
+    def forced_accuracy(self) -> Accuracy:
+        return Accuracy(self.questions, self.forced_correct, 0, chance=0.5)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counts, and the accuracies with Wilson's 95 % intervals."""
+        told: dict[str, Any] = asdict(self)
+        for name in ("accuracy", "forced_accuracy"):
+            share: Accuracy = getattr(self, name)
+            told |= {name: share.accuracy, f"{name}_interval": [round(end, 4) for end in share.interval]}
+        return told
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> "Cell":
+        return cls(**{field.name: stored[field.name] for field in fields(cls)})
+
+
+class Reply(NamedTuple):
+    """What follows a prompt."""
+
+    text: str
+    choice: int
+    """0 where heads is the likelier first token, 1 for tails; heads where they are equal."""
+
+
+def evaluate(
+    model: CachedLM,
+    people: Sequence[int] = PEOPLE,
+    flip_probabilities: Sequence[float] = (0.5,),
+    *,
+    questions: int = 200,
+    seed: int = 1,
+    max_new_tokens: int = 8,
+    names: Sequence[str] = HELD_OUT_NAMES,
+) -> list[Cell]:
+    """Greedy answers to balanced questions without shots.
+
+    Raises: ValueError for a task that cannot be, such as more people than names.
+    """
+    cells = []
+    for probability in flip_probabilities:
+        for count in people:
+            examples = CoinFlip(people=count, flip_probability=probability, names=names).examples(questions, seed)
+            given = replies(model, [example.prompt for example in examples], max_new_tokens)
+            told = accuracy(examples, [reply.text for reply in given])
+            forced = sum(
+                ANSWERS[reply.choice] == example.answer for reply, example in zip(given, examples, strict=True)
+            )
+            distinct = len({example.prompt for example in examples})
+            cells.append(Cell(count, probability, questions, distinct, told.num_correct, told.num_unparsed, forced))
+    return cells
+
+
+def replies(model: CachedLM, prompts: Sequence[str], max_new_tokens: int, batch: int = 32) -> list[Reply]:
+    """The likeliest continuation of each prompt. Prompts of one length are read together, equal ones once.
+
+    Twin: `cacheprobe.run` at temperature 0, equal texts in float32.
+    """
+    runner, _ = choose_path(model)
+    token_ids = {prompt: tuple(model.encode(prompt)) for prompt in prompts}
+    by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for ids in dict.fromkeys(token_ids.values()):
+        by_length[len(ids)].append(ids)
+    given: dict[tuple[int, ...], Reply] = {}
+    for group in by_length.values():
+        for start in range(0, len(group), batch):
+            part = group[start : start + batch]
+            given |= dict(zip(part, _reply_to(runner, part, max_new_tokens), strict=True))
+    return [given[token_ids[prompt]] for prompt in prompts]
+
+
+def _reply_to(model: CachedLM, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> list[Reply]:
+    """Replies to prompts of one length."""
+    length, rows = len(prompts[0]), list(range(len(prompts)))
+    cache = model.new_cache(len(prompts), length + max_new_tokens)
+    logits = model.forward(torch.tensor(prompts), cache, rows, [0] * len(rows), logit_slots=[length - 1])[:, 0]
+    choices = [lowest_argmax(row) for row in logits[:, list(answer_token_ids(model.tokenizer))]]
+    steps = [[lowest_argmax(row) for row in logits]]
+    for position in range(length, length + max_new_tokens - 1):
+        logits = model.forward(torch.tensor(steps[-1])[:, None], cache, rows, [position] * len(rows))[:, 0]
+        steps.append([lowest_argmax(row) for row in logits])
+    texts = []
+    for new in zip(*steps, strict=True):
+        ends = [index for index, token_id in enumerate(new) if token_id in model.stop_token_ids]
+        texts.append(model.decode(new[: ends[0]] if ends else new))
+    return [Reply(text, choice) for text, choice in zip(texts, choices, strict=True)]

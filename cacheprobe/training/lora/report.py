@@ -1,0 +1,84 @@
+"""A model without and with an adapter, side by side."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheprobe.core.progress import Progress
+from cacheprobe.models.loaders import load_model
+from cacheprobe.tasks.base import Accuracy
+from cacheprobe.training.lora.checkpoint import replace_file
+from cacheprobe.training.lora.evaluate import PEOPLE, Cell, evaluate
+from cacheprobe.training.lora.settings import HELD_OUT_NAMES
+
+
+def evaluate_adapter(
+    model: str,
+    adapter: str,
+    people: Sequence[int] = PEOPLE,
+    flip_probabilities: Sequence[float] = (0.5,),
+    questions: int = 200,
+    json_path: Path | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Evaluate a model without and with an adapter in float32, print the table, and return (and write) the figures."""
+    began = time.monotonic(), time.process_time()
+    cells: dict[str, list[Cell]] = {"base": [], "adapter": []}
+    notes, weights = {}, {}
+    bar = Progress(len(cells) * len(flip_probabilities) * len(people), "asking", "cells", enabled=progress)
+    for kind, held in cells.items():
+        loaded = load_model(model, adapter=adapter if kind == "adapter" else None, progress=progress)
+        notes[kind], weights[kind] = loaded.weights_note, loaded.fingerprint()["weights_sha256"]
+        for probability in flip_probabilities:
+            for count in people:
+                with bar:
+                    held += evaluate(loaded, [count], [probability], questions=questions)
+                    bar.say(f"{kind}: {count} people, p(flip) {probability}: {_texts(held[-1])}")
+                    bar.advance()
+    print(table(cells))
+    figures = {
+        "model": model,
+        "adapter": adapter,
+        "weights_note": notes,
+        "weights_sha256": weights,
+        "held_out_names": list(HELD_OUT_NAMES),
+        "questions": questions,
+        "people": list(people),
+        "flip_probabilities": list(flip_probabilities),
+        "cells": {kind: [cell.as_dict() for cell in held] for kind, held in cells.items()},
+        "seconds": round(time.monotonic() - began[0], 1),
+        "cpu_seconds": round(time.process_time() - began[1], 1),
+        "threads": torch.get_num_threads(),
+    }
+    if json_path is not None:
+        replace_file(json_path, lambda path: path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8"))
+    return figures
+
+
+def table(cells: dict[str, list[Cell]]) -> str:
+    """Markdown: a row for each set of questions, and for each model its texts and its likelier word."""
+    kinds = list(cells)
+    head = ["people", "p(flip)", "questions (distinct)"]
+    head += [f"{kind}, {what}" for kind in kinds for what in ("text", "likelier word")]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for same in zip(*cells.values(), strict=True):
+        asked = same[0]
+        row = [str(asked.people), str(asked.flip_probability), f"{asked.questions} ({asked.distinct})"]
+        for cell in same:
+            row += [_texts(cell), _shown(cell.forced_accuracy)]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def _texts(cell: Cell) -> str:
+    return _shown(cell.accuracy) + (f", {cell.unparsed} unparsed" if cell.unparsed else "")
+
+
+def _shown(share: Accuracy) -> str:
+    """Per cent, with the ends of Wilson's 95 % interval."""
+    low, high = share.interval
+    return f"{100 * share.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})"

@@ -1,0 +1,119 @@
+"""Train a LoRA adapter on coin-flip questions: seeded, resumable, on one core."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.tasks.coin_flip import CoinFlip, answer_token_ids
+from cacheprobe.training.lora.batches import Batch, batches_of, encode, to_batch
+from cacheprobe.training.lora.settings import HELD_OUT_NAMES, LoraSettings
+
+
+class LoraTrainer:
+    """A plain float32 model with an adapter inside, and its optimizer; `run_step` is one step of AdamW."""
+
+    def __init__(self, model: Any, tokenizer: Any, settings: LoraSettings) -> None:
+        """model: a transformers causal model in float32; it is frozen, and changed in place.
+
+        Raises: ModelError for a model that cannot be trained this way.
+        """
+        from peft import LoraConfig, get_peft_model
+
+        if tokenizer is None:
+            raise ModelError(f"{settings.model} has no tokenizer, so there are no questions to train on")
+        if settings.first_layer >= model.config.num_hidden_layers:
+            raise ModelError(
+                f"first_layer={settings.first_layer} leaves no block of {model.config.num_hidden_layers}; lower it"
+            )
+        self.settings, self.tokenizer = settings, tokenizer
+        self.answer_ids = torch.tensor(answer_token_ids(tokenizer))
+        self.config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=0.0,
+            target_modules=linear_names(model),
+            layers_to_transform=list(range(settings.first_layer, model.config.num_hidden_layers)),
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a name that it will drop
+            torch.manual_seed(settings.seed)
+            self.peft_model = get_peft_model(model, self.config)
+        self.model = model
+        self.trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self.optimizer = torch.optim.AdamW(
+            self.trained.values(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=settings.weight_decay
+        )
+        self.step = 0
+
+    @property
+    def num_trained(self) -> int:
+        """Numbers in the adapter."""
+        return sum(weight.numel() for weight in self.trained.values())
+
+    def run_step(self) -> dict[str, float]:
+        """One step over `batch` questions. Returns losses in nats and the shares that were right, before the step."""
+        self.model.train()
+        batches = batches_of(self.settings, self.step, self.tokenizer)
+        num_questions, num_states = self.settings.batch, sum(len(batch.running) for batch in batches)
+        sums = dict.fromkeys(("answer_loss_nats", "answers_right", "running_loss_nats", "states_right"), 0.0)
+        for batch in batches:
+            answer_logits, state_logits = self.logits(batch)
+            answer_loss = cross_entropy(answer_logits, self.answer_ids[batch.answers], reduction="sum")
+            running_loss = cross_entropy(state_logits, batch.running, reduction="sum")
+            loss = answer_loss / num_questions + self.settings.running_weight * running_loss / num_states
+            loss.backward()
+            sums["answer_loss_nats"] += float(answer_loss.detach())
+            sums["answers_right"] += int((answer_logits.argmax(-1) == self.answer_ids[batch.answers]).sum())
+            sums["running_loss_nats"] += float(running_loss.detach())
+            sums["states_right"] += int((state_logits.argmax(-1) == batch.running).sum())
+        nn.utils.clip_grad_norm_(self.trained.values(), self.settings.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate_at(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        shares = {"answer": num_questions, "running": num_states, "answers": num_questions, "states": num_states}
+        means = {name: value / shares[name.split("_")[0]] for name, value in sums.items()}
+        return {**means, "tokens": sum(batch.num_tokens for batch in batches)}
+
+    @torch.no_grad()
+    def held_out_shares(self, questions: int = 16) -> dict[str, float]:
+        """Share of right first tokens for each number of people, the same questions each time; names held out."""
+        self.model.eval()
+        shares = {}
+        for people in range(1, self.settings.max_people + 1):
+            examples = CoinFlip(people=people, names=HELD_OUT_NAMES).examples(questions, seed=self.settings.seed)
+            batch = to_batch([encode(example, self.tokenizer) for example in examples])
+            first = self.logits(batch)[0].argmax(-1)
+            shares[str(people)] = float((first == self.answer_ids[batch.answers]).float().mean())
+        return shares
+
+    def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[b, v] after each question, and [n, 2], heads and tails alone, after each person's words."""
+        hidden = self.model.get_decoder()(input_ids=batch.token_ids, use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings()
+        answers = head(hidden[torch.arange(len(hidden)), batch.answer_slots])
+        states = hidden[batch.running_rows, batch.running_slots] @ head.weight[self.answer_ids].T
+        return answers, states
+
+
+def linear_names(model: Any) -> list[str]:
+    """Names of the linear layers inside a block, such as q_proj; sorted.
+
+    Raises: ModelError where the blocks are not found, or hold none.
+    """
+    blocks = getattr(model.get_decoder(), "layers", None)
+    found = (
+        {path.rpartition(".")[2] for path, part in blocks.named_modules() if type(part) is nn.Linear} if blocks else ()
+    )
+    if not found or getattr(model.config, "final_logit_softcapping", None):
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained here: it needs blocks in `layers` with linear layers inside, "
+            "and logits straight from the unembedding; use a llama-like model"
+        )
+    return sorted(found)

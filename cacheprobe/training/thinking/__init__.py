@@ -1,0 +1,1 @@
+"""Trains Thinking States models and the arms that they are compared with."""

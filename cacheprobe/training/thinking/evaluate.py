@@ -1,0 +1,124 @@
+"""Accuracy of a Thinking States model, or of an arm it is compared with, by its OWN thoughts and its own words.
+
+Most texts need one pass: where every thought that the model writes under gold states is the gold one, its own states
+are the gold ones, chunk by chunk from the first, so its own run is that pass. The same holds for written tokens. The
+others are run as they come, from the first chunk that differs on: nothing is assumed of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cacheprobe.models.thinking.model import ThinkingModel
+from cacheprobe.tasks.thoughts import Annotated
+from cacheprobe.training.thinking.losses import IGNORED, collate, spoken
+from cacheprobe.training.thinking.recurrent import best, own_thoughts, write
+
+READ_AT_ONCE = 4_000
+"""Tokens of one pass over whole texts: few enough for a core's cache, beyond which reading slows down."""
+WRITTEN_AT_ONCE = 60_000
+"""Tokens of texts that are run side by side, chunk by chunk and word by word."""
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """One entry for each text."""
+
+    is_right: tuple[bool, ...]
+    """The written answer, up to its end, is the gold one; a text that gives none counts as wrong."""
+    is_thought_right: tuple[bool, ...]
+    """Every thought is the gold one."""
+    is_parsable: tuple[bool, ...]
+    """Whatever was written ended, in a token that could be an answer."""
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.is_right) / len(self.is_right)
+
+    def counts(self) -> dict[str, int]:
+        """Texts, those that are right, those whose thoughts all are, and those without an answer."""
+        return {
+            "texts": len(self.is_right),
+            "right": sum(self.is_right),
+            "thoughts_right": sum(self.is_thought_right),
+            "unparsed": self.is_parsable.count(False),
+        }
+
+
+@torch.inference_mode()
+def evaluate(
+    model: ThinkingModel,
+    items: Sequence[Annotated],
+    arm: str,
+    report: Callable[[int], None] = lambda done: None,
+) -> Verdicts:
+    """Each text by the model's own thoughts and words.  Twin: tests.test_thinking_training.judged_slowly, ==."""
+    if not items:
+        raise ValueError("there are no texts to evaluate; give at least one")
+    chunk = model.config.chunk
+    if model.config.thinks and (other := [item.chunk for item in items if item.chunk != chunk]):
+        raise ValueError(
+            f"{len(other)} of {len(items)} texts are annotated in chunks of other than the model's {chunk} tokens, the "
+            f"first in chunks of {other[0]}; annotate them with chunk={chunk}"
+        )
+    answers = {item.answer_ids for item in items}
+    out: list[tuple[bool, bool, bool] | None] = [None] * len(items)
+    order = sorted(range(len(items)), key=lambda i: len(items[i].token_ids))
+    for group in _groups(order, items, READ_AT_ONCE):
+        for i, gold in zip(group, follows_gold(model, [items[i] for i in group], arm), strict=True):
+            out[i] = (True, True, True) if gold else None
+        report(sum(verdict is not None for verdict in out))
+    late = [i for i in order if out[i] is None]
+    for group in _groups(late, items, WRITTEN_AT_ONCE):
+        for i, verdict in zip(group, _as_they_come(model, [items[i] for i in group], arm, answers), strict=True):
+            out[i] = verdict
+        report(sum(verdict is not None for verdict in out))
+    right, thought, parsable = zip(*[verdict for verdict in out if verdict is not None], strict=True)
+    return Verdicts(right, thought, parsable)
+
+
+@torch.inference_mode()
+def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> list[bool]:
+    """Whether every thought and every written token that the model chooses, given the gold ones before, is gold."""
+    batch = collate(items, arm, model.config.pad_id)
+    logits, thought_logits = model(batch.token_ids, batch.thoughts)
+    wanted = batch.labels != IGNORED
+    said = torch.full_like(batch.labels, IGNORED)
+    said[wanted] = best(logits[wanted])
+    right = (said == batch.labels).all(1)
+    if batch.thoughts is not None:
+        assert thought_logits is not None
+        is_real = batch.thoughts != model.config.pad_id
+        thought = torch.full_like(batch.thoughts, model.config.pad_id)
+        thought[is_real] = best(thought_logits[is_real])
+        right &= (thought == batch.thoughts).flatten(1).all(1)
+    return right.tolist()
+
+
+def _as_they_come(
+    model: ThinkingModel, items: Sequence[Annotated], arm: str, answers: set[tuple[int, ...]]
+) -> list[tuple[bool, bool, bool]]:
+    prompts = [item.token_ids for item in items]
+    longest = max(len(spoken(item, arm)) for item in items) + 8
+    thoughts = own_thoughts(model, prompts) if model.config.thinks else [()] * len(items)
+    written = write(model, prompts, thoughts, longest)
+    verdicts = []
+    for item, own, text in zip(items, thoughts, written, strict=True):
+        answer = text[-len(item.answer_ids) :] if text[-1:] == (model.config.eos_id,) else ()
+        is_whole = arm == "chain_of_thought" or text == answer
+        is_parsable = answer in answers and is_whole
+        verdicts.append((is_parsable and answer == item.answer_ids, own == item.thoughts, is_parsable))
+    return verdicts
+
+
+def _groups(order: Sequence[int], items: Sequence[Annotated], tokens: int) -> list[list[int]]:
+    """Neighbours in length, as many as have so many tokens between them."""
+    groups: list[list[int]] = []
+    for i in order:
+        size = len(items[i].token_ids) + len(items[i].answer_ids)
+        if groups and (len(groups[-1]) + 1) * size <= tokens:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups

@@ -1,0 +1,140 @@
+"""Every setting of every arm that is trained here, in one place. The arms of a preset share data and backbone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.tasks import FORMATS, CoinFlip, Permutations, Task, Variables
+from cacheprobe.training.loop import LoopSettings
+from cacheprobe.training.thinking.losses import ARMS
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A task, how its thoughts are written, and the model and the loop that learn it."""
+
+    task: Callable[[int], Task]
+    """The task with this many operations."""
+    operations: tuple[int, ...] = tuple(range(1, 11))
+    """Numbers of operations in training, each as often."""
+    variants: tuple[dict[str, Any], ...] = ({},)
+    """Settings of the task, each trained on as often, so that no regularity of one is learned as the rule."""
+    form: str = "restate"
+    """One of FORMATS: thoughts in every chunk, after operations alone ("state"), or on changes alone ("delta")."""
+    chain: str = "operations"
+    """One of CHAINS: what the chain of thought writes of each operation."""
+    reach: int = 6_000
+    """Positions jump by up to this many between chunks in training; see `skipping_positions`. 0: they do not."""
+    crowds: bool = False
+    """Whether what jumps skip is filled in training, as far as attention can tell; see `crowd`."""
+    pool: int = 12_000
+    """Examples that batches are drawn from."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Fields of ThinkingConfig that differ from its defaults."""
+    loop: LoopSettings = field(default_factory=LoopSettings)
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By arm: fields of LoopSettings, and `reach`, that it needs otherwise to be at its best in distribution."""
+
+    def tasks(self) -> list[Task]:
+        """The task of the most operations, in each of its variants."""
+        return [replace(cast(Any, self.task(self.operations[-1])), **settings) for settings in self.variants]
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """All words of all variants, sorted."""
+        return tuple(sorted({word for task in self.tasks() for word in task.vocabulary()}))
+
+    def loop_of(self, arm: str, seed: int) -> LoopSettings:
+        """How an arm is stepped."""
+        own = {name: value for name, value in self.arms.get(arm, {}).items() if name != "reach"}
+        return replace(self.loop, seed=seed, **own)
+
+    def reach_of(self, arm: str) -> int:
+        """How far positions jump in an arm's training."""
+        return self.arms.get(arm, {}).get("reach", self.reach)
+
+    def chain_of(self, arm: str) -> str | None:
+        """What an arm writes before the answer, one of CHAINS; None: nothing."""
+        return self.chain if arm == "chain_of_thought" else None
+
+    def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
+        """The model of an arm: the same backbone for all."""
+        if arm not in ARMS:
+            raise ModelError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
+        thinks = arm in ("thinking", "no_feedback")
+        return ThinkingConfig(d_vocab=d_vocab, thinks=thinks, feeds_back=arm != "no_feedback", **self.model)
+
+
+def _coin(operations: int) -> Task:
+    return CoinFlip(people=operations, distinct=operations <= 20)
+
+
+_FLIPS = tuple({"flip_probability": p} for p in (0.1, 0.3, 0.5, 0.7, 0.9))
+_LOOP = LoopSettings(steps=1000, batch=32, weight_decay=0.1)
+_ARMS = {  # without jumps these three reach 99 % in distribution in a fraction of the steps
+    "no_feedback": dict(steps=1400, reach=0),
+    "plain": dict(steps=1600, reach=0),
+    "chain_of_thought": dict(steps=1600, reach=0),
+}
+_JUMPING_ARMS = {arm: dict(steps=3000) for arm in ("no_feedback", "plain", "chain_of_thought")}
+_JITTERED = ({"jitter": 0}, {"jitter": 3})
+_S3 = Preset(  # a window, since attention to all earlier swaps, of which four are trained, is diluted by the later ones
+    lambda steps: Permutations(steps=steps, elements=3),
+    operations=(1, 2, 3, 4),
+    variants=_JITTERED,
+    reach=0,
+    model=dict(chunk=5, attention_window=10),
+    loop=replace(_LOOP, steps=700),
+)
+
+_S3_FULL = replace(_S3, model=dict(chunk=5), reach=6_000, loop=_LOOP)
+
+_VARIABLES = Preset(
+    lambda updates: Variables(updates=updates),
+    variants=_JITTERED,
+    model=dict(chunk=6, max_thought=16),
+    loop=replace(_LOOP, steps=2400),
+    # one seed of two did not learn a chain in as many steps as thoughts take
+    arms={"no_feedback": dict(reach=0), "plain": dict(reach=0), "chain_of_thought": dict(steps=3600, reach=0)},
+)
+
+PRESETS: dict[str, dict[str, Preset]] = {
+    "coin-flip": {
+        "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
+        "mini": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=64), loop=_LOOP),
+        # the tiny one; the other arms' positions jump as its own do, for which they need more steps
+        "all-jump": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_JUMPING_ARMS),
+        # for a thousand operations: the tiny one, and in training attention meets as many tokens as their positions say
+        "far": Preset(_coin, variants=_FLIPS, crowds=True, loop=_LOOP),
+        # as the arms that the tiny one is compared with: no position beyond those of the trained texts is ever seen
+        "no-jumps": Preset(_coin, variants=_FLIPS, reach=0, loop=_LOOP),
+        # as the paper has it: thoughts where an operation ends alone, too
+        "paper": Preset(_coin, variants=_FLIPS, form="state", reach=0, loop=_LOOP),
+        # the tiny one, but that a chain of thought writes states alone, which is what the paper's thoughts are
+        "bare-chain": Preset(_coin, variants=_FLIPS, chain="states", loop=_LOOP, arms=_ARMS),
+    },
+    "s3": {"tiny": _S3, "full": _S3_FULL, "far": replace(_S3_FULL, crowds=True, loop=replace(_LOOP, steps=2000))},
+    "s5": {
+        "tiny": replace(_S3, task=lambda steps: Permutations(steps=steps, elements=5), loop=replace(_LOOP, steps=1200)),
+    },
+    # far: as the coin's; of the other arms, whose positions do not jump, it is the tiny one
+    "variables": {
+        "tiny": _VARIABLES,
+        "far": replace(_VARIABLES, crowds=True),
+    },
+}
+
+
+def preset_of(task: str, name: str, form: str | None = None) -> Preset:
+    """form: how thoughts are written, where it is not to be the preset's own.
+
+    Raises: ModelError for a task, preset or form that is not there, naming those that are.
+    """
+    if task not in PRESETS:
+        raise ModelError(f"no presets for task {task!r}; there are some for {', '.join(PRESETS)}")
+    if name not in PRESETS[task]:
+        raise ModelError(f"no preset {name!r} for {task}; choose one of {', '.join(PRESETS[task])}")
+    if form is not None and form not in FORMATS:
+        raise ModelError(f"unknown form {form!r} of thoughts; choose one of {', '.join(FORMATS)}")
+    return replace(PRESETS[task][name], form=form or PRESETS[task][name].form)

@@ -1,0 +1,152 @@
+"""Train one arm of one preset from a seed, and say what it came to."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.model import ThinkingModel
+from cacheprobe.models.thinking.store import load_thinking, read_config
+from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
+from cacheprobe.training.loop import Loop, Progress
+from cacheprobe.training.thinking.evaluate import Verdicts, evaluate, follows_gold
+from cacheprobe.training.thinking.losses import collate, crowd, losses, skipping_positions
+from cacheprobe.training.thinking.presets import Preset
+
+TEST_SEED = 1_000_000
+"""Seeds from here on are never trained on."""
+VARIANT_SEEDS = 1_000
+"""Between the seeds of a preset's variants."""
+CHECK_EVERY, CHECK_TEXTS = 25, 128
+
+
+@dataclass
+class Trained:
+    """A trained arm, and what it cost."""
+
+    model: ThinkingModel
+    tokenizer: Any
+    preset: Preset
+    arm: str
+    seed: int
+    cpu_seconds: float
+    """Of this process, one thread: steps alone, data and checks apart."""
+    cpu_seconds_to_99: float | None
+    """Until 99 % of fresh texts of the trained lengths were wholly right, twice running; None if never."""
+    cpu_seconds_to_100: float | None = None
+    """Until all of them were, twice running."""
+
+    def items(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> list[Annotated]:
+        """Fresh texts of these numbers of operations, drawn uniformly. task: settings of the task to change."""
+        changed: Any = self.preset.task(operations[-1])
+        tasks = replace(changed, **task) if task else changed
+        texts = mixed(tasks, operations, n=n, seed=seed)
+        config = self.model.config
+        chain, longest = self.preset.chain_of(self.arm), config.max_thought
+        return annotate_all(texts, self.tokenizer, config.chunk, self.preset.form, max_thought=longest, chain=chain)
+
+    def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> Verdicts:
+        """How it does on them by its own thoughts and words."""
+        return evaluate(self.model, self.items(operations, n, seed, **task), self.arm)
+
+
+def load_trained(folder: Path, preset: Preset, arm: str, seed: int) -> tuple[Trained, dict[str, Any]]:
+    """A trained arm that `save_thinking` wrote, and its record.
+
+    Raises: ModelError for a model that was saved without what its training came to.
+    """
+    record, lm = read_config(folder)["record"], load_thinking(folder)
+    if lacking := [name for name in ("cpu_seconds", "cpu_seconds_to_99") if name not in record]:
+        raise ModelError(f"the record of {folder} has no {lacking[0]!r}; delete the folder, and it is trained again")
+    seconds = record["cpu_seconds"], record["cpu_seconds_to_99"], record.get("cpu_seconds_to_100")
+    return Trained(lm.model, lm.tokenizer, preset, arm, seed, *seconds), record
+
+
+def train(
+    preset: Preset,
+    arm: str = "thinking",
+    seed: int = 0,
+    folder: Path | None = None,
+    report: Callable[[Progress, float | None], None] = lambda progress, accuracy: None,
+    seconds: float = math.inf,
+) -> Trained:
+    """Train an arm. folder: for checkpoints, from which the same call goes on.
+
+    report: called after every step, with the accuracy on fresh texts of the trained lengths where it was taken.
+    seconds: of the processor, after which no further step is begun; the schedule stays that of all steps.
+    Raises: ValueError where the folder holds a training of another arm or of other texts, and for a seed that would
+    reach the texts of the tests.
+    """
+    _require_training_seed(seed, len(preset.variants))
+    tokenizer = word_tokenizer(preset.vocabulary())
+    model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
+    settings, reach = preset.loop_of(arm, seed), preset.reach_of(arm)
+    chunk = model.config.chunk
+    pool = _annotated(preset, arm, tokenizer, model.config, preset.pool, seed)
+    fresh = _annotated(preset, arm, tokenizer, model.config, CHECK_TEXTS, TEST_SEED + seed)
+    loop = Loop(model, settings, folder)
+    crowds = preset.crowds and reach > 0
+    of = {"arm": arm, "form": preset.form, "reach": reach, "crowds": crowds, "chain": preset.chain_of(arm)}
+    of["config"] = model.config.to_json()
+    # folders from before there were crowds have none, and chains that said the thoughts of all chunks
+    held = {"crowds": False, "chain": None, **loop.notes.setdefault("of", of)}
+    if other := [name for name, value in of.items() if held[name] != value]:
+        raise ValueError(
+            f"{folder} holds a training with {other[0]} {held[other[0]]!r}, not {of[other[0]]!r}; give another "
+            "folder, or delete this one"
+        )
+
+    def losses_of(step: int) -> dict[str, torch.Tensor]:
+        draw = Random(f"{seed}/{step}")
+        chosen = [pool[int(draw.random() * len(pool))] for _ in range(settings.batch)]
+        batch = collate(chosen, arm, model.config.pad_id)
+        if not reach:
+            return losses(model, batch)
+        positions = skipping_positions(batch, chunk, reach, step)
+        return losses(model, batch, positions, crowd(positions, chunk) if crowds else None)
+
+    for progress in loop.run(losses_of):
+        accuracy = None
+        if progress.step % CHECK_EVERY == 0 or progress.step == settings.steps:
+            with torch.inference_mode():
+                accuracy = sum(follows_gold(model, fresh, arm)) / len(fresh)
+            for good, least, to in (("good", 0.99, "to_99"), ("perfect", 1.0, "to_100")):
+                loop.notes[good] = loop.notes.get(good, 0) + 1 if accuracy >= least else 0
+                if loop.notes[good] == 2:
+                    loop.notes.setdefault(to, progress.cpu_seconds)
+        report(progress, accuracy)
+        if progress.cpu_seconds >= seconds:
+            break
+    to_99, to_100 = loop.notes.get("to_99"), loop.notes.get("to_100")
+    return Trained(model.eval(), tokenizer, preset, arm, seed, loop.cpu_seconds, to_99, to_100)
+
+
+def _require_training_seed(seed: int, num_variants: int) -> None:
+    """Raises: ValueError for a seed under which a variant's texts could be those of a test, or that is none."""
+    highest = TEST_SEED - 1 - VARIANT_SEEDS * (num_variants - 1)
+    if type(seed) is not int or not 0 <= seed <= highest:
+        raise ValueError(
+            f"seed={seed!r} is none to train with: the seeds from {TEST_SEED} on are those of the tests, and the "
+            f"preset's {num_variants} variants of the task have seeds {VARIANT_SEEDS} apart; give a whole number from "
+            f"0 to {highest}"
+        )
+
+
+def _annotated(preset: Preset, arm: str, tokenizer: Any, config: ThinkingConfig, n: int, seed: int) -> list[Annotated]:
+    """Texts whose events stand at every phase of a chunk."""
+    share = -(-n // len(preset.variants))
+    texts = [
+        text
+        for i, task in enumerate(preset.tasks())
+        for text in mixed(task, preset.operations, n=share, seed=seed + VARIANT_SEEDS * i)
+    ]
+    draw = Random(f"phases/{seed}")
+    phases = [int(draw.random() * config.chunk) for _ in texts]
+    chain = preset.chain_of(arm)
+    return annotate_all(texts, tokenizer, config.chunk, preset.form, phases, config.max_thought, chain)

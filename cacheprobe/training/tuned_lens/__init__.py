@@ -1,0 +1,1 @@
+"""Trains tuned lenses."""

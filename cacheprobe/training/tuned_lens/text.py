@@ -1,0 +1,72 @@
+"""Text for a lens, made here: prompts of the tasks, and what the model itself goes on to say."""
+
+from random import Random
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.progress import Progress
+from cacheprobe.models.base import CachedLM
+from cacheprobe.tasks import Boxes, CoinFlip, Permutations, Variables
+
+AT_ONCE = 64
+"""Texts that are written together."""
+
+
+def write_texts(
+    model: CachedLM, num_texts: int, length: int, seed: int, part: str, *, progress: bool = False
+) -> Tensor:
+    """Token ids [num_texts, length]: a prompt each, continued by the model at temperature 1.
+
+    part: "train" or "held-out"; no prompt's draw is shared between the two, nor between seeds. A prompt takes at most
+    half of the text. End tokens are never drawn, so that every text is whole. A model without a tokenizer gets random
+    tokens as prompts.
+    Raises: ValueError where length exceeds the model's context.
+    """
+    if length > model.n_ctx:
+        raise ValueError(f"texts of {length} tokens exceed the context of {model.name}, {model.n_ctx}; lower length")
+    prompts = [prompt[: max(length // 2, 1)] for prompt in _prompts(model, num_texts, seed, part)]
+    generator = torch.Generator().manual_seed(Random(f"tuned-lens/{part}/{seed}").getrandbits(62))
+    parts = []
+    with Progress(num_texts, f"writing {part} text", "texts", enabled=progress) as bar:
+        for start in range(0, num_texts, AT_ONCE):
+            parts.append(_continued(model, prompts[start : start + AT_ONCE], length, generator))
+            bar.advance(len(parts[-1]))
+    return torch.cat(parts)
+
+
+def _prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[tuple[int, ...]]:
+    rng = Random(f"tuned-lens prompts/{part}/{seed}")
+    if model.tokenizer is None:
+        return [tuple(rng.randrange(model.d_vocab) for _ in range(1 + i % 8)) for i in range(num_texts)]
+    tasks = [CoinFlip(people=people) for people in (1, 2, 3, 4)] + [Variables(), Permutations(), Boxes()]
+    prompts = []
+    for i in range(num_texts):
+        example = tasks[i % len(tasks)].examples(1, rng.getrandbits(31))[0]
+        text = example.prompt_text(model.tokenizer)
+        prompts.append(model.encode(text, add_special_tokens=not getattr(example, "chat", False)))
+    return prompts
+
+
+def _continued(model: CachedLM, prompts: list[tuple[int, ...]], length: int, generator: torch.Generator) -> Tensor:
+    """Texts [b, length]: every step feeds each row's newest token, the rows standing where they are."""
+    cache = model.new_cache(len(prompts), length)
+    texts = [list(prompt) for prompt in prompts]
+    for width in sorted({len(prompt) for prompt in prompts}):
+        rows = [row for row, prompt in enumerate(prompts) if len(prompt) == width]
+        together = torch.tensor([prompts[row] for row in rows])
+        logits = model.forward(together, cache, rows, [0] * len(rows), logit_slots=[width - 1])
+        for row, token_id in zip(rows, _drawn(model, logits[:, -1], generator), strict=True):
+            texts[row].append(token_id)
+    while rows := [row for row, text in enumerate(texts) if len(text) < length]:
+        newest = torch.tensor([[texts[row][-1]] for row in rows])
+        logits = model.forward(newest, cache, rows, [len(texts[row]) - 1 for row in rows])
+        for row, token_id in zip(rows, _drawn(model, logits[:, -1], generator), strict=True):
+            texts[row].append(token_id)
+    return torch.tensor(texts)
+
+
+def _drawn(model: CachedLM, logits: Tensor, generator: torch.Generator) -> list[int]:
+    scores = logits.float().cpu().clone()
+    scores[:, list(model.stop_token_ids)] = -torch.inf
+    return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0].tolist()

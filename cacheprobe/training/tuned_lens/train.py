@@ -1,0 +1,133 @@
+"""One training of a tuned lens: the translators step down the KL divergence to the model's own output."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from cacheprobe.lenses.base import Lens, LensError
+from cacheprobe.lenses.tuned import TunedLens
+from cacheprobe.models.base import CachedLM
+from cacheprobe.training.tuned_lens.settings import TunedLensSettings
+
+ROWS_AT_ONCE = 256
+"""Rows of one vocabulary product, forwards and back: its logits are the largest tensors of a training."""
+
+
+class Step(NamedTuple):
+    """What a step came to."""
+
+    step: int
+    kl_nats: Tensor
+    """[l] Mean KL divergence of every translated layer, before the step."""
+
+
+class States(NamedTuple):
+    """What a model computed of some texts, their tokens one after another."""
+
+    layers: Float[Tensor, "l n m"]
+    """The residual stream after every block but the last."""
+    output_logprobs_nats: Float[Tensor, "n v"]
+    """The model's own."""
+
+
+def states_of(model: CachedLM, texts: Tensor) -> States:
+    """Texts [b, t] read in one forward; n = b x t."""
+    heard: dict[int, Tensor] = {}
+    sites = [("S", layer) for layer in range(model.n_layers - 1)]
+    cache = model.new_cache(*texts.shape)
+    with model.capturing(sites, lambda site, layer, value: heard.__setitem__(layer, value.flatten(0, 1).clone())):
+        logits = model.forward(texts, cache, range(len(texts)), [0] * len(texts))
+    layers = torch.stack([heard[layer] for layer in range(model.n_layers - 1)])
+    return States(layers, logits.flatten(0, 1).float().log_softmax(-1))
+
+
+class TunedLensTrainer:
+    """Steps the translators of every layer at once, from the identity on.
+
+    Source: Belrose et al. 2023 (arXiv 2303.08112), section 3; optimizer as in its tuned-lens package.
+    Twin: tests.lenses_slowly.tuned_lens_gradients_slowly, close(1e-4): one layer, one token at a time.
+    """
+
+    def __init__(self, model: CachedLM, settings: TunedLensSettings) -> None:
+        if model.dtype != torch.float32:
+            raise LensError(f"a tuned lens is trained in float32, {model.name} is in {model.dtype}; load it with it")
+        self.model, self.settings = model, settings
+        start = TunedLens.fresh(model)
+        assert isinstance(start, TunedLens)
+        self.weights, self.biases = nn.Parameter(start.weights), nn.Parameter(start.biases)
+        self.unembedding = start.unembedding
+        self.optimizer = torch.optim.SGD(
+            [self.weights, self.biases],
+            lr=settings.learning_rate_at(0),
+            momentum=settings.momentum,
+            nesterov=settings.momentum > 0,
+            weight_decay=settings.weight_decay,
+        )
+
+    def run(self, texts: Tensor) -> Iterator[Step]:
+        """All steps over texts [n, t], `settings.texts` of them at a time."""
+        settings = self.settings
+        if len(texts) < settings.texts:
+            raise ValueError(f"a step reads {settings.texts} texts, there are {len(texts)}; write more")
+        for step in range(settings.steps):
+            start = step * settings.texts % (len(texts) - len(texts) % settings.texts)
+            states = states_of(self.model, texts[start : start + settings.texts])
+            kl_nats = self.backward(states)
+            if not bool(kl_nats.isfinite().all()):
+                raise FloatingPointError(f"step {step}: a divergence is not finite; lower learning_rate")
+            nn.utils.clip_grad_norm_([self.weights, self.biases], settings.max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = settings.learning_rate_at(step)
+            self.optimizer.step()
+            yield Step(step, kl_nats)
+
+    def backward(self, states: States) -> Tensor:
+        """Gradients of the sum over layers of the mean KL over tokens; returns that mean [l].
+
+        All layers are translated in one batched product; their logits pass in slices of ROWS_AT_ONCE.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        layers, tokens, width = states.layers.shape
+        moved = states.layers + torch.baddbmm(self.biases[:, None], states.layers, self.weights)
+        flat = moved.detach().reshape(-1, width)
+        gradient, kl = torch.empty_like(flat), torch.empty(len(flat), device=flat.device)
+        for start in range(0, len(flat), ROWS_AT_ONCE):
+            some = flat[start : start + ROWS_AT_ONCE].clone().requires_grad_()
+            token = torch.arange(start, start + len(some), device=flat.device) % tokens
+            each = _kl_nats(self.model.read_out_with_gradients(some), states.output_logprobs_nats[token])
+            (gradient[start : start + len(some)],) = torch.autograd.grad(each.sum() / tokens, [some])
+            kl[start : start + len(some)] = each.detach()
+        moved.backward(gradient.view_as(moved))
+        return kl.view(layers, tokens).mean(1)
+
+    def lens(self, about: dict[str, Any] | None = None) -> TunedLens:
+        """The lens as it stands."""
+        return TunedLens(self.weights.detach().clone(), self.biases.detach().clone(), self.unembedding, about or {})
+
+
+@torch.inference_mode()
+def divergences(model: CachedLM, lens: Lens, texts: Tensor) -> Float[Tensor, "l"]:
+    """Mean KL divergence, in nats, from the model's own output to the lens's at every layer but the last.
+
+    texts: [n, t]. The mean is taken over every token of every text.
+    """
+    total = torch.zeros(model.n_layers - 1, dtype=torch.float64)
+    for text in texts:
+        states = states_of(model, text[None])
+        layer = torch.arange(len(total), device=model.device).repeat_interleave(len(text))
+        token = torch.arange(len(text), device=model.device).repeat(len(total))
+        rows = zip(states.layers.flatten(0, 1).split(ROWS_AT_ONCE), layer.split(ROWS_AT_ONCE), strict=True)
+        logits = (lens.logits(model, vectors, layers) for vectors, layers in rows)
+        parts = zip(logits, token.split(ROWS_AT_ONCE), strict=True)
+        kl = torch.cat([_kl_nats(some, states.output_logprobs_nats[at]) for some, at in parts])
+        total += kl.view(len(total), -1).double().sum(1).cpu()
+    return total / texts.numel()
+
+
+def _kl_nats(logits: Float[Tensor, "n v"], output: Float[Tensor, "n v"]) -> Float[Tensor, "n"]:
+    """KL(output || softmax(logits)). A token that the output rules out adds nothing."""
+    terms = output.exp() * (output - logits.float().log_softmax(-1))
+    return terms.masked_fill(output == -torch.inf, 0.0).sum(-1)
