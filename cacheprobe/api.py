@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from cacheprobe.analysis.reading import readable
 from cacheprobe.analysis.replay import Replay, replay
@@ -13,18 +13,18 @@ from cacheprobe.analysis.summary import behaviour_line
 from cacheprobe.capture.interrupts import Interrupted, Stop, cancelling
 from cacheprobe.capture.observers import ProgressBar, Silent
 from cacheprobe.capture.stream import Stream
-from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions, require_known_options
 from cacheprobe.core.records import SamplingParams
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import settle_shapes
 from cacheprobe.interventions.base import Intervention
-from cacheprobe.kvcache.surgery import CacheRows
+from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.turns import turn
-from cacheprobe.plan import Setup, as_interventions, drain
+from cacheprobe.plan import RunPlan, as_interventions, drain
 from cacheprobe.trace.importers.generate import trace_of_generate
 from cacheprobe.trace.importers.vllm import trace_of_vllm
 from cacheprobe.trace.trace import Trace
@@ -35,138 +35,107 @@ __all__ = [
 ]  # fmt: skip
 
 
+class RunSettings(EngineOptions, total=False):
+    """What a user decides about a run: the settings that `reference` and `stream` share with `run`."""
+
+    drafter: Drafter | None
+    deterministic: "bool | float | Iterable[Any]"
+    capture: "str | CaptureConfig | None"
+    lens: Lens | None
+    sampling: SamplingParams | None
+    max_new_tokens: int | None
+    seed: int
+    interventions: "Intervention | Iterable[Any]"
+
+
 def run(
     model: CachedLM,
     prompts: Any,
     *,
     drafter: Drafter | None = None,
-    window: int | None = None,
-    group: int | None = None,
     deterministic: "bool | float | Iterable[Any]" = False,
     capture: "str | CaptureConfig | None" = "STCZ",
-    layers: "str | int | Iterable[Any]" = "all",
     lens: Lens | None = None,
     sampling: SamplingParams | None = None,
     max_new_tokens: int | None = None,
     seed: int = 0,
-    capacity: int = 512,
-    prefill_chunk: int | None = None,
-    prefill_group: int | None = None,
-    pad_prefill: bool | None = None,
-    max_batch: int = 64,
-    kv_rows: int | None = None,
-    draft_length: "int | str | None" = None,
-    acceptance: str = "equality",
-    path: str = "auto",
     interventions: "Intervention | Iterable[Any]" = (),
     progress: bool = True,
+    **options: Unpack[EngineOptions],
 ) -> Trace:
-    """Generate, and record what every layer held for every token, rolled-back drafts included.
+    """Generates, and records what every layer held for every token, rolled-back drafts included.
 
     prompts: strings, lists of token ids, task examples or Requests; one of them, or a sequence.
     drafter: proposes tokens for every request, all of which are then verified. Without one, the deterministic requests
         are drafted by the fast path and verified; the others are not.
-    window, group: rows of a verify pass for each request (W), and requests in it (G). By default the window is 1 where
-        there is no drafter (on a CPU) and 16 where there is one, and the group is the first that gives every row the
-        same bits on this machine. With window=1 nothing is drafted: a verify pass is a decode of a fixed shape, whose
-        free places other requests fill.
     deterministic: all, none, a fraction (evenly spaced indices), or a list of indices or flags.
     capture: sites to keep, of S, T, C and Z; a CaptureConfig with filters by layer, position and phase, and with what
         to keep of attention heads; or None for tokens and events alone.
-    layers: layers to keep, "all" or a list.  lens: what reads Z, the logit lens by default.
+    lens: what reads Z, the logit lens by default.
     sampling, max_new_tokens, seed: for requests that do not say themselves; seeds derive from (seed, index).
-    capacity: cache rows of each request, part of the schedule fingerprint; prompt + max_new_tokens + window must fit.
-    prefill_chunk, prefill_group: prompt tokens fed at once for verified requests, and prompts in such a pass; by
-        default 128 and 1.  pad_prefill: whether a prompt's last chunk is padded to a whole one; by default only where
-        several prompts share a pass.
-    max_batch: requests in flight at once.  kv_rows: cache rows in use at once; where they run out, the newest request
-        gives way and is resumed later.
-    draft_length: candidates before each verification: None for all that the window takes, a number, or "adaptive".
-    acceptance: "equality", or "rejection" for classic speculative sampling of requests that are not deterministic.
-    path: "twin" (fused attention, plain hooks), "bridge" (TransformerLens), or "auto": the twin unless something edits.
     interventions: changes of states by request, layer, site and absolute position; see `cacheprobe.interventions`.
         They last as long as the run, act on either path, and leave the other requests' bits alone.
-    progress: show a bar on a terminal, and print how the model did where the prompts come from a task.
+    progress: show a bar on a terminal, and print how the model did if the prompts come from a task.
+    options: window, group, capacity, prefill_chunk, prefill_group, pad_prefill, max_batch, max_kv_tokens,
+        draft_length, acceptance, layers and path; `cacheprobe.core.config.EngineOptions` says what each does. The
+        defaults suit the model and the processor.
     A request whose pass fails ends with an error, with a warning, and the others go on.
     Ctrl-C ends every request after the pass at hand and raises `cp.Interrupted`, a KeyboardInterrupt. Its `trace` holds
     what was computed: finished requests complete, the others as they stand. A second Ctrl-C ends at once, without it.
-    Raises: ValueError for settings that cannot be met, before anything is computed; EngineError where all failed.
+    Raises: ValueError for settings that cannot be met, before anything is computed; EngineError if all requests failed.
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
     """
-    shapes = dict(
-        window=window, group=group, capacity=capacity, prefill_chunk=prefill_chunk, prefill_group=prefill_group,
-        pad_prefill=pad_prefill, max_batch=max_batch, kv_rows=kv_rows, draft_length=draft_length, acceptance=acceptance,
+    plan = _plan(
+        model, prompts, drafter, capture=capture, deterministic=deterministic, lens=lens, sampling=sampling,
+        max_new_tokens=max_new_tokens, seed=seed, interventions=interventions, **options,
     )  # fmt: skip
-    asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
-    setup = Setup(model, prompts, *settle_shapes(model, drafter is not None, shapes), *asked)
-    states = setup.states(drafter)
+    states = plan.states(drafter)
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
-    return _record(setup, setup.start(drafter), states, meta, progress)
+    return _record(plan, plan.start(drafter), states, meta, progress)
 
 
-def stream(model: CachedLM, prompts: Any, *, drafter: Drafter | None = None, **settings: Any) -> Stream:
-    """Generate, and hand over every committed token as it comes: an iterator of `Piece`s.
+def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> Stream:
+    """Generates, and hands over every committed token as it comes: an iterator of `Piece`s.
 
     Takes the settings of `run`, apart from `progress`; nothing is captured unless `capture=` says so. A piece's text
-    is whole where a character spans tokens, and what was handed over is always a prefix of the final text.
+    is whole if a character spans tokens, and what was handed over is always a prefix of the final text.
     `stream.cancel(request_id)` ends a request where it stands; `stream.trace()` is the run's trace, after the last
     piece.
     """
-    names = [field.name for field in fields(EngineConfig)]
-    shapes = {name: settings.pop(name) for name in names if name in settings}
-    setup = Setup(model, prompts, *settle_shapes(model, drafter is not None, shapes), **{"capture": None, **settings})
-    states = setup.states(drafter)
-    start, meta = setup.start(drafter), {"kind": "run", "drafter": repr(drafter) if drafter else None}
-    return Stream(states, setup.model.decode, lambda observer: setup.recorded(start, states, observer, **meta))
+    drafter = settings.pop("drafter", None)
+    asked: dict[str, Any] = {"capture": None, **settings}
+    plan = _plan(model, prompts, drafter, **asked)
+    states = plan.states(drafter)
+    start, meta = plan.start(drafter), {"kind": "run", "drafter": repr(drafter) if drafter else None}
+    return Stream(states, plan.model.decode, lambda observer: plan.recorded(start, states, observer, **meta))
 
 
-def reference(
-    model: CachedLM,
-    prompts: Any,
-    *,
-    drafter: Drafter | None = None,
-    window: int | None = None,
-    group: int | None = None,
-    deterministic: "bool | float | Iterable[Any]" = False,
-    capture: "str | CaptureConfig | None" = "STCZ",
-    layers: "str | int | Iterable[Any]" = "all",
-    lens: Lens | None = None,
-    sampling: SamplingParams | None = None,
-    max_new_tokens: int | None = None,
-    seed: int = 0,
-    capacity: int = 512,
-    prefill_chunk: int | None = None,
-    prefill_group: int | None = None,
-    pad_prefill: bool | None = None,
-    max_batch: int = 64,
-    kv_rows: int | None = None,
-    draft_length: "int | str | None" = None,
-    acceptance: str = "equality",
-    path: str = "auto",
-    interventions: "Intervention | Iterable[Any]" = (),
-    progress: bool = True,
-) -> Trace:
-    """The slow oracle for `run` with the same arguments: each request alone, one verify pass a token, no drafter.
+def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[RunSettings]) -> Trace:
+    """Computes the slow oracle of `run` with the same arguments: each request alone, one verify pass a token.
 
-    `drafter`, `max_batch`, `kv_rows` and `draft_length` are accepted, so that the two calls read the same, and do not
-    matter; nor does `acceptance`, which deterministic requests never use. Tokens, states and
-    readings of a deterministic request of `run` equal the oracle's bit for bit (D2).
+    `max_batch`, `max_kv_tokens` and `draft_length` are accepted, so that the two calls read the same, and do not
+    matter; the drafter matters for the default window alone, and `acceptance` not at all. Tokens, states and readings
+    of a deterministic request of `run` equal the oracle's bit for bit (D2).
     """
-    shapes = dict(
-        window=window, group=group, capacity=capacity, prefill_chunk=prefill_chunk, prefill_group=prefill_group,
-        pad_prefill=pad_prefill, acceptance=acceptance,
-    )  # fmt: skip
-    asked = (deterministic, capture, layers, lens, sampling, max_new_tokens, seed, path, interventions)
-    settled = settle_shapes(model, drafter is not None, shapes)
-    setup = Setup(model, prompts, *settled, *asked, max_in_flight=1)
-    states = setup.states(drafter, is_all_verified=True)
+    drafter = settings.pop("drafter", None)
+    for unused in ("max_batch", "max_kv_tokens", "draft_length"):
+        settings.pop(unused, None)
+    plan = _plan(model, prompts, drafter, max_in_flight=1, **settings)
+    states = plan.states(drafter, is_all_verified=True)
     return _record(
-        setup,
-        lambda states, observer: run_reference(setup.model, states, setup.config, observer, setup.editor, setup.watch),
+        plan,
+        lambda states, observer: run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch),
         states,
         {"kind": "reference", "drafter": None},
         progress,
     )
+
+
+def _plan(model: CachedLM, prompts: Any, drafter: Drafter | None, **settings: Any) -> RunPlan:
+    """Splits the settings into the engine's shapes, which are completed for the model, and the plan's arguments."""
+    require_known_options(settings, (*RunSettings.__annotations__, "max_in_flight"))
+    shapes = {field.name: settings.pop(field.name) for field in fields(EngineConfig) if field.name in settings}
+    return RunPlan(model, prompts, *settle_shapes(model, drafter is not None, shapes), **settings)
 
 
 def cache_rows(
@@ -178,7 +147,7 @@ def cache_rows(
     pad_prefill: bool | None = None,
     path: str = "auto",
     interventions: "Intervention | Iterable[Any]" = (),
-) -> CacheRows:
+) -> KVSnapshot:
     """Keys and values of a prompt, but for its last token's, as a deterministic request's prefill writes them.
 
     Change them with `edited`, `spliced` and `masked`, and go on: `cp.run(model, cp.Request(prompt, cached=rows))`.
@@ -187,14 +156,14 @@ def cache_rows(
     """
     shapes = dict(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
     settled = settle_shapes(model, False, shapes)
-    setup = Setup(
+    plan = RunPlan(
         model, [prompt], *settled, True, None, max_new_tokens=1, path=path, interventions=interventions, max_in_flight=1
     )
-    (state,) = setup.states(None)
+    (state,) = plan.states(None)
     if state.request.num_prompt_tokens < 2:
         raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
-    with turn(setup.model), setup.hooks():
-        return read_rows(setup.model, state, setup.config, Silent(), setup.editor)
+    with turn(plan.model), plan.hooks():
+        return read_rows(plan.model, state, plan.config, Silent(), plan.editor)
 
 
 def verify(
@@ -292,21 +261,21 @@ def import_vllm(
     )
 
 
-def _record(setup: Setup, start: Any, states: Any, meta: dict[str, Any], progress: bool) -> Trace:
-    total = sum(request.sampling.max_new_tokens or 0 for request in setup.requests if request.sampling)
+def _record(plan: RunPlan, start: Any, states: Any, meta: dict[str, Any], progress: bool) -> Trace:
+    total = sum(request.sampling.max_new_tokens or 0 for request in plan.requests if request.sampling)
     stopping = cancelling(states, progress) if meta["kind"] == "run" else nullcontext(Stop())
     with ProgressBar(total, enabled=progress) as bar, stopping as stop:
-        trace = drain(setup.recorded(start, states, bar, has_pauses=False, **meta))
+        trace = drain(plan.recorded(start, states, bar, has_pauses=False, **meta))
     if stop.is_asked:
         raise Interrupted(trace)
-    if progress and setup.capture.heads:
-        print(f"path: {setup.path_reason}")
+    if progress and plan.capture.heads:
+        print(f"path: {plan.path_reason}")
     for request_id, error in trace.meta["errors"].items():
         warnings.warn(f"request {request_id} ended with an error: {error}", RuntimeWarning, stacklevel=3)
     for why in dict.fromkeys(trace.missing.values()):
         warnings.warn(why, RuntimeWarning, stacklevel=3)
-    if setup.editor is not None and meta["kind"] == "run":  # the oracle runs no drafts that could be changed
-        for one in [one for one in setup.editor.unused() if str(one.request_id) not in trace.meta["errors"]]:
+    if plan.editor is not None and meta["kind"] == "run":  # the oracle runs no drafts that could be changed
+        for one in [one for one in plan.editor.unused() if str(one.request_id) not in trace.meta["errors"]]:
             warnings.warn(f"{one} never acted: no pass computed its positions", RuntimeWarning, stacklevel=3)
     if progress and trace.meta["behaviour"]:
         print(behaviour_line(trace.meta["behaviour"]))

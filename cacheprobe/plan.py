@@ -29,7 +29,7 @@ from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.checks import Drafting
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.kvcache.surgery import CacheRows, require_fit, require_plain
+from cacheprobe.kvcache.surgery import KVSnapshot, require_fit, require_plain
 from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM, StateSink
@@ -50,7 +50,7 @@ Start = Callable[[Sequence[SequenceState], Observer], Iterator[int]]
 """Begins a run over these states: an iterator of the steps that its rounds end with."""
 
 
-class Setup:
+class RunPlan:
     """What `run`, `stream` and `reference` have in common."""
 
     def __init__(
@@ -173,11 +173,11 @@ class Setup:
                 f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {self.config.window} "
                 f"need {needed} cache rows, capacity is {self.config.capacity}; set capacity={needed} or more"
             )
-        if self.config.kv_rows is not None and prompt + new + self.config.window > self.config.kv_rows:
+        if self.config.max_kv_tokens is not None and prompt + new + self.config.window > self.config.max_kv_tokens:
             raise ValueError(
                 f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {self.config.window} "
-                f"exceed kv_rows={self.config.kv_rows} even when it runs alone; set "
-                f"kv_rows={prompt + new + self.config.window} or more"
+                f"exceed max_kv_tokens={self.config.max_kv_tokens} even when it runs alone; set "
+                f"max_kv_tokens={prompt + new + self.config.window} or more"
             )
 
     def _check_positions(self) -> None:
@@ -198,8 +198,10 @@ class Setup:
             require_plain(self.model.new_cache(1, 1))
         if cached is None:
             return
-        if not isinstance(cached, CacheRows):
-            raise ValueError(f"{name}: cached must be CacheRows from cp.cache_rows(...), got a {type(cached).__name__}")
+        if not isinstance(cached, KVSnapshot):
+            raise ValueError(
+                f"{name}: cached must be KVSnapshot from cp.cache_rows(...), got a {type(cached).__name__}"
+            )
         if len(cached) >= request.num_prompt_tokens:
             raise ValueError(
                 f"{name}: cached holds {len(cached)} positions, the prompt {request.num_prompt_tokens} tokens; its "

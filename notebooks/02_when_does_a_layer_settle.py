@@ -74,7 +74,7 @@ print(quartiles.to_dict(), "of layers 0 to", model.n_layers - 1)
 print("flips on the way:", round(canonical.num_flips.mean(), 1))
 
 # %%
-cp.plots.settling_figure(settling)
+cp.plots.prediction_depth_figure(settling)
 
 # %% [markdown]
 # ## Sure, and sure of the right thing

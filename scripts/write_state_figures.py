@@ -12,7 +12,7 @@ import pandas as pd
 
 from cacheprobe_analyses.coin_state_patch import Result as Patched
 from cacheprobe_analyses.coin_state_probe import Result as Coin
-from cacheprobe_analyses.rollback_foresight import Result as Foresight
+from cacheprobe_analyses.rollback_foresight import Result as RollbackPrediction
 from cacheprobe_analyses.s3_algorithm import Result as Algorithm
 from cacheprobe_analyses.when_settles import Result as Settles
 
@@ -49,7 +49,7 @@ ANALYSES: dict[str, Callable[[dict[str, Any]], str]] = {
     "coin_state_probe": _coin,
     "coin_state_patch": _patched,
     "when_settles": lambda held: Settles(**held).table(),
-    "rollback_foresight": lambda held: Foresight(**held).table(),
+    "rollback_foresight": lambda held: RollbackPrediction(**held).table(),
     "s3_algorithm": lambda held: Algorithm(**held).table(),
 }
 

@@ -60,7 +60,7 @@ def saturation_slowly(table: pd.DataFrame, top: int) -> dict[int, tuple]:
     return out
 
 
-def settling_slowly(table: pd.DataFrame) -> dict[int, tuple[int, int, str]]:
+def prediction_depth_slowly(table: pd.DataFrame) -> dict[int, tuple[int, int, str]]:
     """Row -> prediction depth, number of flips, path."""
     out = {}
     for row, readings in _rows(table).items():

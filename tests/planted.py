@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import cacheprobe as cp
-from cacheprobe.engine.model_runner import EngineError, PassRunner
+from cacheprobe.engine.model_runner import EngineError, ModelRunner
 from cacheprobe.engine.watch import Watch
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.ops.attention import by_request as request_attention
@@ -277,7 +277,7 @@ def ends(model: Any, fault: Planted, prompts: Any, alone: Iterable[int] = (), **
     without the check while it runs, which may stop them too.
     """
     settings = {"deterministic": True, "progress": False, **settings}
-    run_pass, num_passes = PassRunner.run, 0
+    run_pass, num_passes = ModelRunner.run, 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_passes
@@ -285,7 +285,7 @@ def ends(model: Any, fault: Planted, prompts: Any, alone: Iterable[int] = (), **
         return run_pass(*args, **kwargs)
 
     try:
-        with fault, patch.object(PassRunner, "run", counted):
+        with fault, patch.object(ModelRunner, "run", counted):
             trace = cp.run(model, prompts, **settings)
     except ValueError as error:
         assert not num_passes, f"refused after {num_passes} passes: {error}"

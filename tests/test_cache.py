@@ -146,7 +146,7 @@ def test_a_commit_settles_the_whole_draft() -> None:
     state = SequenceState(Request([1, 2], request_id=0, prompt_token_ids=(1, 2)), True, sampling)
     state.draft += [7, 8]
     state.draft_is_closed = True
-    assert state.newest == (8, 3) and state.frontier == 1
+    assert state.newest == (8, 3) and state.last_committed_position == 1
     state.commit((7, 9))
     assert (state.token_ids, state.draft, state.draft_is_closed) == ([1, 2, 7, 9], [], False)
     assert state.newest == (9, 3) and (state.num_generated, state.num_left) == (2, 6)

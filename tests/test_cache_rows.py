@@ -7,13 +7,13 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.records import Verdict
-from cacheprobe.engine.committer import Books
+from cacheprobe.engine.committer import Committer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.ledger import CODES, CacheIntegrityError
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.cache_rows import FREE, store_kv, truncate_rows
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.ops.verdicts import FINISHES, VERIFIED, settle_drafts
+from cacheprobe.ops.verdicts import FINISHES, VERIFIED, apply_verdicts
 from tests.tiny import PROMPTS, SMALL, loaded
 
 
@@ -78,19 +78,19 @@ def test_rows_are_truncated_as_the_cache_truncates_them() -> None:
 def test_drafts_are_settled_as_the_books_settle_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every verdict of real runs: recovered and bonus tokens, stops and lengths, the ledger before and after."""
     seen: list[tuple[bool, str | None]] = []
-    right = Books.settle
+    right = Committer.settle
 
-    def both(self: Books, state: SequenceState, verdict: Verdict) -> None:
-        cache, frontier, row = self.cache, state.frontier, state.row
+    def both(self: Committer, state: SequenceState, verdict: Verdict) -> None:
+        cache, last_committed_position, row = self.cache, state.last_committed_position, state.row
         ledger = [cache.ledger.codes.clone(), cache.hidden.clone(), cache.lengths.clone()]
         text = torch.full((cache.rows, cache.capacity + 1), -5)
         text[row, : len(state.token_ids)] = torch.tensor(state.token_ids)
         draft, chosen = list(verdict.draft_token_ids), list(verdict.target_token_ids)
         stops = sorted(state.stop_rule.token_ids)
-        numbers = ([len(draft)], [len(chosen)], [state.num_left], [stops], [frontier], [row])
+        numbers = ([len(draft)], [len(chosen)], [state.num_left], [stops], [last_committed_position], [row])
         drafts, targets = torch.tensor([[*draft, 9]]), torch.tensor([[*chosen, *[9] * (len(draft) + 2 - len(chosen))]])
         drafted, chose, left, stop, front, rows = (torch.tensor(one, dtype=torch.long) for one in numbers)
-        got = settle_drafts(drafts, drafted, targets, chose, left, stop, front, rows, text, *ledger)
+        got = apply_verdicts(drafts, drafted, targets, chose, left, stop, front, rows, text, *ledger)
         right(self, state, verdict)
         count = verdict.num_committed
         assert (int(got.num_accepted), int(got.num_committed)) == (verdict.num_accepted, count)
@@ -101,7 +101,7 @@ def test_drafts_are_settled_as_the_books_settle_them(monkeypatch: pytest.MonkeyP
         assert all(bitwise(a, b) for a, b in zip(ledger, after, strict=True))
         seen.append((verdict.is_rollback, verdict.finish))
 
-    monkeypatch.setattr(Books, "settle", both)
+    monkeypatch.setattr(Committer, "settle", both)
     model = loaded()
     plain = cp.run(model, PROMPTS, **SMALL)
     stops = {plain.committed(0)[4], plain.committed(2)[2]}
@@ -126,8 +126,8 @@ def test_what_makes_no_sense_is_refused_and_touches_nothing(changes: dict[str, A
     given = {name: torch.tensor(value) for name, value in {**numbers, **changes}.items()}
     text = torch.zeros(4, 17, dtype=torch.long)
     ledger = {"codes": cache.ledger.codes, "hidden": cache.hidden, "lengths": cache.lengths}
-    got = settle_drafts(**given, token_ids=text, **ledger)
+    got = apply_verdicts(**given, token_ids=text, **ledger)
     assert [one.tolist() for one in got] == [[-1], [-1], [-1], [[-1, -1, -1]]]
     assert not text.any() and all(bitwise(a, b) for a, b in zip(held(cache), held(filled()), strict=True))
-    settled = settle_drafts(**{n: torch.tensor(v) for n, v in numbers.items()}, token_ids=text, **ledger)
+    settled = apply_verdicts(**{n: torch.tensor(v) for n, v in numbers.items()}, token_ids=text, **ledger)
     assert settled.committed.tolist() == [[1, 2, 3]] and int(cache.lengths[2]) == 8

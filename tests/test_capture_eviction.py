@@ -45,7 +45,7 @@ def equal(ours: cp.Trace, oracle: cp.Trace, request_id: int) -> bool:
 @pytest.mark.parametrize("heads", [("z",), ("q", "k", "v", "z"), HEAD_SITES])
 def test_heads_are_their_own_pass_s_after_an_eviction(heads: tuple[str, ...]) -> None:
     """An eviction's rows are computed again in passes that nobody is told of; these have no place in the record."""
-    ours, wrong = differing(TWO, CaptureConfig(sites="S", heads=heads), kv_rows=25)
+    ours, wrong = differing(TWO, CaptureConfig(sites="S", heads=heads), max_kv_tokens=25)
     assert ours.meta["preemptions"] and not wrong
 
 
@@ -59,7 +59,7 @@ def test_random_runs_with_evictions_equal_the_oracle(seed: int) -> None:
     capture = CaptureConfig(sites=("S", "STC", "TC")[seed % 3], heads=heads, positions=positions)
     rows = max(map(len, prompts)) + new + 4 + int(rng.integers(0, 12))
     drafter = cp.drafters.EarlyExit(layer=1) if seed % 2 else None
-    ours, wrong = differing(prompts, capture, kv_rows=rows, max_new_tokens=new, drafter=drafter)
+    ours, wrong = differing(prompts, capture, max_kv_tokens=rows, max_new_tokens=new, drafter=drafter)
     assert ours.meta["preemptions"] and not wrong
 
 
@@ -75,7 +75,7 @@ class Restless:
 
     def extend(self, context: object, states: Sequence[SequenceState]) -> list[list[int]]:
         model = context.model  # type: ignore[attr-defined]
-        width = int(states[0].frontier) % 3 + 1
+        width = int(states[0].last_committed_position) % 3 + 1
         model.forward(torch.full((6, width), 3), model.new_cache(6, 64), range(6), [0] * 6)
         return [[(state.token_ids[-1] + 1) % VOCAB] for state in states]
 
@@ -95,7 +95,7 @@ def test_a_failed_pass_and_an_eviction_leave_the_others_heads_alone() -> None:
     plain = cp.run(loaded(), TWO, **settings)
     late = cp.Request([BAD, 9], arrival_step=5)
     with pytest.warns(RuntimeWarning, match="ended with an error"):
-        broken = cp.run(indigestible(), [*TWO, late], **settings, kv_rows=25)
+        broken = cp.run(indigestible(), [*TWO, late], **settings, max_kv_tokens=25)
     assert broken.meta["errors"].keys() == {"2"} and broken.meta["preemptions"]
     assert [broken.digest(i) for i in (0, 1)] == [plain.digest(i) for i in (0, 1)]
 

@@ -15,7 +15,7 @@ STATUSES = ("committed", "candidate", "rolled_back", "given_up")
 
 @pytest.fixture(scope="module")
 def trace() -> cp.Trace:
-    settings = dict(kv_rows=110, window=8, prefill_chunk=16, pad_prefill=True)
+    settings = dict(max_kv_tokens=110, window=8, prefill_chunk=16, pad_prefill=True)
     return cp.run(loaded(), PROMPTS, **{**SMALL, **settings}, drafter=cp.drafters.EarlyExit(layer=0))
 
 

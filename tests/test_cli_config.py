@@ -20,7 +20,7 @@ window: 4
 capacity: 128
 max-new-tokens: 2
 heads: [z, v]
-kv_rows: null
+max_kv_tokens: null
 progress: false
 seed: 5
 """
@@ -41,7 +41,7 @@ def test_flags_win_over_the_file_and_the_run_keeps_both(tmp_path: Path) -> None:
     kept = trace.meta["command"]
     assert kept["name"] == "run" and kept["config"] == "run.yaml"
     assert kept["settings"]["n"] == 2 and kept["settings"]["seed"] == 5 and kept["settings"]["heads"] == ["q"]
-    assert not {"out", "config", "progress", "kv_rows", "adapter", "stop"} & set(kept["settings"])
+    assert not {"out", "config", "progress", "max_kv_tokens", "adapter", "stop"} & set(kept["settings"])
     shown = {listing.title: dict(listing.rows) for listing in run_listings(trace) if not listing.columns}
     assert shown["cacheprobe run, settings from run.yaml"]["max_new_tokens"] == "2"
 

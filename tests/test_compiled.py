@@ -8,7 +8,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.ops import wide_product
 from cacheprobe.ops.compiled import build
 from cacheprobe.ops.compiled.block import CompiledBlock
@@ -252,7 +252,7 @@ def test_a_model_runs_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     norm = CompiledBlock.rms_norm
     monkeypatch.setattr(CompiledBlock, "rms_norm", lambda self, *of: (normed.append(lean), norm(self, *of))[1])
     for lean in (True, False):
-        twin = TwinLM(model, lean=lean)
+        twin = HookedHF(model, lean=lean)
         cache = twin.new_cache(2, 16)
         cache.allocate()
         cache.allocate()

@@ -27,7 +27,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def trace() -> cp.Trace:
     """A run in which requests lose their cache rows while drafts are open: it has rows of all four kinds."""
-    settings = dict(kv_rows=110, window=8, prefill_chunk=16, pad_prefill=True)
+    settings = dict(max_kv_tokens=110, window=8, prefill_chunk=16, pad_prefill=True)
     return cp.run(loaded(), PROMPTS, **{**SMALL, **settings}, drafter=cp.drafters.EarlyExit(layer=0))
 
 

@@ -11,10 +11,10 @@ from cacheprobe.analysis.layer_choices import settling
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, parting, prediction_depths, shares_by_verdict
-from tests.measures_slowly import drafts_slowly, settling_slowly, shares_by_verdict_slowly
+from tests.measures_slowly import drafts_slowly, prediction_depth_slowly, shares_by_verdict_slowly
 from tests.tiny import PROMPTS, SMALL, loaded
 
-EVICTED = dict(kv_rows=110, window=8, prefill_chunk=16, pad_prefill=True, drafter=cp.drafters.EarlyExit(layer=0))
+EVICTED = dict(max_kv_tokens=110, window=8, prefill_chunk=16, pad_prefill=True, drafter=cp.drafters.EarlyExit(layer=0))
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ def test_settling_and_the_readings_have_one_prediction_depth(drafted: cp.Trace) 
     """In whatever order the readings stand, and over those of some layers alone."""
     table = cp.analysis.lens_readings(drafted, include_rolled_back=True)
     for shown in (table, table.sample(frac=1, random_state=0), table[table.layer < 2]):
-        wanted = settling_slowly(shown)
+        wanted = prediction_depth_slowly(shown)
         lines = settling(shown).itertuples()
         assert {r.row: (r.prediction_depth, r.num_flips, r.path) for r in lines} == wanted
         depths = [wanted[row][0] for row in shown.row]

@@ -81,11 +81,11 @@ def test_the_contract(name: str) -> None:
     drafter.check(loaded())
 
     states = [new_state(prompt, i, temperature=0.7) for i, prompt in enumerate(PROMPTS)]
-    stepper, scheduler = prepare(loaded(), states, EngineConfig(4, 2, 96), Silent())
-    stepper.admit(scheduler.admit(0), scheduler.running)
+    engine, scheduler = prepare(loaded(), states, EngineConfig(4, 2, 96), Silent())
+    engine.admit(scheduler.admit(0), scheduler.running)
     before = [list(state.token_ids) for state in states]
     for _ in range(3):
-        proposals = drafter.extend(stepper, states)
+        proposals = drafter.extend(engine, states)
         assert len(proposals) == len(states)
         for state, token_ids in zip(states, proposals, strict=True):
             assert isinstance(token_ids, list) and all(type(t) is int and 0 <= t < VOCAB for t in token_ids)
@@ -316,7 +316,7 @@ def test_the_same_weights_are_always_right(sampling: cp.SamplingParams, acceptan
 def test_a_second_model_follows_requests_that_were_evicted() -> None:
     """Rows run out, arrivals are late: a request gives up both of its caches, and both are built again."""
     late = [cp.Request(prompt, arrival_step=4 * i) for i, prompt in enumerate(PROMPTS)]
-    settings = dict(drafter=DraftModel(near()), deterministic=True, kv_rows=90, max_batch=3)
+    settings = dict(drafter=DraftModel(near()), deterministic=True, max_kv_tokens=90, max_batch=3)
     trace = cp.run(loaded(), late, **SMALL, **settings)
     assert trace.meta["preemptions"]
     assert [trace.committed(i) for i in range(5)] == [oracle().committed(i) for i in range(5)]

@@ -43,7 +43,7 @@ def test_at_most_max_batch_hold_a_row(max_batch: int) -> None:
 
 
 def test_the_newest_gives_way_and_the_oldest_never() -> None:
-    run = Watched(tiny(), PROMPTS, deterministic=True, kv_rows=40).finished()
+    run = Watched(tiny(), PROMPTS, deterministic=True, max_kv_tokens=40).finished()
     evicted = {request_id for request_id, _ in run.trace.meta["preemptions"]}
     assert evicted and 0 not in evicted
     assert run.log.preemptions == run.trace.meta["preemptions"]
@@ -53,13 +53,13 @@ def test_the_newest_gives_way_and_the_oldest_never() -> None:
 def test_kv_rows_is_never_exceeded(drafter) -> None:
     held: list[int] = []
     spy = Meddler(tiny(), lambda call: held.append(int(call.cache.lengths.sum())))
-    run = Watched(spy, PROMPTS, deterministic=[0, 2, 4], kv_rows=36, drafter=drafter).finished()
+    run = Watched(spy, PROMPTS, deterministic=[0, 2, 4], max_kv_tokens=36, drafter=drafter).finished()
     assert 20 < max(held) <= 36 and run.trace.meta["preemptions"]
 
 
 def test_cancelling_a_preempted_request_ends_that_one_alone() -> None:
     """It holds no cache row; taking one away from it ended the whole run ("cache row -1 was released twice")."""
-    run = Watched(tiny(), PROMPTS[:2], deterministic=True, kv_rows=24)
+    run = Watched(tiny(), PROMPTS[:2], deterministic=True, max_kv_tokens=24)
     for _ in run:
         state = run.states[1]
         if state.row < 0 and 0 < state.num_generated < NEW:
@@ -74,7 +74,7 @@ def test_cancelling_a_preempted_request_ends_that_one_alone() -> None:
 
 def test_cancelling_one_that_waits_evicts_nobody() -> None:
     def preempted(is_cancelled: bool) -> list:
-        run = Watched(tiny(), PROMPTS[:2] + [[1, 5]], deterministic=True, max_batch=2, kv_rows=40)
+        run = Watched(tiny(), PROMPTS[:2] + [[1, 5]], deterministic=True, max_batch=2, max_kv_tokens=40)
         run.states[2].is_cancelled = is_cancelled
         run.finished()
         assert run.trace.meta["finish"]["2"] == ("cancelled" if is_cancelled else "length")
@@ -88,7 +88,7 @@ def test_every_moment_is_right_for_cancelling() -> None:
     want = cp.reference(tiny(), PROMPTS[:3], **RUN)
     moments = 0
     for round_number in range(14):
-        run = Watched(tiny(), PROMPTS[:3], deterministic=True, kv_rows=30)
+        run = Watched(tiny(), PROMPTS[:3], deterministic=True, max_kv_tokens=30)
         for number, _ in enumerate(run):
             if number == round_number and not run.states[1].finish:
                 run.states[1].is_cancelled = True
@@ -106,7 +106,9 @@ def test_a_penalty_survives_preemption() -> None:
     (It counted all, and the rebuilt rows seemed to have other tokens: the request ended with an error.)"""
     sampling = SamplingParams(repetition_penalty=1.5, temperature=0.8, seed=3)
     want = cp.reference(tiny(), PROMPTS[:2], **RUN, sampling=sampling)
-    run = Watched(tiny(), PROMPTS[:2], deterministic=True, kv_rows=24, sampling=sampling, capture="STC").finished()
+    run = Watched(
+        tiny(), PROMPTS[:2], deterministic=True, max_kv_tokens=24, sampling=sampling, capture="STC"
+    ).finished()
     assert run.trace.meta["preemptions"] and not run.trace.meta["errors"]
     assert outcome(run.trace, 1).digest == outcome(want, 1).digest
 
@@ -116,7 +118,7 @@ def test_evicted_again_and_again() -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(97) for _ in range(rng.randrange(1, 9))] for _ in range(8)]
     want = cp.reference(tiny(), prompts, **RUN)
-    run = Watched(tiny(), prompts, deterministic=True, kv_rows=30).finished()
+    run = Watched(tiny(), prompts, deterministic=True, max_kv_tokens=30).finished()
     times = [[r for r, _ in run.trace.meta["preemptions"]].count(i) for i in range(8)]
     assert sum(times) >= 4
     assert [run.trace.committed(i) for i in range(8)] == [want.committed(i) for i in range(8)]

@@ -88,7 +88,9 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
     """Before temperature and filters, in every phase and by every way to commit; close(1e-5): another order of sums."""
     sampling = SamplingParams(temperature=1.3, seed=3, top_k=20, repetition_penalty=1.4)
     runs = [cp.run(tiny(), PROMPTS[:3], **RUN, sampling=sampling, drafter=babbler(3))]
-    runs += [cp.run(tiny(), PROMPTS[:3], **RUN, sampling=sampling, deterministic=d, kv_rows=40) for d in (False, True)]
+    runs += [
+        cp.run(tiny(), PROMPTS[:3], **RUN, sampling=sampling, deterministic=d, max_kv_tokens=40) for d in (False, True)
+    ]
     runs += [cp.run(tiny(), [PROMPTS[0]] * 3, **RUN, sampling=sampling, deterministic=True)]
     for trace in runs:
         for i, request in enumerate(trace.requests):
@@ -114,7 +116,7 @@ def test_rejection_does_not_touch_deterministic_requests() -> None:
     model = rounding_by_shape()
     want = cp.reference(model, PROMPTS, **RUN, sampling=HOT)
     for drafter in (cp.drafters.EarlyExit(layer=1), cp.drafters.FastPath(), babbler(7)):
-        trace = drafted_run(model, PROMPTS, drafter, sampling=HOT, deterministic=[0, 3], kv_rows=48)
+        trace = drafted_run(model, PROMPTS, drafter, sampling=HOT, deterministic=[0, 3], max_kv_tokens=48)
         for i in (0, 3):
             assert outcome(trace, i) == outcome(want, i)
         assert [len(trace.committed(i)) for i in range(5)] == [NEW] * 5
@@ -129,7 +131,7 @@ def test_rejection_at_temperature_0_is_equality() -> None:
 
 def test_rejection_says_the_same_again() -> None:
     """Chances are keyed: the same run twice is the same, rolled back and preempted alike."""
-    settings = dict(sampling=HOT, kv_rows=34, draft_length="adaptive")
+    settings = dict(sampling=HOT, max_kv_tokens=34, draft_length="adaptive")
     a, b = (drafted_run(tiny(), PROMPTS, cp.drafters.EarlyExit(layer=0), **settings) for _ in range(2))
     assert [outcome(a, i) for i in range(5)] == [outcome(b, i) for i in range(5)]
     assert a.num_rolled_back and a.meta["preemptions"]

@@ -8,7 +8,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.engine.model_runner import EngineError
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
 from tests.invariants.machines import Call, Faulty, tiny, wide_bfloat16
 from tests.invariants.runs import CHUNK, NEW, PROMPTS, RUN, G, Outcome, W, Watched, future, outcome
@@ -20,11 +20,11 @@ BAD = 96
 """A token that the model below cannot digest."""
 
 
-def indigestible() -> TwinLM:
+def indigestible() -> HookedHF:
     """A tiny model whose embedding of token BAD is NaN: its keys and values are NaN too, wherever it is fed."""
     model = cp.load_model(hf_model())
     twin = choose_path(model, "twin")[0]
-    assert isinstance(twin, TwinLM)
+    assert isinstance(twin, HookedHF)
     with torch.no_grad():
         model.bridge.original_model.get_input_embeddings().weight[BAD] = torch.nan
     return twin
@@ -123,7 +123,7 @@ def test_nan_while_rows_are_rebuilt_is_noticed() -> None:
         in_rebuild += is_rebuild
         return [state.row] if is_rebuild else None
 
-    run = Watched(Faulty(tiny(), plan), [PROMPTS[0], PROMPTS[3], PROMPTS[1]], deterministic=True, kv_rows=34)
+    run = Watched(Faulty(tiny(), plan), [PROMPTS[0], PROMPTS[3], PROMPTS[1]], deterministic=True, max_kv_tokens=34)
     for _ in run:
         run.cache.check_integrity()
     assert in_rebuild == 1 and "hold NaN" in run.trace.meta["errors"]["1"]

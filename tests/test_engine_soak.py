@@ -78,7 +78,7 @@ def episode(seed: int) -> Counter:
     longest = max(len(r.prompt) + r.sampling.max_new_tokens for r in requests) + window
     settings = dict(
         max_batch=rng.choice([1, 2, 3, 64]),
-        kv_rows=rng.choice([None, longest, longest + rng.randrange(30)]),
+        max_kv_tokens=rng.choice([None, longest, longest + rng.randrange(30)]),
         draft_length=rng.choice([None, 1, 2, "adaptive"]),
         acceptance=rng.choice(["equality", "rejection"]),
         drafter=some_drafter(rng, model.d_vocab, seed),

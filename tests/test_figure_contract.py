@@ -104,14 +104,14 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
     ),
     "draft_verdicts": lambda: ((t := trace().hypotheses()), t.assign(layer=2 - t.layer), {}),
     "final_choice_figure": lambda: ((t := by_layer(kind="answer", chance=0.1, rows=9)), t.assign(share=0.1), {}),
-    "foresight_figure": lambda: (foreseen(0.1), foreseen(-0.1), {}),
+    "rollback_prediction_figure": lambda: (foreseen(0.1), foreseen(-0.1), {}),
     "lens_grid": lambda: ((t := trace().hypotheses()), t.assign(agrees=False), dict(request_id=0)),
     "patching_grid": lambda: ((t := cells()), swapped(t, "nld"), {}),
     "probe_figure": lambda: (probes().assign(examples=40, groups=20), probes(False), {}),
     "state_algorithm_figure": lambda: (
         (t := algorithm()[0].assign(examples=40)), t.assign(accuracy=0.5), dict(patches=algorithm()[1]),
     ),
-    "settling_figure": lambda: ((t := cp.analysis.prediction_depth(trace())), t.assign(prediction_depth=0), {}),
+    "prediction_depth_figure": lambda: ((t := cp.analysis.prediction_depth(trace())), t.assign(prediction_depth=0), {}),
     "sweep_grid": lambda: (
         (t := swept()), swapped(t, "agrees_mean"), dict(rows="drafter", columns="seed"),
     ),
@@ -143,7 +143,7 @@ PROVENANCE = {
     "status": "committed|candidate|rolled.back",
 }  # fmt: skip
 """What a pointer is told of each part, where the table has the column."""
-OTHERWISE = {("foresight_figure", "position")}
+OTHERWISE = {("rollback_prediction_figure", "position")}
 """There a column of that name is a control: what the position alone foretells."""
 SUMMED = {"draft_verdicts"}
 """Each point is a share over many rows, so it names none."""

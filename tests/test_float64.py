@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cacheprobe as cp
 from cacheprobe.models.fast import hooked_hf as twin
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf import bridge
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.readout import lowest_topk, read_logits
@@ -44,7 +44,7 @@ def narrowings(form: Any) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_narrowed_on_the_way(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(family, torch.float64)
-    forms = [model, TwinLM(model), TwinLM(model, lean=False)]
+    forms = [model, HookedHF(model), HookedHF(model, lean=False)]
     assert [narrowings(form) for form in forms] == [0, 0, 0]
     for module in (bridge, twin):
         monkeypatch.setattr(module, "keeping_float64", lambda dtype: nullcontext())
@@ -55,11 +55,11 @@ def test_nothing_is_narrowed_on_the_way(family: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_forms_agree_far_below_float32(family: str) -> None:
     model = loaded(family, torch.float64)
-    ours, theirs = (fed_in_parts(form, texts(14, 9)) for form in (TwinLM(model), model))
+    ours, theirs = (fed_in_parts(form, texts(14, 9)) for form in (HookedHF(model), model))
     for what, expected in theirs.items():
         assert ours[what].dtype == torch.float64
         assert close(ours[what], expected, 1e-13, because="fused attention takes its sums in another order")
-    narrow = fed_in_parts(TwinLM(loaded(family)), texts(14, 9))  # the control: float32's own distance
+    narrow = fed_in_parts(HookedHF(loaded(family)), texts(14, 9))  # the control: float32's own distance
     assert not close(narrow["logits row 0"].double(), ours["logits row 0"], 1e-8, because="float32")
 
 

@@ -1,4 +1,4 @@
-"""Foresight of rollbacks: the right row of each draft, controls that can win, and what cannot be told."""
+"""RollbackPrediction of rollbacks: the right row of each draft, controls that can win, and what cannot be told."""
 
 from dataclasses import replace
 
@@ -9,8 +9,8 @@ import torch
 import cacheprobe as cp
 from cacheprobe.probes.auroc import auroc, resampled_auroc
 from cacheprobe.probes.drafts import margins
-from cacheprobe.probes.foresight import _scores
 from cacheprobe.probes.groups import group_folds
+from cacheprobe.probes.rollback_prediction import _scores
 from cacheprobe.trace.state_store import MemoryStore
 from tests.probes_slowly import auroc_slowly
 from tests.tiny import VOCAB, loaded
@@ -107,7 +107,7 @@ def test_margins_are_of_the_reading(early: cp.Trace) -> None:
 
 
 def test_what_is_in_the_states_is_seen(early: cp.Trace) -> None:
-    found = cp.probes.foresight(planted(early, 4.0), least=30)
+    found = cp.probes.rollback_prediction(planted(early, 4.0), least=30)
     assert found.answer == "yes" and found.table.auroc.min() > 0.95
     assert found.table.layer.tolist() == [0, 1] and found.table.gain_low.min() > 0
     assert abs(found.table.shuffled.mean() - 0.5) < 0.15  # few drafts were accepted
@@ -116,7 +116,7 @@ def test_what_is_in_the_states_is_seen(early: cp.Trace) -> None:
 
 
 def test_what_is_not_in_the_states_is_not_seen(early: cp.Trace) -> None:
-    found = cp.probes.foresight(planted(early, 0.0, "candidate"), unit="candidate", least=30)
+    found = cp.probes.rollback_prediction(planted(early, 0.0, "candidate"), unit="candidate", least=30)
     assert found.answer == "no more than the controls" and found.table.low.max() < 0.55
 
 
@@ -129,42 +129,42 @@ def test_position_can_win(early: cp.Trace) -> None:
         half | events.num_accepted.isna(), events.draft_token_ids.map(len)
     )
     events.loc[half & (events.num_accepted == events.draft_token_ids.map(len)), "num_accepted"] -= 1
-    found = cp.probes.foresight(replace(trace, event_table=events), least=20)
+    found = cp.probes.rollback_prediction(replace(trace, event_table=events), least=20)
     assert found.table.position.iloc[-1] > 0.95 and found.answer == "no more than the controls"
 
 
 def test_too_few_rollbacks_cannot_be_told(early: cp.Trace) -> None:
-    found = cp.probes.foresight(early)
+    found = cp.probes.rollback_prediction(early)
     assert found.answer == "cannot tell" and found.table.empty and found.unit == "draft"
     assert found.reason == f"{found.rollbacks} rollbacks, 500 are needed; run more prompts" and found.drafts > 50
     right = cp.run(loaded(), PROMPTS[:3], drafter=cp.drafters.FastPath(), **RUN)
-    assert cp.probes.foresight(right).rollbacks == 0
-    assert "fewer than 5 requests" in cp.probes.foresight(right, least=0).reason
+    assert cp.probes.rollback_prediction(right).rollbacks == 0
+    assert "fewer than 5 requests" in cp.probes.rollback_prediction(right, least=0).reason
     events = early.events().assign(num_accepted=early.events().num_accepted.where(lambda n: n.isna(), 0))
-    all_lost = cp.probes.foresight(replace(early, event_table=events), least=20)
+    all_lost = cp.probes.rollback_prediction(replace(early, event_table=events), least=20)
     assert all_lost.answer == "cannot tell" and "were rolled back" in all_lost.reason
 
 
 def test_a_prompt_is_one_group_and_runs_are_joined(early: cp.Trace) -> None:
     trace = planted(early, 1.0)
-    once, twice = (cp.probes.foresight(traces, least=20, layers=[1]) for traces in (trace, [trace, trace]))
+    once, twice = (cp.probes.rollback_prediction(traces, least=20, layers=[1]) for traces in (trace, [trace, trace]))
     assert twice.requests == once.requests and twice.rollbacks == 2 * once.rollbacks
     width = [float((t.table.high - t.table.low).iloc[0]) for t in (once, twice)]
     assert width[1] > 0.8 * width[0]  # the same prompts again are no new evidence
 
 
 def test_what_cannot_be_asked_is_refused(early: cp.Trace, ngram: cp.Trace) -> None:
-    foresight, error = cp.probes.foresight, cp.probes.ProbeError
+    rollback_prediction, error = cp.probes.rollback_prediction, cp.probes.ProbeError
     with pytest.raises(error, match="one drafter at a time: .*EarlyExit.*NGram"):
-        foresight([early, ngram])
+        rollback_prediction([early, ngram])
     with pytest.raises(error, match=r"no layer 2 of these drafts; kept, and run by the drafter, were \[0, 1\]"):
-        foresight(early, layers=[2], least=20)
+        rollback_prediction(early, layers=[2], least=20)
     with pytest.raises(error, match="site 'C' was not kept"):
-        foresight(early, site="C", least=20)
+        rollback_prediction(early, site="C", least=20)
     with pytest.raises(ValueError, match="unknown unit 'token'"):
-        foresight(early, unit="token")
+        rollback_prediction(early, unit="token")
     with pytest.raises(error, match="no draft with a kept state"):
-        foresight(cp.run(loaded(), PROMPTS[:2], **RUN))
+        rollback_prediction(cp.run(loaded(), PROMPTS[:2], **RUN))
 
 
 def test_what_has_learned_nothing_stays_below_a_half_over_folds_and_at_a_half_within_them() -> None:

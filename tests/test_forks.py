@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.kvcache.surgery import CacheRows
+from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.ops.equality import bitwise
 from tests.test_thinking_engine import FREE, RUN, lm
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -18,7 +18,7 @@ ALIKE = dict(prefill_group=SMALL["group"], prefill_chunk=SMALL["window"])
 """A prefill pass in the shape of a verify pass."""
 
 
-def same(a: CacheRows, b: CacheRows) -> bool:
+def same(a: KVSnapshot, b: KVSnapshot) -> bool:
     pairs = zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True)
     return a.token_ids == b.token_ids and all(bitwise(x, y) for x, y in pairs)
 
@@ -40,7 +40,7 @@ def test_a_fork_has_the_same_bits_where_all_passes_have_one_shape(dtype: torch.d
     """Tokens, log-probabilities, states and cache rows, under traffic, evictions and wrong drafts."""
     model, drafter = loaded(dtype=dtype), cp.drafters.EarlyExit(layer=0)
     requests = [cp.Request(r.prompt, is_deterministic=True, keep_rows=True) for r in KEPT]
-    whole = cp.run(model, requests, drafter=drafter, kv_rows=80, **LIGHT, **ALIKE)
+    whole = cp.run(model, requests, drafter=drafter, max_kv_tokens=80, **LIGHT, **ALIKE)
     assert whole.num_rolled_back > 0 and whole.meta["preemptions"]
     for length in (4, 13):
         fork = cp.analysis.fork(whole, 0, length)

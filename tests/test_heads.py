@@ -10,10 +10,10 @@ import cacheprobe as cp
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.plan import Setup
+from cacheprobe.plan import RunPlan
 from tests.heads_slowly import heads_slowly
 from tests.test_engine_errors import BAD, indigestible
 from tests.test_families import ALIKE
@@ -179,7 +179,7 @@ def test_nothing_is_kept_where_nothing_was_asked_for() -> None:
     with twin.capturing(pairs, lambda *heard: None):
         pass
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in twin.model.modules()) == before
-    assert Setup(model, PROMPTS[:1], config).path_reason.startswith("twin")
+    assert RunPlan(model, PROMPTS[:1], config).path_reason.startswith("twin")
 
 
 def test_the_path_falls_back_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +194,7 @@ def test_the_path_falls_back_and_says_why(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_twin_whose_heads_differ_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     model = cp.load_model(hf_model("gpt2"))
-    assert isinstance(choose_path(model, heads=VECTORS)[0], TwinLM)
+    assert isinstance(choose_path(model, heads=VECTORS)[0], HookedHF)
     choose_path(model)[0]
     model.twin_trial.heads.clear()
     monkeypatch.setattr(
@@ -206,7 +206,7 @@ def test_a_twin_whose_heads_differ_is_not_heard(monkeypatch: pytest.MonkeyPatch)
     model.twin_trial.heads.clear()
     monkeypatch.setattr("cacheprobe.models.fast.head_places._PARTS", ("k", "v"))
     assert "holds q, k and v in an order" in choose_path(model, heads=("k",))[1]
-    assert isinstance(choose_path(model)[0], TwinLM)  # for all else it serves
+    assert isinstance(choose_path(model)[0], HookedHF)  # for all else it serves
 
 
 def test_what_cannot_be_had_is_refused() -> None:

@@ -117,7 +117,7 @@ def test_changed_deterministic_requests_equal_the_oracle_under_traffic(dtype: to
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[4], [*PROMPTS[4]], PROMPTS[2]]
     requests = [cp.Request(prompt, sampling, arrival_step=2 * i) for i, prompt in enumerate(prompts)]
     settings = dict(**LIGHT, deterministic=[0, 1, 2])
-    traffic = dict(kv_rows=64, drafter=cp.drafters.EarlyExit(layer=1))
+    traffic = dict(max_kv_tokens=64, drafter=cp.drafters.EarlyExit(layer=1))
     changes = changes_of(dtype)
     trace = cp.run(model, requests, interventions=changes, **settings, **traffic)
     oracle = cp.reference(model, requests[:3], interventions=changes, **settings)
@@ -151,7 +151,7 @@ def test_steps_choose_passes_and_an_eviction_forgets_nothing() -> None:
     """Request 1 is evicted after the changed step; its row of that step is rewritten with the change."""
     prompts, settings = [PROMPTS[0], PROMPTS[4]], LIGHT
     where = dict(request_id=1, site="S", layer=1)
-    trace = cp.run(loaded(), prompts, interventions=zero(steps=[2, 3], **where), kv_rows=24, **settings)
+    trace = cp.run(loaded(), prompts, interventions=zero(steps=[2, 3], **where), max_kv_tokens=24, **settings)
     rows = trace.rows(1)
     changed = rows[rows.step.isin([2, 3])].position.tolist()
     assert changed and trace.meta["preemptions"][0][1] > 3

@@ -221,7 +221,7 @@ def test_a_fault_in_release_loses_no_token() -> None:
             raise KeyError(state.request_id)
 
     with pytest.warns(RuntimeWarning, match="request 0: drafter own failed with KeyError: 0, in release"):
-        trace = cp.run(loaded(), PROMPTS, **RUN, deterministic=True, drafter=Forgetful(), kv_rows=70)
+        trace = cp.run(loaded(), PROMPTS, **RUN, deterministic=True, drafter=Forgetful(), max_kv_tokens=70)
     assert not trace.meta["errors"]
     assert [trace.digest(i) for i in range(5)] == [undisturbed().digest(i) for i in range(5)]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.fast.hooked_hf import LEAN, TwinLM
+from cacheprobe.models.fast.hooked_hf import LEAN, HookedHF
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import fed_in_parts, texts
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.determinism
 
 
 def is_lean(family: str) -> bool:
-    return any(kind.takes(TwinLM(loaded(family)).model) for kind in LEAN)
+    return any(kind.takes(HookedHF(loaded(family)).model) for kind in LEAN)
 
 
 COMPUTED = [family for family in FAMILIES if is_lean(family)]
@@ -37,13 +37,13 @@ def uneven(family: str, dtype: torch.dtype, window: int | None) -> BridgeLM:
     return cp.load_model(live)
 
 
-def forms(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> tuple[TwinLM, TwinLM]:
+def forms(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> tuple[HookedHF, HookedHF]:
     """The lean one, and the one that runs the modules, which is seen to be run."""
     model = uneven(family, dtype, window)
-    return TwinLM(model), TwinLM(model, lean=False)
+    return HookedHF(model), HookedHF(model, lean=False)
 
 
-def num_module_runs(twin: TwinLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def num_module_runs(twin: HookedHF, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows whenever the first block's module runs. No hook tells: it would be a reason to run it."""
     ran: list[int] = []
     decoder = twin.model.base_model
@@ -80,9 +80,9 @@ def test_gpt_neox_with_one_part_of_a_block_after_the_other() -> None:
     config = copy.deepcopy(live.config)
     config.use_parallel_residual = False
     model = cp.load_model(type(live)(config).eval())
-    ours, theirs = (fed_in_parts(TwinLM(model, lean=lean), texts(9, 6)) for lean in (True, False))
+    ours, theirs = (fed_in_parts(HookedHF(model, lean=lean), texts(9, 6)) for lean in (True, False))
     assert all(bitwise(ours[what], expected) for what, expected in theirs.items())
-    beside = fed_in_parts(TwinLM(loaded("gpt-neox")), texts(9, 6))
+    beside = fed_in_parts(HookedHF(loaded("gpt-neox")), texts(9, 6))
     assert not all(bitwise(ours[what], other) for what, other in beside.items()), "the control: it shows"
 
 
@@ -101,7 +101,7 @@ def test_early_stops_and_chosen_logits_are_the_modules(family: str, width: int) 
 
 def test_an_edit_of_the_weights_is_seen() -> None:
     """In place, and by another tensor in its place."""
-    lean = TwinLM(loaded.__wrapped__("llama"))
+    lean = HookedHF(loaded.__wrapped__("llama"))
     projection = lean.origin.bridge.original_model.model.layers[1].mlp.down_proj
     weight = getattr(projection, "_original_component", projection)
     ids = texts(5)[0][None]

@@ -7,7 +7,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.core.hook_names import hook_name
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.surgery import CacheRows, put_rows, take_rows
+from cacheprobe.kvcache.surgery import KVSnapshot, put_rows, take_rows
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import close
 from tests.test_thinking import tiny
@@ -20,7 +20,7 @@ PLACES = [(0, 1, 2), (2, 0, 2), (2, 0, 4)]
 """(layer, head of keys and values, position)."""
 
 
-def masked(rows: CacheRows) -> CacheRows:
+def masked(rows: KVSnapshot) -> KVSnapshot:
     return rows.masked(2, layers=0, heads=1).masked([2, 4], layers=2, heads=[0])
 
 
@@ -92,7 +92,7 @@ def test_all_layers_and_heads_are_the_whole_mask() -> None:
     rows = cp.cache_rows(lm, PROMPT, capacity=96)
     drafter = cp.drafters.EarlyExit(layer=0)
     whole, parts = rows.masked([1, 2]), rows.masked([1, 2], layers=range(3), heads=range(2))
-    assert not parts.hidden and len(parts.hidden_parts) == 12
+    assert not parts.hidden and len(parts.head_masks) == 12
     traces = [
         cp.run(lm, cp.Request(PROMPT, cached=rows, own_fingerprint=True), drafter=drafter, **LIGHT)
         for rows in (whole, parts)
@@ -107,7 +107,7 @@ def test_neighbours_of_masked_parts_keep_their_bits_under_traffic_and_evictions(
     rows = masked(cp.cache_rows(lm, PROMPT, capacity=96))
     request = cp.Request(PROMPT, cached=rows, is_deterministic=True, own_fingerprint=True, arrival_step=3)
     requests = [[7, 8, 9], cp.Request(PROMPT, is_deterministic=True), request]
-    trace = cp.run(lm, requests, drafter=cp.drafters.EarlyExit(layer=0), kv_rows=34, **LIGHT)
+    trace = cp.run(lm, requests, drafter=cp.drafters.EarlyExit(layer=0), max_kv_tokens=34, **LIGHT)
     oracle = cp.reference(lm, requests, **LIGHT)
     assert [trace.digest(i) for i in (1, 2)] == [oracle.digest(i) for i in (1, 2)]
     assert 2 in [request_id for request_id, _ in trace.meta["preemptions"]]
@@ -115,25 +115,25 @@ def test_neighbours_of_masked_parts_keep_their_bits_under_traffic_and_evictions(
 
 def test_parts_travel_with_rows_and_leave_with_them() -> None:
     rows = masked(cp.cache_rows(loaded(), PROMPT, capacity=96))
-    assert rows.hidden_parts == frozenset(PLACES) and rows.provenance[2] == rows.provenance[4] == "edited"
-    assert rows.cut(3).hidden_parts == {(0, 1, 2), (2, 0, 2)}
+    assert rows.head_masks == frozenset(PLACES) and rows.provenance[2] == rows.provenance[4] == "edited"
+    assert rows.cut(3).head_masks == {(0, 1, 2), (2, 0, 2)}
     assert rows.digest() != cp.cache_rows(loaded(), PROMPT, capacity=96).digest()
     cache = KVCache(2, 8, [(2, 8, 8)] * 3, torch.float32)
     row = cache.allocate()
     put_rows(rows, cache, row)
     cache.extend(row, 0, 5, "prefill")
-    assert take_rows(cache, row, PROMPT[:5]).hidden_parts == rows.hidden_parts
+    assert take_rows(cache, row, PROMPT[:5]).head_masks == rows.head_masks
     cache.truncate(row, 3)
     cache.extend(row, 3, 5, "decoded")
-    assert take_rows(cache, row, PROMPT[:5]).hidden_parts == {(0, 1, 2), (2, 0, 2)}
+    assert take_rows(cache, row, PROMPT[:5]).head_masks == {(0, 1, 2), (2, 0, 2)}
     cache.release(row)
-    assert not cache.hidden_parts.concern([row])
+    assert not cache.head_masks.concern([row])
 
 
 def test_a_model_on_two_devices_is_refused() -> None:
     cache = KVCache(1, 8, [(2, 8, 8)] * 2, torch.float32, [torch.device("cpu"), torch.device("meta")])
     row = cache.allocate()
-    cache.hidden_parts.put(row, [(0, 0, 0)], [2, 2])
+    cache.head_masks.put(row, [(0, 0, 0)], [2, 2])
     positions = cache.stage([row], [2], 1)
     mask = cache.mask(positions, torch.float32, "cpu")
     with pytest.raises(ValueError, match="need a model on one device; hide them in all layers"):

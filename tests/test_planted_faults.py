@@ -11,7 +11,7 @@ from cacheprobe.capture import lens_reader
 from cacheprobe.engine import consistency
 from cacheprobe.engine.consistency import _Cycle
 from cacheprobe.engine.watch import Watch
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from tests.planted import (
     DECODE,
     DEPENDS_ON,
@@ -53,7 +53,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *guards: str) -> None:
     if "check while it runs" in guards:
         monkeypatch.setattr(Watch, "place_copy", lambda *asked: None)
     if "attention by request" in guards:
-        monkeypatch.setattr(TwinLM, "attends_by_request", False)
+        monkeypatch.setattr(HookedHF, "attends_by_request", False)
 
 
 def later(fault: Planted, window: int, num_new: int, family: str = "qwen3"):

@@ -1,4 +1,4 @@
-"""Figures of probes, foresight and disagreement: what they draw is what the tables say."""
+"""Figures of probes, rollback_prediction and disagreement: what they draw is what the tables say."""
 
 import pandas as pd
 import pytest
@@ -6,8 +6,8 @@ import pytest
 from cacheprobe.plots import (
     disagreement_figure,
     final_choice_figure,
-    foresight_figure,
     probe_figure,
+    rollback_prediction_figure,
     state_algorithm_figure,
 )
 
@@ -42,14 +42,14 @@ def foreseen(gain_low: float) -> pd.DataFrame:
 
 
 def test_foresight_draws_its_controls() -> None:
-    figure = foresight_figure(foreseen(0.01))
+    figure = rollback_prediction_figure(foreseen(0.01))
     assert [d.name for d in figure.data] == ["states", "position alone", "margin alone", "labels shuffled"]
     assert list(figure.data[0].x) == [2, 29] and list(figure.data[2].y) == [0.65, 0.65]
     assert figure.layout.title.text.endswith("for ngram")
-    assert foresight_figure(foreseen(-0.01)).layout.title.text.endswith("for no drafter here")
+    assert rollback_prediction_figure(foreseen(-0.01)).layout.title.text.endswith("for no drafter here")
     for table, unit in ((foreseen(0.1), "candidate"), (pd.DataFrame(), "draft")):
         with pytest.raises(ValueError, match="no line of unit"):
-            foresight_figure(table, unit)
+            rollback_prediction_figure(table, unit)
 
 
 def test_final_choices_and_disagreement() -> None:

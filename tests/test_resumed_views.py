@@ -15,7 +15,7 @@ from tests.invariants.runs import RUN
 from tests.test_engine_errors import BAD, indigestible
 from tests.tiny import PROMPTS, SMALL, loaded
 
-TIGHT = {**SMALL, "kv_rows": 110, "prefill_chunk": 16, "pad_prefill": True}
+TIGHT = {**SMALL, "max_kv_tokens": 110, "prefill_chunk": 16, "pad_prefill": True}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,9 @@ def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, shelf: Shelf)
 
 
 def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
-    trace = cp.run(loaded(), PROMPTS, **{**TIGHT, "kv_rows": 80}, drafter=cp.drafters.EarlyExit(layer=1), capture="SZ")
+    trace = cp.run(
+        loaded(), PROMPTS, **{**TIGHT, "max_kv_tokens": 80}, drafter=cp.drafters.EarlyExit(layer=1), capture="SZ"
+    )
     shelf, events = Shelf.of([trace.save(tmp_path / "run")]), trace.events()
     history = token_history(events)
     one = history[history.outcome == "given_up"].iloc[-1]  # of the first places, a rejected draft stood there before

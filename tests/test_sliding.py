@@ -11,7 +11,7 @@ import cacheprobe as cp
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models import checks
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf import cache as hf_cache
 from cacheprobe.models.hf.masks import attention_masks, sliding_window
 from cacheprobe.ops.equality import close
@@ -20,7 +20,7 @@ from tests.feeding import fed_in_parts, texts
 from tests.tiny import SLIDING, hf_model, loaded
 
 WINDOW = 8
-PATHS: dict[str, Callable[..., CachedLM]] = {"bridge": lambda model: model, "twin": TwinLM}
+PATHS: dict[str, Callable[..., CachedLM]] = {"bridge": lambda model: model, "twin": HookedHF}
 
 
 def uncached(family: str, text: Tensor) -> Tensor:

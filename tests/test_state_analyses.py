@@ -10,7 +10,7 @@ import cacheprobe as cp
 from cacheprobe.analysis.layer_choices import settling
 from cacheprobe.drafters import EarlyExit, NGram
 from cacheprobe_analyses import coin_state_probe as coin
-from cacheprobe_analyses import rollback_foresight as foresight
+from cacheprobe_analyses import rollback_foresight as rollback_prediction
 from cacheprobe_analyses import when_settles as settles
 
 THINKING = "coinflip-thinking"
@@ -33,7 +33,7 @@ def test_a_model_at_chance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         coin.run(coin.Config(people=1, prompts=4))
 
 
-SMALL = foresight.Config(
+SMALL = rollback_prediction.Config(
     THINKING,
     "float32",
     (EarlyExit(1), NGram(length=4)),
@@ -48,13 +48,15 @@ SMALL = foresight.Config(
 
 def test_foresight_runs_until_there_are_rollbacks_enough() -> None:
     heard: list[str] = []
-    result = foresight.run(SMALL, heard.append)
+    result = rollback_prediction.run(SMALL, heard.append)
     found = {(one["drafter"], one["unit"]): one for one in result.found}
-    assert set(found) == {(d, u) for d in ("early_exit", "ngram") for u in foresight.UNITS}
+    assert set(found) == {(d, u) for d in ("early_exit", "ngram") for u in rollback_prediction.UNITS}
     assert found["early_exit", "draft"]["rollbacks"] == found["early_exit", "candidate"]["rollbacks"] >= 4
     assert heard[0].startswith("early_exit: 2 prompts") and all(one["reason"] for one in result.found)
     assert json.loads(json.dumps(asdict(result)))["found"] == result.found
-    never = foresight.run(replace(SMALL, drafters=(NGram(length=4),), most_prompts=(2,), least=500), heard.append)
+    never = rollback_prediction.run(
+        replace(SMALL, drafters=(NGram(length=4),), most_prompts=(2,), least=500), heard.append
+    )
     assert [one["answer"] for one in never.found] == ["cannot tell"] * 2 and "500 are needed" in never.table()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.core.hook_names import hook_name
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.surgery import CacheRows, diff_rows, put_rows, take_rows
+from cacheprobe.kvcache.surgery import KVSnapshot, diff_rows, put_rows, take_rows
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import bitwise, close
 from tests.test_thinking import tiny
@@ -21,7 +21,7 @@ ROWS = dict(capacity=96)
 LIGHT = {**SMALL, "max_new_tokens": 8, "capture": "S"}
 
 
-def went_on(rows: CacheRows, prompt: list[int] = PROMPT, **settings) -> cp.Trace:
+def went_on(rows: KVSnapshot, prompt: list[int] = PROMPT, **settings) -> cp.Trace:
     return cp.run(loaded(), [cp.Request(prompt, cached=rows, own_fingerprint=True)], **{**LIGHT, **settings})
 
 
@@ -104,7 +104,7 @@ def test_edited_rows_equal_the_oracle_under_traffic_and_evictions() -> None:
     rows = cp.cache_rows(loaded(), PROMPT, **ROWS).edited(lambda old: old + 1, 2, heads=1).masked(0)
     request = cp.Request(PROMPT, cached=rows, is_deterministic=True, own_fingerprint=True, arrival_step=3)
     requests = [[7, 8, 9], cp.Request(PROMPT, is_deterministic=True), request]
-    trace = cp.run(loaded(), requests, drafter=cp.drafters.EarlyExit(layer=0), kv_rows=34, **LIGHT)
+    trace = cp.run(loaded(), requests, drafter=cp.drafters.EarlyExit(layer=0), max_kv_tokens=34, **LIGHT)
     oracle = cp.reference(loaded(), requests, **LIGHT)
     assert [trace.digest(i) for i in (1, 2)] == [oracle.digest(i) for i in (1, 2)]
     assert 2 in [request_id for request_id, _ in trace.meta["preemptions"]]
@@ -188,7 +188,7 @@ def nan(old: Tensor) -> Tensor:
             "do not fit a model.*bfloat16",
         ),
         (lambda rows: cp.cache_rows(loaded(), [3], **ROWS), "a prompt of one token leaves no row"),
-        (lambda rows: cp.run(loaded(), cp.Request(PROMPT, cached="rows"), **LIGHT), "must be CacheRows"),
+        (lambda rows: cp.run(loaded(), cp.Request(PROMPT, cached="rows"), **LIGHT), "must be KVSnapshot"),
     ],
 )
 def test_surgery_refuses(cut, message: str) -> None:

@@ -152,7 +152,7 @@ def test_eviction_and_shared_prompts_keep_thoughts() -> None:
     twice = cp.SamplingParams(n=2, temperature=1.0, stop_token_ids=())
     requests = [cp.Request(PROMPTS[2], twice, is_deterministic=True), *PROMPTS[:2]]
     settings = {**RUN, "deterministic": True, "sampling": FREE}
-    trace = cp.run(model, requests, kv_rows=56, **settings)
+    trace = cp.run(model, requests, max_kv_tokens=56, **settings)
     assert trace.meta["preemptions"]
     oracle = cp.reference(model, requests, **settings)
     assert [trace.digest(i) for i in range(4)] == [oracle.digest(i) for i in range(4)]

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from cacheprobe.models.fast.fused_linear import FEW_ROWS, Together, Tried
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.fused_linear import FEW_ROWS, FusedLinear, Tried
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import texts
 from tests.tiny import loaded
@@ -26,7 +26,7 @@ def layers(bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> list[nn.L
 def test_one_product_has_the_bits_of_each(bias: bool, dtype: torch.dtype) -> None:
     apart = layers(bias, dtype)
     expected = {rows: [layer(values(rows, dtype)) for layer in apart] for rows in (1, 2, 7, FEW_ROWS - 1, FEW_ROWS)}
-    together = Together(apart, linear, {})
+    together = FusedLinear(apart, linear, {})
     assert together.weight is not None
     for rows, wanted in expected.items():
         made = together(values(rows, dtype))
@@ -45,7 +45,7 @@ def test_few_rows_take_one_call_and_many_one_for_each_part() -> None:
         calls.append(len(weight))
         return (of[..., None, :] * weight).sum(-1)  # the same bits at any width, which a library need not have
 
-    together = Together(layers(), counted, {})
+    together = FusedLinear(layers(), counted, {})
     together(values(FEW_ROWS - 1, torch.bfloat16))
     assert sorted(calls) == sorted([*SIZES, sum(SIZES), sum(SIZES)]), "tried, and made"
     calls.clear()
@@ -57,12 +57,12 @@ def test_few_rows_take_one_call_and_many_one_for_each_part() -> None:
 def test_parameters_stay_the_layers_own_and_lie_in_one_tensor() -> None:
     made = layers(bias=True)
     parameters, before = [layer.weight for layer in made], [layer.weight.clone() for layer in made]
-    together = Together(made, linear, {})
+    together = FusedLinear(made, linear, {})
     assert together.weight is not None
     assert [layer.weight for layer in made] == parameters, "the very same objects, which an optimiser may hold"
     assert all(bitwise(layer.weight.detach(), one.detach()) for layer, one in zip(made, before, strict=True))
     assert {layer.weight.untyped_storage().data_ptr() for layer in made} == {together.weight.data_ptr()}
-    again = Together(made, linear, {})
+    again = FusedLinear(made, linear, {})
     assert again.weight is not None and again.weight.data_ptr() == together.weight.data_ptr()
     with torch.no_grad():
         made[1].weight.mul_(2)
@@ -80,7 +80,7 @@ def test_rows_whose_bits_follow_the_width_are_not_made_as_one() -> None:
         out = (of[..., None, :] * weight).sum(-1)  # each output by itself; the small products of a library are not
         return out + 1 if len(weight) == sum(SIZES) and of.shape[-2] == 7 else out
 
-    one, other = (Together(layers(), by_width, tried) for _ in range(2))
+    one, other = (FusedLinear(layers(), by_width, tried) for _ in range(2))
     as_one, apart, trial = [sum(SIZES)], list(SIZES), [*SIZES, sum(SIZES)]
     for together, expected_calls in ((one, [*trial, *as_one, *trial, *apart]), (other, [*as_one, *apart])):
         calls.clear()
@@ -117,13 +117,13 @@ def test_what_may_not_be_moved_is_left_alone(why: str) -> None:
     else:
         made[1].__class__ = type("Quantised", (nn.Linear,), {})
     before = [layer.weight.data_ptr() for layer in made]
-    assert Together(made, linear, {}).weight is None
+    assert FusedLinear(made, linear, {}).weight is None
     assert [layer.weight.data_ptr() for layer in made] == before
 
 
 def test_a_forward_sees_other_numbers() -> None:
     """`weight.data = ...` leaves the parameter and moves its numbers."""
-    lean = TwinLM(loaded.__wrapped__("llama"))
+    lean = HookedHF(loaded.__wrapped__("llama"))
     ids = texts(5)[0][None]
 
     def logits() -> Tensor:
@@ -141,7 +141,7 @@ def test_a_forward_sees_other_numbers() -> None:
 
 def test_other_threads_are_another_trial() -> None:
     tried: Tried = {}
-    together = Together(layers(), linear, tried)
+    together = FusedLinear(layers(), linear, tried)
     here = torch.get_num_threads()
     try:
         for threads in (here, here + 1, here):
@@ -168,5 +168,5 @@ def test_a_trial_tells_two_orders_of_a_sum_apart_where_drawn_numbers_do_not() ->
     in_one_sum = (drawn.double() @ made[0].weight.double().T).bfloat16()
     assert bitwise(backwards(drawn, made[0].weight, None), in_one_sum), "the control: they look alike"
     tried: Tried = {}
-    Together(made, backwards, tried)(drawn)
+    FusedLinear(made, backwards, tried)(drawn)
     assert [list(rows.values()) for rows in tried.values()] == [[False]]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.fast.fused_linear import FEW_ROWS
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.attention.decode import COMPILER
 from cacheprobe.ops.equality import bitwise, close
@@ -27,12 +27,12 @@ def hooks_on(model: torch.nn.Module) -> int:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[BridgeLM, TwinLM]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[BridgeLM, HookedHF]]:
     model = loaded(request.param)
-    yield model, TwinLM(model)
+    yield model, HookedHF(model)
 
 
-def test_twin_equals_bridge(pair: tuple[BridgeLM, TwinLM]) -> None:
+def test_twin_equals_bridge(pair: tuple[BridgeLM, HookedHF]) -> None:
     """Ragged rows, pads, a third of the blocks wrong and rolled back."""
     bridge, plain = pair
     theirs, ours = fed_in_parts(bridge, texts(40, 31, 23)), fed_in_parts(plain, texts(40, 31, 23))
@@ -42,7 +42,7 @@ def test_twin_equals_bridge(pair: tuple[BridgeLM, TwinLM]) -> None:
     assert not close(theirs["T 1 row 0"], theirs["C 1 row 0"], 1e-1, because="the control: sites differ")
 
 
-def test_twin_shares_every_tensor(pair: tuple[BridgeLM, TwinLM]) -> None:
+def test_twin_shares_every_tensor(pair: tuple[BridgeLM, HookedHF]) -> None:
     bridge, plain = pair
     there = {tensor.data_ptr() for tensor in bridge.bridge.original_model.state_dict(keep_vars=True).values()}
     there |= {tensor.data_ptr() for tensor in bridge.bridge.original_model.buffers()}
@@ -52,16 +52,16 @@ def test_twin_shares_every_tensor(pair: tuple[BridgeLM, TwinLM]) -> None:
     assert is_tied == plain.model.config.tie_word_embeddings
 
 
-def test_the_bridge_keeps_its_attention(pair: tuple[BridgeLM, TwinLM]) -> None:
+def test_the_bridge_keeps_its_attention(pair: tuple[BridgeLM, HookedHF]) -> None:
     bridge, plain = pair
     assert plain.model.config is not bridge.config
     assert all(m.config is plain.model.config for m in plain.model.modules() if hasattr(m, "config"))
     before = bridge.config._attn_implementation
-    TwinLM(bridge)
+    HookedHF(bridge)
     assert bridge.config._attn_implementation == before
 
 
-def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, TwinLM]) -> None:
+def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, HookedHF]) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     for model in pair:
         seen: list[Tensor] = []
@@ -77,10 +77,10 @@ def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, TwinLM])
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("can_choose", [True, False])
 def test_chosen_logits_are_those_of_the_slots(
-    pair: tuple[BridgeLM, TwinLM], lean: bool, can_choose: bool, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[BridgeLM, HookedHF], lean: bool, can_choose: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order asked for, with and without a model that takes logits_to_keep."""
-    plain = TwinLM(pair[0], lean=lean)
+    plain = HookedHF(pair[0], lean=lean)
     monkeypatch.setattr(plain, "_can_choose_logits", can_choose)
     ids, cache = torch.tensor([[5, 6, 7, 8]]), plain.new_cache(1, 8)
     every = plain.forward(ids, cache, [0], [0])
@@ -90,7 +90,7 @@ def test_chosen_logits_are_those_of_the_slots(
     assert not close(chosen, every[:, [1, 3]], 1e-2, because="the control: other slots, other logits")
 
 
-def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, TwinLM]) -> None:
+def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, HookedHF]) -> None:
     bridge, plain = pair
     theirs, ours = bridge.fingerprint(), plain.fingerprint()
     assert (ours["path"], ours["attention"]) == ("twin", f"by request, spans of 64, {COMPILER} for one token")
@@ -99,7 +99,7 @@ def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, TwinLM]) -> Non
 
 def test_twin_is_a_cached_lm() -> None:
     model = loaded()
-    plain = TwinLM(model)
+    plain = HookedHF(model)
     assert isinstance(plain, CachedLM)
     assert (plain.name, plain.n_layers, plain.d_vocab, plain.dtype) == (model.name, 3, VOCAB, torch.float32)
     states = torch.randn(2, 32)
@@ -110,7 +110,7 @@ def test_twin_is_a_cached_lm() -> None:
 
 @pytest.mark.parametrize("lean", [True, False])
 def test_hooks_and_threads_are_restored_after_an_exception(lean: bool) -> None:
-    plain = TwinLM(loaded(), lean=lean)
+    plain = HookedHF(loaded(), lean=lean)
     cache, ids = plain.new_cache(1, 8), torch.tensor([[1, 2]])
     threads = torch.get_num_threads()
     heard: list[int] = []
@@ -130,7 +130,7 @@ def test_hooks_and_threads_are_restored_after_an_exception(lean: bool) -> None:
 
 
 def test_what_a_listener_returns_changes_nothing() -> None:
-    plain = TwinLM(loaded())
+    plain = HookedHF(loaded())
     ids = torch.tensor([[1, 2]])
     expected = plain.forward(ids, plain.new_cache(1, 8), [0], [0])
     with plain.capturing([("pre", 0), ("T", 1), ("S", 1)], lambda site, layer, value: value * 0):
@@ -142,7 +142,7 @@ def test_what_a_listener_returns_changes_nothing() -> None:
 @pytest.mark.parametrize("shape", [(4, 8), (1, 8), (4, 1)], ids=str)
 def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Neither its place in the batch, nor the other rows, nor what is stale, nor its slot in the window matter."""
-    plain = TwinLM(loaded(family, dtype))
+    plain = HookedHF(loaded(family, dtype))
     (text,) = texts(40)
     at_least, width = shape
     batch = serving(plain, width, at_least=at_least, capacity=64)
@@ -197,14 +197,14 @@ def test_readings_of_many_rows_are_widened_too(family: str, monkeypatch: pytest.
         monkeypatch.setattr("cacheprobe.models.hf.bridge.wide_rows", lambda *of, from_rows=from_rows: from_rows)
         made = model.read_out(states)
         assert (made - slow).abs().max() <= slow.abs().max() * torch.finfo(torch.bfloat16).eps
-        assert bitwise(made, TwinLM(model).read_out(states)) and (from_rows == 32 or bitwise(made, slow))
+        assert bitwise(made, HookedHF(model).read_out(states)) and (from_rows == 32 or bitwise(made, slow))
         assert model.fingerprint()["readings_in_float32"] == (f"from {from_rows} rows" if from_rows else "never")
     assert widened == [40] * 4
 
 
 def test_building_a_twin_draws_no_random_numbers() -> None:
     state = torch.get_rng_state()
-    TwinLM(loaded())
+    HookedHF(loaded())
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -220,7 +220,7 @@ def test_products_of_many_rows_are_widened_where_the_processor_gains_by_it(
         return torch.nn.functional.linear(values, weight, bias)
 
     monkeypatch.setattr("cacheprobe.models.fast.hooked_hf.wide_product", watched)
-    plain = TwinLM(loaded("llama"))
+    plain = HookedHF(loaded("llama"))
     linears = [m for m in plain.model.modules() if type(m) is torch.nn.Linear]
     cache = plain.new_cache(1, FEW_ROWS)
     cache.allocate()

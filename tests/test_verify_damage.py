@@ -25,7 +25,7 @@ EARLY = cp.drafters.EarlyExit(layer=1)
 def run() -> cp.Trace:
     """Two deterministic requests of three, preempted, drafted and rolled back, with states, heads and readings."""
     heads = cp.CaptureConfig(sites="STCZ", heads=("z",))
-    return cp.run(loaded(), PROMPTS[:3], **SMALL, drafter=EARLY, deterministic=[0, 2], kv_rows=70, capture=heads)
+    return cp.run(loaded(), PROMPTS[:3], **SMALL, drafter=EARLY, deterministic=[0, 2], max_kv_tokens=70, capture=heads)
 
 
 def table(trace: cp.Trace, name: str) -> pd.DataFrame:
@@ -183,10 +183,10 @@ SAMPLED = cp.SamplingParams(temperature=0.8)
 EVERY_WAY = [
     {},
     {"deterministic": [0, 2]},
-    {"deterministic": True, "kv_rows": 70},
+    {"deterministic": True, "max_kv_tokens": 70},
     {"window": 1, "group": 4, "deterministic": [1]},
     {"drafter": EARLY, "acceptance": "rejection", "sampling": SAMPLED},
-    {"drafter": cp.drafters.NGram(), "kv_rows": 80},
+    {"drafter": cp.drafters.NGram(), "max_kv_tokens": 80},
     {"deterministic": True, "sampling": cp.SamplingParams(n=2)},
     {"deterministic": True, "capture": cp.CaptureConfig(positions=(5, 6, 7), phases=("decode", "verify"))},
 ]
@@ -203,7 +203,7 @@ def test_cached_cancelled_and_shared_requests_have_no_fault() -> None:
     rows = cp.cache_rows(loaded(), [1, 2, 3, 4, 5], capacity=96)
     prompts = [Request([1, 2, 3, 4, 5, 6], cached=rows), [7, 7], [7, 7], [8, 9], [5]]
     stream = cp.stream(
-        loaded(), prompts, window=4, group=2, capacity=96, kv_rows=70, deterministic=[1, 2, 3], capture="Z"
+        loaded(), prompts, window=4, group=2, capacity=96, max_kv_tokens=70, deterministic=[1, 2, 3], capture="Z"
     )
     for number, _ in enumerate(stream):
         if number == 6:

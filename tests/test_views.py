@@ -171,7 +171,7 @@ def test_token_texts_cannot_mark_up_a_figure(trace: cp.Trace) -> None:
         shown = [*heat.text.flatten(), *figure.layout.xaxis.ticktext, *heat.hovertext.flatten()]
         assert {tag for said in shown for tag in re.findall(r"<[^>]*>", said)} == {"<br>", "<b>", "</b>"}
     assert "&lt;i&gt;" in heat.text[0][0] and "&lt;i&gt;" in figure.layout.xaxis.ticktext[0]
-    boxes = cp.plots.settling_figure(cp.analysis.prediction_depth(trace).assign(path=HOSTILE)).data
+    boxes = cp.plots.prediction_depth_figure(cp.analysis.prediction_depth(trace).assign(path=HOSTILE)).data
     assert all("<script" not in said for box in boxes for said in box.hovertext)
 
 
@@ -190,7 +190,7 @@ def test_curves_are_the_tables(trace: cp.Trace) -> None:
         assert list(line.y) == pytest.approx(agreement[verdict].dropna().tolist())
     assert drafted.y[-1] == 0 < max(drafted.y)  # greedy: what the last layer has first is never rejected
     assert "the committed token leads from layer" in figure.layout.title.text
-    boxes = cp.plots.settling_figure(settling).data
+    boxes = cp.plots.prediction_depth_figure(settling).data
     assert sum(len(box.x) for box in boxes) == (settling.verdict != "never_judged").fillna(True).sum()
     assert len({(line.line.dash, line.line.color) for line in figure.data}) == 4
 

@@ -22,7 +22,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.progress import Progress
-from cacheprobe.kvcache.surgery import CacheRows
+from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
 from cacheprobe.plots import coin_rows_figure
 from cacheprobe.tasks.base import Accuracy, Question
@@ -80,7 +80,7 @@ class Read:
 
     question: Question
     token_ids: tuple[int, ...]
-    rows: CacheRows
+    rows: KVSnapshot
     logits: tuple[float, float]
     """Of heads and tails."""
 
@@ -182,11 +182,11 @@ def _places(lm: CachedLM, own: Read) -> Iterator[tuple[str, str, list[int]]]:
     yield "span", "all rows", list(range(len(parts)))
 
 
-def _treated(own: Read, donors: Mapping[str, CacheRows], treatment: str, positions: Sequence[int]) -> CacheRows:
+def _treated(own: Read, donors: Mapping[str, KVSnapshot], treatment: str, positions: Sequence[int]) -> KVSnapshot:
     return own.rows.masked(positions) if treatment == "masked" else own.rows.spliced(donors[treatment], positions)
 
 
-def _noisy(own: CacheRows, other: CacheRows, seed: int) -> CacheRows:
+def _noisy(own: KVSnapshot, other: KVSnapshot, seed: int) -> KVSnapshot:
     """The own rows, moved as far as the other's are away, in a random direction for every layer, head and position."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -201,7 +201,7 @@ def _noisy(own: CacheRows, other: CacheRows, seed: int) -> CacheRows:
     return replace(own, keys=keys, values=values)
 
 
-def _logits(lm: CachedLM, asked: Sequence[tuple[Sequence[int], CacheRows]]) -> list[tuple[float, float]]:
+def _logits(lm: CachedLM, asked: Sequence[tuple[Sequence[int], KVSnapshot]]) -> list[tuple[float, float]]:
     """Logits of heads and tails after each text, whose last token reads on from these rows."""
     last = lm.n_layers - 1
     columns = [lm.encode(answer, add_special_tokens=False)[0] for answer in ANSWERS]

@@ -1,6 +1,6 @@
 """Can a rollback be seen coming, from the states before the verification?
 
-    python -m cacheprobe_analyses.rollback_foresight --json analyses/results/rollback-foresight.json
+    python -m cacheprobe_analyses.rollback_foresight --json analyses/results/rollback-rollback_prediction.json
 
 SmolLM2 goes on from coin-flip questions, greedily; an early layer, the text itself and the fast path draft. A linear
 classifier of each draft, and of each candidate, is tested on prompts it never saw, beside labels in random order,
@@ -19,7 +19,7 @@ import cacheprobe as cp
 from cacheprobe.core.progress import Progress
 from cacheprobe.drafters import EarlyExit, FastPath, NGram
 from cacheprobe.drafters.base import Drafter
-from cacheprobe.plots import foresight_figure
+from cacheprobe.plots import rollback_prediction_figure
 from cacheprobe.tasks import CoinFlip
 from cacheprobe_analyses.records import records_of, write_json
 
@@ -46,7 +46,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """What is told of each drafter and unit; see `cacheprobe.probes.Foresight`."""
+    """What is told of each drafter and unit; see `cacheprobe.probes.RollbackPrediction`."""
 
     model: str
     found: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Result:
         return "\n".join(lines)
 
     def figure(self, unit: str = "draft") -> Any:
-        return foresight_figure(self.frame, unit)
+        return rollback_prediction_figure(self.frame, unit)
 
 
 def run(config: Config, say: Callable[[str], None] = print, progress: bool = False) -> Result:
@@ -96,7 +96,7 @@ def run(config: Config, say: Callable[[str], None] = print, progress: bool = Fal
                 if rollbacks >= config.least:
                     break
         for unit in UNITS:
-            one = cp.probes.foresight(traces, unit=unit, least=config.least, seed=config.seed)
+            one = cp.probes.rollback_prediction(traces, unit=unit, least=config.least, seed=config.seed)
             known = {key: value for key, value in vars(one).items() if key != "table"}
             found.append({**known, "drafter": drafter.name, "lines": _lines(one.table, drafter.name)})
     return Result(model.name, found)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.ops.wide_product import widened
 
 REPEATS = 5
@@ -24,7 +24,7 @@ def products_seconds(model: Any, blocks: Sequence[int], heads: Sequence[int]) ->
     ways: list[Product] = [linear, widened]
     if model.compiled is not None:
         ways.append(model.compiled.product)
-    plain = TwinLM(model).model
+    plain = HookedHF(model).model
     head = plain.get_output_embeddings().weight
     inner = [m.weight for m in plain.modules() if type(m) is torch.nn.Linear and m.weight is not head]
     return sum(_quickest(ways, inner, rows) * blocks.count(rows) for rows in set(blocks)) + sum(

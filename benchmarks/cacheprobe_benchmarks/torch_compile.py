@@ -15,7 +15,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.ops.wide_product import wide_rows
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine, measuring
@@ -69,7 +69,7 @@ def _seconds(way: Callable[[], Tensor]) -> float:
 
 
 def _ours(model: CachedLM) -> Callable[[], Tensor]:
-    twin = TwinLM(model)
+    twin = HookedHF(model)
     cache = twin.new_cache(ROWS, CAPACITY)
     rows = [cache.allocate() for _ in range(ROWS)]
     ids = torch.zeros(ROWS, POSITION, dtype=torch.long)

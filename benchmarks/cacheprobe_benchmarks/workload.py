@@ -13,7 +13,7 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.shapes import settle_shapes
 from cacheprobe.models.base import CachedLM
-from cacheprobe.plan import Setup
+from cacheprobe.plan import RunPlan
 
 NUM_REQUESTS, IN_FLIGHT = 64, 16
 PROMPT_TOKENS, NEW_TOKENS = (8, 64), (32, 64)
@@ -71,7 +71,7 @@ class Run:
         """config: every shape, or those fields alone that `cp.run` would be given."""
         is_whole = isinstance(config, EngineConfig)
         settled = (config, True) if is_whole else settle_shapes(model, drafter is not None, config)
-        setup = Setup(model, requests, *settled, capture=capture, path=path)
+        setup = RunPlan(model, requests, *settled, capture=capture, path=path)
         self.requests, self.states = setup.requests, setup.states(drafter)
         self.total = sum(state.num_left for state in self.states)
         self.log = StepLog()

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any, SupportsIndex
 
 from cacheprobe.core.records import Request
-from cacheprobe.kvcache.surgery import CacheRows
+from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.trace.trace import Trace
 
 
-def cache_rows(trace: Trace, request_id: SupportsIndex, length: int | None = None) -> CacheRows:
+def cache_rows(trace: Trace, request_id: SupportsIndex, length: int | None = None) -> KVSnapshot:
     """Keys and values of the request's first `length` positions, as they stood when it ended; None for all.
 
     A committed row is never written again, so the first p of them are what the cache held when position p was new. The
@@ -29,7 +29,7 @@ def cache_rows(trace: Trace, request_id: SupportsIndex, length: int | None = Non
     return rows if length is None else rows.cut(length)
 
 
-def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: CacheRows | None = None) -> Request:
+def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: KVSnapshot | None = None) -> Request:
     """A request that goes on from cache rows of another one, with the tokens that are left of it.
 
     Its prompt is the other's text up to the first token behind the rows, at least the other's prompt; settings and seed

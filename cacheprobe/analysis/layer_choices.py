@@ -24,7 +24,7 @@ def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
     num_flips: changes of first choice between adjacent layers.  path: the distinct first choices in order, as text.
     final_token: the last layer's first choice.  agrees: whether that is the committed token; null where none was.
     Source: as of `draft_verdicts.prediction_depths`, which finds the depth.
-    Twin: tests.measures_slowly.settling_slowly, ==.
+    Twin: tests.measures_slowly.prediction_depth_slowly, ==.
     """
     if hypotheses.empty:
         raise ValueError("there are no hypotheses; capture must include Z")
@@ -51,7 +51,7 @@ def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
     return ends[columns].reset_index(drop=True)
 
 
-def settling_by_verdict(hypotheses: pd.DataFrame) -> pd.DataFrame:
+def prediction_depth_by_verdict(hypotheses: pd.DataFrame) -> pd.DataFrame:
     """By verdict, as in `agreement_by_layer`: rows, prediction depth (median, mean), changes of first choice (mean)."""
     return (
         settling(by_verdict(hypotheses))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from cacheprobe.analysis.layer_choices import agreement_by_layer, settling_by_verdict
+from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_by_verdict
 from cacheprobe.trace.tables.draft_verdicts import parting, shares_by_verdict
 from cacheprobe.trace.trace import Trace
 
@@ -47,7 +47,10 @@ def summary(trace: Trace) -> str:
             "share of readings with the committed token first, by layer and verdict of the draft:",
             table.loc[shown].round(2).to_string(na_rep="-"),
         ]
-        lines += ["prediction depth, by verdict of the draft:", settling_by_verdict(hypotheses).round(1).to_string()]
+        lines += [
+            "prediction depth, by verdict of the draft:",
+            prediction_depth_by_verdict(hypotheses).round(1).to_string(),
+        ]
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cacheprobe.capture.observers import Silent
 from cacheprobe.core.records import Finished, Observer
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.kvcache.surgery import CacheRows
+from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.trace.trace import Trace
 
 _CUT = "\ufffd"
@@ -87,7 +87,7 @@ class Stream:
         self._require(request_id)
         self._states[request_id].is_cancelled = True
 
-    def cache_rows(self, request_id: int) -> CacheRows:
+    def cache_rows(self, request_id: int) -> KVSnapshot:
         """A copy of a request's cache rows as they stand between two rounds: of all tokens committed to it but the
         newest, which may be more than were handed over yet. `cp.run(model, cp.Request(text, cached=rows))` goes on
         from them, `text` being the rows' `token_ids` and at least one token more.

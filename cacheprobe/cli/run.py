@@ -43,7 +43,7 @@ def run(
     seed: int = 0,
     capacity: int = 512,
     max_batch: int = 64,
-    kv_rows: int | None = None,
+    max_kv_tokens: int | None = None,
     progress: bool = True,
 ) -> int:
     """Generate from prompts or a task's examples, and save the trace.
@@ -114,7 +114,7 @@ def run(
         Cache rows of each request; prompt, new tokens and window must fit.
     max_batch
         Requests in flight at once; the others wait.
-    kv_rows
+    max_kv_tokens
         Cache rows in use at once; where they run out, the newest request is stopped and resumed later. No limit by
         default.
     progress
@@ -141,7 +141,7 @@ def run(
     SamplingParams(seed=seed, max_new_tokens=max_new_tokens, n=n)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, stop=stop)
     kept = cp.CaptureConfig(capture, heads=heads)
-    shapes = dict(window=window, group=group, capacity=capacity, max_batch=max_batch, kv_rows=kv_rows)
+    shapes = dict(window=window, group=group, capacity=capacity, max_batch=max_batch, max_kv_tokens=max_kv_tokens)
     settle_shapes(None, drafter is not None, shapes)
     prompts: Any = list(prompt)
     for text in prompts:
@@ -180,7 +180,7 @@ def run(
             seed=seed,
             capacity=capacity,
             max_batch=max_batch,
-            kv_rows=kv_rows,
+            max_kv_tokens=max_kv_tokens,
             progress=progress,
         )
     except cp.Interrupted as interrupted:

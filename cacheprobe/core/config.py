@@ -1,8 +1,9 @@
 """Settings of a run, resolved once, frozen, and checked before anything is computed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, TypedDict
 
 from cacheprobe.core.hook_names import HEAD_SITES, SITES
 from cacheprobe.core.values import flag, is_flag, whole_number
@@ -11,6 +12,49 @@ ACCEPTANCES = ("equality", "rejection")
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 DTYPES = (*RUN_DTYPES, "float64")
 """float64 is for telling how far from the truth the others are; it takes twice the bytes of float32."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """How a run is computed: what `run`, `reference` and `stream` take as keywords beside what a user decides."""
+
+    window: int | None
+    """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16.
+    With window=1 nothing is drafted: a verify pass is a decode of a fixed shape."""
+    group: int | None
+    """Requests of a verify pass (G); by default the first that gives every batch row the same bits on this machine."""
+    capacity: int
+    """Cache slots of each request, part of the schedule fingerprint; prompt + max_new_tokens + window must fit."""
+    prefill_chunk: int | None
+    """Prompt tokens fed at once for verified requests; by default 128."""
+    prefill_group: int | None
+    """Prompts of a prefill pass of verified requests; by default 1."""
+    pad_prefill: bool | None
+    """Whether a prompt's last chunk is padded to a whole one; by default only if several prompts share a pass."""
+    max_batch: int
+    """Requests in flight at once, by default 64."""
+    max_kv_tokens: int | None
+    """Tokens in the cache at once; if they run out, the newest request is preempted and resumed later."""
+    draft_length: "int | str | None"
+    """Candidates before each verification: None for all that the window takes, a number, or "adaptive"."""
+    acceptance: str
+    """"equality", or "rejection" for speculative sampling of requests that are not deterministic."""
+    layers: "str | int | Iterable[Any]"
+    """Layers to keep states of: "all" or a list."""
+    path: str
+    """"twin" (fast), "bridge" (TransformerLens), or "auto": the fast one unless something edits."""
+
+
+RENAMED = {"kv_rows": "max_kv_tokens"}
+"""Options of an earlier version, and their names now."""
+
+
+def require_known_options(given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raises: TypeError for an option that does not exist, with its new name or the nearest one."""
+    for name in given:
+        if name not in (known := tuple(known)):
+            near = RENAMED.get(name) or next(iter(get_close_matches(name, known, 1)), None)
+            hint = f"; it is named {near} now" if name in RENAMED else f"; did you mean {near}?" if near else ""
+            raise TypeError(f"unknown argument {name!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -29,7 +73,7 @@ class EngineConfig:
     """Verified prompts of one prefill pass; a pass is padded with dummies to exactly this many."""
     max_batch: int = 64
     """Requests in flight at once; the others wait."""
-    kv_rows: int | None = None
+    max_kv_tokens: int | None = None
     """Cache rows (token positions) in use at once, over all requests; the newest gives way where they run out. None
     for no limit but max_batch x capacity."""
     draft_length: "int | str | None" = None
@@ -41,9 +85,9 @@ class EngineConfig:
     still the prompt's alone; where several prompts share a pass they need one shape."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "group", "capacity", "prefill_chunk", "prefill_group", "max_batch", "kv_rows"):
+        for name in ("window", "group", "capacity", "prefill_chunk", "prefill_group", "max_batch", "max_kv_tokens"):
             value = getattr(self, name)
-            if name == "kv_rows" and value is None:
+            if name == "max_kv_tokens" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -140,7 +140,7 @@ class Request:
     sample_of: int | None = None
     """Given by the run: the first of the samples (SamplingParams.n) that share this prompt."""
     cached: Any = field(default=None, repr=False)
-    """CacheRows of the prompt's first tokens, from which the request goes on; those tokens are not read again."""
+    """KVSnapshot of the prompt's first tokens, from which the request goes on; those tokens are not read again."""
     own_fingerprint: bool = False
     """Must be said of a deterministic request with `cached`: it is comparable only with others that begin there."""
     keep_rows: bool = False

@@ -9,19 +9,19 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.noise import DRAFT_STREAM, gumbel_noise
 from cacheprobe.core.records import Finished, StepRecord, Verdict
 from cacheprobe.engine.choosing import JUDGES, Choice, choose_next, describe
-from cacheprobe.engine.model_runner import EngineError, Entry, PassRunner
+from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.acceptance import find_ending
 from cacheprobe.ops.processors import target_probs
 from cacheprobe.ops.sampling import lowest_argmax
 
 
-class Books:
-    """What a pass means for its requests; tells the observer of every change."""
+class Committer:
+    """Commits, rolls back, preempts and finishes requests after a pass; tells the observer of every change."""
 
-    def __init__(self, passes: PassRunner, config: EngineConfig) -> None:
-        self.passes, self.config = passes, config
-        self.cache, self.observer = passes.cache, passes.observer
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        self.runner, self.config = runner, config
+        self.cache, self.observer = runner.cache, runner.observer
         self._choices: dict[tuple[int, int], Choice] = {}
         """By request and position, since the last report."""
         self._logprobs: list[tuple[int, tuple[float, ...]]] = []
@@ -56,22 +56,22 @@ class Books:
         for t, (token_id, row) in enumerate(zip(targets, logits, strict=True)):
             self._note(state, start + t, token_id, row)
         ending = find_ending(state.generated, draft[:n] + targets[n : n + 1], state.stop_rule, state.num_left)
-        return Verdict(state.request_id, self.passes.step, start, draft, targets, n, ending.num_kept, ending.finish)
+        return Verdict(state.request_id, self.runner.step, start, draft, targets, n, ending.num_kept, ending.finish)
 
     def _note(self, state: SequenceState, position: int, token_id: int, logits: Tensor) -> None:
         self._choices[state.request_id, position] = describe(token_id, logits)
-        self.observer.on_choice(state.request_id, self.passes.step, position, token_id, logits)
+        self.observer.on_choice(state.request_id, self.runner.step, position, token_id, logits)
 
     def _naming(self, state: SequenceState) -> "_Naming":
-        return _Naming(f"request {state.request_id} step {self.passes.step}", self.passes.model.name)
+        return _Naming(f"request {state.request_id} step {self.runner.step}", self.runner.model.name)
 
     # -- committing
 
     def settle(self, state: SequenceState, verdict: Verdict) -> None:
         """Commit what a verdict allows; truncate the rows of what it rejected."""
-        frontier, committed = state.frontier, verdict.committed
-        self._truncate(state, frontier)
-        self.write_ledger(state, frontier, frontier + len(committed), "verified")
+        last_committed_position, committed = state.last_committed_position, verdict.committed
+        self._truncate(state, last_committed_position)
+        self.write_ledger(state, last_committed_position, last_committed_position + len(committed), "verified")
         if verdict.is_rollback:
             start = verdict.start + verdict.num_accepted
             self.observer.on_rollback(state.request_id, verdict.step, start, verdict.start + len(state.draft))
@@ -85,11 +85,11 @@ class Books:
 
     def commit_plain(self, state: SequenceState, token_id: int) -> tuple[int, ...]:
         """Commit one token that needs no verdict: by a prefill, or by a request that is never verified."""
-        position = state.frontier + 1
+        position = state.last_committed_position + 1
         self._keep_logprobs(state, position, 1)
         ending = find_ending(state.generated, (token_id,), state.stop_rule, state.num_left)
         state.commit((token_id,))
-        self.observer.on_commit(state.request_id, self.passes.step, position, (token_id,), ("committed",))
+        self.observer.on_commit(state.request_id, self.runner.step, position, (token_id,), ("committed",))
         self._end(state, ending.finish)
         return (token_id,)
 
@@ -110,7 +110,7 @@ class Books:
     def _end(self, state: SequenceState, reason: str | None) -> None:
         if reason is not None:
             state.finish = reason
-            finished = Finished(state.request_id, self.passes.step, reason, tuple(state.generated))
+            finished = Finished(state.request_id, self.runner.step, reason, tuple(state.generated))
             self.observer.on_finish(finished)
 
     # -- leaving early
@@ -128,7 +128,7 @@ class Books:
     def clear_draft(self, state: SequenceState) -> None:
         """After a failed pass: no draft, no cache slots beyond the committed ones, nothing left in them."""
         self._give_up_draft(state)
-        self._truncate(state, min(state.frontier, int(self.cache.lengths[state.row])))
+        self._truncate(state, min(state.last_committed_position, int(self.cache.lengths[state.row])))
         self.scrub(state)
 
     def scrub(self, state: SequenceState) -> None:
@@ -141,12 +141,12 @@ class Books:
         self._truncate(state, 0)
         self.cache.release(state.row)
         state.row, state.num_prefilled, state.num_rebuilt, state.prompt_logits = -1, 0, 0, None
-        self.observer.on_preempt(state.request_id, self.passes.step)
+        self.observer.on_preempt(state.request_id, self.runner.step)
 
     def _give_up_draft(self, state: SequenceState) -> None:
         if state.draft:
-            start = state.frontier + 1
-            self.observer.on_give_up(state.request_id, self.passes.step, start, start + len(state.draft))
+            start = state.last_committed_position + 1
+            self.observer.on_give_up(state.request_id, self.runner.step, start, start + len(state.draft))
         state.drop_draft()
 
     # -- the ledger and the record
@@ -154,24 +154,24 @@ class Books:
     def write_ledger(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
         """Slots start..end-1 of the request now hold real tokens."""
         self.cache.extend(state.row, start, end, provenance)
-        self.observer.on_ledger(state.request_id, self.passes.step, start, end, provenance)
+        self.observer.on_ledger(state.request_id, self.runner.step, start, end, provenance)
 
     def _truncate(self, state: SequenceState, length: int) -> None:
         held = int(self.cache.lengths[state.row])
         if held > length:
             self.cache.truncate(state.row, length)
-            self.observer.on_ledger(state.request_id, self.passes.step, length, held, "free")
+            self.observer.on_ledger(state.request_id, self.runner.step, length, held, "free")
 
     def report(self, phase: str, states: Sequence[SequenceState], **outcome: tuple) -> None:
         """The step's record, with the choices made since the last one."""
-        passes = self.passes
+        runner = self.runner
         self.observer.on_step(
             StepRecord(
-                passes.step,
+                runner.step,
                 phase,
-                passes.shape,
+                runner.shape,
                 tuple(state.request_id for state in states),
-                passes.seconds,
+                runner.seconds,
                 logprobs=tuple(self._logprobs),
                 margins=tuple((r, choice.margin_nats) for (r, _), choice in self._choices.items()),
                 **outcome,

@@ -11,9 +11,9 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.drafters.fast_path import FastPath
-from cacheprobe.engine.model_runner import EngineError, PassRunner
+from cacheprobe.engine.model_runner import EngineError, ModelRunner
 from cacheprobe.engine.scheduler import Scheduler
-from cacheprobe.engine.step import Stepper
+from cacheprobe.engine.step import Engine
 from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.kvcache.cache import KVCache
@@ -55,31 +55,31 @@ def rounds(
     A request whose pass fails ends with an error, and the others go on. Raises: EngineError where no request is left
     that did not fail.
     """
-    stepper, scheduler = prepare(model, states, config, observer, editor, watch)
+    engine, scheduler = prepare(model, states, config, observer, editor, watch)
     drafter = drafter or FastPath()
     drafter.check(model)
-    calls = stepper.drafter_calls
+    calls = engine.drafter_calls
     with closing(calls):
         while not scheduler.is_done:
             for state in scheduler.cancelled():
-                stepper.books.stop(state, "cancelled")
+                engine.committer.stop(state, "cancelled")
             for state in scheduler.retire():  # before others have to give way for them
                 calls.release(drafter, state)
-            for state in scheduler.giving_way():
-                stepper.books.evict(state)
+            for state in scheduler.to_preempt():
+                engine.committer.evict(state)
                 calls.release(drafter, state)
-            if newcomers := scheduler.admit(stepper.passes.step + 1):
-                stepper.admit(newcomers, scheduler.running)
-            riders = scheduler.riders()
-            if growing := [state for state in scheduler.growing() if state not in riders]:
-                stepper.decode(drafter, growing)
-            for group in scheduler.ready_groups(riders):
-                stepper.verify(group)
+            if admitted := scheduler.admit(engine.runner.step + 1):
+                engine.admit(admitted, scheduler.running)
+            piggybacked = scheduler.piggybacked()
+            if growing := [state for state in scheduler.growing() if state not in piggybacked]:
+                engine.decode(drafter, growing)
+            for group in scheduler.ready_groups(piggybacked):
+                engine.verify(group)
             for state in scheduler.retire():
                 calls.release(drafter, state)
-            yield stepper.passes.step
+            yield engine.runner.step
 
-    stepper.cache.check_integrity()
+    engine.cache.check_integrity()
     if all(state.error for state in states):
         raise EngineError(states[0].error)
 
@@ -91,7 +91,7 @@ def prepare(
     observer: Observer,
     editor: Editor | None = None,
     watch: Watch | None = None,
-) -> tuple[Stepper, Scheduler]:
+) -> tuple[Engine, Scheduler]:
     """A cache with a row for each request in flight and one for all dummies, and those who use it."""
     if not states:
         raise EngineError("there is no request to run")
@@ -100,5 +100,5 @@ def prepare(
     for state in states:
         length = config.draft_length
         state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
-    stepper = Stepper(PassRunner(model, cache, observer, editor, watch), config)
-    return stepper, Scheduler(states, cache, config, in_flight)
+    engine = Engine(ModelRunner(model, cache, observer, editor, watch), config)
+    return engine, Scheduler(states, cache, config, in_flight)

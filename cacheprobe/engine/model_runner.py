@@ -57,7 +57,7 @@ class Outcome:
     """Row b of the pass, for each entry."""
 
 
-class PassRunner:
+class ModelRunner:
     """Runs passes over one cache and counts them: the step number is the pass's place in the run."""
 
     def __init__(

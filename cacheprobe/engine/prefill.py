@@ -5,8 +5,8 @@ Also the way back of an evicted request: its committed rows are written again by
 
 from collections.abc import Sequence
 
-from cacheprobe.engine.committer import Books
-from cacheprobe.engine.model_runner import EngineError, Entry, PassRunner
+from cacheprobe.engine.committer import Committer
+from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import put_rows
 
@@ -17,8 +17,8 @@ FREE_PREFILL_WIDTH = 128
 class Prefill:
     """Writes prompts into cache rows, and commits each request's first token."""
 
-    def __init__(self, passes: PassRunner, books: Books) -> None:
-        self.passes, self.books, self.config = passes, books, books.config
+    def __init__(self, runner: ModelRunner, committer: Committer) -> None:
+        self.runner, self.committer, self.config = runner, committer, committer.config
 
     def read(self, states: Sequence[SequenceState]) -> None:
         """Read these requests' prompts and commit each one's first token.
@@ -38,12 +38,12 @@ class Prefill:
         Where the request goes on from cached rows, they are put there; the chunks begin behind them.
         """
         request = state.request
-        self.passes.cache.prompt_lengths[state.row] = request.num_prompt_tokens
+        self.runner.cache.prompt_lengths[state.row] = request.num_prompt_tokens
         if request.cached is None or state.num_prefilled:
             return
-        put_rows(request.cached, self.passes.cache, state.row)
+        put_rows(request.cached, self.runner.cache, state.row)
         for position, provenance in enumerate(request.cached.provenance):
-            self.books.write_ledger(state, position, position + 1, provenance)
+            self.committer.write_ledger(state, position, position + 1, provenance)
         state.num_prefilled = request.num_cached
 
     def _read_group(self, states: Sequence[SequenceState], is_fixed: bool) -> None:
@@ -58,7 +58,7 @@ class Prefill:
             width = chunk if is_padded else max(len(entry.token_ids) for entry in entries)
             last = [len(e.token_ids) - 1 if e.end == e.state.request.num_prompt_tokens else None for e in entries]
             slots = self._logit_slots(last, width, is_fixed)
-            result = self.passes.run("prefill", entries, width, batch=batch, logit_slots=slots)
+            result = self.runner.run("prefill", entries, width, batch=batch, logit_slots=slots)
             # every choice before any commit: an error here leaves all requests as they were
             chosen: list[int | None] = []
             for entry, b, slot in zip(entries, result.batch_index, last, strict=True):
@@ -67,14 +67,14 @@ class Prefill:
                     continue
                 state = entry.state
                 state.prompt_logits = result.out[b, slot if slots is None else slots.index(slot)].clone()
-                chosen.append(self.books.choose(state, state.prompt_logits, (), state.frontier + 1))
+                chosen.append(self.committer.choose(state, state.prompt_logits, (), state.last_committed_position + 1))
             committed = []
             for entry, token_id in zip(entries, chosen, strict=True):
-                self.books.write_ledger(entry.state, entry.start, entry.end, "prefill")
+                self.committer.write_ledger(entry.state, entry.start, entry.end, "prefill")
                 entry.state.num_prefilled = entry.end
                 if token_id is not None:
-                    committed.append((entry.state.request_id, self.books.commit_plain(entry.state, token_id)))
-            self.books.report("prefill", [e.state for e in entries], committed=tuple(committed))
+                    committed.append((entry.state.request_id, self.committer.commit_plain(entry.state, token_id)))
+            self.committer.report("prefill", [e.state for e in entries], committed=tuple(committed))
 
     def _logit_slots(self, last: Sequence[int | None], width: int, is_fixed: bool) -> list[int] | None:
         """Slots whose logits are needed. None, for all of them, in a fixed pass of several prompts: how many rows are
@@ -86,17 +86,17 @@ class Prefill:
     def share(self, state: SequenceState, source: SequenceState) -> None:
         """Take over the prompt's rows from a request of the same prompt, which the same schedule wrote."""
         assert source.prompt_logits is not None
-        self.passes.skip()
+        self.runner.skip()
         self._begin(state)
         length = state.request.num_prompt_tokens
         state.prompt_logits = source.prompt_logits
-        token_id = self.books.choose(state, state.prompt_logits, (), length)
-        self.passes.cache.copy_row(source.row, state.row, length)
-        self.books.observer.on_shared_prompt(state.request_id, self.passes.step, source.request_id)
-        self.books.observer.on_ledger(state.request_id, self.passes.step, 0, length, "prefill")
+        token_id = self.committer.choose(state, state.prompt_logits, (), length)
+        self.runner.cache.copy_row(source.row, state.row, length)
+        self.committer.observer.on_shared_prompt(state.request_id, self.runner.step, source.request_id)
+        self.committer.observer.on_ledger(state.request_id, self.runner.step, 0, length, "prefill")
         state.num_prefilled = length
-        committed = ((state.request_id, self.books.commit_plain(state, token_id)),)
-        self.books.report("prefill", [state], committed=committed)
+        committed = ((state.request_id, self.committer.commit_plain(state, token_id)),)
+        self.committer.report("prefill", [state], committed=committed)
 
     # -- after an eviction
 
@@ -109,11 +109,11 @@ class Prefill:
         self._begin(state)
         prompt, first = state.request.prompt_token_ids, state.request.num_cached
         if not state.is_verified:
-            for start in range(first, state.frontier, FREE_PREFILL_WIDTH):
-                ids = tuple(state.token_ids[start : min(start + FREE_PREFILL_WIDTH, state.frontier)])
+            for start in range(first, state.last_committed_position, FREE_PREFILL_WIDTH):
+                ids = tuple(state.token_ids[start : min(start + FREE_PREFILL_WIDTH, state.last_committed_position)])
                 self._rewrite("prefill", state, ids, start, len(ids), None)
             self._mark(state, first, len(prompt), "prefill")
-            self._mark(state, len(prompt), state.frontier, "decoded")
+            self._mark(state, len(prompt), state.last_committed_position, "decoded")
         else:
             chunk, window = self.config.prefill_chunk, self.config.window
             for start in range(first, len(prompt), chunk):
@@ -121,15 +121,15 @@ class Prefill:
                 width = chunk if self.config.pad_prefill else len(ids)
                 self._rewrite("prefill", state, ids, start, width, self.config.prefill_group)
             self._mark(state, first, len(prompt), "prefill")
-            for start in range(len(prompt), state.frontier, window):
-                ids = tuple(state.token_ids[start : min(start + window, state.frontier)])
+            for start in range(len(prompt), state.last_committed_position, window):
+                ids = tuple(state.token_ids[start : min(start + window, state.last_committed_position)])
                 self._rewrite("verify", state, ids, start, window, self.config.group, is_checked=True)
-            self._mark(state, len(prompt), state.frontier, "verified")
+            self._mark(state, len(prompt), state.last_committed_position, "verified")
         state.num_prefilled = len(prompt)
 
     def _mark(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
         if end > start:
-            self.books.write_ledger(state, start, end, provenance)
+            self.committer.write_ledger(state, start, end, provenance)
 
     def _rewrite(
         self,
@@ -143,16 +143,16 @@ class Prefill:
     ) -> None:
         slots = None if is_checked else [len(token_ids) - 1]
         entry = Entry(state, token_ids, start, True)
-        result = self.passes.run(phase, [entry], width, batch=batch, logit_slots=slots, is_hidden=True)
+        result = self.runner.run(phase, [entry], width, batch=batch, logit_slots=slots, is_hidden=True)
         if is_checked and (self.config.acceptance == "equality" or state.request.is_deterministic):
             for t in range(len(token_ids)):
                 position = start + t + 1
-                again = self.books.choose(state, result.out[result.batch_index[0], t], (), position)
+                again = self.committer.choose(state, result.out[result.batch_index[0], t], (), position)
                 if again != state.token_ids[position]:
                     raise EngineError(
-                        f"request {state.request_id} step {self.passes.step}: rebuilding its cache rows, the verifier "
+                        f"request {state.request_id} step {self.runner.step}: rebuilding its cache rows, the verifier "
                         f"chose token {again} at position {position} where it had committed "
                         f"{state.token_ids[position]}; this model or machine is not deterministic at a fixed shape"
                     )
-        self.books.forget_choices()
-        self.books.report(phase, [state])
+        self.committer.forget_choices()
+        self.committer.report(phase, [state])

@@ -7,22 +7,22 @@ from collections.abc import Iterator, Sequence
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer
-from cacheprobe.engine.model_runner import EngineError, PassRunner
-from cacheprobe.engine.step import Stepper
+from cacheprobe.engine.model_runner import EngineError, ModelRunner
+from cacheprobe.engine.step import Engine
 from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.kvcache.surgery import CacheRows, take_rows
+from cacheprobe.kvcache.surgery import KVSnapshot, take_rows
 from cacheprobe.models.base import CachedLM
 
 
 def read_rows(
     model: CachedLM, state: SequenceState, config: EngineConfig, observer: Observer, editor: Editor | None = None
-) -> CacheRows:
+) -> KVSnapshot:
     """The cache rows of a prompt, but for its last token's, as the oracle's prefill writes them."""
     cache = model.new_cache(2, config.capacity)
     state.row = cache.allocate()
-    Stepper(PassRunner(model, cache, observer, editor), config).admit([state], [state])
+    Engine(ModelRunner(model, cache, observer, editor), config).admit([state], [state])
     if state.error:
         raise EngineError(state.error)
     return take_rows(cache, state.row, state.request.prompt_token_ids[:-1])
@@ -46,12 +46,12 @@ def run_reference(
     for state in states:
         cache = model.new_cache(2, config.capacity)
         state.row, state.cache = cache.allocate(), cache
-        passes = PassRunner(model, cache, observer, editor, watch)
+        passes = ModelRunner(model, cache, observer, editor, watch)
         passes.step = first_step
-        stepper = Stepper(passes, config)
-        stepper.admit([state], [state])
+        engine = Engine(passes, config)
+        engine.admit([state], [state])
         while not state.finish:
-            stepper.verify([state])
+            engine.verify([state])
             yield passes.step
         cache.check_integrity()
         state.leave_row()

@@ -32,11 +32,11 @@ class Scheduler:
     # -- coming and going
 
     def admit(self, step: int) -> list[SequenceState]:
-        """Give requests that have arrived the free cache rows; returns the newcomers.
+        """Give requests that have arrived the free cache rows; returns the admitted.
 
         Where nothing runs, the next to arrive does so now: there is nothing to wait for.
         """
-        newcomers = []
+        admitted = []
         while self.waiting and len(self.running) < self.max_running:
             state = self.waiting[0]
             has_arrived = state.request.arrival_step <= step or not self.running
@@ -47,15 +47,19 @@ class Scheduler:
             state.admitted_at = self._num_admitted
             self._num_admitted += 1
             self.running.append(state)
-            newcomers.append(state)
+            admitted.append(state)
         # in the order of their rows, so that a full batch is one contiguous view of the cache
         self.running.sort(key=lambda state: state.row)
-        return newcomers
+        return admitted
 
-    def giving_way(self) -> list[SequenceState]:
-        """Requests to evict, newest first, until the others fit into kv_rows; they wait at the head of the queue."""
+    def to_preempt(self) -> list[SequenceState]:
+        """Takes out requests to preempt, newest first, until the others fit into max_kv_tokens; they are next in line."""
         evicted = []
-        while self.config.kv_rows is not None and self._demand() > self.config.kv_rows and len(self.running) > 1:
+        while (
+            self.config.max_kv_tokens is not None
+            and self._demand() > self.config.max_kv_tokens
+            and len(self.running) > 1
+        ):
             state = max(self.running, key=lambda state: state.admitted_at)
             self.running.remove(state)
             self.waiting.appendleft(state)
@@ -81,7 +85,7 @@ class Scheduler:
         return finished
 
     def _fits(self, state: SequenceState) -> bool:
-        return self.config.kv_rows is None or self._demand() + self._rows_of(state) <= self.config.kv_rows
+        return self.config.max_kv_tokens is None or self._demand() + self._rows_of(state) <= self.config.max_kv_tokens
 
     def _demand(self) -> int:
         return sum(self._rows_of(state) for state in self.running)
@@ -96,7 +100,7 @@ class Scheduler:
         """Requests that take part in the next decode: all but those that wait for the verifier."""
         return [state for state in self.running if not state.finish and not state.is_ready(self.config.window)]
 
-    def riders(self) -> list[SequenceState]:
+    def piggybacked(self) -> list[SequenceState]:
         """Requests that are never verified and fill up the passes of those that are, where the window is one row.
 
         A verify pass is then a decode of a fixed height: it costs no more with a token in a dummy's place.
@@ -106,9 +110,9 @@ class Scheduler:
         num_ready = sum(state.is_ready(1) for state in self.running)
         return [state for state in self.growing() if not state.is_verified][: -num_ready % self.config.group]
 
-    def ready_groups(self, riders: Sequence[SequenceState] = ()) -> list[list[SequenceState]]:
+    def ready_groups(self, piggybacked: Sequence[SequenceState] = ()) -> list[list[SequenceState]]:
         """Full groups for the verifier; a group with dummies only when no verified request is still drafting."""
-        ready = [state for state in self.running if state.is_ready(self.config.window)] + list(riders)
+        ready = [state for state in self.running if state.is_ready(self.config.window)] + list(piggybacked)
         ready.sort(key=lambda state: state.row)
         size = self.config.group
         groups = [ready[i : i + size] for i in range(0, len(ready), size)]

@@ -8,28 +8,28 @@ from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
-from cacheprobe.engine.committer import Books
+from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.drafting import DrafterCalls
-from cacheprobe.engine.model_runner import EngineError, Entry, PassRunner, ShapeFault
+from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner, ShapeFault
 from cacheprobe.engine.prefill import Prefill
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.acceptance import clip_draft
 
 
-class Stepper:
-    """The engine's hands. Also the drafters' DraftContext."""
+class Engine:
+    """Runs prefill, decode and verify passes, and isolates requests whose pass fails; the drafters' DraftContext."""
 
-    def __init__(self, passes: PassRunner, config: EngineConfig) -> None:
-        self.passes, self.config = passes, config
-        self.model, self.cache = passes.model, passes.cache
-        self.books = Books(passes, config)
-        self._prefill = Prefill(passes, self.books)
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        self.runner, self.config = runner, config
+        self.model, self.cache = runner.model, runner.cache
+        self.committer = Committer(runner, config)
+        self._prefill = Prefill(runner, self.committer)
         self.drafter_calls = DrafterCalls()
 
     # -- prefill
 
     def admit(self, states: Sequence[SequenceState], running: Sequence[SequenceState]) -> None:
-        """Bring newcomers to their first token, or evicted requests back to where they stood."""
+        """Bring admitted to their first token, or evicted requests back to where they stood."""
         for state in [s for s in states if s.num_generated]:
             self._guard(lambda one: self._prefill.rebuild(one[0]), [state])
         fresh = [s for s in states if not s.num_generated]
@@ -51,20 +51,20 @@ class Stepper:
         self._guard(lambda some: self._decode(drafter, some), states)
 
     def _decode(self, drafter: Drafter, states: Sequence[SequenceState]) -> None:
-        before = self.passes.step
+        before = self.runner.step
         proposals = self.drafter_calls.extend(self, drafter, states, before, self.config.window)
         kept = [self._clip(drafter, state, ids) for state, ids in zip(states, proposals, strict=True)]
         committed, proposed = [], []
         for state, token_ids in zip(states, kept, strict=True):
             if not state.is_verified:
-                committed.append((state.request_id, self.books.commit_plain(state, token_ids[0])))
+                committed.append((state.request_id, self.committer.commit_plain(state, token_ids[0])))
                 continue
             state.draft.extend(token_ids)
             state.draft_is_closed = not token_ids
             proposed.append((state.request_id, token_ids))
-        if self.passes.step == before:  # a drafter that runs no model
-            self.passes.skip()
-        self.books.report("decode", states, committed=tuple(committed), proposed=tuple(proposed))
+        if self.runner.step == before:  # a drafter that runs no model
+            self.runner.skip()
+        self.committer.report("decode", states, committed=tuple(committed), proposed=tuple(proposed))
 
     def _clip(self, drafter: Drafter, state: SequenceState, token_ids: Sequence[int]) -> tuple[int, ...]:
         if not state.is_verified:
@@ -73,7 +73,7 @@ class Stepper:
         kept = clip_draft([*state.generated, *state.draft], token_ids, state.stop_rule, limit)
         if bad := [t for t in kept if not 0 <= t < self.model.d_vocab]:
             raise EngineError(
-                f"request {state.request_id} step {self.passes.step}: drafter {drafter.name} proposed token {bad[0]}, "
+                f"request {state.request_id} step {self.runner.step}: drafter {drafter.name} proposed token {bad[0]}, "
                 f"outside the vocabulary of {self.model.d_vocab}; use a drafter that shares the model's tokenizer"
             )
         return kept
@@ -84,20 +84,20 @@ class Stepper:
         for state in states:
             token_id, position = state.newest
             entries.append(Entry(state, (token_id,), position, not state.is_verified, 1 if state.draft else 0))
-        out = self.passes.run("decode", entries, 1, num_layers=num_layers).out
+        out = self.runner.run("decode", entries, 1, num_layers=num_layers).out
         for entry in entries:
             provenance = "provisional" if entry.state.is_verified else "decoded"
-            self.books.write_ledger(entry.state, entry.start, entry.end, provenance)
+            self.committer.write_ledger(entry.state, entry.start, entry.end, provenance)
         return out[:, 0]
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
         """See DraftContext.choose."""
         drafted = [*state.draft, *drafted]
-        position = state.frontier + len(drafted) + 1
+        position = state.last_committed_position + len(drafted) + 1
         is_drawn = self.config.acceptance == "rejection" and state.is_verified and not state.request.is_deterministic
         if is_drawn and not state.sampling.is_greedy:
-            return self.books.draw_candidate(state, logits, drafted, position)
-        return self.books.choose(state, logits, drafted, position)
+            return self.committer.draw_candidate(state, logits, drafted, position)
+        return self.committer.choose(state, logits, drafted, position)
 
     # -- verify
 
@@ -114,22 +114,24 @@ class Stepper:
         entries = []
         for state in states:
             fed = state.draft[:-1] if state.draft_ends() else state.draft
-            entries.append(Entry(state, (state.token_ids[-1], *fed), state.frontier, True, len(fed)))
-        result = self.passes.run("verify", entries, self.config.window, batch=self.config.group)
-        verdicts, riders = [], []
+            entries.append(Entry(state, (state.token_ids[-1], *fed), state.last_committed_position, True, len(fed)))
+        result = self.runner.run("verify", entries, self.config.window, batch=self.config.group)
+        verdicts, piggybacked = [], []
         for entry, b in zip(entries, result.batch_index, strict=True):
             if entry.state.is_verified:
-                verdicts.append((entry.state, self.books.judge(entry, result.out[b])))
+                verdicts.append((entry.state, self.committer.judge(entry, result.out[b])))
             else:
-                token_id = self.books.choose(entry.state, result.out[b, 0], (), entry.start + 1)
-                riders.append((entry.state, token_id))
+                token_id = self.committer.choose(entry.state, result.out[b, 0], (), entry.start + 1)
+                piggybacked.append((entry.state, token_id))
         for state, verdict in verdicts:
-            self.books.settle(state, verdict)
+            self.committer.settle(state, verdict)
         committed = []
-        for state, token_id in riders:
-            self.books.write_ledger(state, state.frontier, state.frontier + 1, "decoded")
-            committed.append((state.request_id, self.books.commit_plain(state, token_id)))
-        self.books.report(
+        for state, token_id in piggybacked:
+            self.committer.write_ledger(
+                state, state.last_committed_position, state.last_committed_position + 1, "decoded"
+            )
+            committed.append((state.request_id, self.committer.commit_plain(state, token_id)))
+        self.committer.report(
             "verify",
             states,
             verdicts=tuple(verdict for _, verdict in verdicts),
@@ -142,13 +144,13 @@ class Stepper:
         try:
             do(states)
         except EngineError as error:
-            self.passes.observer.on_failure(self.passes.step)
-            self.books.forget_choices()
+            self.runner.observer.on_failure(self.runner.step)
+            self.committer.forget_choices()
             for state in states:
-                self.books.scrub(state)
+                self.committer.scrub(state)
             if isinstance(error, ShapeFault) and any(s.request.is_deterministic for s in states):
                 for state in [s for s in states if s.request.is_deterministic]:  # what they committed is in doubt
-                    self.books.stop(state, "error", error=str(error))
+                    self.committer.stop(state, "error", error=str(error))
                 again = [s for s in states if not s.error]
             else:
                 again = states if len(states) > 1 else ()
@@ -157,10 +159,10 @@ class Stepper:
             if len(states) > 1 or states[0].error:
                 return
             if states[0].draft:  # candidates are hints: one that the model cannot digest costs a pass, no request
-                self.books.clear_draft(states[0])
+                self.committer.clear_draft(states[0])
                 self._guard(do, states)
             else:
-                self.books.stop(states[0], "error", error=str(error))
+                self.committer.stop(states[0], "error", error=str(error))
 
 
 def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:

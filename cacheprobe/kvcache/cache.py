@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cacheprobe.kvcache.head_masks import HiddenParts
+from cacheprobe.kvcache.head_masks import HeadMasks
 from cacheprobe.kvcache.ledger import CacheIntegrityError, Ledger
 from cacheprobe.ops.attention.by_request import Reach
 from cacheprobe.ops.equality import bitwise
@@ -79,7 +79,7 @@ class KVCache:
         """How many of a row's positions are prompt, for models that read a prompt in another way than they write."""
         self.hidden = torch.zeros(rows, capacity, dtype=torch.bool)
         """Slots that no later token attends to: cache surgery hides them."""
-        self.hidden_parts = HiddenParts(capacity)
+        self.head_masks = HeadMasks(capacity)
         """The same in some layers or heads alone."""
         self.ledger = Ledger(rows, capacity)
         self._taken = [False] * rows
@@ -163,7 +163,7 @@ class KVCache:
         """
         if self._staged is None:
             raise CacheIntegrityError(f"layer {layer} wrote to the cache without a staged position")
-        self.hidden_parts.enter(layer)
+        self.head_masks.enter(layer)
         positions, row_index, rows = self._staged
         keys, values = self.keys[layer], self.values[layer]
         if k.shape[0] != positions.shape[0] or k.shape[2] != positions.shape[1]:
@@ -222,7 +222,7 @@ class KVCache:
 
     def unstage(self) -> None:
         self._staged = None
-        self.hidden_parts.leave()
+        self.head_masks.leave()
 
     def extend(self, row: int, start: int, end: int, provenance: str) -> None:
         """Slots start..end-1 hold real tokens now. They may rewrite used slots, and may not leave a hole."""
@@ -239,7 +239,7 @@ class KVCache:
             raise CacheIntegrityError(f"cannot truncate cache row {row} of length {int(self.lengths[row])} to {length}")
         self.ledger.mark(row, length, int(self.lengths[row]), "free")
         self.hidden[row, length:] = False
-        self.hidden_parts.truncate(row, length)
+        self.head_masks.truncate(row, length)
         self.lengths[row] = length
 
     def scrub(self, row: int, start: int) -> None:
@@ -274,11 +274,11 @@ class KVCache:
         Raises: ValueError where layers are on several devices, which would each take a copy.
         """
         rows = [row for row, _ in self._staged_places]
-        if self._staged is None or not self.hidden_parts.concern(rows):
+        if self._staged is None or not self.head_masks.concern(rows):
             return mask
         if len({held.device for held in self.keys}) > 1:
             raise ValueError("rows masked in some layers or heads need a model on one device; hide them in all layers")
-        return self.hidden_parts.follow(mask, rows, num_heads)
+        return self.head_masks.follow(mask, rows, num_heads)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless lengths and ledger agree, free rows are empty and every slot is finite."""

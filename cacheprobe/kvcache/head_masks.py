@@ -9,7 +9,7 @@ Place = tuple[int, int, int]
 """(layer, head of keys and values, position)."""
 
 
-class HiddenParts:
+class HeadMasks:
     """Which slots of which cache row are hidden where, and the masks of the forward at hand.
 
     A model takes one mask for all of its layers. Each layer writes to the cache before it attends, so that is where

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.surgery import CacheRows, take_rows
+from cacheprobe.kvcache.surgery import KVSnapshot, take_rows
 from cacheprobe.ops.acceptance import StopRule
 
 
@@ -17,8 +17,8 @@ class SequenceState:
     """One request on its way: committed tokens, an open draft, and its cache row.
 
     prompt + committed tokens        | draft
-    0 ................ frontier      | frontier + 1 ...
-    cached up to frontier - 1; the newest committed token is pending until its row is written
+    0 ................ last_committed_position      | last_committed_position + 1 ...
+    cached up to last_committed_position - 1; the newest committed token is pending until its row is written
     """
 
     request: Request
@@ -32,7 +32,7 @@ class SequenceState:
     """Cache row, -1 while waiting."""
     cache: KVCache | None = field(default=None, repr=False)
     """Where that row is."""
-    kept_rows: CacheRows | None = field(default=None, repr=False)
+    kept_rows: KVSnapshot | None = field(default=None, repr=False)
     """Copied when the request ended, where it asks for that."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt and committed tokens."""
@@ -90,14 +90,14 @@ class SequenceState:
         return self.sampling.max_new_tokens - self.num_generated
 
     @property
-    def frontier(self) -> int:
+    def last_committed_position(self) -> int:
         """Absolute position of the newest committed token: it is pending, its cache row is not final."""
         return len(self.token_ids) - 1
 
     @property
     def newest(self) -> tuple[int, int]:
         """(token id, absolute position) of the newest token, drafts included."""
-        return (self.draft or self.token_ids)[-1], self.frontier + len(self.draft)
+        return (self.draft or self.token_ids)[-1], self.last_committed_position + len(self.draft)
 
     @property
     def is_prompt_read(self) -> bool:
@@ -123,19 +123,21 @@ class SequenceState:
         self.token_ids.extend(token_ids)
         self.drop_draft()
 
-    def snapshot(self) -> CacheRows:
+    def snapshot(self) -> KVSnapshot:
         """A copy of its cache rows: of every committed token but the newest, which has none yet.
 
         Raises: ValueError where it holds no whole rows: it waits, was evicted, has failed or has ended.
         """
         held = 0 if self.cache is None or self.row < 0 or self.error else int(self.cache.lengths[self.row])
-        if self.cache is None or not 1 <= self.frontier <= held:
-            raise ValueError(f"request {self.request_id} holds {held} cache rows now, of {self.frontier}: {self!r}")
-        return take_rows(self.cache, self.row, self.token_ids[: self.frontier])
+        if self.cache is None or not 1 <= self.last_committed_position <= held:
+            raise ValueError(
+                f"request {self.request_id} holds {held} cache rows now, of {self.last_committed_position}: {self!r}"
+            )
+        return take_rows(self.cache, self.row, self.token_ids[: self.last_committed_position])
 
     def leave_row(self) -> None:
         """It has ended: its rows are copied where it asks for that, and are no longer its own."""
-        if self.request.keep_rows and self.row >= 0 and not self.error and self.frontier:
+        if self.request.keep_rows and self.row >= 0 and not self.error and self.last_committed_position:
             self.kept_rows = self.snapshot()
         self.row, self.cache, self.prompt_logits = -1, None, None
 

@@ -1,6 +1,6 @@
 """Cache surgery: the keys and values of one request taken out of a cache, changed, compared, and put into another.
 
-`CacheRows` are values: every operation returns new ones, so that many requests can go on from the same rows.
+`KVSnapshot` are values: every operation returns new ones, so that many requests can go on from the same rows.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ EDITED = "edited"
 
 
 @dataclass(frozen=True, eq=False)
-class CacheRows:
+class KVSnapshot:
     """What a cache holds of a text's first positions, 0 to len - 1.
 
     Keys carry their rotary turn, so a row means something at its own position alone.
@@ -33,7 +33,7 @@ class CacheRows:
     """Of each position, as in the ledger; "edited" where anything was changed."""
     hidden: frozenset[int] = frozenset()
     """Positions that no later token attends to."""
-    hidden_parts: frozenset[Place] = field(default=frozenset(), repr=False)
+    head_masks: frozenset[Place] = field(default=frozenset(), repr=False)
     """(layer, head, position) that no later token attends to there."""
 
     def __len__(self) -> int:
@@ -41,21 +41,21 @@ class CacheRows:
 
     def digest(self) -> str:
         """SHA-256 over tokens, keys, values and what is hidden."""
-        said = (self.token_ids, sorted(self.hidden), *([sorted(self.hidden_parts)] if self.hidden_parts else []))
+        said = (self.token_ids, sorted(self.hidden), *([sorted(self.head_masks)] if self.head_masks else []))
         digest = hashlib.sha256(repr(said).encode())
         for held in (*self.keys, *self.values):
             digest.update(f"{held.dtype} {tuple(held.shape)}".encode())
             digest.update(held.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return digest.hexdigest()
 
-    def cut(self, length: int) -> "CacheRows":
+    def cut(self, length: int) -> "KVSnapshot":
         """The first `length` positions alone. Raises: ValueError for a length that they do not have."""
         if not 1 <= length <= len(self):
             raise ValueError(f"rows of {len(self)} positions cannot be cut to {length}; give 1 to {len(self)}")
         keys, values = (tuple(held[:, :length] for held in part) for part in (self.keys, self.values))
         hidden = frozenset(p for p in self.hidden if p < length)
-        parts = frozenset(place for place in self.hidden_parts if place[2] < length)
-        return CacheRows(self.token_ids[:length], keys, values, self.provenance[:length], hidden, parts)
+        parts = frozenset(place for place in self.head_masks if place[2] < length)
+        return KVSnapshot(self.token_ids[:length], keys, values, self.provenance[:length], hidden, parts)
 
     def edited(
         self,
@@ -65,7 +65,7 @@ class CacheRows:
         layers: "int | Iterable[int] | None" = None,
         heads: "int | Iterable[int] | None" = None,
         parts: str = "KV",
-    ) -> "CacheRows":
+    ) -> "KVSnapshot":
         """`change` of the chosen rows, [h, s, d] for each layer and part, takes their place.
 
         layers, heads: None for all; heads are those of keys and values, fewer than the queries' where they are shared.
@@ -86,13 +86,13 @@ class CacheRows:
 
     def spliced(
         self,
-        donor: "CacheRows",
+        donor: "KVSnapshot",
         positions: "int | Iterable[int]",
         *,
         layers: "int | Iterable[int] | None" = None,
         heads: "int | Iterable[int] | None" = None,
         parts: str = "KV",
-    ) -> "CacheRows":
+    ) -> "KVSnapshot":
         """The donor's keys and values at these positions in place of the own ones; the text stays.
 
         Raises: ValueError for a donor of another length or model, and for a place that there is not.
@@ -113,7 +113,7 @@ class CacheRows:
         *,
         layers: "int | Iterable[int] | None" = None,
         heads: "int | Iterable[int] | None" = None,
-    ) -> "CacheRows":
+    ) -> "KVSnapshot":
         """No later token attends to these positions, in these layers and heads.
 
         layers, heads: None for all; heads are those of keys and values: all queries that share one are cut off.
@@ -130,7 +130,7 @@ class CacheRows:
             for head in self._heads(layer, heads)
             for position in where
         }
-        return replace(self, hidden_parts=self.hidden_parts | parts, provenance=provenance)
+        return replace(self, head_masks=self.head_masks | parts, provenance=provenance)
 
     def _layers(self, layers: "int | Iterable[int] | None") -> Iterable[int]:
         return range(len(self.keys)) if layers is None else _numbers(layers, len(self.keys), "layer")
@@ -141,7 +141,7 @@ class CacheRows:
 
     def _with(
         self, change: Callable[[int, str, Tensor], Tensor], positions: Any, layers: Any, heads: Any, parts: str
-    ) -> "CacheRows":
+    ) -> "KVSnapshot":
         if not parts or set(parts) - set("KV"):
             raise ValueError(f"unknown parts {parts!r}; give K, V or KV")
         where = _numbers(positions, len(self), "position")
@@ -162,7 +162,7 @@ class CacheRows:
         return replace(self, keys=tuple(held["K"]), values=tuple(held["V"]), provenance=_marked(self.provenance, where))
 
 
-def take_rows(cache: KVCache, row: int, token_ids: Iterable[int]) -> CacheRows:
+def take_rows(cache: KVCache, row: int, token_ids: Iterable[int]) -> KVSnapshot:
     """A copy of what the cache row holds of these tokens, its first ones.
 
     Raises: ValueError for more tokens than are cached, and for a cache that holds more than keys and values.
@@ -175,11 +175,11 @@ def take_rows(cache: KVCache, row: int, token_ids: Iterable[int]) -> CacheRows:
         tuple(held[row, :, : len(token_ids)].clone() for held in part) for part in (cache.keys, cache.values)
     )
     hidden = frozenset(cache.hidden[row, : len(token_ids)].nonzero().flatten().tolist())
-    parts = cache.hidden_parts.of(row, len(token_ids))
-    return CacheRows(token_ids, keys, values, tuple(cache.ledger.names(row, len(token_ids))), hidden, parts)
+    parts = cache.head_masks.of(row, len(token_ids))
+    return KVSnapshot(token_ids, keys, values, tuple(cache.ledger.names(row, len(token_ids))), hidden, parts)
 
 
-def put_rows(rows: CacheRows, cache: KVCache, row: int) -> None:
+def put_rows(rows: KVSnapshot, cache: KVCache, row: int) -> None:
     """Write keys, values and what is hidden into a cache row; lengths and ledger are the caller's.
 
     Raises: ValueError where the cache has other shapes or another dtype.
@@ -190,10 +190,10 @@ def put_rows(rows: CacheRows, cache: KVCache, row: int) -> None:
             target[row, :, : len(rows)] = source
     cache.hidden[row] = False
     cache.hidden[row, sorted(rows.hidden)] = True
-    cache.hidden_parts.put(row, rows.hidden_parts, [held.shape[0] for held in rows.keys])
+    cache.head_masks.put(row, rows.head_masks, [held.shape[0] for held in rows.keys])
 
 
-def require_fit(rows: CacheRows, cache: KVCache) -> None:
+def require_fit(rows: KVSnapshot, cache: KVCache) -> None:
     """Raises: ValueError unless the cache holds rows of these shapes and this dtype, and every number is finite."""
     require_plain(cache)
     for name, part in (("keys", rows.keys), ("values", rows.values)):
@@ -211,7 +211,7 @@ def require_fit(rows: CacheRows, cache: KVCache) -> None:
         )
 
 
-def diff_rows(a: CacheRows, b: CacheRows) -> Any:
+def diff_rows(a: KVSnapshot, b: KVSnapshot) -> Any:
     """Tidy table of where two caches differ: one row for each layer, head and position.
 
     Columns: layer, head, position, key and value: the length of the difference over that of a's row (0 where equal).
@@ -243,7 +243,7 @@ def require_plain(cache: KVCache) -> None:
         )
 
 
-def _require_alike(a: CacheRows, b: CacheRows) -> None:
+def _require_alike(a: KVSnapshot, b: KVSnapshot) -> None:
     if len(a) != len(b):
         raise ValueError(
             f"rows of {len(a)} and {len(b)} positions: the same position does not mean the same in both; cut() the "

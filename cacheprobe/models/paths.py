@@ -15,7 +15,7 @@ from cacheprobe.models.settings import numeric_settings, product_dtype
 from cacheprobe.models.turns import one_at_a_time
 
 if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
-    from cacheprobe.models.fast.hooked_hf import TwinLM
+    from cacheprobe.models.fast.hooked_hf import HookedHF
     from cacheprobe.models.hf.bridge import BridgeLM
 
 PATHS = ("auto", "bridge", "twin")
@@ -28,7 +28,7 @@ class _Trial:
     """What came of trying a twin; good as long as weights, config and settings are those that it was tried with."""
 
     state: object
-    twin: "TwinLM | None"
+    twin: "HookedHF | None"
     reason: str
     heads: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Why the twin cannot be heard at these sites of its heads, empty where it can; filled as they are asked for."""
@@ -101,11 +101,11 @@ def _tried_twin(model: "BridgeLM") -> _Trial:
     return model.twin_trial
 
 
-def _try_twin(model: "BridgeLM", is_edited: bool) -> "tuple[TwinLM | None, str]":
-    from cacheprobe.models.fast.hooked_hf import TwinLM
+def _try_twin(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str]":
+    from cacheprobe.models.fast.hooked_hf import HookedHF
 
     try:
-        twin = TwinLM(model)
+        twin = HookedHF(model)
         if is_edited and (apart := twin.weights.kept_apart()):
             return None, f"weights were edited, and the bridge keeps copies of some, such as {apart[0]}"
         return _compared(model, twin)
@@ -115,7 +115,7 @@ def _try_twin(model: "BridgeLM", is_edited: bool) -> "tuple[TwinLM | None, str]"
         return None, f"the plain model does not run on our cache ({type(error).__name__}: {error!s:.120})"
 
 
-def _compared(model: "BridgeLM", twin: "TwinLM") -> "tuple[TwinLM | None, str]":
+def _compared(model: "BridgeLM", twin: "HookedHF") -> "tuple[HookedHF | None, str]":
     """The twin if its logits, S, T and C of one short text, fed in parts, are the bridge's; and what was found.
 
     In float32 and float64 to 1e-4 of each one's largest value; in 16 bits, and where products of float32 are made in
@@ -145,7 +145,7 @@ def _refusal_of_heads(model: "BridgeLM", trial: _Trial, heads: tuple[str, ...]) 
     return trial.heads[heads]
 
 
-def _distances(model: "BridgeLM", twin: "TwinLM", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
+def _distances(model: "BridgeLM", twin: "HookedHF", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
     """How far logits and states of one short text, fed in parts, are apart; what is allowed, and how to say it."""
     from cacheprobe.models.checks import LEAST_COSINE, cosine, probe_ids
 

@@ -112,11 +112,11 @@ cached_attention = Operation("cached_attention", cached.cached_attention)
 read_states = Operation("lens_topk", readout.read_states)
 store_kv = Operation("store_kv", cache_rows.store_kv)
 truncate_rows = Operation("truncate", cache_rows.truncate_rows)
-settle_drafts = Operation("verify_accept", verdicts.settle_drafts)
+apply_verdicts = Operation("verify_accept", verdicts.apply_verdicts)
 pack_rows = Operation("capture_pack", packing.pack_rows)
 
 OPERATIONS: tuple[Operation[Any, Any], ...] = (
-    rms_norm, matmul, cached_attention, read_states, store_kv, truncate_rows, settle_drafts, pack_rows,
+    rms_norm, matmul, cached_attention, read_states, store_kv, truncate_rows, apply_verdicts, pack_rows,
 )  # fmt: skip
 
 

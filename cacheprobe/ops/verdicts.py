@@ -28,7 +28,7 @@ class Settled(NamedTuple):
     """[b, k + 1] the committed tokens, then -1."""
 
 
-def settle_drafts(
+def apply_verdicts(
     drafts: Int[Tensor, "b k"],
     draft_lengths: Int[Tensor, "b"],
     targets: Int[Tensor, "b k1"],
@@ -48,18 +48,18 @@ def settle_drafts(
     verifier's own choices, one more than candidates, or as many where the last candidate ends the request.  num_left:
     tokens that may still be committed.  stop_token_ids: -1 for none; stop texts are for whoever can decode.  frontiers:
     position of the newest committed token, whose slot the pass has written.
-    Changed in place: token_ids[row] by position, from frontier + 1 on; the ledger of the row, in which the committed
-    slots are verified and all beyond is free; lengths.  rows: each cache row once at most.
+    Changed in place: token_ids[row] by position, from last_committed_position + 1 on; the ledger of the row, in which
+    the committed slots are verified and all beyond is free; lengths.  rows: each cache row once at most.
     Source: decode-verify-rollback of LLM-42 (arXiv 2601.17768), section 4.2.
-    Twin: engine.books.Books.judge and settle on a KVCache, == (tests.test_cache_rows).
+    Twin: engine.books.Committer.judge and settle on a KVCache, == (tests.test_cache_rows).
     """
     count, width = targets.shape
     out = torch.full((3, count), -1, dtype=torch.long, device=drafts.device)
     committed = torch.full((count, width), -1, dtype=torch.long, device=drafts.device)
-    for b, (row, frontier, num_drafted, num_targets, left) in enumerate(
+    for b, (row, last_committed_position, num_drafted, num_targets, left) in enumerate(
         zip(*(one.tolist() for one in (rows, frontiers, draft_lengths, target_lengths, num_left)), strict=True)
     ):
-        if not (0 <= row < len(lengths) and 0 <= frontier <= int(lengths[row]) and left >= 0):
+        if not (0 <= row < len(lengths) and 0 <= last_committed_position <= int(lengths[row]) and left >= 0):
             continue
         if not (0 <= num_drafted <= min(drafts.shape[1], num_targets) and num_targets <= min(num_drafted + 1, width)):
             continue
@@ -68,15 +68,15 @@ def settle_drafts(
         n = num_accepted(draft, chosen)
         said = draft[:n] + chosen[n : n + 1]
         ending = find_ending((), said, StopRule(stops, (), str), left)
-        end = frontier + ending.num_kept
+        end = last_committed_position + ending.num_kept
         if end > codes.shape[1] or end + 1 > token_ids.shape[1]:
             continue
         kept = torch.tensor(said[: ending.num_kept], dtype=torch.long, device=drafts.device)
         out[:, b] = torch.tensor([n, ending.num_kept, FINISHES.index(ending.finish)])
         committed[b, : len(kept)] = kept
-        token_ids[row, frontier + 1 : end + 1] = kept
-        hidden[row, frontier:] = False
-        codes[row, frontier : int(lengths[row])] = FREE
-        codes[row, frontier:end] = VERIFIED
+        token_ids[row, last_committed_position + 1 : end + 1] = kept
+        hidden[row, last_committed_position:] = False
+        codes[row, last_committed_position : int(lengths[row])] = FREE
+        codes[row, last_committed_position:end] = VERIFIED
         lengths[row] = end
     return Settled(out[0], out[1], out[2], committed)

@@ -3,7 +3,7 @@
 from cacheprobe.plots.attribution import attribution
 from cacheprobe.plots.carried import carried_figure, ways_figure
 from cacheprobe.plots.coin_rows import coin_rows_figure
-from cacheprobe.plots.curves import draft_verdicts, settling_figure
+from cacheprobe.plots.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.plots.diagrams.cache_picture import cache_picture
 from cacheprobe.plots.diagrams.decode_grid import decode_grid
 from cacheprobe.plots.diagrams.diagram import decoded_diagram, window_diagram
@@ -15,7 +15,7 @@ from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windo
 from cacheprobe.plots.disagreement import disagreement_figure, final_choice_figure
 from cacheprobe.plots.lens_grid import lens_grid
 from cacheprobe.plots.patching import patching_grid
-from cacheprobe.plots.probes import foresight_figure, probe_figure
+from cacheprobe.plots.probes import probe_figure, rollback_prediction_figure
 from cacheprobe.plots.report.figures import write_figures
 from cacheprobe.plots.report.report import write_report
 from cacheprobe.plots.report.run_comparison import comparison
@@ -40,13 +40,13 @@ __all__ = [
     "draft_verdicts",
     "final_choice_figure",
     "find_windows",
-    "foresight_figure",
     "lens_grid",
     "lens_picture",
     "patching_grid",
+    "prediction_depth_figure",
     "probe_figure",
+    "rollback_prediction_figure",
     "rolled_back",
-    "settling_figure",
     "state_algorithm_figure",
     "sweep_grid",
     "thought_card",

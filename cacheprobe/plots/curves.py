@@ -70,10 +70,10 @@ _BOXES = {
     "draft rejected, verify pass": "rolled_back",
     "draft accepted, verify pass": "committed",
 }
-"""Groups of `settling_figure` and their styles; the last is drawn on top."""
+"""Groups of `prediction_depth_figure` and their styles; the last is drawn on top."""
 
 
-def settling_figure(settling: pd.DataFrame) -> go.Figure:
+def prediction_depth_figure(settling: pd.DataFrame) -> go.Figure:
     """Prediction depth of each row: the layer from which its first choice stays what it is, by verdict and pass.
 
     settling: as in `Trace.settling`. Rows of a draft pass stand apart: a drafter may stop at an early layer, and then

@@ -66,10 +66,10 @@ def _place(at: str, place: object, most: int = 200) -> str:
     return "prompt's last token" if place == -1 else markup(shorten(f"{at} {place}", most))
 
 
-def foresight_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
+def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
     """AUROC by layer of telling that a draft will be rolled back, a panel for each drafter, beside its controls.
 
-    table: as in `cacheprobe.probes.Foresight`, of one or more drafters.  unit: which of its lines, draft or candidate.
+    table: as in `cacheprobe.probes.RollbackPrediction`, of one or more drafters.  unit: its lines, draft or candidate.
     """
     rows = table[table.unit == unit] if len(table) else table
     if rows.empty:

@@ -2,19 +2,19 @@
 
 from cacheprobe.probes.checks import ProbeError, require_above_chance
 from cacheprobe.probes.drafts import drafted
-from cacheprobe.probes.foresight import Foresight, foresight
 from cacheprobe.probes.linear import ProbeResult, fit
 from cacheprobe.probes.places import labelled
+from cacheprobe.probes.rollback_prediction import RollbackPrediction, rollback_prediction
 from cacheprobe.probes.untrained import untrained
 
 __all__ = [
-    "Foresight",
     "ProbeError",
     "ProbeResult",
+    "RollbackPrediction",
     "drafted",
     "fit",
-    "foresight",
     "labelled",
     "require_above_chance",
+    "rollback_prediction",
     "untrained",
 ]

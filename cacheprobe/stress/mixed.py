@@ -62,7 +62,7 @@ def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
     settings: dict[str, Any] = {
         "capture": CaptureConfig(sites=str(rng.choice(["STCZ", "SZ", "S", "TC"])), heads=tuple(heads)),
         "layers": (0, n // 2, n - 1) if subject.is_real else tuple(range(n)),
-        "kv_rows": needed + int(rng.integers(0, 12)) if rng.random() < 0.8 else None,
+        "max_kv_tokens": needed + int(rng.integers(0, 12)) if rng.random() < 0.8 else None,
         "drafter": draw_drafter(subject, rng),
     }
     is_stream = bool(rng.random() < 0.6)

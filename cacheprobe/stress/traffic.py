@@ -39,7 +39,7 @@ class Corrupted:
         proposals = self.inner.extend(context, states)
         for state, tokens in zip(states, proposals, strict=True):
             for k in range(len(tokens)):
-                position = state.frontier + len(state.draft) + k + 1
+                position = state.last_committed_position + len(state.draft) + k + 1
                 self.altered.discard((state.request_id, position))
                 if state.is_verified and self.rng.random() < self.rate:
                     tokens[k] = (
@@ -122,7 +122,7 @@ def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode
     settings: dict[str, Any] = {
         "max_batch": 1 if rng.random() < alone else int(rng.integers(2, len(requests) + 2)),
         "draft_length": [None, None, "adaptive", 2][int(rng.integers(4))],
-        "kv_rows": int(needed * rng.uniform(1, 5)) if rng.random() < 0.3 else None,
+        "max_kv_tokens": int(needed * rng.uniform(1, 5)) if rng.random() < 0.3 else None,
         "acceptance": acceptance,
     }
     return Episode(requests, tuple(number for _, number in listed), drafter, settings)

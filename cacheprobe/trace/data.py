@@ -11,7 +11,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import HEAD_SITES, PATTERN
 from cacheprobe.core.records import STATUSES, Request
 from cacheprobe.interventions.base import Intervention
-from cacheprobe.kvcache.surgery import CacheRows
+from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.head_blocks import ragged_starts
 from cacheprobe.trace.state_store import StateStore, layer_number
@@ -41,7 +41,7 @@ class TraceData:
     """[n, c, m]: what each thought added to the next chunk, by its number in `thoughts()`."""
     interventions: Sequence[Intervention] = field(default=(), repr=False)
     """What changed the run. Their vectors are not saved: a loaded trace has a record of them in its meta alone."""
-    kept_rows: Mapping[int, CacheRows] = field(default_factory=dict, repr=False)
+    kept_rows: Mapping[int, KVSnapshot] = field(default_factory=dict, repr=False)
     """By request, of those that asked for it; they are not saved."""
     token_table: pd.DataFrame | None = field(default=None, repr=False)
     """Columns token_id and token, of every token that the run names; None where an older version stored the run."""

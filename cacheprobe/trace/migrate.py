@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from cacheprobe.core.config import RENAMED
 from cacheprobe.core.token_text import visible
 from cacheprobe.trace.tables.token_history import token_history
 
@@ -48,7 +49,13 @@ def _from_4(old: Manifest) -> Manifest:
     return {**old, "format_version": 5}
 
 
-_STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}
+def _from_5(old: Manifest) -> Manifest:
+    """The setting `max_kv_tokens` was named kv_rows."""
+    config = {RENAMED.get(name, name): value for name, value in old["meta"]["config"].items()}
+    return {**old, "format_version": 6, "meta": {**old["meta"], "config": config}}
+
+
+_STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5}
 
 OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1
 """Trace formats that can be read. NEWEST is what is written."""

@@ -27,7 +27,7 @@ def put_in(top_keys, top_ids, keys, ids):
     """The best of top_keys [n k] and keys [n v], with their ids; all ids of the list are below those that come.
 
     Of equal keys the lower id is better, so one that comes has to be larger than the list's last to get in. Most tiles
-    hold none: a tile is read again only as often as the row with most newcomers has some.
+    hold none: a tile is read again only as often as the row with most admitted has some.
     """
     largest, last = tl.max(keys, 1), tl.min(top_keys, 1)
     while tl.max((largest > last).to(tl.int32), 0) > 0:

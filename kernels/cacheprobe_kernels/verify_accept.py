@@ -27,11 +27,11 @@ def _verify_accept(
 ):  # fmt: skip
     """One row by one warp, which reads the row's length before it writes it."""
     batch = tl.program_id(0)
-    row, frontier = tl.load(rows + batch), tl.load(frontiers + batch)
+    row, last_committed_position = tl.load(rows + batch), tl.load(frontiers + batch)
     is_row = (row >= 0) & (row < num_rows)
     length = tl.load(lengths + row, mask=is_row, other=-1)
     drafted, chosen, left = tl.load(draft_lengths + batch), tl.load(target_lengths + batch), tl.load(num_left + batch)
-    is_taken = is_row & (frontier >= 0) & (frontier <= length) & (left >= 0)
+    is_taken = is_row & (last_committed_position >= 0) & (last_committed_position <= length) & (left >= 0)
     is_taken &= (drafted >= 0) & (drafted <= longest) & (drafted <= chosen)
     is_taken &= (chosen <= drafted + 1) & (chosen <= num_targets)
 
@@ -51,7 +51,7 @@ def _verify_accept(
     ran_out = tl.where(num_said >= left, _LENGTH, 0)
     finish = tl.where(first_stop < BLOCK, _STOP, ran_out)
 
-    end = frontier + committed
+    end = last_committed_position + committed
     is_taken &= (end <= capacity) & (end + 1 <= num_places)
     is_kept = place < committed
     tl.store(accepted_out + batch, tl.where(is_taken, accepted, -1).to(tl.int64))
@@ -59,10 +59,10 @@ def _verify_accept(
     tl.store(finish_out + batch, tl.where(is_taken, finish, -1).to(tl.int64))
     shown = tl.where(is_taken & is_kept, said, -1)
     tl.store(committed_out + batch * num_targets + place, shown, mask=place < num_targets)
-    tl.store(token_ids + row * num_places + frontier + 1 + place, said, mask=is_taken & is_kept)
+    tl.store(token_ids + row * num_places + last_committed_position + 1 + place, said, mask=is_taken & is_kept)
     for first in range(0, capacity, BLOCK_S):
         slot = first + tl.arange(0, BLOCK_S)
-        beyond = is_taken & (slot >= frontier) & (slot < capacity)
+        beyond = is_taken & (slot >= last_committed_position) & (slot < capacity)
         code = tl.where(slot < end, _VERIFIED, _FREE).to(tl.uint8)
         tl.store(codes + row * capacity + slot, code, mask=beyond & ((slot < length) | (slot < end)))
         tl.store(hidden + row * capacity + slot, tl.full([BLOCK_S], 0, tl.int1), mask=beyond)
@@ -74,7 +74,7 @@ class VerifyAccept(Kernel):
     """Drafts [b k] against the verifier's choices [b k + 1]: accepted, committed, and kept in the ledger; see the twin.
 
     Source: decode-verify-rollback of LLM-42 (arXiv 2601.17768), section 4.2.
-    Twin: cacheprobe.ops.verdicts.settle_drafts, ==.
+    Twin: cacheprobe.ops.verdicts.apply_verdicts, ==.
     """
 
     name = "verify_accept"
@@ -112,7 +112,7 @@ class VerifyAccept(Kernel):
         blocks = {"BLOCK": padded(max(width, longest + 1)), "BLOCK_S": 256}
         return Plan([Launch(_verify_accept, (count,), arguments, blocks, num_warps=1)], settled)
 
-    twin = staticmethod(verdicts.settle_drafts)
+    twin = staticmethod(verdicts.apply_verdicts)
     inputs = staticmethod(verdict_inputs)
 
     @staticmethod

@@ -14,7 +14,7 @@ import cacheprobe as cp
 from cacheprobe.engine import consistency
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.fast.hooked_hf import TwinLM
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf.tiny import TWINS, tiny_model
 from cacheprobe.models.paths import choose_path
 from tests.tiny import hf_model, loaded
@@ -141,7 +141,7 @@ def tiny(dtype: torch.dtype = torch.float32, path: str = "twin") -> CachedLM:
 
 
 @cache
-def rounding_by_shape(strength: float = 0.05) -> TwinLM:
+def rounding_by_shape(strength: float = 0.05) -> HookedHF:
     """A machine on which every shape of a pass rounds differently, and so coarsely that tokens show it.
 
     What enters attention is off by a vector that depends on rows, token slots and attended slots of the pass, and on
@@ -149,7 +149,7 @@ def rounding_by_shape(strength: float = 0.05) -> TwinLM:
     differ by the last bits alone, since the capture compares them with a product of its own.
     """
     twin = choose_path(cp.load_model(hf_model()), "twin")[0]
-    assert isinstance(twin, TwinLM)
+    assert isinstance(twin, HookedHF)
     errors: dict[str, Tensor] = {}
     numbers: dict[tuple[int, ...], int] = {}
 

@@ -16,7 +16,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.plan import Setup
+from cacheprobe.plan import RunPlan
 from tests.invariants.machines import Spy
 from tests.tiny import VOCAB
 
@@ -70,7 +70,7 @@ class Watched:
         self.config = EngineConfig(**{name: settings.pop(name) for name in names if name in settings})
         self.spy = model if isinstance(model, Spy) else Spy(model)
         serving_config(self.spy.inner, self.config)
-        self.setup = Setup(self.spy, prompts, self.config, capture=capture, **settings)
+        self.setup = RunPlan(self.spy, prompts, self.config, capture=capture, **settings)
         self.states: list[SequenceState] = self.setup.states(drafter)
         self.log = StepLog()
         self.trace: cp.Trace | None = None
@@ -184,7 +184,7 @@ def crowd(rng: random.Random, needle: Request, vocab: int = VOCAB) -> tuple[list
     longest = max(len(r.prompt) + (r.sampling.max_new_tokens or NEW) for r in requests) + W
     settings = {
         "max_batch": rng.choice([rng.randrange(1, len(requests) + 1), len(requests), 64]),
-        "kv_rows": rng.choice([None, None, longest, longest + 9]),
+        "max_kv_tokens": rng.choice([None, None, longest, longest + 9]),
         "draft_length": rng.choice([None, 1, 2, "adaptive"]),
         "drafter": rng.choice([None, None, babbler(rng.randrange(99), vocab), cp.drafters.EarlyExit(layer=1)]),
     }

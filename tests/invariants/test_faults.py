@@ -14,7 +14,7 @@ from cacheprobe.engine import choosing
 from cacheprobe.engine import committer as books
 from cacheprobe.engine.loop import prepare
 from cacheprobe.engine.model_runner import EngineError
-from cacheprobe.engine.step import Stepper
+from cacheprobe.engine.step import Engine
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path, user_hooks
@@ -37,21 +37,21 @@ from tests.tiny import loaded
 pytestmark = pytest.mark.determinism
 
 
-def half_way(model: Spy) -> tuple[Stepper, list[SequenceState]]:
+def half_way(model: Spy) -> tuple[Engine, list[SequenceState]]:
     """Three requests with full drafts, about to be verified."""
     run = Watched(model, PROMPTS[:3], deterministic=True, sampling=HOT)
-    stepper, scheduler = prepare(model, run.states, run.config, Silent())
-    stepper.admit(scheduler.admit(0), scheduler.running)
+    engine, scheduler = prepare(model, run.states, run.config, Silent())
+    engine.admit(scheduler.admit(0), scheduler.running)
     while growing := scheduler.growing():
-        stepper.decode(cp.drafters.FastPath(), growing)
-    return stepper, run.states
+        engine.decode(cp.drafters.FastPath(), growing)
+    return engine, run.states
 
 
-def held(stepper: Stepper, states: list[SequenceState]) -> list[tuple]:
+def held(engine: Engine, states: list[SequenceState]) -> list[tuple]:
     """Everything of a request that a failed pass might have changed, its committed cache rows included."""
-    cache = stepper.cache
+    cache = engine.cache
     return [
-        (list(s.token_ids), list(s.draft), s.finish, s.error, s.frontier, int(cache.lengths[s.row]))
+        (list(s.token_ids), list(s.draft), s.finish, s.error, s.last_committed_position, int(cache.lengths[s.row]))
         + (cache.ledger.names(s.row, cache.capacity), s.draft_is_closed, s.num_prefilled)
         for s in states
     ]
@@ -68,28 +68,28 @@ def test_invariant_25_exception_safety_of_a_verify_pass() -> None:
     ]
     for fault in faults:
         model = Faulty(tiny(), lambda call, fault=fault: fault(call) if call.shape == (G, W) else None)
-        stepper, states = half_way(model)
-        before = held(stepper, states)
-        committed = [cache_rows(stepper.cache, s.row, s.frontier) for s in states]
+        engine, states = half_way(model)
+        before = held(engine, states)
+        committed = [cache_rows(engine.cache, s.row, s.last_committed_position) for s in states]
         with pytest.raises(EngineError):
-            stepper._verify(states)
-        assert held(stepper, states) == before
+            engine._verify(states)
+        assert held(engine, states) == before
         assert all(
-            same_rows(cache_rows(stepper.cache, s.row, s.frontier), rows_before)
+            same_rows(cache_rows(engine.cache, s.row, s.last_committed_position), rows_before)
             for s, rows_before in zip(states, committed, strict=True)
         )
         model.plan = lambda call: None
-        stepper.verify(states)
+        engine.verify(states)
         for s in states:
             assert s.generated == want.committed(s.request_id)[: s.num_generated] and s.num_generated == 1 + W
-            ours = cache_rows(stepper.cache, s.row, s.frontier)
-            assert same_rows(ours, [known[:, : s.frontier] for known in rows[s.request_id]])
+            ours = cache_rows(engine.cache, s.row, s.last_committed_position)
+            assert same_rows(ours, [known[:, : s.last_committed_position] for known in rows[s.request_id]])
 
 
 def test_invariant_25_exception_safety_of_the_sampler() -> None:
     """An error in the choice of the last row of the last request: none of the pass is committed."""
-    stepper, states = half_way(Spy(tiny()))
-    before = held(stepper, states)
+    engine, states = half_way(Spy(tiny()))
+    before = held(engine, states)
     chosen = 0
     choose_next = choosing.choose_next
 
@@ -102,9 +102,9 @@ def test_invariant_25_exception_safety_of_the_sampler() -> None:
 
     with patch.object(choosing, "choose_next", failing), patch.object(books, "choose_next", failing):
         with pytest.raises(EngineError, match="request 2 step .*no token is left"):
-            stepper._verify(states)
-    assert chosen == 3 * W and held(stepper, states) == before
-    stepper.verify(states)
+            engine._verify(states)
+    assert chosen == 3 * W and held(engine, states) == before
+    engine.verify(states)
     assert all(state.num_generated == 1 + W for state in states)
 
 

@@ -62,7 +62,12 @@ class Growth(Silent):
 
 def test_invariant_17_monotone_release() -> None:
     """Committed tokens only ever grow: through rollbacks, preemptions and failures of neighbours."""
-    for settings in (dict(), dict(kv_rows=30), dict(drafter=babbler(4)), dict(drafter=babbler(5), kv_rows=30)):
+    for settings in (
+        dict(),
+        dict(max_kv_tokens=30),
+        dict(drafter=babbler(4)),
+        dict(drafter=babbler(5), max_kv_tokens=30),
+    ):
         growth = Growth()
         run = Watched(rounding_by_shape(), PROMPTS, growth, deterministic=[0, 1, 3], sampling=HOT, **settings)
         run.finished()
@@ -78,8 +83,10 @@ def test_invariant_17_monotone_release_of_a_stream() -> None:
     assert any("�" in in_bytes(want.committed(i)[:n]) for i in range(4) for n in range(20))
     wrong = cp.drafters.Scripted(lambda state: [(t + 1) % VOCAB for t in future(want, state)])
     for drafter in (None, wrong, cp.drafters.FastPath()):
-        for kv_rows in (None, 48):
-            stream = cp.stream(model, PROMPTS[:4], **settings, deterministic=True, drafter=drafter, kv_rows=kv_rows)
+        for max_kv_tokens in (None, 48):
+            stream = cp.stream(
+                model, PROMPTS[:4], **settings, deterministic=True, drafter=drafter, max_kv_tokens=max_kv_tokens
+            )
             said: dict[int, list[int]] = {i: [] for i in range(4)}
             shown = dict.fromkeys(range(4), "")
             late = 0
@@ -241,8 +248,12 @@ def test_invariant_20_processor_parity_after_rollbacks() -> None:
             said = future(want, state)
             return [*said[:1], *said[3:4], *said[2:3]]  # tokens that come a little later
 
-        for settings in (dict(drafter=cp.drafters.Scripted(spoil)), dict(kv_rows=28), dict(draft_length="adaptive")):
+        for settings in (
+            dict(drafter=cp.drafters.Scripted(spoil)),
+            dict(max_kv_tokens=28),
+            dict(draft_length="adaptive"),
+        ):
             trace = cp.run(model, PROMPTS[:3], **RUN, sampling=sampling, deterministic=True, **settings)
             assert [outcome(trace, i) for i in range(3)] == [outcome(want, i) for i in range(3)]
-            assert trace.num_rolled_back and ("kv_rows" not in settings or trace.meta["preemptions"])
+            assert trace.num_rolled_back and ("max_kv_tokens" not in settings or trace.meta["preemptions"])
     assert W == 4

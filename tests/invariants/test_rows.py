@@ -151,7 +151,7 @@ def test_invariant_21_prefill_determinism_without_pads() -> None:
     for model in (rounding_by_shape(), wide_bfloat16()):
         alone = [outcome(cp.reference(model, [prompt], **{**RUN, **settings, "sampling": HOT})) for prompt in prompts]
         requests = [Request([9] * 20, arrival_step=1), *(Request(p, HOT, is_deterministic=True) for p in prompts)]
-        run = Watched(model, requests, kv_rows=36, capture="STCZ", **settings).finished()
+        run = Watched(model, requests, max_kv_tokens=36, capture="STCZ", **settings).finished()
         assert run.trace.meta["preemptions"]
         assert [outcome(run.trace, 1 + i) for i in range(len(prompts))] == alone
 
@@ -186,7 +186,7 @@ def test_invariant_22_prefix_cache_rule() -> None:
     ]
     verified = [i for i, request in enumerate(requests) if request.is_deterministic]
     want = cp.reference(model, [requests[i] for i in verified], **RUN)
-    for settings in (dict(), dict(max_batch=3), dict(kv_rows=60)):
+    for settings in (dict(), dict(max_batch=3), dict(max_kv_tokens=60)):
         shares = Shares()
         run = Watched(model, requests, shares, capture="STCZ", **settings).finished()
         assert [outcome(run.trace, i) for i in verified] == [outcome(want, n) for n in range(len(verified))]
@@ -236,15 +236,17 @@ def test_invariant_23_preemption() -> None:
     for model, limits in ((rounding_by_shape(), (27, 34)), (tiny(torch.bfloat16), (31, 32))):
         want, rows = reference_rows(model, PROMPTS, sampling=HOT, capture="SZ")
         drafts: list[int] = []
-        for kv_rows in limits:
+        for max_kv_tokens in limits:
             checked = 0
             evictions = Evictions()
-            settings = dict(deterministic=True, sampling=HOT, capture="SZ", kv_rows=kv_rows)
+            settings = dict(deterministic=True, sampling=HOT, capture="SZ", max_kv_tokens=max_kv_tokens)
             run = Watched(model, PROMPTS, evictions, **settings)
             for _ in run:
                 for state in run.running:
-                    ours = cache_rows(run.cache, state.row, state.frontier)
-                    assert same_rows(ours, [held[:, : state.frontier] for held in rows[state.request_id]])
+                    ours = cache_rows(run.cache, state.row, state.last_committed_position)
+                    assert same_rows(
+                        ours, [held[:, : state.last_committed_position] for held in rows[state.request_id]]
+                    )
                     checked += 1
             drafts += evictions.drafts
             assert run.trace.meta["preemptions"] and checked > 20
@@ -258,7 +260,7 @@ def test_invariant_23_preemption_under_hostile_drafts() -> None:
     model = rounding_by_shape()
     sampling = SamplingParams(temperature=1.1, seed=2, n=3, top_k=30, repetition_penalty=1.2)
     want = cp.reference(model, PROMPTS[:2], **RUN, sampling=sampling)
-    settings = {**RUN, "kv_rows": 30, "sampling": sampling}
+    settings = {**RUN, "max_kv_tokens": 30, "sampling": sampling}
     trace = cp.run(model, PROMPTS[:2], **settings, deterministic=True, drafter=babbler(8))
     assert trace.meta["preemptions"]
     assert [outcome(trace, i) for i in range(6)] == [outcome(want, i) for i in range(6)]
@@ -267,7 +269,7 @@ def test_invariant_23_preemption_under_hostile_drafts() -> None:
 def test_invariant_23_preemption_of_the_others() -> None:
     """A request that is never verified also goes on where it was: in float32 with the same tokens."""
     plain = cp.run(tiny(), PROMPTS, **RUN, sampling=HOT)
-    tight = cp.run(tiny(), PROMPTS, **RUN, sampling=HOT, kv_rows=30)
+    tight = cp.run(tiny(), PROMPTS, **RUN, sampling=HOT, max_kv_tokens=30)
     assert tight.meta["preemptions"]
     assert [tight.committed(i) for i in range(5)] == [plain.committed(i) for i in range(5)]
     for i in range(5):

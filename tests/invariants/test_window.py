@@ -9,7 +9,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.capture.observers import Silent
 from cacheprobe.core.records import StepRecord
-from cacheprobe.engine.committer import Books
+from cacheprobe.engine.committer import Committer
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.acceptance import num_accepted
@@ -128,22 +128,22 @@ def test_invariant_12_context_refeed() -> None:
 
 
 def kv_watch(model: CachedLM, want_rows: list, counts: Counter) -> AtCommit:
-    """At every commit, the rows below the frontier against a fresh replay by the verifier."""
+    """At every commit, the rows below the last_committed_position against a fresh replay by the verifier."""
 
     def look(run: Watched, state: SequenceState) -> None:
-        ours = cache_rows(run.cache, state.row, state.frontier)
-        theirs = [held[:, : state.frontier] for held in want_rows[state.request_id]]
-        assert same_rows(ours, theirs), (state.request_id, state.frontier)
-        names = run.cache.ledger.names(state.row, state.frontier)
+        ours = cache_rows(run.cache, state.row, state.last_committed_position)
+        theirs = [held[:, : state.last_committed_position] for held in want_rows[state.request_id]]
+        assert same_rows(ours, theirs), (state.request_id, state.last_committed_position)
+        names = run.cache.ledger.names(state.row, state.last_committed_position)
         prompt = state.request.num_prompt_tokens
-        assert names == ["prefill"] * prompt + ["verified"] * (state.frontier - prompt)
+        assert names == ["prefill"] * prompt + ["verified"] * (state.last_committed_position - prompt)
         counts[state.request_id] += 1
 
     return AtCommit(look)
 
 
 def test_invariant_13_kv_provenance() -> None:
-    """After every commit, all rows below the frontier are prefill's or the verifier's, as in a fresh replay."""
+    """After every commit, all rows below the last committed position are prefill's or the verifier's, as in replay."""
     for model in (rounding_by_shape(), tiny(torch.bfloat16)):
         want, rows = reference_rows(model, PROMPTS[:4], sampling=HOT)
         for drafter in (None, wrong_at(want, [0, 2, 1, None]), cp.drafters.EarlyExit(layer=0)):
@@ -197,8 +197,8 @@ def test_invariant_14_frontier() -> None:
             run.cache.check_integrity()
             for state in run.running:
                 held = int(run.cache.lengths[state.row])
-                assert held <= state.frontier + len(state.draft) + 1
-                assert len(state.draft) or held == state.frontier
+                assert held <= state.last_committed_position + len(state.draft) + 1
+                assert len(state.draft) or held == state.last_committed_position
     assert commits > 100
 
 
@@ -208,10 +208,10 @@ def test_invariant_16_isolation() -> None:
     model = rounding_by_shape()
     want, _ = reference_rows(model, prompts, sampling=HOT)
     fates: set[tuple[int, ...]] = set()
-    settle = Books.settle
+    settle = Committer.settle
     left_alone = 0
 
-    def watched(self: Books, state: SequenceState, verdict) -> None:
+    def watched(self: Committer, state: SequenceState, verdict) -> None:
         nonlocal left_alone
         others = [s for s in run.running if s is not state]
         before = [(list(s.token_ids), list(s.draft), int(self.cache.lengths[s.row]), s.is_ready(W)) for s in others]
@@ -226,13 +226,13 @@ def test_invariant_16_isolation() -> None:
     def script(state: SequenceState) -> list[int]:
         return future(want, state, 0 if (state.request_id + state.num_generated) % 2 else None)
 
-    Books.settle = watched
+    Committer.settle = watched
     try:
         drafter = cp.drafters.Scripted(script)
         run = Watched(model, prompts, deterministic=True, sampling=HOT, drafter=drafter)
         run.finished()
     finally:
-        Books.settle = settle
+        Committer.settle = settle
     assert [run.trace.committed(i) for i in range(3)] == [want.committed(i) for i in range(3)]
     for _, step in run.trace.events().query("phase == 'verify'").groupby("step"):
         fates.add(tuple(sorted(set(step.num_accepted))))

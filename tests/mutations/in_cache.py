@@ -12,8 +12,9 @@ RESTORE = """held = (*self.cache.keys, *self.cache.values)
     result = self.passes.run("verify", entries, self.config.window, batch=self.config.group)
     for state in states:
         for one, kept in zip(held, before):
-            end = state.frontier + len(state.draft)
-            one[state.row, :, state.frontier : end] = kept[state.row, :, state.frontier : end]"""
+            end = state.last_committed_position + len(state.draft)
+            start = state.last_committed_position
+            one[state.row, :, start:end] = kept[state.row, :, start:end]"""
 
 MUTATIONS = [
     # -- who wrote a row
@@ -40,21 +41,27 @@ MUTATIONS = [
         "held[target, :, : length - 1] = held[source, :, : length - 1]",
     ),
     # -- lengths
-    one("rejected rows are not truncated", ("14",), f"{BOOKS}.settle", "self._truncate(state, frontier)", "pass"),
     one(
-        "the frontier is one too far",
+        "rejected rows are not truncated",
         ("14",),
         f"{BOOKS}.settle",
-        "frontier + len(committed)",
-        "frontier + len(committed) + 1",
+        "self._truncate(state, last_committed_position)",
+        "pass",
+    ),
+    one(
+        "the last_committed_position is one too far",
+        ("14",),
+        f"{BOOKS}.settle",
+        "last_committed_position + len(committed)",
+        "last_committed_position + len(committed) + 1",
     ),
     one(
         "a rollback shortens everybody",
         ("14", "16"),
         f"{BOOKS}.settle",
-        "self._truncate(state, frontier)",
+        "self._truncate(state, last_committed_position)",
         then(
-            "self._truncate(state, frontier)",
+            "self._truncate(state, last_committed_position)",
             "if verdict.is_rollback:",
             "    self.cache.lengths[:] = (self.cache.lengths - 1).clamp(min=0)",
             "    self.cache.lengths[state.row] += 1",
@@ -64,9 +71,9 @@ MUTATIONS = [
         "a rollback zeroes the rows of its neighbour",
         ("16",),
         f"{BOOKS}.settle",
-        "self._truncate(state, frontier)",
+        "self._truncate(state, last_committed_position)",
         then(
-            "self._truncate(state, frontier)",
+            "self._truncate(state, last_committed_position)",
             "if verdict.is_rollback:",
             "    self.cache.scrub((state.row + 1) % self.cache.rows, 0)",
         ),
@@ -108,7 +115,7 @@ MUTATIONS = [
         ("07_window_offset_independence_of_shapes",),
         (
             Edit(
-                "cacheprobe.engine.model_runner:PassRunner._reach",
+                "cacheprobe.engine.model_runner:ModelRunner._reach",
                 'reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions',
                 "reach_of_pass",
             ),
@@ -138,7 +145,7 @@ MUTATIONS = [
     one(
         "logits differ from call to call",
         ("04",),
-        f"{TWIN}:TwinLM.forward",
+        f"{TWIN}:HookedHF.forward",
         "return out if logit_slots is None",
         "out = out + 1e-4 * torch.rand_like(out)\n    return out if logit_slots is None",
     ),
@@ -173,7 +180,7 @@ MUTATIONS = [
     one(
         "hooks stay on the model",
         ("26",),
-        f"{TWIN}:TwinLM.capturing",
+        f"{TWIN}:HookedHF.capturing",
         "stack.callback(_listen(place, hear).remove)",
         "_listen(place, hear)",
     ),

@@ -2,11 +2,11 @@
 
 from tests.mutations.mutate import Edit, Mutation, one, then
 
-BOOKS, CHOOSING = "cacheprobe.engine.committer:Books", "cacheprobe.engine.choosing"
-STEPPER, PREFILL = "cacheprobe.engine.step:Stepper", "cacheprobe.engine.prefill:Prefill"
+BOOKS, CHOOSING = "cacheprobe.engine.committer:Committer", "cacheprobe.engine.choosing"
+STEPPER, PREFILL = "cacheprobe.engine.step:Engine", "cacheprobe.engine.prefill:Prefill"
 SCHEDULER, STATE = "cacheprobe.engine.scheduler:Scheduler", "cacheprobe.kvcache.sequence:SequenceState"
 ACCEPTED = "cacheprobe.ops.acceptance:num_accepted"
-SETUP = "cacheprobe.plan:Setup"
+SETUP = "cacheprobe.plan:RunPlan"
 STOP_SCRUBS = "self.cache.scrub(state.row, 0)"
 VERIFY_PASS = '"verify", entries, self.config.window, batch=self.config.group'
 
@@ -89,9 +89,9 @@ MUTATIONS = [
         "a drafter with nothing to say is asked for ever", ("10",), f"{STATE}.is_ready", "self.draft_is_closed or ", ""
     ),
     one(
-        "riders come in any number",
+        "piggybacked come in any number",
         ("24_selectivity_riders_fill",),
-        f"{SCHEDULER}.riders",
+        f"{SCHEDULER}.piggybacked",
         "[: -num_ready % self.config.group]",
         "[:]",
     ),
@@ -100,8 +100,8 @@ MUTATIONS = [
         "the committed token is not fed again",
         ("12",),
         f"{STEPPER}._verify",
-        "Entry(state, (state.token_ids[-1], *fed), state.frontier, True, len(fed))",
-        "Entry(state, tuple(fed) or (state.token_ids[-1],), state.frontier + bool(fed), True, len(fed))",
+        "Entry(state, (state.token_ids[-1], *fed), state.last_committed_position, True, len(fed))",
+        "Entry(state, tuple(fed) or (state.token_ids[-1],), state.last_committed_position + bool(fed), True, len(fed))",
     ),
     one(
         "a decode is fed the token before the newest",
@@ -127,14 +127,14 @@ MUTATIONS = [
     one(
         "a fixed pass attends to no more than is in use",
         ("07_window_offset_independence_of_the_bridge",),
-        "cacheprobe.engine.model_runner:PassRunner.run",
+        "cacheprobe.engine.model_runner:ModelRunner.run",
         "self.cache.capacity if batch is not None else max(starts) + width",
         "max(starts) + width",
     ),
     one(
         "a pass that does not fit is run in another shape",
         ("09_fixed_shape_or",),
-        "cacheprobe.engine.model_runner:PassRunner.run",
+        "cacheprobe.engine.model_runner:ModelRunner.run",
         "size = len(entries) if batch is None else batch",
         "size, width = max(len(entries), batch or 0), max(width, longest)",
     ),
@@ -221,7 +221,7 @@ MUTATIONS = [
         "self._give_up_draft(state)",
         then(
             "self._give_up_draft(state)",
-            "del state.token_ids[max(state.frontier, state.request.num_prompt_tokens + 1) :]",
+            "del state.token_ids[max(state.last_committed_position, state.request.num_prompt_tokens + 1) :]",
         ),
     ),
     # -- failures
@@ -235,7 +235,7 @@ MUTATIONS = [
     one(
         "NaN is seen by the capture first",
         ("25",),
-        "cacheprobe.engine.model_runner:PassRunner.run",
+        "cacheprobe.engine.model_runner:ModelRunner.run",
         "self._require_numbers(",
         "(lambda *args: None)(",
     ),

@@ -1,8 +1,8 @@
-"""Bugs of what is measured: probes, foresight, patching grids, interventions and cache surgery."""
+"""Bugs of what is measured: probes, rollback_prediction, patching grids, interventions and cache surgery."""
 
 from collections.abc import Callable
 
-from tests import test_foresight as foresight
+from tests import test_foresight as rollback_prediction
 from tests import test_interventions as interventions
 from tests import test_patching as patching
 from tests import test_probes as probes
@@ -15,8 +15,8 @@ GUARDS: dict[str, Callable[[], None]] = {
     "groups stay together": probes.test_what_stands_in_one_group_is_never_split,
     "prompts that begin alike": probes.test_groups_join_prompts_that_begin_alike,
     "control tasks": probes.test_control_tasks_give_a_word_one_label,
-    "ties share their rank": foresight.test_auroc_counts_pairs,
-    "groups are drawn whole": foresight.test_groups_are_drawn_whole,
+    "ties share their rank": rollback_prediction.test_auroc_counts_pairs,
+    "groups are drawn whole": rollback_prediction.test_groups_are_drawn_whole,
     "a cell is the naive run": lambda: patching.test_every_cell_is_the_naive_run("llama", "S"),
     "a head is the naive run": lambda: patching.test_every_head_is_the_naive_run("llama"),
     "a prefix is the naive run": lambda: patching.test_every_prefix_is_the_naive_run("llama", "S"),
@@ -168,7 +168,7 @@ MUTATIONS: list[Mutation] = [
     one(
         "an edit writes into the rows that it was made of",
         ("rows are values",),
-        f"{ROWS}:CacheRows._with",
+        f"{ROWS}:KVSnapshot._with",
         "held[part][layer].clone()",
         "held[part][layer]",
     ),

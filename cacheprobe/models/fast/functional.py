@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.fused_linear import Product, Together, Tried
+from cacheprobe.models.fast.fused_linear import FusedLinear, Product, Tried
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
 from cacheprobe.ops.compiled.block import CompiledBlock
 
@@ -36,22 +36,22 @@ class _Norm(NamedTuple):
 
 class _Block(NamedTuple):
     before_attention: _Norm
-    qkv: Together
+    qkv: FusedLinear
     q_norm: _Norm | None
     k_norm: _Norm | None
     o: _Linear
     before_mlp: _Norm
-    gate_up: Together
+    gate_up: FusedLinear
     down: _Linear
     activation: Callable[[Tensor], Tensor]
     kind: str
     """Of its mask, where the config lists kinds of layers."""
 
 
-class LeanForward:
+class FunctionalForward:
     """A plain model's forward over a KVCache.
 
-    Twin: the model's own modules (`TwinLM` with lean=False), bitwise, for logits, states, keys and values.
+    Twin: the model's own modules (`HookedHF` with lean=False), bitwise, for logits, states, keys and values.
     """
 
     def __init__(self, model: Any, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
@@ -189,12 +189,12 @@ def _block(layer: Any, kind: str, product: Product, tried: Tried) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     return _Block(
         before_attention=_norm(layer.input_layernorm),
-        qkv=Together([attention.q_proj, attention.k_proj, attention.v_proj], product, tried),
+        qkv=FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj], product, tried),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         o=_linear(attention.o_proj),
         before_mlp=_norm(layer.post_attention_layernorm),
-        gate_up=Together([mlp.gate_proj, mlp.up_proj], product, tried),
+        gate_up=FusedLinear([mlp.gate_proj, mlp.up_proj], product, tried),
         down=_linear(mlp.down_proj),
         activation=mlp.act_fn,
         kind=kind,

@@ -34,7 +34,7 @@ class _Block(NamedTuple):
 class LeanGPT:
     """A plain model's forward over a KVCache.
 
-    Twin: the model's own modules (`TwinLM` with lean=False), bitwise, for logits, states, keys and values.
+    Twin: the model's own modules (`HookedHF` with lean=False), bitwise, for logits, states, keys and values.
     """
 
     is_current = True
@@ -77,7 +77,7 @@ class LeanGPT:
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """See LeanForward."""
+        """See FunctionalForward."""
         assert isinstance(masks, Tensor), "these families have one kind of layer"
         stream = self.embed(token_ids)
         if self.positions is not None:

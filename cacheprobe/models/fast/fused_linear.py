@@ -19,7 +19,7 @@ FEW_ROWS = 32
 """From so many on calls no longer count, and the parts are made one by one."""
 
 
-class Together:
+class FusedLinear:
     """Linear layers of one input.
 
     Their weights lie behind each other in one tensor, of which the layers' own parameters are parts: nothing is held

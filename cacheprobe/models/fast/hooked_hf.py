@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from cacheprobe.core.hook_names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.fast.functional import LeanForward
+from cacheprobe.models.fast.functional import FunctionalForward
 from cacheprobe.models.fast.functional_gpt import LeanGPT
 from cacheprobe.models.fast.fused_linear import Product
 from cacheprobe.models.fast.head_places import Cut, head_cut, joint_place, require_no_pattern
@@ -34,13 +34,13 @@ from cacheprobe.ops.attention.decode import COMPILER
 from cacheprobe.ops.compiled.block import CompiledBlock
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
-LEAN = (LeanForward, LeanGPT)
+LEAN = (FunctionalForward, LeanGPT)
 """Forwards without modules, each of some families."""
 Place = tuple[nn.Module, str]
 """A module of the plain model, and whether its input or its output is read."""
 
 
-class TwinLM:
+class HookedHF:
     """The model inside a bridge without the bridge, on the same tensors and the same KVCache.
 
     Twin: BridgeLM: logits, S, T, C, keys and values close(1e-4) in float32, since fused attention reorders sums.
@@ -63,16 +63,18 @@ class TwinLM:
         self._product: Product = origin.compiled.product if origin.compiled else plain
         if self._product is not linear:
             self._replace_products()
-        self._compiled_block = origin.compiled.block if origin.compiled and LeanForward.takes(self.model) else None
+        self._compiled_block = (
+            origin.compiled.block if origin.compiled and FunctionalForward.takes(self.model) else None
+        )
         if self._compiled_block is not None:
             self._replace_norms(self._compiled_block)
         self._lean_kind = next((kind for kind in LEAN if lean and kind.takes(self.model)), None)
-        self._lean: LeanForward | LeanGPT | None = None
+        self._lean: FunctionalForward | LeanGPT | None = None
         self._modules = list(self.model.modules())
         self._listeners: dict[tuple[str, int], list[Callable[[Tensor], object]]] = {}
 
     def __repr__(self) -> str:
-        return f"TwinLM({repr(self.origin).removeprefix('BridgeLM(')}"
+        return f"HookedHF({repr(self.origin).removeprefix('BridgeLM(')}"
 
     def _replace_products(self) -> None:
         for module in self.model.modules():
@@ -133,7 +135,7 @@ class TwinLM:
             self._lean = None
         if self._lean is not None and not self._lean.is_current:
             self._lean = None
-        if self._lean_kind and self._nothing_acts and not cache.hidden_parts.concern(rows):
+        if self._lean_kind and self._nothing_acts and not cache.head_masks.concern(rows):
             if self._lean is None:
                 self._lean = self._make_lean(self._lean_kind)
             placed = staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx)
@@ -154,9 +156,9 @@ class TwinLM:
                 return stopped.residual
         return out if logit_slots is None or can_choose else out[:, list(logit_slots)]
 
-    def _make_lean(self, kind: type[LeanForward] | type[LeanGPT]) -> LeanForward | LeanGPT:
-        if kind is LeanForward:
-            return LeanForward(self.model, self._product, self._compiled_block)
+    def _make_lean(self, kind: type[FunctionalForward] | type[LeanGPT]) -> FunctionalForward | LeanGPT:
+        if kind is FunctionalForward:
+            return FunctionalForward(self.model, self._product, self._compiled_block)
         return kind(self.model, self._product)
 
     @contextmanager

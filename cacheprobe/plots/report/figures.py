@@ -10,7 +10,7 @@ from cacheprobe.analysis.of_trace import lens_readings, prediction_depth
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
-from cacheprobe.plots.curves import draft_verdicts, settling_figure
+from cacheprobe.plots.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.plots.diagrams.alone import Drawing, panels_alone
 from cacheprobe.plots.diagrams.diagram import decoded_phases, keys, window_phases
 from cacheprobe.plots.diagrams.panels import Panel
@@ -64,7 +64,7 @@ def report_figures(trace: "Trace", request_id: int) -> dict[str, go.Figure]:
         figures["lens-grid"] = lens_grid(readings, request_id, positions=shown, include="committed")
         if own.status.isin(FED_A_DRAFT_IN_VAIN).any():
             figures["lens-grid-all"] = lens_grid(readings, request_id, positions=shown, include="all")
-    return {**figures, "drafts": draft_verdicts(readings), "settling": settling_figure(prediction_depth(trace))}
+    return {**figures, "drafts": draft_verdicts(readings), "settling": prediction_depth_figure(prediction_depth(trace))}
 
 
 def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:

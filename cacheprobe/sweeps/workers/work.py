@@ -102,7 +102,8 @@ def _changes(text: str | None, model: CachedLM, examples: Any, settings: dict[st
     change, states = parse_change(text), None
     if change.name in NEEDS_STATES:
         site, layer = change.where["site"], change.where["layer"]
-        plain = run(model, examples, capture=site, **{**settings, "layers": [layer], "lens": None})
+        of_site: dict[str, Any] = {**settings, "layers": [layer], "lens": None}
+        plain = run(model, examples, capture=site, **of_site)
         states = torch.cat([plain.states(site, layer, request.request_id) for request in plain.requests])
     return make_changes(change, range(len(examples)), states)
 

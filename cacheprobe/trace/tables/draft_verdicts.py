@@ -112,7 +112,7 @@ def prediction_depths(readings: pd.DataFrame) -> pd.Series:
     """For each reading: the first layer from which its row's first choice stays that of the last layer read.
 
     Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
-    Twin: tests.measures_slowly.settling_slowly, ==.
+    Twin: tests.measures_slowly.prediction_depth_slowly, ==.
     """
     if readings.empty:
         return pd.Series(dtype="Int64", index=readings.index)

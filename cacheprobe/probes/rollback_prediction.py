@@ -23,7 +23,7 @@ CONTROLS = ("position", "margin")
 
 
 @dataclass(frozen=True)
-class Foresight:
+class RollbackPrediction:
     """What was found, or why it cannot be told. Counts are there in any case.
 
     answer: "yes" where the states of the last layer tell more than position and margin, "no more than the controls", or
@@ -46,7 +46,7 @@ class Foresight:
     table: pd.DataFrame = field(repr=False)
 
 
-def foresight(
+def rollback_prediction(
     traces: "Trace | Sequence[Trace]",
     *,
     unit: str = "draft",
@@ -56,7 +56,7 @@ def foresight(
     least: int = LEAST_ROLLBACKS,
     seed: int = 0,
     model: CachedLM | None = None,
-) -> Foresight:
+) -> RollbackPrediction:
     """From the states before verification, how well a linear classifier tells that a draft will be rolled back.
 
     traces: runs with one and the same drafter, whose kept states include `site`, and S, from which margins are read.
@@ -81,7 +81,7 @@ def foresight(
     counts = dict(drafts=len(about), rollbacks=int(lost.sum()), requests=int(about.group.nunique()))
     reason = _too_little(counts, about, lost, folds, least)
     if reason:
-        return Foresight(names[0], unit, "cannot tell", reason, **counts, table=pd.DataFrame())
+        return RollbackPrediction(names[0], unit, "cannot tell", reason, **counts, table=pd.DataFrame())
     layers = _layers(traces, about, site, layers)
     table = _compared(traces, about, lost, site, layers, folds, seed, model).assign(
         drafter=names[0], unit=unit, site=site
@@ -94,7 +94,9 @@ def foresight(
     )
     answer = "yes" if last.gain_low > 0 else "no more than the controls"
     first = ["drafter", "unit", "site"]
-    return Foresight(names[0], unit, answer, said, **counts, table=table[first + [c for c in table if c not in first]])
+    return RollbackPrediction(
+        names[0], unit, answer, said, **counts, table=table[first + [c for c in table if c not in first]]
+    )
 
 
 def _too_little(counts: dict[str, int], about: pd.DataFrame, lost: np.ndarray, folds: int, least: int) -> str:
