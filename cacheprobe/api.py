@@ -117,10 +117,11 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
     matter; the drafter matters for the default window alone, and `acceptance` not at all. Tokens, states and readings
     of a deterministic request of `run` equal the oracle's bit for bit (D2).
     """
-    drafter = settings.pop("drafter", None)
+    asked: dict[str, Any] = {**settings}
+    drafter = asked.pop("drafter", None)
     for unused in ("max_batch", "max_kv_tokens", "draft_length"):
-        settings.pop(unused, None)
-    plan = _plan(model, prompts, drafter, max_in_flight=1, **settings)
+        asked.pop(unused, None)
+    plan = _plan(model, prompts, drafter, max_in_flight=1, **asked)
     states = plan.states(drafter, is_all_verified=True)
     return _record(
         plan,

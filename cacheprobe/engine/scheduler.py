@@ -53,7 +53,7 @@ class Scheduler:
         return admitted
 
     def to_preempt(self) -> list[SequenceState]:
-        """Takes out requests to preempt, newest first, until the others fit into max_kv_tokens; they are next in line."""
+        """Takes out the newest requests until the others fit into max_kv_tokens; they are next in line."""
         evicted = []
         while (
             self.config.max_kv_tokens is not None
