@@ -134,7 +134,7 @@ def test_errors_are_one_line(args: tuple[str, ...], part: str) -> None:
 
 KILLED = """
 import os, signal, sys
-from cacheprobe.cli.app import app as cli
+from cacheprobe.cli import app as cli
 from cacheprobe.core import progress
 
 def at(self, done, note=""):

@@ -67,7 +67,7 @@ def test_with_the_outputs_that_name_them_all_tokens_are_known(ours: cp.Trace, tm
     for number in (0, 1):
         assert trace.committed(number) == ours.committed(number) and trace.text(number) == ours.text(number)
         assert bitwise(trace.states("S", 2, number), ours.states("S", 2, number))
-    table, own = (t.read(cp.lenses.LogitLens(), layers=[2]) for t in (trace, ours))
+    table, own = (cp.analysis.read_states(t, cp.lenses.LogitLens(), layers=[2]) for t in (trace, ours))
     assert sorted(table["rank"]) == sorted(own["rank"]) and table.agrees.all()
 
 

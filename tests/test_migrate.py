@@ -78,7 +78,8 @@ def test_everything_that_looks_at_a_run_looks_at_it(old: cp.Trace, tmp_path: Pat
     run = StoredRun(FIRST)
     pd.testing.assert_frame_equal(run.events, old.event_table)
     pd.testing.assert_frame_equal(
-        run.readings(0), old.readings(include_rolled_back=True).query("request_id == 0").reset_index(drop=True)
+        run.readings(0),
+        cp.analysis.lens_readings(old, include_rolled_back=True).query("request_id == 0").reset_index(drop=True),
     )
     assert run.meta == old.meta
 

@@ -39,7 +39,7 @@ def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: KVSnapshot 
     Stop texts are looked for in what the fork itself says.
 
     length: how many rows, from position 0 on; the token at position `length` is the first one read again.
-    rows: changed ones in the place of the kept ones, such as `trace.cache_rows(0, length).masked([3])`.
+    rows: changed ones in the place of the kept ones, such as `cp.analysis.cache_rows(trace, 0, length).masked([3])`.
     Raises: ValueError where the rows were not kept, are of another length, or where no token is left to say.
     """
     request = _request(trace, request_id)

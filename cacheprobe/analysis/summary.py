@@ -5,6 +5,7 @@ from typing import Any
 import pandas as pd
 
 from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_by_verdict
+from cacheprobe.analysis.of_trace import lens_readings
 from cacheprobe.trace.tables.draft_verdicts import parting, shares_by_verdict
 from cacheprobe.trace.trace import Trace
 
@@ -39,7 +40,7 @@ def summary(trace: Trace) -> str:
             f"worst error {check['worst']:.2f} of the tolerance, {check['tolerance']}"
         )
     if trace.hypothesis_table is not None:
-        hypotheses = trace.readings()
+        hypotheses = lens_readings(trace)
         table = agreement_by_layer(hypotheses)
         shown = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
         lines += [f"{parting(shares_by_verdict(hypotheses))}."]

@@ -71,7 +71,7 @@ def attribution(table: pd.DataFrame) -> go.Figure:
 def _one_or_two(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """Parts of one logit, or of the difference of two, and what they are of, in words and escaped."""
     if table.empty:
-        raise ValueError("the table is empty; trace.attribution(request_id, position) fills it")
+        raise ValueError("the table is empty; cp.analysis.attribution(trace, request_id, position) fills it")
     if table.row.nunique() > 1:
         raise ValueError(f"a figure is of one row; the table has {table.row.nunique()}")
     tokens = table.drop_duplicates("token_id").token.map(lambda text: markup(visible(text))).tolist()

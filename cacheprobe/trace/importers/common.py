@@ -158,7 +158,7 @@ def _meta(
     generations: Sequence[Generation], origin: Origin, capture: CaptureConfig, dtype: str, model: CachedLM | None
 ) -> dict[str, Any]:
     heads = dict.fromkeys(HEAD_SITES, f"{origin.program} keeps no attention heads")
-    unread = "no lens was read at the import; trace.read(lens, model=model) reads one from S"
+    unread = "no lens was read at the import; cp.analysis.read_states(trace, lens, model=model) reads one from S"
     return {
         "kind": "import",
         "missing": {**heads, "Z": unread, **origin.missing},
