@@ -152,7 +152,7 @@ def cache_rows(
     """Keys and values of a prompt, but for its last token's, as a deterministic request's prefill writes them.
 
     Change them with `edited`, `spliced` and `masked`, and go on: `cp.run(model, cp.Request(prompt, cached=rows))`.
-    Those of a generation are in its trace: `cp.Request(prompt, keep_rows=True)`, and `cp.analysis.cache_rows(trace, request_id)`.
+    Those of a generation: run `cp.Request(prompt, keep_rows=True)`, then `cp.analysis.cache_rows(trace, request_id)`.
     Raises: ValueError for a prompt of one token, and for a model that remembers more than keys and values.
     """
     shapes = dict(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
