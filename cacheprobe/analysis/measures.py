@@ -1,8 +1,8 @@
 """Measures of a row's reading from layer to layer: one line a row, whatever its status. Tables in, tables out.
 
 All are taken over a hypotheses table (`trace.hypotheses()` or `cp.analysis.read_states(trace, lens)`), whose columns
-`rank` and `committed_logprob_nats` follow the committed token by layer, and `entropy_nats` the reading itself. A row that was
-rolled back has the same measures; what it had drafted is followed by `analysis.distributions.rejected_tokens`.
+`rank` and `committed_logprob_nats` follow the committed token by layer, and `entropy_nats` the reading itself. A row
+that was rolled back has the same measures; its draft is followed by `analysis.distributions.rejected_tokens`.
 """
 
 import numpy as np

@@ -9,7 +9,7 @@ STAGED = "cacheprobe.models.hf.cache:staged"
 HIDDEN = "hidden = slots > positions[..., None]"
 RESTORE = """held = (*self.cache.keys, *self.cache.values)
     before = [one.clone() for one in held]
-    result = self.passes.run("verify", entries, self.config.window, batch=self.config.group)
+    result = self.runner.run("verify", entries, self.config.window, batch=self.config.group)
     for state in states:
         for one, kept in zip(held, before):
             end = state.last_committed_position + len(state.draft)
@@ -22,7 +22,7 @@ MUTATIONS = [
         "the fast path's keys and values stay",
         ("02", "13_kv_provenance"),
         f"{STEPPER}._verify",
-        f"result = self.passes.run({VERIFY_PASS})",
+        f"result = self.runner.run({VERIFY_PASS})",
         RESTORE,
     ),
     one("the ledger calls verified rows provisional", ("13",), f"{BOOKS}.settle", '"verified"', '"provisional"'),

@@ -46,15 +46,15 @@ MUTATIONS = [
         "the verdict is read one row off",
         ("02", "11"),
         f"{STEPPER}._verify",
-        "self.books.judge(entry, result.out[b])",
-        "self.books.judge(entry, result.out[b].roll(1, 0))",
+        "self.committer.judge(entry, result.out[b])",
+        "self.committer.judge(entry, result.out[b].roll(1, 0))",
     ),
     one(
         "the verdict of the first request goes to all",
         ("05", "16"),
         f"{STEPPER}._verify",
-        "self.books.judge(entry, result.out[b])",
-        "self.books.judge(entry, result.out[result.batch_index[0]])",
+        "self.committer.judge(entry, result.out[b])",
+        "self.committer.judge(entry, result.out[result.batch_index[0]])",
     ),
     # -- who is verified, and when
     one(
@@ -175,7 +175,7 @@ MUTATIONS = [
         ("01", "21"),
         f"{PREFILL}._read_group",
         "self.config.prefill_chunk if is_fixed",
-        "self.config.prefill_chunk - (self.passes.cache.num_free_rows < 5) if is_fixed",
+        "self.config.prefill_chunk - (self.runner.cache.num_free_rows < 5) if is_fixed",
     ),
     one(
         "logits of a prefill group depend on where the others end",
@@ -229,7 +229,7 @@ MUTATIONS = [
         "a failed step stays in the capture",
         ("25",),
         f"{STEPPER}._guard",
-        "self.passes.observer.on_failure(self.passes.step)",
+        "self.runner.observer.on_failure(self.runner.step)",
         "pass",
     ),
     one(
@@ -243,8 +243,8 @@ MUTATIONS = [
         "requests are committed while others are judged",
         ("25",),
         f"{STEPPER}._verify",
-        "verdicts.append((entry.state, self.books.judge(entry, result.out[b])))",
-        "self.books.settle(entry.state, self.books.judge(entry, result.out[b]))",
+        "verdicts.append((entry.state, self.committer.judge(entry, result.out[b])))",
+        "self.committer.settle(entry.state, self.committer.judge(entry, result.out[b]))",
     ),
     Mutation(
         "a failed row is not scrubbed",
@@ -266,7 +266,7 @@ MUTATIONS = [
         ("25",),
         f"{STEPPER}._guard",
         "self._guard(do, [state])",
-        'self.books.stop(state, "error", error=str(error))',
+        'self.committer.stop(state, "error", error=str(error))',
     ),
     # -- the negative control
     Mutation(
@@ -276,9 +276,9 @@ MUTATIONS = [
             Edit(f"{PREFILL}.read", "else len(states)", "else 1"),
             Edit(
                 f"{STEPPER}.feed_newest",
-                'out = self.passes.run("decode", entries, 1, num_layers=num_layers).out',
+                'out = self.runner.run("decode", entries, 1, num_layers=num_layers).out',
                 then(
-                    'outs = [self.passes.run("decode", [e], 1, num_layers=num_layers).out for e in entries]',
+                    'outs = [self.runner.run("decode", [e], 1, num_layers=num_layers).out for e in entries]',
                     'out = __import__("torch").cat(outs)',
                 ),
             ),

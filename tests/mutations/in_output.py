@@ -14,7 +14,7 @@ MUTATIONS = [
         ("19",),
         f"{BOOKS}.choose",
         "choose_next(state, logits, drafted, position)",
-        "choose_next(state, logits, drafted, self.passes.step)",
+        "choose_next(state, logits, drafted, self.runner.step)",
     ),
     one(
         "the verifier's noise is one position off",
@@ -150,7 +150,7 @@ MUTATIONS = [
         "state.draft.extend(token_ids)",
         then(
             "state.draft.extend(token_ids)",
-            "for one in self.books.observer.observers:",
+            "for one in self.committer.observer.observers:",
             '    getattr(one, "fresh", {}).setdefault(state.request_id, []).extend(token_ids)',
             indent=8,
         ),
