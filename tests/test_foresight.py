@@ -91,7 +91,8 @@ def test_an_ngrams_row_chose_the_newest_token(ngram: cp.Trace) -> None:
     rows = ngram.row_table.set_index("row")
     assert len(table) > 10 and set(rows.phase[table.row]) <= {"prefill", "verify"}
     assert (rows.position[table.row].to_numpy() == table.position - 2).all()
-    read = ngram.read(cp.lenses.LogitLens(), layers=[2], rows=ngram.row_table[ngram.row_table.row.isin(table.row)])
+    rows = ngram.row_table[ngram.row_table.row.isin(table.row)]
+    read = cp.analysis.read_states(ngram, cp.lenses.LogitLens(), layers=[2], rows=rows)
     said = read.set_index("row").token_id
     for line in table.itertuples():
         text = [*ngram.requests[line.request_id].prompt_token_ids, *ngram.committed(line.request_id)]

@@ -7,8 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from cacheprobe.analysis.logit_attribution import attribution
-from cacheprobe.analysis.reading import read_states
+from cacheprobe import analysis
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.shelf import NotAsked, Shelf
 from cacheprobe.models.shipped import shipped_folder
@@ -57,7 +56,7 @@ class Reader:
                 trace = self._trace(book)
                 try:
                     kept = rows[rows.state_index >= 0]
-                    self._read[asked] = read_states(trace, self._lens(lens, trace.model), site, rows=kept)
+                    self._read[asked] = analysis.read_states(trace, self._lens(lens, trace.model), site, rows=kept)
                 except (ValueError, RuntimeError) as error:
                     raise NotAsked(str(error)) from error
                 while len(self._read) > 64:
@@ -70,7 +69,7 @@ class Reader:
             trace = self._trace(book)
             try:
                 number = book.run.rows.set_index("row").loc[row]
-                return attribution(trace, int(number.request_id), row=row)
+                return analysis.attribution(trace, int(number.request_id), row=row)
             except (ValueError, RuntimeError) as error:
                 raise NotAsked(str(error)) from error
 

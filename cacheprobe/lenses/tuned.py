@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cacheprobe.core.registry import register
 from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembedding_sha256
+from cacheprobe.lenses.tuned_files import Translators, load_tuned_lens, save_tuned_lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.by_layer import product_by_layer
 
@@ -60,15 +61,13 @@ class TunedLens:
 
         Raises: LensError for a directory that holds neither, or a lens of another model.
         """
-        from cacheprobe.lenses.tuned_files import load_tuned_lens
-
-        return load_tuned_lens(Path(directory), model)
+        lens = cls(*load_tuned_lens(Path(directory), model))
+        lens.check(model)
+        return lens
 
     def save(self, directory: "str | Path") -> Path:
         """Write translators.safetensors and config.json into the directory."""
-        from cacheprobe.lenses.tuned_files import save_tuned_lens
-
-        return save_tuned_lens(self, Path(directory))
+        return save_tuned_lens(Translators(self.weights, self.biases, self.unembedding, self.about), Path(directory))
 
     def check(self, model: CachedLM) -> None:
         """See Lens.check: the shapes, and the unembedding's hash."""

@@ -4,23 +4,32 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from cacheprobe.lenses.base import LensError, unembedding_sha256
-from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
 
 CONFIG, TRANSLATORS, PACKAGE_TRANSLATORS = "config.json", "translators.safetensors", "params.pt"
 _KIND, _VERSION = "cacheprobe tuned lens", 1
 
 
-def save_tuned_lens(lens: TunedLens, directory: Path) -> Path:
-    """Write the translators and their config, each file whole or as it was before; returns the directory."""
+class Translators(NamedTuple):
+    """What a tuned lens is made of; the fields are those of `lenses.TunedLens`."""
+
+    weights: Tensor
+    biases: Tensor
+    unembedding: str
+    about: dict[str, Any]
+
+
+def save_tuned_lens(lens: Translators, directory: Path) -> Path:
+    """Writes the translators and their config, each file whole or as it was before; returns the directory."""
     layers, width = lens.biases.shape
     config = {
         "kind": _KIND,
@@ -72,23 +81,20 @@ def _require_whole(directory: Path, config: dict[str, Any]) -> None:
         raise LensError(f"{directory} is no whole tuned lens ({error!s:.200}); train it again") from error
 
 
-def load_tuned_lens(directory: Path, model: CachedLM) -> TunedLens:
-    """The lens in a directory, ours or the package's, on the model's device.
+def load_tuned_lens(directory: Path, model: CachedLM) -> Translators:
+    """Reads the lens in a directory, ours or the package's, onto the model's device.
 
-    Raises: LensError as `require_tuned_lens` does, and for a lens of another model.
+    Raises: LensError as `require_tuned_lens` does.
     """
     config = require_tuned_lens(directory)
     if config.get("kind") == _KIND:
         held = load_file(directory / TRANSLATORS)
         weights, biases = held["weights"].to(model.device), held["biases"].to(model.device)
-        lens = TunedLens(weights, biases, config["unembedding_sha256"], config["about"])
-    else:
-        lens = read_package_artefact(directory, config, model)
-    lens.check(model)
-    return lens
+        return Translators(weights, biases, config["unembedding_sha256"], config["about"])
+    return read_package_artefact(directory, config, model)
 
 
-def read_package_artefact(directory: Path, config: dict[str, Any], model: CachedLM) -> TunedLens:
+def read_package_artefact(directory: Path, config: dict[str, Any], model: CachedLM) -> Translators:
     """An artefact of tuned-lens 0.2.0: config.json, and a state dict of one Linear for each hidden state.
 
     Its translator i reads what enters block i, so ours of layer i is its i + 1; the first, which reads the
@@ -123,7 +129,7 @@ def read_package_artefact(directory: Path, config: dict[str, Any], model: Cached
     weights = torch.stack([held[f"{layer}.weight"].float().T for layer in layers]).to(model.device)
     biases = torch.stack([held[f"{layer}.bias"].float() for layer in layers]).to(model.device)
     about = {"made_by": "the tuned-lens package", "config": config}
-    return TunedLens(weights, biases, unembedding_sha256(model), about)
+    return Translators(weights, biases, unembedding_sha256(model), about)
 
 
 def package_unembedding_hash(model: CachedLM) -> str:
