@@ -249,7 +249,9 @@ def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cli_dash, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install cacheprobe\[dash\]"):
         cli_dash.open_runs(Path("runs"))
-    program = "import sys\nfrom cacheprobe.cli import dash as cli_dash\nprint({'dash', 'torch', 'pandas', 'plotly'} & set(sys.modules))"
+    program = (
+        "import sys\nfrom cacheprobe.cli import dash\nprint({'dash', 'torch', 'pandas', 'plotly'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
