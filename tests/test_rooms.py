@@ -1,0 +1,85 @@
+"""The layout of the package: import circles, files per folder, the size of Trace, arguments of public functions."""
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+
+import pytest
+
+import cacheprobe as cp
+from tests.test_structure import imports, source_files
+
+PACKAGE = source_files("cacheprobe")
+MOST_FILES, MOST_PLOTS = 15, 20
+MOST_METHODS, MOST_ARGUMENTS = 15, 12
+
+
+def modules(files: Mapping[str, str]) -> dict[str, str]:
+    """Dotted name of each file -> its text."""
+    return {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): text for path, text in files.items()}
+
+
+def targets(source: str, known: Mapping[str, str]) -> set[str]:
+    """Modules of the package that a file imports anywhere, in functions and for types too."""
+    named = {name for _, name in imports(source)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            named |= {str(node.module), *(f"{node.module}.{one.name}" for one in node.names)}
+    return named & set(known)
+
+
+def circles(files: Mapping[str, str]) -> list[list[str]]:
+    """Groups of modules that import each other, by whatever detour. A package may import what lies in it."""
+    known = modules(files)
+    edges = {
+        name: {to for to in targets(source, known) if to != name and not name.startswith(f"{to}.")}
+        for name, source in known.items()
+    }
+    reach = {name: set(to) for name, to in edges.items()}
+    for middle in reach:
+        for name in reach:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
+    inside = [name for name in reach if name in reach[name]]
+    groups = {tuple(sorted(b for b in inside if b in reach[a] and a in reach[b])) for a in inside}
+    return [list(group) for group in sorted(groups)]
+
+
+def crowded(files: Mapping[str, str]) -> Iterator[str]:
+    """Folders with more files of code than a reader can hold in view; __init__ is none of them."""
+    folders: dict[str, int] = {}
+    for path in files:
+        if PurePosixPath(path).name != "__init__.py":
+            folders[str(PurePosixPath(path).parent)] = folders.get(str(PurePosixPath(path).parent), 0) + 1
+    for folder, count in folders.items():
+        if count > (MOST_PLOTS if folder.endswith("plots") else MOST_FILES):
+            yield f"{folder} holds {count} files"
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(PACKAGE) == []
+
+
+def test_no_folder_is_crowded() -> None:
+    assert list(crowded(PACKAGE)) == []
+
+
+def test_a_trace_is_data() -> None:
+    own = [name for name, held in vars(cp.Trace).items() if inspect.isfunction(held) and not name.startswith("_")]
+    assert 0 < len(own) <= MOST_METHODS, own
+
+
+@pytest.mark.parametrize("name", [name for name in cp.__all__ if inspect.isfunction(getattr(cp, name))])
+def test_a_public_function_has_few_arguments(name: str) -> None:
+    assert len(inspect.signature(getattr(cp, name)).parameters) <= MOST_ARGUMENTS
+
+
+def test_a_circle_and_a_crowd_are_noticed() -> None:
+    late = "def later():\n    from cacheprobe.b import y\n"
+    found = circles({"cacheprobe/a.py": late, "cacheprobe/b.py": "from cacheprobe import c", "cacheprobe/c.py": ""})
+    assert found == []
+    closed = {"cacheprobe/a.py": late, "cacheprobe/b.py": "from cacheprobe import c"}
+    closed["cacheprobe/c.py"] = "import cacheprobe.a"
+    assert circles(closed) == [["cacheprobe.a", "cacheprobe.b", "cacheprobe.c"]]
+    assert list(crowded({f"cacheprobe/x/{n}.py": "" for n in range(MOST_FILES + 1)})) == ["cacheprobe/x holds 16 files"]
