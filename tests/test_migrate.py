@@ -131,3 +131,25 @@ def test_an_unknown_version_is_refused_by_name(tmp_path: Path, version: object, 
     for opened in (cp.load_trace, StoredRun):
         with pytest.raises(TraceError, match=said):
             opened(folder)
+
+
+def test_a_setting_of_format_5_has_its_new_name(tmp_path: Path) -> None:
+    """Format 5 named max_kv_tokens kv_rows; checksums are of the file as it was written, so they are taken anew."""
+    trace = cp.run(loaded(), [[1, 2, 3]], max_new_tokens=2, window=4, capacity=16, max_kv_tokens=12, progress=False)
+    path = trace.save(tmp_path / "run") / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["meta"]["config"]["kv_rows"] = manifest["meta"]["config"].pop("max_kv_tokens")
+    path.write_text(json.dumps({**manifest, "format_version": 5, "manifest_sha256": None}))
+    assert cp.load_trace(tmp_path / "run").meta["config"] == trace.meta["config"]
+
+
+def test_names_of_earlier_versions_are_told_with_todays() -> None:
+    with pytest.raises(TypeError, match="unknown argument 'kv_rows'; it is named max_kv_tokens now"):
+        cp.run(loaded(), [[1, 2, 3]], kv_rows=12)
+    with pytest.raises(TypeError, match="unknown argument 'widow'; did you mean window"):
+        cp.stream(loaded(), [[1, 2, 3]], widow=4)
+    trace = cp.run(loaded(), [[1, 2, 3]], max_new_tokens=2, capture=None, progress=False)
+    with pytest.raises(AttributeError, match=r"trace.agreement\(...\) is now cp.analysis.agreement\(trace, ...\)"):
+        trace.agreement()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.warns(DeprecationWarning, match="cp.plots"):
+        assert cp.views is cp.plots  # pyright: ignore[reportAttributeAccessIssue]

@@ -144,7 +144,7 @@ class Request:
     own_fingerprint: bool = False
     """Must be said of a deterministic request with `cached`: it is comparable only with others that begin there."""
     keep_rows: bool = False
-    """Copy its cache rows when it ends, for `trace.cache_rows` and `trace.fork`: they stay in memory with the trace."""
+    """Copy its cache rows when it ends, for `cp.analysis.cache_rows` and `fork`: they stay in memory with the trace."""
 
     def __post_init__(self) -> None:
         for name in ("is_deterministic", "own_fingerprint", "keep_rows"):

@@ -114,7 +114,7 @@ GUARDS: dict[str, Callable[[Place], None]] = {
 """What must notice."""
 
 SWEEPS = "cacheprobe.sweeps"
-STORE, CHECKS, LEASE = f"{SWEEPS}.store:SweepStore", f"{SWEEPS}.checks", f"{SWEEPS}.lease"
+STORE, CHECKS, LEASE = f"{SWEEPS}.storage.store:SweepStore", f"{SWEEPS}.checks", f"{SWEEPS}.storage.lease"
 
 MUTATIONS: list[Mutation] = [
     # -- what is run
@@ -125,25 +125,25 @@ MUTATIONS: list[Mutation] = [
         'if os.path.exists(f"{folder}/{name}/{MANIFEST}")',
         "",
     ),
-    one("shards hold their times", ("order",), f"{SWEEPS}.work:save_cell", 'float("nan")', "1.0 * id(trace)"),
+    one("shards hold their times", ("order",), f"{SWEEPS}.workers.work:save_cell", 'float("nan")', "1.0 * id(trace)"),
     one(
         "all seeds draw the same prompts",
         ("prompts",),
-        f"{SWEEPS}.work:_run",
+        f"{SWEEPS}.workers.work:_run",
         '.examples(asked["n"], axes["seed"])',
         '.examples(asked["n"], 0)',
     ),
     one(
         "drafters change the prompts",
         ("prompts",),
-        f"{SWEEPS}.work:_run",
+        f"{SWEEPS}.workers.work:_run",
         '.examples(asked["n"], axes["seed"])',
         '.examples(asked["n"], axes["seed"] + 10 * bool(axes["drafter"]))',
     ),
     one(
         "a failure ends the sweep",
         ("failures",),
-        f"{SWEEPS}.holder:Holder.run",
+        f"{SWEEPS}.workers.holder:Holder.run",
         "except Exception as error:",
         "except ArithmeticError as error:",
     ),
@@ -153,21 +153,21 @@ MUTATIONS: list[Mutation] = [
     one(
         "a dry run writes its plan",
         ("dry run",),
-        f"{SWEEPS}.dry:dry_run",
+        f"{SWEEPS}.dry_run:dry_run",
         "store = SweepStore(url)",
         'store = SweepStore(url)\n        store.write("sweep.json", b"{}")',
     ),
     one(
         "a dry run loads in no time",
         ("dry times",),
-        f"{SWEEPS}.dry:dry_run",
+        f"{SWEEPS}.dry_run:dry_run",
         " + loading / min(hands, max(len(counts), 1))",
         "",
     ),
     one(
         "every cell loads its model",
         ("loading",),
-        f"{SWEEPS}.holder:Holder._load",
+        f"{SWEEPS}.workers.holder:Holder._load",
         "if self._key == cell.model_key:",
         "if False:",
     ),
@@ -219,10 +219,12 @@ MUTATIONS: list[Mutation] = [
         '["layer"] <= facts.n_layers',
     ),
     one("heads are not counted", ("heads",), f"{CHECKS}:_check_parts", "< facts.n_heads", "< 99"),
-    one("options are not read", ("options",), f"{SWEEPS}.making:parse_change", "set(options) - set(known)", "()"),
+    one("options are not read", ("options",), f"{SWEEPS}.factory:parse_change", "set(options) - set(known)", "()"),
     one("a lens is believed", ("lenses",), f"{CHECKS}:_check_stored_lens", "not folder.is_dir()", "False"),
     one("a lens fits all", ("other lenses",), f"{CHECKS}:_check_stored_lens", "if shape !=", "if False and shape !="),
-    one("words are numbers", ("numbers",), f"{SWEEPS}.making:parse_change", "type(options[key]) not in kinds", "False"),
+    one(
+        "words are numbers", ("numbers",), f"{SWEEPS}.factory:parse_change", "type(options[key]) not in kinds", "False"
+    ),
     one("positions have no end", ("positions",), f"{CHECKS}:complaint", "if last_changed >", "if -9 >"),
     one(
         "an object is made of a text",
@@ -260,7 +262,7 @@ MUTATIONS: list[Mutation] = [
     one(
         "a folder is open to all",
         ("one folder",),
-        f"{SWEEPS}.lock:_locked",
+        f"{SWEEPS}.storage.lock:_locked",
         "with FileLock(path, timeout=0):",
         "if True:",
     ),
@@ -268,19 +270,31 @@ MUTATIONS: list[Mutation] = [
     one(
         "the next model comes first",
         ("grouping", "loading"),
-        f"{SWEEPS}.waiting:Waiting.take",
+        f"{SWEEPS}.workers.queue:Waiting.take",
         "if not self._by_model.get(held):",
         "if True:",
     ),
     one(
         "all begin with one model",
         ("shared models",),
-        f"{SWEEPS}.waiting:Waiting.take",
+        f"{SWEEPS}.workers.queue:Waiting.take",
         "/ (1 + self._holders.get(key, 0))",
         "",
     ),
-    one("what is put back comes last", ("put back",), f"{SWEEPS}.waiting:Waiting.put_back", "appendleft(", "append("),
-    one("a stopped queue goes on", ("put back",), f"{SWEEPS}.waiting:Waiting.take", "if self.is_stopped:", "if False:"),
+    one(
+        "what is put back comes last",
+        ("put back",),
+        f"{SWEEPS}.workers.queue:Waiting.put_back",
+        "appendleft(",
+        "append(",
+    ),
+    one(
+        "a stopped queue goes on",
+        ("put back",),
+        f"{SWEEPS}.workers.queue:Waiting.take",
+        "if self.is_stopped:",
+        "if False:",
+    ),
     one("a death costs no retry", ("retries",), f"{SWEEPS}.backends.processes:_bury", "+= 1", "+= 0"),
     # -- what is committed
     one(
