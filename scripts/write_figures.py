@@ -9,11 +9,17 @@ BEGIN, END = "<!-- figures: written by scripts/write_figures.py -->", "<!-- end 
 COMMANDS = {
     "proof": "cacheprobe prove --tokens {compared_tokens} --out runs/proof",
     "proof-20000": "cacheprobe prove --tokens 20000 --out runs/proof",
+    "proof-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 cacheprobe prove --tokens 50000 --out runs/proof-avx2",
+    "proof-compatible": "MKL_CBWR=COMPATIBLE cacheprobe prove --tokens 50000 --out runs/proof-compatible",
     "determinism": "cacheprobe bench determinism --rounds {rounds} --json benchmarks/results/determinism.json",
     "speculation": "cacheprobe bench speculation --rounds {rounds} --json benchmarks/results/speculation.json",
 }
 
-TITLES = {"proof-20000": "Proof of 20,000 tokens, from an empty directory, one thread"}
+TITLES = {
+    "proof-20000": "Proof of 20,000 tokens, from an empty directory, one thread",
+    "proof-avx2": "Proof with the products of processors without AVX-512, two threads",
+    "proof-compatible": "Proof with MKL's compatible products, two threads",
+}
 
 
 def figures() -> str:
