@@ -15,7 +15,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace import storage
-from cacheprobe.trace.manifest import TraceError
+from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError
 from tests.tiny import PROMPTS, SMALL, loaded
 
 EXAMPLE = cp.tasks.CoinFlip(people=2, shots=1).examples(1, seed=4)[0]
@@ -95,7 +95,7 @@ def test_damage_is_named(saved: Path, damage, message: str) -> None:
 def test_another_version_is_refused(saved: Path) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
     (saved / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
-    with pytest.raises(TraceError, match="trace format 99, this cacheprobe reads 1 to 5"):
+    with pytest.raises(TraceError, match=f"trace format 99, this cacheprobe reads 1 to {FORMAT_VERSION}"):
         cp.load_trace(saved)
 
 
