@@ -1,7 +1,7 @@
 """The few names that a notebook needs: load_model, run, stream, reference, verify, load_trace, import_*."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -85,10 +85,11 @@ def run(
     Raises: ValueError for settings that cannot be met, before anything is computed; EngineError if all requests failed.
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
     """
-    plan = _plan(
-        model, prompts, drafter, capture=capture, deterministic=deterministic, lens=lens, sampling=sampling,
-        max_new_tokens=max_new_tokens, seed=seed, interventions=interventions, **options,
+    given = dict(
+        capture=capture, deterministic=deterministic, lens=lens, sampling=sampling, max_new_tokens=max_new_tokens,
+        seed=seed, interventions=interventions, **options,
     )  # fmt: skip
+    plan = _plan(model, prompts, drafter, given)
     states = plan.states(drafter)
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
     return _record(plan, plan.start(drafter), states, meta, progress)
@@ -104,7 +105,7 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> St
     """
     drafter = settings.pop("drafter", None)
     asked: dict[str, Any] = {"capture": None, **settings}
-    plan = _plan(model, prompts, drafter, **asked)
+    plan = _plan(model, prompts, drafter, asked)
     states = plan.states(drafter)
     start, meta = plan.start(drafter), {"kind": "run", "drafter": repr(drafter) if drafter else None}
     return Stream(states, plan.model.decode, lambda observer: plan.recorded(start, states, observer, **meta))
@@ -121,7 +122,7 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
     drafter = asked.pop("drafter", None)
     for unused in ("max_batch", "max_kv_tokens", "draft_length"):
         asked.pop(unused, None)
-    plan = _plan(model, prompts, drafter, max_in_flight=1, **asked)
+    plan = _plan(model, prompts, drafter, asked, max_in_flight=1)
     states = plan.states(drafter, is_all_verified=True)
     return _record(
         plan,
@@ -132,11 +133,15 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
     )
 
 
-def _plan(model: CachedLM, prompts: Any, drafter: Drafter | None, **settings: Any) -> RunPlan:
+def _plan(
+    model: CachedLM, prompts: Any, drafter: Drafter | None, given: Mapping[str, Any], max_in_flight: int | None = None
+) -> RunPlan:
     """Splits the settings into the engine's shapes, which are completed for the model, and the plan's arguments."""
-    require_known_options(settings, (*RunSettings.__annotations__, "max_in_flight"))
+    require_known_options(given, RunSettings.__annotations__)
+    settings = dict(given)
     shapes = {field.name: settings.pop(field.name) for field in fields(EngineConfig) if field.name in settings}
-    return RunPlan(model, prompts, *settle_shapes(model, drafter is not None, shapes), **settings)
+    config = settle_shapes(model, drafter is not None, shapes)
+    return RunPlan(model, prompts, *config, **settings, max_in_flight=max_in_flight)
 
 
 def cache_rows(

@@ -111,6 +111,27 @@ def test_rows_without_a_place_are_zero() -> None:
     assert out[1].any() and not out[[0, 2, 3, 4, 5]].any()
 
 
+def test_what_the_loops_would_misread_is_refused() -> None:
+    q, keys, values, mask = drawn(SHAPES[1], torch.bfloat16)
+    for wrong, said in (
+        ((q, keys, values, mask.float()), "mask of torch.float32"),
+        ((q, keys.float(), values, mask), "keys of torch.float32"),
+        ((q, keys, values, mask[:1]), "a mask of"),
+        ((q, keys, values, mask[..., :200]), "over 300 slots"),
+        ((q, keys.mT.contiguous().mT, values, mask), "the last must be 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            attended(*wrong)
+
+
+def test_loops_that_end_early_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled loop cannot raise: numba prints an error, and the output would stay zero."""
+    monkeypatch.setattr(module, "_start_threads", lambda: lambda *call: None)
+    monkeypatch.setattr(module, "_LITTLE", 0)
+    with pytest.raises(RuntimeError, match="ended after 0 of 12 heads"):
+        attended(*drawn(SHAPES[1], torch.float32))
+
+
 def test_it_serves_by_kind_and_width() -> None:
     q = torch.zeros(2, 3, 1, 4)
     assert serves(q) and serves(q.bfloat16())

@@ -148,8 +148,13 @@ def test_names_of_earlier_versions_are_told_with_todays() -> None:
         cp.run(loaded(), [[1, 2, 3]], kv_rows=12)
     with pytest.raises(TypeError, match="unknown argument 'widow'; did you mean window"):
         cp.stream(loaded(), [[1, 2, 3]], widow=4)
+    with pytest.raises(TypeError, match="unknown argument 'max_in_flight'"):
+        cp.reference(loaded(), [[1, 2, 3]], max_in_flight=3)  # pyright: ignore[reportCallIssue]
     trace = cp.run(loaded(), [[1, 2, 3]], max_new_tokens=2, capture=None, progress=False)
     with pytest.raises(AttributeError, match=r"trace.agreement\(...\) is now cp.analysis.agreement\(trace, ...\)"):
         trace.agreement()  # pyright: ignore[reportAttributeAccessIssue]
+    trace.event_table = trace.event_table.drop(columns="num_rolled_back")
+    with pytest.raises(AttributeError, match="DataFrame"):  # not hidden as a missing attribute of the trace
+        _ = trace.num_rolled_back
     with pytest.warns(DeprecationWarning, match="cp.plots"):
         assert cp.views is cp.plots  # pyright: ignore[reportAttributeAccessIssue]

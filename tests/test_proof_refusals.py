@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine import consistency
 from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.stress import mixed, refusals, soak
@@ -69,6 +70,9 @@ def test_another_shape_has_the_same_model_and_requests() -> None:
     assert shapes[0].model is SUBJECT.model and draw_request(shapes[0], 3) == draw_request(SUBJECT, 3)
     single = next(s for s in tiny_subjects() if s.window == 1)
     assert all(s.window == 1 and not s.pads_prefill for s in other_shapes(single, 19))
+    for subject in (SUBJECT, single):
+        shapes = list(other_shapes(subject, 19))
+        assert len(shapes) == 19 and all(EngineConfig(**s.settings) for s in shapes)  # none is refused by its numbers
 
 
 def test_the_record_says_which_shapes_were_refused(

@@ -66,6 +66,7 @@ def test_no_folder_is_crowded() -> None:
 
 
 def test_a_trace_is_data() -> None:
+    """Of its own methods; the look-ups that tables and files share stand in TraceData."""
     own = [name for name, held in vars(cp.Trace).items() if inspect.isfunction(held) and not name.startswith("_")]
     assert 0 < len(own) <= MOST_METHODS, own
 

@@ -1,7 +1,7 @@
 """Any lens over the states that a trace keeps: at S, T or C, of whichever rows, the rolled-back ones included."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 
 def readable(trace: "Trace") -> "Trace":
-    """Lets `trace.hypotheses()` read the kept states by the logit lens, if the trace is an import and has its model."""
-    if trace.meta["kind"] == "import" and trace.model is not None:
-        trace.read_states = lambda held: read_states(trace, LogitLens())
+    """Lets `trace.hypotheses()` of an import read the kept states by the logit lens, once it has its model."""
+    if trace.meta["kind"] == "import":
+        trace.reading_of_import = _by_logit_lens
     return trace
+
+
+def _by_logit_lens(trace: Any) -> pd.DataFrame:
+    return read_states(trace, LogitLens())
 
 
 def read_states(

@@ -18,14 +18,15 @@ class EngineOptions(TypedDict, total=False):
     """How a run is computed: what `run`, `reference` and `stream` take as keywords beside what a user decides."""
 
     window: int | None
-    """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16.
+    """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16,
+    or what the model and the capacity allow.
     With window=1 nothing is drafted: a verify pass is a decode of a fixed shape."""
     group: int | None
     """Requests of a verify pass (G); by default the first that gives every batch row the same bits on this machine."""
     capacity: int
     """Cache slots of each request, part of the schedule fingerprint; prompt + max_new_tokens + window must fit."""
     prefill_chunk: int | None
-    """Prompt tokens fed at once for verified requests; by default 128."""
+    """Prompt tokens fed at once for verified requests; by default 128, or 32 if prompts are padded."""
     prefill_group: int | None
     """Prompts of a prefill pass of verified requests; by default 1."""
     pad_prefill: bool | None

@@ -17,7 +17,7 @@ TALLY = "tally.json"
 def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progress: bool = True) -> dict[str, Any]:
     """Compare `num_tokens` tokens with the oracle, going on from what `out` holds; then the control.
 
-    real: include SmolLM2 in bfloat16, without which there is no negative control; that runs beside the soak.
+    real: include SmolLM2 and the negative control, which runs beside the soak.
     Returns the figures, also written to out/proof.json, with `is_proven`.
     Source: LLM-42 (arXiv 2601.17768), invariants of decode-verify-rollback.
     """

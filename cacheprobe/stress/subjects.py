@@ -22,7 +22,7 @@ _SHAPES = ((4, 4, 1), (8, 2, 2), (1, 8, 1), (3, 4, 3), (16, 1, 1), (5, 4, 2))
 """(window, group, prefill_group) of the tiny models, dealt out in turn. Windows of one row have unpadded prompts."""
 _REAL_SHAPES = ((4, 1, 1, 16), (8, 2, 2, 16), (1, 16, 1, 64), (16, 4, 1, 32))
 """The same and prefill_chunk, of the real model: small ones, the one that determinism is cheapest with, the default."""
-_LONGEST_WINDOW, _LARGEST_GROUP = 16, 8
+_LONGEST_WINDOW, _LARGEST_GROUP, _LARGEST_GROUP_OF_ONE = 16, 8, 24
 """Of the shapes that are drawn where one is refused."""
 _TWINS = (
     ("llama", "float32", TWINS, 4, 2),
@@ -119,15 +119,16 @@ class Subject:
 def other_shapes(subject: Subject, number: int) -> Iterator[Subject]:
     """Yields the subject in up to `number` other shapes, drawn at random from its key, so in the same order each time.
 
-    A window of one token stays one, a longer one stays longer: so prompts stay padded or unpadded.
+    A window of one token stays one, a longer one stays longer: so prompts stay padded or unpadded, and unpadded ones
+    are read one a pass. A window of one token has larger groups to choose among.
     """
     rng = np.random.default_rng([*subject.key.encode()])
     windows = range(2, _LONGEST_WINDOW + 1) if subject.window > 1 else (1,)
     shapes = [
         (window, group, prefill_group)
         for window in windows
-        for group in range(1, _LARGEST_GROUP + 1)
-        for prefill_group in (1, 2, 3)
+        for group in range(1, (_LARGEST_GROUP if subject.window > 1 else _LARGEST_GROUP_OF_ONE) + 1)
+        for prefill_group in ((1, 2, 3) if subject.pads_prefill else (1,))
         if (window, group, prefill_group) != (subject.window, subject.group, subject.prefill_group)
     ]
     for i in rng.permutation(len(shapes))[:number]:

@@ -45,8 +45,8 @@ class TraceData:
     """By request, of those that asked for it; they are not saved."""
     token_table: pd.DataFrame | None = field(default=None, repr=False)
     """Columns token_id and token, of every token that the run names; None where an older version stored the run."""
-    read_states: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
-    """Reads the kept states by the logit lens, for an import without lens readings; set if a model was given."""
+    reading_of_import: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
+    """Reads the kept states by the logit lens, for an import without lens readings, if its model is there."""
     judged_readings: pd.DataFrame | None = field(default=None, init=False, repr=False, compare=False)
     """The readings with their verdicts, made when they are first asked for."""
 

@@ -5,6 +5,7 @@
     3   states of attention heads
     4   SHA-256 of every file, and of the manifest
     5   the texts of all tokens that the run names; status given_up, of drafts without a verdict; visible tokens
+    6   the setting max_kv_tokens, named kv_rows before
 
 A stored run stays as it is on the disk; it is read as today's would be, and what its version did not record is listed
 in `meta["missing"]`, so that asking for it is an error and not an empty answer. `Trace.save` writes today's format.

@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import pandas as pd
 import torch
@@ -46,10 +46,12 @@ class Trace(TraceData):
     the newest token has none yet.
     """
 
-    def __getattr__(self, name: str) -> Any:
-        if name in MOVED:
-            raise AttributeError(f"trace.{name}(...) is now cp.analysis.{MOVED[name]}(trace, ...)")
-        raise AttributeError(f"a Trace has no attribute {name!r}")
+    if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pass
+
+        def __getattr__(self, name: str) -> Any:
+            if name in MOVED:
+                raise AttributeError(f"trace.{name}(...) is now cp.analysis.{MOVED[name]}(trace, ...)")
+            return object.__getattribute__(self, name)  # raises the error of a property again
 
     def __repr__(self) -> str:
         steps = self.event_table.drop_duplicates("step").phase.value_counts()

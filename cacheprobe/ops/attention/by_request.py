@@ -69,7 +69,10 @@ class Reach:
         return self._masks[key][1]
 
     def places(self, held: Held) -> NDArray[np.int64]:
-        """Where one new token of each row attends, as `decode_attention` takes it; layers of one shape share them."""
+        """Where one new token of each row attends, as `decode_attention` takes it; layers of one shape share them.
+
+        Their rows must stand in the same order, each layer in one allocation, as those of a KVCache do.
+        """
         rows = [row for row, pieces in enumerate(self.pieces) if pieces]
         first = held(rows[0], 1)
         key = (*first[0].stride(), *first[1].stride())

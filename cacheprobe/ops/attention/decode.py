@@ -5,15 +5,16 @@ thread that is, and what the other threads compute, changes nothing.
 """
 
 import ctypes
-import os
+import hashlib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import numba
 import numpy as np
 import torch
-from llvmlite.binding import get_host_cpu_name
+from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,16 +23,23 @@ from cacheprobe.ops.attention.decode_kernel import work_on_bfloat16, work_on_flo
 WORK = {torch.float32: work_on_float32, torch.bfloat16: work_on_bfloat16}
 """The compiled loops for each kind of numbers that is attended here."""
 
-COMPILER = f"numba {numba.__version__} for {os.environ.get('NUMBA_CPU_NAME') or get_host_cpu_name()}"
-"""Other versions and processors may give other bits."""
+_TARGET = cpu_target.target_context.codegen().magic_tuple()  # pyright: ignore[reportAttributeAccessIssue]
+"""Triple, processor and its features."""
+
+COMPILER = (
+    f"numba {numba.__version__}, llvmlite {llvmlite.__version__}, {_TARGET[1]} "
+    f"{hashlib.sha256(repr(_TARGET).encode()).hexdigest()[:8]}"
+)
+"""Other versions, processors and features may give other bits."""
 
 _LITTLE = 2**16
 """Elements of keys up to which one thread is quicker than two: waking one takes time."""
 
 
 def serves(q: Tensor) -> bool:
-    """Whether queries [b, h, t, d] can be attended here: by device, dtype and width, whatever they hold."""
-    return q.device.type == "cpu" and q.shape[2] == 1 and q.dtype in WORK
+    """Whether queries [b, h, t, d] can be attended here: by device, dtype and width; no gradient is computed."""
+    is_trained = torch.is_grad_enabled() and q.requires_grad
+    return q.device.type == "cpu" and q.shape[2] == 1 and q.dtype in WORK and not is_trained
 
 
 def decode_attention(
@@ -42,12 +50,12 @@ def decode_attention(
     keys, values: [1, g, s, d] and [1, g, s, dv] of any one request.
     places: int64 [n, 4] for n requests: batch row, elements from `keys` and from `values` to that request's own, slots
     to attend to.
-    Raises: ValueError where the numbers of one key or value do not lie side by side.
+    Raises: ValueError for tensors of several dtypes, a mask of another shape, and keys or values whose numbers do not
+        lie side by side; RuntimeError if the compiled loops ended early.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     (batch, heads, _, depth), (_, groups, _, value_depth) = q.shape, values.shape
-    if keys.stride(3) != 1 or values.stride(3) != 1:
-        raise ValueError(f"keys and values of strides {keys.stride()} and {values.stride()}; the last must be 1")
+    _require_readable(q, keys, values, mask, places)
     q, mask = q.contiguous(), mask if mask.stride(-1) == 1 else mask.contiguous()
     out = q.new_zeros(batch, heads, 1, value_depth)
     mask_of_head = mask.stride(1) if mask.shape[1] > 1 else 0
@@ -55,7 +63,7 @@ def decode_attention(
         (
             *(held.data_ptr() for held in (q, keys, values, mask, out)), places.ctypes.data, len(places),
             heads, groups, depth, value_depth, keys.stride(1), values.stride(1), keys.stride(2), values.stride(2),
-            mask.stride(0), mask_of_head, np.float64(scale).view(np.int64), 0,
+            mask.stride(0), mask_of_head, np.float64(scale).view(np.int64), 0, 0,
         ),
         np.int64,
     )  # fmt: skip
@@ -64,7 +72,24 @@ def decode_attention(
         work.ctypes(call.ctypes.data)
     else:
         start(work.address, call.ctypes.data, torch.get_num_threads(), 0)
+    if call[19] != len(places) * groups:  # compiled loops print an error and return
+        raise RuntimeError(
+            f"attention of {len(places)} requests ended after {call[19]} of {len(places) * groups} heads"
+        )
     return out
+
+
+def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64]) -> None:
+    """The loops read memory as they are told to. Raises: ValueError for what they would misread."""
+    if {keys.dtype, values.dtype, mask.dtype} != {q.dtype}:
+        raise ValueError(
+            f"keys of {keys.dtype}, values of {values.dtype} and mask of {mask.dtype}, queries of {q.dtype}"
+        )
+    slots = int(places[:, 3].max(initial=0))
+    if mask.shape[0] != len(q) or mask.shape[1] not in (1, q.shape[1]) or mask.shape[3] < slots:
+        raise ValueError(f"a mask of {tuple(mask.shape)} for queries of {tuple(q.shape)} over {slots} slots")
+    if (keys.stride(3) != 1 and keys.shape[3] > 1) or (values.stride(3) != 1 and values.shape[3] > 1):
+        raise ValueError(f"keys and values of strides {keys.stride()} and {values.stride()}; the last must be 1")
 
 
 @cache

@@ -179,13 +179,14 @@ def _run(call: Any, q: Any, keys: Any, values: Any, mask: Any, out: Any) -> None
             row * call[15] + head * call[16], (row * heads + head) * value_depth,
         )  # fmt: skip
         _attend((q, keys, values, mask, out), at, steps, (repeats, depth, value_depth, slots), scale)
+        _take(call.ctypes.data + 19 * 8)
 
 
 @cfunc(types.void(types.voidptr), cache=True)
 @no_type_check
 def work_on_float32(data: Any) -> None:
-    """What one thread computes of a call; data: the 19 whole numbers of `decode_attention`."""
-    call = carray(data, (19,), np.int64)
+    """What one thread computes of a call; data: the 20 whole numbers of `decode_attention`."""
+    call = carray(data, (20,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.float32), carray(_pointer(call[1]), (1,), np.float32)
     values, mask = carray(_pointer(call[2]), (1,), np.float32), carray(_pointer(call[3]), (1,), np.float32)
     _run(call, q, keys, values, mask, carray(_pointer(call[4]), (1,), np.float32))
@@ -195,7 +196,7 @@ def work_on_float32(data: Any) -> None:
 @no_type_check
 def work_on_bfloat16(data: Any) -> None:
     """The same of bfloat16, which numba does not know: of its bits."""
-    call = carray(data, (19,), np.int64)
+    call = carray(data, (20,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.uint16), carray(_pointer(call[1]), (1,), np.uint16)
     values, mask = carray(_pointer(call[2]), (1,), np.uint16), carray(_pointer(call[3]), (1,), np.uint16)
     _run(call, q, keys, values, mask, carray(_pointer(call[4]), (1,), np.uint16))

@@ -42,8 +42,8 @@ def _judged(trace: "TraceData") -> pd.DataFrame:
         lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
         table = with_verdicts(trace.hypothesis_table, trace.event_table, lengths, trace.token_texts)
         return with_read_tokens(table, trace.row_table)
-    if trace.meta["kind"] == "import" and trace.read_states is not None and "S" in trace.store.sites:
-        return trace.read_states(trace)
+    if trace.reading_of_import is not None and trace.model is not None and "S" in trace.store.sites:
+        return trace.reading_of_import(trace)
     trace.require_there("Z")
     capture = trace.meta["capture"]
     if "Z" in capture["sites"]:
