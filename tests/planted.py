@@ -121,9 +121,14 @@ _NORMS = {torch.Tensor.rsqrt_, torch.Tensor.rsqrt, torch.rsqrt, functional.layer
 _ACTIVATIONS = {functional.silu, functional.gelu, torch.tanh}
 
 
-def _is_attention(func: Any, args: Any) -> bool:
+def _is_attention_of_torch(func: Any, args: Any) -> bool:
     """Fused, or the softmax of one that is written out."""
     return func is functional.scaled_dot_product_attention or (func is functional.softmax and args[0].dim() == 4)
+
+
+def _is_attention(func: Any, args: Any) -> bool:
+    """Torch's, or cacheprobe's compiled one."""
+    return func is decode_attention or _is_attention_of_torch(func, args)
 
 
 def _is_down_product(func: Any, args: Any) -> bool:
@@ -137,12 +142,9 @@ def _is_unembedding(func: Any, args: Any) -> bool:
     return func is functional.linear and args[1].shape[0] > 2 * args[1].shape[1] + 32
 
 
-DECODE = "decode attention"
-"""Our own attention of one new token a request, which torch does not see."""
-
 OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
     "attention": _is_attention,
-    DECODE: lambda func, args: func is decode_attention,
+    "attention of torch": _is_attention_of_torch,
     "product": _is_down_product,
     "unembedding": _is_unembedding,
     "norm": lambda func, args: func in _NORMS,
@@ -195,7 +197,7 @@ class Planted(TorchFunctionMode):
         if given.dim() == 0 or not given.is_floating_point():
             return func(*args, **kwargs)
         self.num_calls += 1
-        if self.is_faulty in (_is_attention, OPERATIONS[DECODE]):
+        if self.is_faulty in (_is_attention, _is_attention_of_torch):
             at, shape = self._attended(given, mask)
         else:
             at, shape = self._computed(given)

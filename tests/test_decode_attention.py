@@ -1,5 +1,9 @@
 """Attention of one new token a request: right, and the same bits beside any other request, thread or address."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +41,8 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rows: Any = 
     """Attention of batch rows 0, 1, ..., which stand for requests `rows`."""
     rows = range(len(q)) if rows is None else rows
     places = [
-        (b, row * keys.stride(0), row * values.stride(0), POSITIONS[row] + 1) for b, row in enumerate(rows)
+        (b, row * keys.stride(0), row * values.stride(0), POSITIONS[row] + 1, POSITIONS[row])
+        for b, row in enumerate(rows)
     ]  # fmt: skip
     return decode_attention(q, keys[:1], values[:1], mask, np.array(places, np.int64), 0.3)
 
@@ -106,7 +111,7 @@ def test_what_is_no_number_stays_visible(dtype: torch.dtype) -> None:
 
 def test_rows_without_a_place_are_zero() -> None:
     q, keys, values, mask = drawn(SHAPES[0], torch.float32)
-    places = np.array([(1, keys.stride(0), values.stride(0), POSITIONS[1] + 1)], np.int64)
+    places = np.array([(1, keys.stride(0), values.stride(0), POSITIONS[1] + 1, POSITIONS[1])], np.int64)
     out = decode_attention(q, keys[:1], values[:1], mask, places, 0.3)
     assert out[1].any() and not out[[0, 2, 3, 4, 5]].any()
 
@@ -132,7 +137,84 @@ def test_loops_that_end_early_are_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         attended(*drawn(SHAPES[1], torch.float32))
 
 
+WINDOW, WINDOW_STARTS = 5, (3, 60, 122, 0, 295, 16)
+
+
+def attended_window(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, firsts: list[int]) -> Tensor:
+    """Attention of windows that begin at `firsts` behind each request's start; queries of [WINDOW] slots more."""
+    starts = [start + first for start, first in zip(WINDOW_STARTS, firsts, strict=True)]
+    width = q.shape[2] - max(firsts)
+    own_q = torch.stack([q[b, :, first : first + width] for b, first in enumerate(firsts)])
+    own_mask = torch.stack([mask[b, :, first : first + width] for b, first in enumerate(firsts)])
+    places = [
+        (b, b * keys.stride(0), b * values.stride(0), min(start + width, CAPACITY), start)
+        for b, start in enumerate(starts)
+    ]
+    return decode_attention(own_q, keys[:1], values[:1], own_mask, np.array(places, np.int64), 0.3)
+
+
+def drawn_window(shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, keys, values, _ = drawn(shape, torch.float32)
+    q = torch.randn(len(WINDOW_STARTS), shape[0], WINDOW, shape[2], generator=torch.Generator().manual_seed(3))
+    positions = torch.tensor(WINDOW_STARTS)[:, None] + torch.arange(WINDOW)
+    hidden = torch.arange(CAPACITY) > positions[:, :, None]
+    return q, keys, values, torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo().min)[:, None]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_window_is_attention(shape: tuple[int, int, int, int]) -> None:
+    q, keys, values, mask = drawn_window(shape)
+    positions = torch.tensor(WINDOW_STARTS)[:, None] + torch.arange(WINDOW)
+    plain = cached_attention(q, keys, values, torch.arange(len(q)), positions, 0.3)
+    ours = attended_window(q, keys, values, mask, [0] * len(q))
+    assert close(ours, plain, 1e-5, because="sums are ordered otherwise")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_of_a_window_depend_on_the_position_alone(
+    shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another slot of the window, behind anything in later slots, and on any number of threads."""
+    q, keys, values, mask = drawn_window(shape)
+    wanted = attended_window(q, keys, values, mask, [0] * len(q))
+    for firsts in ([1, 0, 2, 2, 1, 0], [2] * 6):
+        shifted = attended_window(q, keys, values, mask, firsts)
+        for b, first in enumerate(firsts):
+            assert bitwise(shifted[b], wanted[b, :, first : first + shifted.shape[2]])
+    for little in (0, 2**40):
+        monkeypatch.setattr(module, "_LITTLE", little)
+        assert bitwise(attended_window(q, keys, values, mask, [0] * len(q)), wanted)
+    keys[:, :, -1], values[0, :, 8:] = torch.nan, torch.inf
+    assert bitwise(attended_window(q, keys, values, mask, [0] * len(q))[:4], wanted[:4])
+
+
+IN_A_PROCESS = (
+    "import torch; from cacheprobe.ops.attention import decode; print(decode.serves(torch.zeros(1, 1, 1, 4)))"
+)
+
+
+def test_without_a_folder_for_the_cache_it_is_compiled_all_the_same(tmp_path: Path) -> None:
+    """numba looks for a folder beside the source, then for one of the user's; neither can be written here."""
+    (tmp_path / "file").touch()
+    nowhere = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserWideCacheLocator", "XDG_CACHE_HOME": str(tmp_path / "file")}
+    done = run_python(IN_A_PROCESS, {**nowhere, "HOME": str(tmp_path / "file")})
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_without_a_compiler_the_import_says_why() -> None:
+    done = run_python(IN_A_PROCESS, {"NUMBA_DISABLE_JIT": "1"})
+    assert "unset NUMBA_DISABLE_JIT" in done.stderr.splitlines()[-1]
+
+
+def run_python(code: str, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
 def test_it_serves_by_kind_and_width() -> None:
     q = torch.zeros(2, 3, 1, 4)
     assert serves(q) and serves(q.bfloat16())
-    assert not serves(q.double()) and not serves(q.half()) and not serves(torch.zeros(2, 3, 2, 4))
+    assert not serves(q.double()) and not serves(q.half())
+    window = torch.zeros(2, 3, 64, 4)
+    assert serves(window) and not serves(window.bfloat16()) and not serves(torch.zeros(2, 3, 65, 4))

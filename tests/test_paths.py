@@ -128,7 +128,9 @@ def test_a_bridge_of_the_users_has_a_twin() -> None:
     live.config.output_attentions = True  # as TransformerBridge.boot_transformers sets it
     bridge = build_bridge_from_module(live, "LlamaForCausalLM", hf_config=live.config)
     plain, _ = choose_path(cp.load_model(bridge), "twin")
-    assert plain.fingerprint()["attention"] == f"by request, spans of 64, {COMPILER} for one token"
+    assert (
+        plain.fingerprint()["attention"] == f"by request, spans of 64, {COMPILER} for one token and windows of float32"
+    )
     assert not plain.model.config.output_attentions
 
 

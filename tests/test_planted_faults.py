@@ -13,7 +13,6 @@ from cacheprobe.engine.consistency import _Cycle
 from cacheprobe.engine.watch import Watch
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from tests.planted import (
-    DECODE,
     DEPENDS_ON,
     Planted,
     as_seen_on_amd,
@@ -70,14 +69,14 @@ def later(fault: Planted, window: int, num_new: int, family: str = "qwen3"):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("window", [1, 3, 5, 7])
 def test_the_fault_that_was_seen_changes_no_request(window: int, dtype: torch.dtype) -> None:
-    fault = Planted("attention", as_seen_on_amd)
+    fault = Planted("attention of torch", as_seen_on_amd)
     assert ends(fresh(dtype=dtype), fault, PROMPTS, alone=(1, 3), window=window, group=4, **RUN).kind == "right"
 
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_the_fault_that_was_seen_is_tried_for(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where attention is one call for all requests, as on the bridge, the trial finds it."""
-    fault = Planted("attention", as_seen_on_amd)
+    fault = Planted("attention of torch", as_seen_on_amd)
     assert ends(fresh(), fault, PROMPTS, window=window, group=4, path="bridge", **RUN).kind == "refused"
     without(monkeypatch, "attention by request")
     assert ends(fresh(), fault, PROMPTS, window=window, group=4, **RUN).kind == "refused"
@@ -106,7 +105,7 @@ CASES = [
     for operation in ("attention", *ANYWHERE)
     for name in DEPENDS_ON
 ] + [
-    (DECODE, name, next(_families), next(_dtypes), 1, next(_groups))
+    ("attention", name, next(_families), next(_dtypes), 1, next(_groups))
     for name in DEPENDS_ON
     if name not in ("slot", "odd slots")  # one new token a request has one slot
 ]

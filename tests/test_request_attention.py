@@ -43,16 +43,22 @@ def attended(q, keys, values, mask, reach, rows=None):
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("width", [1, 3, 16])
 @pytest.mark.parametrize("is_big", [True, False])
-def test_it_is_attention(heads: int, groups: int, width: int, is_big: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_attention(
+    heads: int, groups: int, width: int, is_big: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On one thread and on all, and where a window's positions have two spans."""
     if is_big:
         monkeypatch.setattr(request_attention, "_ONE_THREAD_WORK", 0)
-    q, keys, values, positions, mask = inputs(heads, groups, width)
-    plain = cached_attention(q, keys, values, torch.arange(len(q)), positions, 0.25).transpose(1, 2).flatten(2)
+    q, keys, values, positions, mask = inputs(heads, groups, width, dtype)
+    exact = cached_attention(q.float(), keys.float(), values.float(), torch.arange(len(q)), positions, 0.25)
+    plain, error, why = exact.transpose(1, 2).flatten(2).to(dtype), 1e-5, "sums are ordered otherwise"
+    if dtype == torch.bfloat16:
+        error, why = 2**-6, "probabilities and sums are rounded to bfloat16"
     for of in (reach_of_positions, reach_of_pass):
         reach = Reach(tuple(of(start, width, CAPACITY) for start in STARTS))
-        assert close(attended(q, keys, values, mask, reach), plain, 1e-5, because="sums are ordered otherwise")
-    assert close(attend_together(q, keys, values, mask, 0.25), plain, 1e-5, because="sums are ordered otherwise")
+        assert close(attended(q, keys, values, mask, reach), plain, error, because=why)
+    assert close(attend_together(q, keys, values, mask, 0.25), plain, error, because=why)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,7 +83,7 @@ def test_a_position_has_one_span_wherever_a_window_begins() -> None:
 
 
 def test_rows_that_nothing_reads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, keys, values, _, mask = inputs(4, 4, 3)
+    q, keys, values, _, mask = inputs(4, 4, 3, torch.bfloat16)
     calls = []
     real = request_attention.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -88,7 +94,7 @@ def test_rows_that_nothing_reads_are_not_computed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_threads_are_as_many_as_before_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, keys, values, _, mask = inputs(4, 4, 3)
+    q, keys, values, _, mask = inputs(4, 4, 3, torch.bfloat16)
     seen = []
 
     def fail(*args, **named):

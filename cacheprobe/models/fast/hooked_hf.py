@@ -234,7 +234,7 @@ class HookedHF:
         return {
             **self.origin.fingerprint(),
             "path": "twin",
-            "attention": f"by request, spans of {SPAN_STEP}, {COMPILER} for one token"
+            "attention": f"by request, spans of {SPAN_STEP}, {COMPILER} for one token and windows of float32"
             if self.attends_by_request
             else "sdpa",
             "products_in_float32": widening(None if compiled else self._wide_rows),

@@ -1,1 +1,1 @@
-"""Attention over the KV cache: the slow reference, one call a request, and the loop of one new token."""
+"""Attention over the KV cache: the slow reference, one call a request, and the compiled loops of a few new tokens."""

@@ -69,7 +69,7 @@ class Reach:
         return self._masks[key][1]
 
     def places(self, held: Held) -> NDArray[np.int64]:
-        """Where one new token of each row attends, as `decode_attention` takes it; layers of one shape share them.
+        """Where the new tokens of each row attend, as `decode_attention` takes it; layers of one shape share them.
 
         Their rows must stand in the same order, each layer in one allocation, as those of a KVCache do.
         """
@@ -77,10 +77,12 @@ class Reach:
         first = held(rows[0], 1)
         key = (*first[0].stride(), *first[1].stride())
         if key not in self._places:
-            places = np.empty((len(rows), 4), np.int64)
+            places = np.empty((len(rows), 5), np.int64)
             for place, row in zip(places, rows, strict=True):
                 keys, values = held(row, 1)
-                place[:] = row, _elements(first[0], keys), _elements(first[1], values), self.pieces[row][-1].slots
+                last = self.pieces[row][-1]
+                to_own = _elements(first[0], keys), _elements(first[1], values)
+                place[:] = row, *to_own, last.slots, last.slots - last.end
             self._places[key] = places
         return self._places[key]
 
@@ -116,7 +118,7 @@ def attend_by_request(
     if softcap is None and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):
         keys, values = held(rows[0], 1)
         factor = q.shape[-1] ** -0.5 if scale is None else scale
-        return decode_attention(q, keys, values, mask, reach.places(held), factor).flatten(1)[:, None]
+        return decode_attention(q, keys, values, mask, reach.places(held), factor).transpose(1, 2).flatten(2)
     batch, heads, width, depth = q.shape
     groups, value_depth = (held(0, 1)[0].shape[1], held(0, 1)[1].shape[3])
     repeats = heads // groups

@@ -1,7 +1,7 @@
-"""Attention of one new token a request on a CPU, compiled by numba, so that no other request can change its bits.
+"""Attention of a few new tokens a request on a CPU, compiled by numba: no other request can change a token's bits.
 
-One thread computes a head of keys of one request from beginning to end, over the slots up to the token's own. Which
-thread that is, and what the other threads compute, changes nothing.
+One thread computes a head of keys of one request from beginning to end. Each token attends over the slots up to its
+own. Which thread computes it, what the other threads compute, and where in a window the token stands change no bits.
 """
 
 import ctypes
@@ -32,49 +32,56 @@ COMPILER = (
 )
 """Other versions, processors and features may give other bits."""
 
+MOST_TOKENS = 64
+"""Tokens a request up to which float32 is attended here. Products of torch's library serve longer passes faster."""
+
 _LITTLE = 2**16
 """Elements of keys up to which one thread is quicker than two: waking one takes time."""
 
 
 def serves(q: Tensor) -> bool:
-    """Whether queries [b, h, t, d] can be attended here: by device, dtype and width; no gradient is computed."""
+    """Whether queries [b, h, t, d] can be attended here: by device, dtype and width; no gradient is computed.
+
+    Windows of bfloat16 are not: matrix instructions compute them several times faster.
+    """
     is_trained = torch.is_grad_enabled() and q.requires_grad
-    return q.device.type == "cpu" and q.shape[2] == 1 and q.dtype in WORK and not is_trained
+    is_short = q.shape[2] == 1 or (q.dtype == torch.float32 and q.shape[2] <= MOST_TOKENS)
+    return q.device.type == "cpu" and is_short and q.dtype in WORK and not is_trained
 
 
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64], scale: float
 ) -> Tensor:
-    """[b, h, 1, dv] of queries [b, h, 1, d] and additive mask [b, 1 or h, 1, s]; rows without a place are zero.
+    """[b, h, t, dv] of queries [b, h, t, d] and additive mask [b, 1 or h, t, s]; rows without a place are zero.
 
     keys, values: [1, g, s, d] and [1, g, s, dv] of any one request.
-    places: int64 [n, 4] for n requests: batch row, elements from `keys` and from `values` to that request's own, slots
-    to attend to.
+    places: int64 [n, 5] for n requests: batch row, elements from `keys` and from `values` to that request's own, slots
+        to attend to, and the position of its first token.
     Raises: ValueError for tensors of several dtypes, a mask of another shape, and keys or values whose numbers do not
         lie side by side; RuntimeError if the compiled loops ended early.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
-    (batch, heads, _, depth), (_, groups, _, value_depth) = q.shape, values.shape
+    (batch, heads, width, depth), (_, groups, _, value_depth) = q.shape, values.shape
     _require_readable(q, keys, values, mask, places)
     q, mask = q.contiguous(), mask if mask.stride(-1) == 1 else mask.contiguous()
-    out = q.new_zeros(batch, heads, 1, value_depth)
+    out = q.new_zeros(batch, heads, width, value_depth)
     mask_of_head = mask.stride(1) if mask.shape[1] > 1 else 0
     call = np.array(
         (
             *(held.data_ptr() for held in (q, keys, values, mask, out)), places.ctypes.data, len(places),
-            heads, groups, depth, value_depth, keys.stride(1), values.stride(1), keys.stride(2), values.stride(2),
-            mask.stride(0), mask_of_head, np.float64(scale).view(np.int64), 0, 0,
+            heads, groups, width, depth, value_depth, keys.stride(1), values.stride(1), keys.stride(2),
+            values.stride(2), mask.stride(0), mask_of_head, mask.stride(2), np.float64(scale).view(np.int64), 0, 0,
         ),
         np.int64,
     )  # fmt: skip
     work, start = WORK[q.dtype], _start_threads()
-    if start is None or int(places[:, 3].sum()) * groups * depth <= _LITTLE:
+    if start is None or int(places[:, 3].sum()) * groups * width * depth <= _LITTLE:
         work.ctypes(call.ctypes.data)
     else:
         start(work.address, call.ctypes.data, torch.get_num_threads(), 0)
-    if call[19] != len(places) * groups:  # compiled loops print an error and return
+    if call[21] != len(places) * groups:  # compiled loops print an error and return
         raise RuntimeError(
-            f"attention of {len(places)} requests ended after {call[19]} of {len(places) * groups} heads"
+            f"attention of {len(places)} requests ended after {call[21]} of {len(places) * groups} heads"
         )
     return out
 
@@ -86,10 +93,13 @@ def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, pla
             f"keys of {keys.dtype}, values of {values.dtype} and mask of {mask.dtype}, queries of {q.dtype}"
         )
     slots = int(places[:, 3].max(initial=0))
-    if mask.shape[0] != len(q) or mask.shape[1] not in (1, q.shape[1]) or mask.shape[3] < slots:
-        raise ValueError(f"a mask of {tuple(mask.shape)} for queries of {tuple(q.shape)} over {slots} slots")
+    shape = mask.shape
+    if shape[0] != len(q) or shape[1] not in (1, q.shape[1]) or shape[2] != q.shape[2] or shape[3] < slots:
+        raise ValueError(f"a mask of {tuple(shape)} for queries of {tuple(q.shape)} over {slots} slots")
     if (keys.stride(3) != 1 and keys.shape[3] > 1) or (values.stride(3) != 1 and values.shape[3] > 1):
         raise ValueError(f"keys and values of strides {keys.stride()} and {values.stride()}; the last must be 1")
+    if len(places) and (places[:, 3] <= places[:, 4]).any():
+        raise ValueError("a request attends to no slot of its own: slots must exceed the first token's position")
 
 
 @cache

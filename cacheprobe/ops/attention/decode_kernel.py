@@ -1,4 +1,4 @@
-"""The loops of decode attention, for numba. Numbers of 32 bits are added in one order for each length.
+"""The loops of attention over few new tokens, for numba. Numbers of 32 bits are added in one order for each length.
 
 Indices are cast to unsigned numbers, since numba would otherwise let negative ones count from the end, in slow loops.
 """
@@ -6,8 +6,11 @@ Indices are cast to unsigned numbers, since numba would otherwise let negative o
 from typing import Any, no_type_check
 
 import numpy as np
-from numba import carray, cfunc, njit, types  # pyright: ignore[reportPrivateImportUsage]
+from numba import carray, cfunc, config, njit, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.extending import intrinsic, overload
+
+if config.DISABLE_JIT:  # pyright: ignore[reportAttributeAccessIssue]
+    raise ImportError("NUMBA_DISABLE_JIT is set, but cacheprobe's attention must be compiled; unset NUMBA_DISABLE_JIT")
 
 _ANY_ORDER = {"contract", "nsz", "reassoc"}
 """The compiler may add a sum in lanes: in one order for each length."""
@@ -35,6 +38,17 @@ def _take(_typing: Any, _address: Any) -> Any:
         return builder.atomic_rmw("add", at, number(1), "monotonic")
 
     return types.int64(types.int64), make
+
+
+@intrinsic
+@no_type_check
+def _multiply_add(_typing: Any, _a: Any, _b: Any, _c: Any) -> Any:
+    """a * b + c of float32, rounded once: the same bits in vectors and in what is left behind them."""
+
+    def make(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), make
 
 
 @no_type_check
@@ -134,9 +148,9 @@ def _widen(stored: Any, at: Any, wide: Any, count: Any, scale: Any) -> None:
 @njit
 @no_type_check
 def _attend(held: Any, at: Any, steps: Any, sizes: Any, scale: Any) -> None:
-    """One head of keys and all query heads that share it."""
+    """Attends one new token: one head of keys and all query heads that share it."""
     (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = held, at
-    (key_step, value_step, mask_step), (repeats, depth, value_depth, slots) = steps, sizes
+    (key_step, value_step, mask_step, _), (repeats, _, depth, value_depth, slots, _) = steps, sizes
     query, vector = np.empty(repeats * depth, np.float32), np.empty(max(depth, value_depth), np.float32)
     scores, sums = np.empty(repeats * slots, np.float32), np.zeros(repeats * value_depth, np.float32)
     one = np.float32(1.0)
@@ -158,45 +172,103 @@ def _attend(held: Any, at: Any, steps: Any, sizes: Any, scale: Any) -> None:
 
 @njit
 @no_type_check
+def _add_products(weights: Any, at: Any, rows: Any, step: Any, sums: Any, counts: Any) -> None:
+    """Adds `counts[0]` rows of numbers, each times its weight, to the first `counts[1]` sums, in the rows' order."""
+    (num_rows, count), j = counts, 0
+    while j + 4 <= num_rows:
+        a, b, c, d = weights[at + j], weights[at + j + 1], weights[at + j + 2], weights[at + j + 3]
+        first = j * step
+        for i in range(count):
+            total = _multiply_add(a, rows[np.uintp(first + i)], sums[np.uintp(i)])
+            total = _multiply_add(b, rows[np.uintp(first + step + i)], total)
+            total = _multiply_add(c, rows[np.uintp(first + 2 * step + i)], total)
+            sums[np.uintp(i)] = _multiply_add(d, rows[np.uintp(first + 3 * step + i)], total)
+        j += 4
+    while j < num_rows:
+        for i in range(count):
+            sums[np.uintp(i)] = _multiply_add(weights[at + j], rows[np.uintp(j * step + i)], sums[np.uintp(i)])
+        j += 1
+
+
+@njit
+@no_type_check
+def _attend_window(held: Any, at: Any, steps: Any, sizes: Any, scale: Any) -> None:
+    """Attends several tokens at consecutive positions: each over the slots up to its own, whatever the others are."""
+    (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = held, at
+    (key_step, value_step, mask_step, token_step), (repeats, width, depth, value_depth, slots, start) = steps, sizes
+    query, vector = np.empty(depth, np.float32), np.empty(depth, np.float32)
+    turned, wide = np.empty(depth * slots, np.float32), np.empty(slots * value_depth, np.float32)
+    one = np.float32(1.0)
+    for j in range(slots):
+        _widen(keys, of_key + j * key_step, vector, depth, one)
+        for i in range(depth):
+            turned[np.uintp(i * slots + j)] = vector[np.uintp(i)]
+        for i in range(value_depth):
+            wide[np.uintp(j * value_depth + i)] = _widened(values[np.uintp(of_value + j * value_step + i)])
+    for r in range(repeats):
+        for t in range(width):
+            count = min(slots, start + t + 1)
+            scores, sums = np.zeros(count, np.float32), np.zeros(value_depth, np.float32)
+            _widen(q, of_q + (r * width + t) * depth, query, depth, scale)
+            _add_products(query, 0, turned, slots, scores, (depth, count))
+            for j in range(count):
+                scores[np.uintp(j)] += _widened(mask[np.uintp(of_mask + r * mask_step + t * token_step + j)])
+            _softmax(scores, 0, count)
+            _add_products(scores, 0, wide, value_depth, sums, (count, value_depth))
+            for i in range(value_depth):
+                _store(out, of_out + (r * width + t) * value_depth + i, sums[np.uintp(i)])
+
+
+@njit
+@no_type_check
 def _run(call: Any, q: Any, keys: Any, values: Any, mask: Any, out: Any) -> None:
     """Computes heads of keys until none is left."""
-    places = carray(_pointer(call[5]), (call[6], 4), np.int64)
-    heads, groups, depth, value_depth = call[7], call[8], call[9], call[10]
-    repeats, steps, scale = (
-        heads // groups,
-        (call[13], call[14], call[16]),
-        np.float32(np.int64(call[17]).view(np.float64)),
-    )
+    places = carray(_pointer(call[5]), (call[6], 5), np.int64)
+    heads, groups, width, depth, value_depth = call[7], call[8], call[9], call[10], call[11]
+    repeats, steps = heads // groups, (call[14], call[15], call[17], call[18])
+    scale = np.float32(np.int64(call[19]).view(np.float64))
     while True:
-        task = _take(call.ctypes.data + 18 * 8)
+        task = _take(call.ctypes.data + 20 * 8)
         if task >= len(places) * groups:
             break
-        row, to_keys, to_values, slots = places[task // groups]
+        row, to_keys, to_values, slots, start = places[task // groups]
         group = task % groups
         head = group * repeats
         at = (
-            (row * heads + head) * depth, to_keys + group * call[11], to_values + group * call[12],
-            row * call[15] + head * call[16], (row * heads + head) * value_depth,
+            (row * heads + head) * width * depth, to_keys + group * call[12], to_values + group * call[13],
+            row * call[16] + head * call[17], (row * heads + head) * width * value_depth,
         )  # fmt: skip
-        _attend((q, keys, values, mask, out), at, steps, (repeats, depth, value_depth, slots), scale)
-        _take(call.ctypes.data + 19 * 8)
+        sizes = (repeats, width, depth, value_depth, slots, start)
+        if width == 1:
+            _attend((q, keys, values, mask, out), at, steps, sizes, scale)
+        else:
+            _attend_window((q, keys, values, mask, out), at, steps, sizes, scale)
+        _take(call.ctypes.data + 21 * 8)
 
 
-@cfunc(types.void(types.voidptr), cache=True)
+def _compiled(function: Any) -> Any:
+    """Compiles for calls by address; without a folder that numba can write its cache to, in every process again."""
+    try:
+        return cfunc(types.void(types.voidptr), cache=True)(function)
+    except RuntimeError:
+        return cfunc(types.void(types.voidptr))(function)
+
+
+@_compiled
 @no_type_check
 def work_on_float32(data: Any) -> None:
-    """What one thread computes of a call; data: the 20 whole numbers of `decode_attention`."""
-    call = carray(data, (20,), np.int64)
+    """What one thread computes of a call; data: the 22 whole numbers of `decode_attention`."""
+    call = carray(data, (22,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.float32), carray(_pointer(call[1]), (1,), np.float32)
     values, mask = carray(_pointer(call[2]), (1,), np.float32), carray(_pointer(call[3]), (1,), np.float32)
     _run(call, q, keys, values, mask, carray(_pointer(call[4]), (1,), np.float32))
 
 
-@cfunc(types.void(types.voidptr), cache=True)
+@_compiled
 @no_type_check
 def work_on_bfloat16(data: Any) -> None:
     """The same of bfloat16, which numba does not know: of its bits."""
-    call = carray(data, (20,), np.int64)
+    call = carray(data, (22,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.uint16), carray(_pointer(call[1]), (1,), np.uint16)
     values, mask = carray(_pointer(call[2]), (1,), np.uint16), carray(_pointer(call[3]), (1,), np.uint16)
     _run(call, q, keys, values, mask, carray(_pointer(call[4]), (1,), np.uint16))
