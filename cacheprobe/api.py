@@ -1,8 +1,7 @@
 """The few names that a notebook needs: load_model, run, stream, reference, verify, load_trace, import_*."""
 
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
@@ -10,21 +9,22 @@ from typing import Any, Unpack
 from cacheprobe.analysis.reading import readable
 from cacheprobe.analysis.replay import Replay, replay
 from cacheprobe.analysis.summary import behaviour_line
-from cacheprobe.capture.interrupts import Interrupted, Stop, cancelling
+from cacheprobe.capture.interrupts import Interrupted, cancelling
 from cacheprobe.capture.observers import ProgressBar, Silent
 from cacheprobe.capture.stream import Stream
 from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions, require_known_options
-from cacheprobe.core.records import SamplingParams
+from cacheprobe.core.records import Observer, SamplingParams
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import settle_shapes
 from cacheprobe.interventions.base import Intervention
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.turns import turn
-from cacheprobe.plan import RunPlan, as_interventions, drain
+from cacheprobe.plan import RunPlan, as_interventions
 from cacheprobe.trace.importers.generate import trace_of_generate
 from cacheprobe.trace.importers.vllm import trace_of_vllm
 from cacheprobe.trace.trace import Trace
@@ -92,7 +92,11 @@ def run(
     plan = _plan(model, prompts, drafter, given)
     states = plan.states(drafter)
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
-    return _record(plan, plan.start(drafter), states, meta, progress)
+    with _progress_bar(plan, progress) as bar, cancelling(states, progress) as stop:
+        trace = plan.execute(plan.start(drafter), states, bar, **meta)
+    if stop.is_asked:
+        raise Interrupted(trace)
+    return _checked(plan, trace, progress)
 
 
 def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> Stream:
@@ -124,13 +128,13 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
         asked.pop(unused, None)
     plan = _plan(model, prompts, drafter, asked, max_in_flight=1)
     states = plan.states(drafter, is_all_verified=True)
-    return _record(
-        plan,
-        lambda states, observer: run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch),
-        states,
-        {"kind": "reference", "drafter": None},
-        progress,
-    )
+
+    def start(states: Sequence[SequenceState], observer: Observer) -> Generator[int, None, None]:
+        return run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch)
+
+    with _progress_bar(plan, progress) as bar:
+        trace = plan.execute(start, states, bar, kind="reference", drafter=None)
+    return _checked(plan, trace, progress)
 
 
 def _plan(
@@ -267,20 +271,20 @@ def import_vllm(
     )
 
 
-def _record(plan: RunPlan, start: Any, states: Any, meta: dict[str, Any], progress: bool) -> Trace:
+def _progress_bar(plan: RunPlan, is_shown: bool) -> ProgressBar:
     total = sum(request.sampling.max_new_tokens or 0 for request in plan.requests if request.sampling)
-    stopping = cancelling(states, progress) if meta["kind"] == "run" else nullcontext(Stop())
-    with ProgressBar(total, enabled=progress) as bar, stopping as stop:
-        trace = drain(plan.recorded(start, states, bar, has_pauses=False, **meta))
-    if stop.is_asked:
-        raise Interrupted(trace)
+    return ProgressBar(total, enabled=is_shown)
+
+
+def _checked(plan: RunPlan, trace: Trace, progress: bool) -> Trace:
+    """Returns the trace, and warns of failed requests, of what could not be recorded and of unused interventions."""
     if progress and plan.capture.heads:
         print(f"path: {plan.path_reason}")
     for request_id, error in trace.meta["errors"].items():
         warnings.warn(f"request {request_id} ended with an error: {error}", RuntimeWarning, stacklevel=3)
     for why in dict.fromkeys(trace.missing.values()):
         warnings.warn(why, RuntimeWarning, stacklevel=3)
-    if plan.editor is not None and meta["kind"] == "run":  # the oracle runs no drafts that could be changed
+    if plan.editor is not None and trace.meta["kind"] == "run":  # the oracle runs no drafts that could be changed
         for one in [one for one in plan.editor.unused() if str(one.request_id) not in trace.meta["errors"]]:
             warnings.warn(f"{one} never acted: no pass computed its positions", RuntimeWarning, stacklevel=3)
     if progress and trace.meta["behaviour"]:

@@ -1,10 +1,10 @@
 """A run's arguments, resolved and checked before anything is computed, and the run that they describe."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from typing import Any, cast
 
 from torch import Tensor
@@ -46,7 +46,7 @@ DEFAULT_SAMPLING = SamplingParams(
 MAX_DEADLINE = threading.TIMEOUT_MAX / 20
 """Seconds; a wait of ten deadlines is then still one that Python can take."""
 
-Start = Callable[[Sequence[SequenceState], Observer], Iterator[int]]
+Start = Callable[[Sequence[SequenceState], Observer], Generator[int, None, None]]
 """Begins a run over these states: an iterator of the steps that its rounds end with."""
 
 
@@ -257,29 +257,55 @@ class RunPlan:
             self.model, states, self.config, observer, drafter, self.editor, self.watch
         )
 
-    def recorded(
-        self, start: Start, states: Sequence[SequenceState], *observers: Observer, has_pauses: bool = True, **meta: Any
-    ) -> Iterator[int]:
-        """The run under a recorder; yields steps, and returns the Trace as the generator's value.
+    def execute(self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any) -> Trace:
+        """Runs every request to its end under a recorder, undisturbed by other runs."""
+        recorder = self._recorder()
+        guard = RunGuard(self.model, self.fingerprint)
+        with closing(start(states, cast(Observer, Tee(recorder, *observers)))) as steps:
+            with guard.turn(self.hooks(recorder)):
+                for _ in steps:
+                    pass
+        guard.require_unchanged(had_pauses=False)
+        return self._trace(recorder, guard, states, meta)
 
-        has_pauses: the caller goes on in between, with the model free of the run's hooks; else no step is yielded.
+    def recorded(
+        self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any
+    ) -> Generator[int, None, Trace]:
+        """Runs under a recorder, and yields after each step with the model free of the run's hooks; returns the Trace
+        as the generator's value.
         """
-        model, requests = self.model, self.requests
-        prompts = {r.request_id: r.prompt_token_ids for r in requests}
-        answers = {r.request_id: answer_ids_of(r, model) for r in requests}
-        known = {request_id: ids for request_id, (ids, _) in answers.items() if ids}
-        recorder = Recorder(model, self.capture, self.layers, self.lens, prompts, known)
-        guard = RunGuard(model, self.fingerprint)
-        steps = start(states, cast(Observer, Tee(recorder, *observers)))
-        yield from guard.steps(steps, partial(self.hooks, recorder), has_pauses)
-        guard.require_unchanged(has_pauses)
+        recorder = self._recorder()
+        guard = RunGuard(self.model, self.fingerprint)
+        with closing(start(states, cast(Observer, Tee(recorder, *observers)))) as steps:
+            while True:
+                with guard.turn(self.hooks(recorder)):
+                    step = next(steps, None)
+                if step is None:
+                    break
+                yield step
+        guard.require_unchanged(had_pauses=True)
+        return self._trace(recorder, guard, states, meta)
+
+    def _recorder(self) -> Recorder:
+        prompts = {r.request_id: r.prompt_token_ids for r in self.requests}
+        known = {request_id: ids for request_id, (ids, _) in self._answers.items() if ids}
+        return Recorder(self.model, self.capture, self.layers, self.lens, prompts, known)
+
+    @cached_property
+    def _answers(self) -> dict[int, tuple[tuple[int, ...], str]]:
+        """By request: the first tokens of its task's answers, and why they are unknown, or ""."""
+        return {request.request_id: answer_ids_of(request, self.model) for request in self.requests}
+
+    def _trace(
+        self, recorder: Recorder, guard: RunGuard, states: Sequence[SequenceState], meta: dict[str, Any]
+    ) -> Trace:
         errors = {str(state.request_id): state.error for state in states if state.error}
-        failed = {f"answers of request {number}": why for number, (_, why) in answers.items() if why}
+        failed = {f"answers of request {number}": why for number, (_, why) in self._answers.items() if why}
         meta = {**meta, "path_reason": self.path_reason, "errors": errors, "missing": failed}
         if self.editor is not None:
             meta["interventions"] = self.editor.record()
-        with turn(model):
-            trace = assemble(recorder, requests, guard.fingerprint, self.config, self.capture, meta)
+        with turn(self.model):
+            trace = assemble(recorder, self.requests, guard.fingerprint, self.config, self.capture, meta)
         trace.interventions = self.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
         return trace
@@ -308,15 +334,6 @@ def of_this_thread(sink: StateSink) -> StateSink:
             sink(site, layer, value)
 
     return hear
-
-
-def drain(generator: Iterator[int]) -> Trace:
-    """Run a recorded run to its end."""
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
 
 
 def as_interventions(given: Any) -> tuple[Intervention, ...]:

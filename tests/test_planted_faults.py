@@ -48,7 +48,7 @@ def fresh(family: str = "qwen3", dtype: torch.dtype = torch.float32):
 def without(monkeypatch: pytest.MonkeyPatch, *guards: str) -> None:
     """Replace guards by ones that find nothing."""
     if "trial" in guards:
-        monkeypatch.setattr(consistency, "_try", lambda *shape: None)
+        monkeypatch.setattr(consistency, "_fault", lambda *shape: None)
     if "check while it runs" in guards:
         monkeypatch.setattr(Watch, "place_copy", lambda *asked: None)
     if "attention by request" in guards:

@@ -116,23 +116,21 @@ def _other_window(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
 
 
 def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hooked: Hooked) -> str | None:
+    """Returns in words the first token whose bits differ from the same token's elsewhere in the shape, or None."""
     shapes = _known.setdefault(model, {})
     key = (batch, width, capacity, phase, hooked, *numeric_settings().values())
-    if key not in shapes:
-        shapes[key] = _try(model, batch, width, capacity, phase, hooked)
-    return shapes[key]
-
-
-def _try(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hooked: Hooked) -> str | None:
-    """The first place whose bits differ from the same token's elsewhere, in words; None where there is none."""
-    num_cycles = min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_CYCLES)
+    if key in shapes:
+        return shapes[key]
+    found, num_cycles = None, min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_CYCLES)
     with ExitStack() as stack:
         stack.enter_context(model.editing(hooked.edited, _change_nothing)) if hooked.edited else None
         stack.enter_context(model.capturing(hooked.listened, _hear_nothing)) if hooked.listened else None
-        for cycle in range(num_cycles):
-            if fault := _Cycle(model, batch, width, capacity, phase, cycle).fault():
-                return fault
-    return None
+        for number in range(num_cycles):
+            cycle = _Cycle(model, batch, width, capacity, phase, number)
+            while found is None and cycle.has_more():
+                found = cycle.run()
+    shapes[key] = found
+    return found
 
 
 class _Cycle:
@@ -155,6 +153,7 @@ class _Cycle:
         shares = [_STARTS[(2 * number + j) % len(_STARTS)] for j in range(self.num_streams)]
         self.starts = [int(share * (capacity - length)) for share in shares]
         self.cache = model.new_cache(batch, capacity)
+        self.num_run = 0
         self._fill(draw)
         self.first: dict[tuple[str, int, int], Tensor] = {}
         """By site, layer and stream: the bits of its tokens in the first pass."""
@@ -174,15 +173,13 @@ class _Cycle:
                 else:
                     kept[row, :, :start] = held[row % self.num_streams, :, :start]
 
-    def fault(self) -> str | None:
-        """Run the passes, the last with other neighbours; the first difference, in words."""
-        for number in range(self.num_passes + (self.batch > 1)):
-            self._run(number)
-            if self.found is not None:
-                return self.found
-        return None
+    def has_more(self) -> bool:
+        """Whether a pass is left to run. The last one has other neighbours, where there are any."""
+        return self.num_run < self.num_passes + (self.batch > 1)
 
-    def _run(self, number: int) -> None:
+    def run(self) -> str | None:
+        """Runs the next pass; returns the first difference from the first pass, in words."""
+        number, self.num_run = self.num_run, self.num_run + 1
         rows = [(b + number) % self.batch for b in range(self.batch)]
         turn = [(b + number + self.number) % len(self.shifts) for b in range(self.batch)]
         has_others = number == self.num_passes
@@ -207,6 +204,7 @@ class _Cycle:
             for name, held in (("keys", keys), ("values", values)):
                 pieces = [held[row, :, s : s + self.width].transpose(0, 1) for row, s in zip(rows, starts, strict=True)]
                 self._compare(name, layer, pieces)
+        return self.found
 
     def _replace_neighbours(self, fed: Tensor) -> None:
         """Every second row feeds another text, so that the rows between them have other neighbours than before."""

@@ -4,7 +4,7 @@ Without a drafter the fast path drafts for the deterministic requests, in one ba
 they decode. With a drafter every request is verified.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 
 from cacheprobe.core.config import EngineConfig
@@ -47,7 +47,7 @@ def rounds(
     drafter: Drafter | None = None,
     editor: Editor | None = None,
     watch: Watch | None = None,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """The loop, one round at a time; yields the step that each ended with. Between rounds a request may be cancelled.
 
     editor: interventions, whose hooks are on the model already.  watch: compares verify passes with themselves.
@@ -72,9 +72,13 @@ def rounds(
                 engine.admit(admitted, scheduler.running)
             piggybacked = scheduler.piggybacked()
             if growing := [state for state in scheduler.growing() if state not in piggybacked]:
-                engine.decode(drafter, growing)
+                for attempt in engine.attempts(growing):
+                    with attempt as some:
+                        engine.decode(drafter, some)
             for group in scheduler.ready_groups(piggybacked):
-                engine.verify(group)
+                for attempt in engine.attempts(group):
+                    with attempt as some:
+                        engine.verify(some)
             for state in scheduler.retire():
                 calls.release(drafter, state)
             yield engine.runner.step

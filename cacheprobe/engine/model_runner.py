@@ -6,6 +6,7 @@ Knows nothing about verdicts. A pass either happens whole or raises before anyth
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -133,11 +134,9 @@ class ModelRunner:
         reach = self._reach(phase, entries, batch_index, size, copy) if is_by_request else None
         span = reach.span if reach else self.cache.capacity if batch is not None else max(starts) + width
 
-        def forward() -> Tensor:
-            return self.model.forward(
-                token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
-            )
-
+        forward = partial(
+            self.model.forward, token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
+        )
         try:
             with self.cache.attending_to(span, reach, copy), self.watch.comparing(copy):
                 out = forward()

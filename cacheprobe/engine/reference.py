@@ -3,7 +3,7 @@
 Slow on purpose. What the loop commits must equal what this commits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer
@@ -35,7 +35,7 @@ def run_reference(
     observer: Observer,
     editor: Editor | None = None,
     watch: Watch | None = None,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Run each request by itself on a fresh cache: prefill in fixed chunks, then verify passes with empty drafts.
 
     Yields the step after each token.
@@ -51,7 +51,9 @@ def run_reference(
         engine = Engine(passes, config)
         engine.admit([state], [state])
         while not state.finish:
-            engine.verify([state])
+            for attempt in engine.attempts([state]):
+                with attempt as alone:
+                    engine.verify(alone)
             yield passes.step
         cache.check_integrity()
         state.leave_row()

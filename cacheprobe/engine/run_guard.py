@@ -1,8 +1,7 @@
 """Guards a run against what happens around it: other runs, settings that change, weights that are edited."""
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from cacheprobe.engine.fingerprint import Fingerprint, require_same
 from cacheprobe.models.base import CachedLM
@@ -29,27 +28,16 @@ class RunGuard:
         with turn(model):
             self.fingerprint = fingerprint()
 
-    def steps(
-        self, steps: Iterator[int], hooks: Callable[[], AbstractContextManager[Any]], has_pauses: bool
-    ) -> Iterator[int]:
-        """Computes the steps of a run in turns, with its hooks on the model, and yields their numbers.
+    @contextmanager
+    def turn(self, hooks: AbstractContextManager[object]) -> Iterator[None]:
+        """Around steps that follow each other undisturbed, with the run's hooks on the model.
 
-        has_pauses: take one step in a turn, and let the caller do anything in between; else take all steps in one
-            turn, and yield nothing.
-        Raises: FingerprintMismatch naming a setting that changed between two steps; ModelError inside a step of
+        Raises: FingerprintMismatch naming a setting that changed since the run's begin; ModelError inside a step of
         another run of the model.
         """
-        try:
-            while True:
-                with turn(self.model), hooks():
-                    self._require_settings()
-                    step = next(steps, None) if has_pauses else _exhaust(steps)
-                if step is None:
-                    return
-                yield step
-        finally:
-            if isinstance(steps, Generator):
-                steps.close()
+        with turn(self.model), hooks:
+            self._require_settings()
+            yield
 
     def _require_settings(self) -> None:
         what = "two steps of one run, which must end before a setting is changed,"
@@ -64,11 +52,6 @@ class RunGuard:
         if had_pauses or numeric_settings() != self._settings or _versions(self.model) != self._versions:
             what = "begin and end of one run, which must end before weights or settings are changed,"
             require_same(self.fingerprint, self._fingerprint(), what)
-
-
-def _exhaust(steps: Iterator[int]) -> None:
-    for _ in steps:
-        pass
 
 
 def _versions(model: CachedLM) -> tuple[tuple[int, int], ...]:

@@ -1,8 +1,9 @@
-"""Decode and verify. Where a pass fails, each of its requests gets a pass alone, and one without its draft, before any
-is given up. A failed pass has committed nothing: every choice is made before the first commit.
+"""Runs prefill, decode and verify passes. If a pass fails, each of its requests gets a pass alone, then one without its
+draft, before it is given up. A failed pass has committed nothing: every choice is made before the first commit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from types import TracebackType
 
 from torch import Tensor
 
@@ -14,6 +15,23 @@ from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner, Shap
 from cacheprobe.engine.prefill import Prefill
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.acceptance import clip_draft
+
+
+class Attempt:
+    """One try of a pass: `with attempt as states:` runs it, and keeps the EngineError that it ends with."""
+
+    def __init__(self, states: Sequence[SequenceState]) -> None:
+        self.states = states
+        self.error: EngineError | None = None
+
+    def __enter__(self) -> Sequence[SequenceState]:
+        return self.states
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error if isinstance(error, EngineError) else None
+        return self.error is not None
 
 
 class Engine:
@@ -31,26 +49,32 @@ class Engine:
     def admit(self, states: Sequence[SequenceState], running: Sequence[SequenceState]) -> None:
         """Bring admitted to their first token, or evicted requests back to where they stood."""
         for state in [s for s in states if s.num_generated]:
-            self._guard(lambda one: self._prefill.rebuild(one[0]), [state])
+            for attempt in self.attempts([state]):
+                with attempt:
+                    self._prefill.rebuild(state)
         fresh = [s for s in states if not s.num_generated]
         leaders = [s for i, s in enumerate(fresh) if _twin(s, running) is None and _same_prompt(s, fresh[:i]) is None]
         for is_verified in (True, False):
             if group := [s for s in leaders if s.is_verified == is_verified]:
-                self._guard(self._prefill.read, group)
+                self._read(group)
         for state in [s for s in fresh if s not in leaders]:
             source = _twin(state, running)
             if source is None:  # the one that should have read the prompt failed, or has already left
-                self._guard(self._prefill.read, [state])
-            else:
-                self._guard(lambda one, source=source: self._prefill.share(one[0], source), [state])
+                self._read([state])
+                continue
+            for attempt in self.attempts([state]):
+                with attempt:
+                    self._prefill.share(state, source)
+
+    def _read(self, states: Sequence[SequenceState]) -> None:
+        for attempt in self.attempts(states):
+            with attempt as some:
+                self._prefill.read(some)
 
     # -- decode
 
     def decode(self, drafter: Drafter, states: Sequence[SequenceState]) -> None:
-        """Grow every draft by the drafter's next candidates; requests that are never verified commit at once."""
-        self._guard(lambda some: self._decode(drafter, some), states)
-
-    def _decode(self, drafter: Drafter, states: Sequence[SequenceState]) -> None:
+        """Appends the drafter's next candidates to every draft; requests that are never verified commit at once."""
         before = self.runner.step
         proposals = self.drafter_calls.extend(self, drafter, states, before, self.config.window)
         kept = [self._clip(drafter, state, ids) for state, ids in zip(states, proposals, strict=True)]
@@ -108,9 +132,6 @@ class Engine:
         The verifier's keys and values have overwritten the fast path's; those of rejected rows are truncated. Requests
         that are never verified may ride along in a window of one row: a dummy's place costs nothing.
         """
-        self._guard(self._verify, states)
-
-    def _verify(self, states: Sequence[SequenceState]) -> None:
         entries = []
         for state in states:
             fed = state.draft[:-1] if state.draft_ends() else state.draft
@@ -140,29 +161,38 @@ class Engine:
 
     # -- where a pass fails
 
-    def _guard(self, do: Callable[[Sequence[SequenceState]], None], states: Sequence[SequenceState]) -> None:
-        try:
-            do(states)
-        except EngineError as error:
-            self.runner.observer.on_failure(self.runner.step)
-            self.committer.forget_choices()
-            for state in states:
-                self.committer.scrub(state)
-            if isinstance(error, ShapeFault) and any(s.request.is_deterministic for s in states):
-                for state in [s for s in states if s.request.is_deterministic]:  # what they committed is in doubt
-                    self.committer.stop(state, "error", error=str(error))
-                again = [s for s in states if not s.error]
-            else:
-                again = states if len(states) > 1 else ()
-            for state in again:
-                self._guard(do, [state])
-            if len(states) > 1 or states[0].error:
-                return
-            if states[0].draft:  # candidates are hints: one that the model cannot digest costs a pass, no request
-                self.committer.clear_draft(states[0])
-                self._guard(do, states)
-            else:
-                self.committer.stop(states[0], "error", error=str(error))
+    def attempts(self, states: Sequence[SequenceState]) -> Iterator[Attempt]:
+        """Yields the tries of a pass: all requests; if it fails, each alone; a request that fails alone, without draft.
+
+        A request that fails without a draft ends with the error. Drafts are hints: one that the model cannot digest
+        costs a pass, no request.
+        """
+        waiting = [states]
+        while waiting:
+            attempt = Attempt(waiting.pop(0))
+            yield attempt
+            if attempt.error is not None:
+                waiting[:0] = self._retries(attempt.states, attempt.error)
+
+    def _retries(self, states: Sequence[SequenceState], error: EngineError) -> list[Sequence[SequenceState]]:
+        """Removes what a failed pass left, and returns the groups to try again."""
+        self.runner.observer.on_failure(self.runner.step)
+        self.committer.forget_choices()
+        for state in states:
+            self.committer.scrub(state)
+        if isinstance(error, ShapeFault):
+            for state in [s for s in states if s.request.is_deterministic]:  # what they committed is in doubt
+                self.committer.stop(state, "error", error=str(error))
+        if len(states) > 1:
+            return [[state] for state in states if not state.error]
+        (state,) = states
+        if state.error:
+            return []
+        if state.draft:
+            self.committer.clear_draft(state)
+            return [states]
+        self.committer.stop(state, "error", error=str(error))
+        return []
 
 
 def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:

@@ -34,7 +34,7 @@ class _Trial:
     """Why the twin cannot be heard at these sites of its heads, empty where it can; filled as they are asked for."""
 
 
-@one_at_a_time  # the hooks of another thread's run would be taken for the user's
+@one_at_a_time()  # the hooks of another thread's run would be taken for the user's
 def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) -> tuple[CachedLM, str]:
     """The model to run on, and why, in one line.
 

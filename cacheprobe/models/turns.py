@@ -1,16 +1,12 @@
 """Lets one run compute at a time: runs of other threads wait for it, and a run inside its steps is refused."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from threading import RLock, get_ident, local
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.settings import plain_settings
-
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
 
 
 class _Computing:
@@ -85,12 +81,8 @@ def turn(model: Any) -> Iterator[None]:
             _in_step.discard(key)
 
 
-def one_at_a_time(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Makes a function that waits for other threads' computing, and runs in plain settings."""
-
-    @wraps(function)
-    def alone(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        with computing, plain_settings():
-            return function(*args, **kwargs)
-
-    return alone
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Around a function, as a decorator: it waits for other threads' computing, and runs in plain settings."""
+    with computing, plain_settings():
+        yield

@@ -72,7 +72,7 @@ def test_invariant_25_exception_safety_of_a_verify_pass() -> None:
         before = held(engine, states)
         committed = [cache_rows(engine.cache, s.row, s.last_committed_position) for s in states]
         with pytest.raises(EngineError):
-            engine._verify(states)
+            engine.verify(states)
         assert held(engine, states) == before
         assert all(
             same_rows(cache_rows(engine.cache, s.row, s.last_committed_position), rows_before)
@@ -102,7 +102,7 @@ def test_invariant_25_exception_safety_of_the_sampler() -> None:
 
     with patch.object(choosing, "choose_next", failing), patch.object(books, "choose_next", failing):
         with pytest.raises(EngineError, match="request 2 step .*no token is left"):
-            engine._verify(states)
+            engine.verify(states)
     assert chosen == 3 * W and held(engine, states) == before
     engine.verify(states)
     assert all(state.num_generated == 1 + W for state in states)

@@ -21,7 +21,7 @@ MUTATIONS = [
     one(
         "the fast path's keys and values stay",
         ("02", "13_kv_provenance"),
-        f"{STEPPER}._verify",
+        f"{STEPPER}.verify",
         f"result = self.runner.run({VERIFY_PASS})",
         RESTORE,
     ),

@@ -45,14 +45,14 @@ MUTATIONS = [
     one(
         "the verdict is read one row off",
         ("02", "11"),
-        f"{STEPPER}._verify",
+        f"{STEPPER}.verify",
         "self.committer.judge(entry, result.out[b])",
         "self.committer.judge(entry, result.out[b].roll(1, 0))",
     ),
     one(
         "the verdict of the first request goes to all",
         ("05", "16"),
-        f"{STEPPER}._verify",
+        f"{STEPPER}.verify",
         "self.committer.judge(entry, result.out[b])",
         "self.committer.judge(entry, result.out[result.batch_index[0]])",
     ),
@@ -74,7 +74,7 @@ MUTATIONS = [
     one(
         "an adaptive draft is committed as it comes",
         ("01",),
-        f"{STEPPER}._decode",
+        f"{STEPPER}.decode",
         "if not state.is_verified:",
         "if not state.is_verified or self.config.draft_length == 'adaptive':",
     ),
@@ -99,7 +99,7 @@ MUTATIONS = [
     one(
         "the committed token is not fed again",
         ("12",),
-        f"{STEPPER}._verify",
+        f"{STEPPER}.verify",
         "Entry(state, (state.token_ids[-1], *fed), state.last_committed_position, True, len(fed))",
         "Entry(state, tuple(fed) or (state.token_ids[-1],), state.last_committed_position + bool(fed), True, len(fed))",
     ),
@@ -113,14 +113,14 @@ MUTATIONS = [
     one(
         "verify is as wide as its longest draft",
         ("01", "09_fixed_shape"),
-        f"{STEPPER}._verify",
+        f"{STEPPER}.verify",
         VERIFY_PASS,
         '"verify", entries, max(len(e.token_ids) for e in entries), batch=self.config.group',
     ),
     one(
         "verify has no dummies",
         ("01", "05_neighbour_independence_in_company", "09_fixed_shape"),
-        f"{STEPPER}._verify",
+        f"{STEPPER}.verify",
         ", batch=self.config.group",
         "",
     ),
@@ -228,7 +228,7 @@ MUTATIONS = [
     one(
         "a failed step stays in the capture",
         ("25",),
-        f"{STEPPER}._guard",
+        f"{STEPPER}._retries",
         "self.runner.observer.on_failure(self.runner.step)",
         "pass",
     ),
@@ -242,7 +242,7 @@ MUTATIONS = [
     one(
         "requests are committed while others are judged",
         ("25",),
-        f"{STEPPER}._verify",
+        f"{STEPPER}.verify",
         "verdicts.append((entry.state, self.committer.judge(entry, result.out[b])))",
         "self.committer.settle(entry.state, self.committer.judge(entry, result.out[b]))",
     ),
@@ -264,9 +264,9 @@ MUTATIONS = [
     one(
         "a group that fails is given up whole",
         ("25",),
-        f"{STEPPER}._guard",
-        "self._guard(do, [state])",
-        'self.committer.stop(state, "error", error=str(error))',
+        f"{STEPPER}._retries",
+        "return [[state] for state in states if not state.error]",
+        '[self.committer.stop(state, "error", error=str(error)) for state in states if not state.error]; return []',
     ),
     # -- the negative control
     Mutation(

@@ -122,7 +122,7 @@ MUTATIONS = [
     one(
         "a stop token is fed to the verifier",
         ("03",),
-        "cacheprobe.engine.step:Engine._verify",
+        "cacheprobe.engine.step:Engine.verify",
         "state.draft[:-1] if state.draft_ends() else state.draft",
         "state.draft",
     ),
@@ -146,7 +146,7 @@ MUTATIONS = [
     one(
         "candidates are streamed",
         ("17_monotone_release_of_a_stream",),
-        "cacheprobe.engine.step:Engine._decode",
+        "cacheprobe.engine.step:Engine.decode",
         "state.draft.extend(token_ids)",
         then(
             "state.draft.extend(token_ids)",

@@ -117,7 +117,7 @@ class HookedHF:
             path, cut = joint_place(self.origin, self.weights, site, layer)
             return (self.model.get_submodule(path), OUTPUT_POINT), cut
 
-    @one_at_a_time
+    @one_at_a_time()
     @torch.inference_mode()
     def forward(
         self,

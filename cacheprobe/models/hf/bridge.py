@@ -117,7 +117,7 @@ class BridgeLM:
     def _layers_seen(self) -> ShapeProbe:
         return self._see_layers()
 
-    @one_at_a_time
+    @one_at_a_time()
     def _see_layers(self) -> ShapeProbe:
         """Of one short forward."""
         probe = ShapeProbe()
@@ -143,7 +143,7 @@ class BridgeLM:
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
 
-    @one_at_a_time
+    @one_at_a_time()
     @torch.inference_mode()
     def forward(
         self,
@@ -237,7 +237,7 @@ class BridgeLM:
         norm = None if behind is attention else behind.original_component
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, norm)
 
-    @one_at_a_time
+    @one_at_a_time()
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
         """See CachedLM.read_out. Softcaps and logit scales of the architecture are applied.

@@ -109,7 +109,7 @@ class ThinkingLM:
         """See CachedLM.check_settings."""
         self.config.check_window(self.name, window)
 
-    @one_at_a_time
+    @one_at_a_time()
     @torch.inference_mode()
     def forward(
         self,
@@ -318,7 +318,7 @@ class ThinkingLM:
             raise ModelError(f"{self.name} has no hook {missing[0]}")
         return hooks
 
-    @one_at_a_time
+    @one_at_a_time()
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
         """See CachedLM.read_out."""
