@@ -91,7 +91,7 @@ def test_every_extra_is_documented() -> None:
     "script, page",
     [
         ("write_figures.py", "determinism.md"),
-        ("write_thinking_figures.py", "thinking-states.md"),
+        ("write_thinking_figures.py", "results-thinking-states.md"),
         ("write_state_figures.py", "analyses.md"),
         ("write_sweep_figures.py", "sweeps.md"),
     ],
