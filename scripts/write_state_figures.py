@@ -70,7 +70,10 @@ def _patched(held: dict[str, Any]) -> str:
         frame = Patched.of(one).frame
         frame = frame[(frame.treatment == SWAPPED) & ~frame.place.str.startswith("chunk")]
         places = list(dict.fromkeys(frame.place))
-        cells = {(line.place, line.layer): f"{round(line.nld, 3) + 0.0:.3f} ({line.flips} of {line.n})" for line in frame.itertuples()}
+        cells = {
+            (line.place, line.layer): f"{round(line.nld, 3) + 0.0:.3f} ({line.flips} of {line.n})"
+            for line in frame.itertuples()
+        }
         rows = [[layer, *(cells[place, layer] for place in places)] for layer in _layers(frame, CARRIED)]
         shown += [f"`{name}`:", markdown_table(("layer", *places), rows)]
     return "\n\n".join(shown)
