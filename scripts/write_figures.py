@@ -1,57 +1,100 @@
-"""Write the stored measurements into docs/determinism.md: python scripts/write_figures.py."""
+"""Write the stored measurements into docs/results-determinism.md: python scripts/write_figures.py."""
 
 import json
 from pathlib import Path
+from typing import Any
+
+from cacheprobe_analyses.records import fill_page, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "determinism.md"
-BEGIN, END = "<!-- figures: written by scripts/write_figures.py -->", "<!-- end of figures -->"
-COMMANDS = {
-    "proof": "cacheprobe prove --tokens {compared_tokens} --out runs/proof",
-    "proof-20000": "cacheprobe prove --tokens 20000 --out runs/proof",
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results-determinism.md"
+PROOFS = {
+    "proof": "cacheprobe prove --tokens 200000 --out runs/proof",
     "proof-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 cacheprobe prove --tokens 50000 --out runs/proof-avx2",
     "proof-compatible": "MKL_CBWR=COMPATIBLE cacheprobe prove --tokens 50000 --out runs/proof-compatible",
-    "determinism": "cacheprobe bench determinism --rounds {rounds} --json benchmarks/results/determinism.json",
-    "speculation": "cacheprobe bench speculation --rounds {rounds} --json benchmarks/results/speculation.json",
+}
+"""By stored result: a command that compares as many tokens. Traffic is drawn until there are at least that many."""
+COUNTS = {
+    "compared_tokens": "compared tokens",
+    "distinct_tokens": "of them distinct",
+    "real_model_compared_tokens": "compared tokens of SmolLM2",
+    "models": "models",
+    "requests_deterministic": "deterministic requests",
+    "requests_drafted_only": "other requests with a drafter",
+    "requests_with_states_compared": "requests whose states were compared",
+    "mixed_episodes": "mixed episodes",
+    "mixed_states_and_heads_compared": "states and heads compared in them",
+    "preemptions": "preemptions",
+    "rollbacks_injected": "injected rollbacks",
+    "rollbacks_natural": "natural rollbacks",
+    "shapes_refused_by_trial": "shapes refused by the trial",
+    "differences": "**differences**",
+    "control_sequences": "negative control: sequences",
+    "control_unverified_differ": "that differ without verification",
+    "control_verified_differ": "that differ with it",
+    "seconds": "seconds, on a machine with other load",
+}
+KEPT = {
+    "kept_at_2": "2 % deterministic",
+    "kept_at_10": "10 %",
+    "kept_at_50": "50 %",
+    "kept_at_100": "100 %",
+    "kept_at_10_stc": "10 %, S, T and C recorded",
+    "kept_at_100_stc": "100 %, S, T and C recorded",
+    "dvr_kept_at_10": "10 %, `window=16`",
+    "dvr_kept_at_100": "100 %, `window=16`",
+    "base_over_hf": "none: time for each token over Hugging Face's",
+}
+GAINED = {
+    "repeat_over_greedy": "`repeat` over Hugging Face",
+    "coin_over_greedy": "`coin` over Hugging Face",
+    "batch8_over_greedy": "`batch8` over Hugging Face",
+    "repeat_over_undrafted": "`repeat` over our loop without drafts",
+    "coin_over_best_hf": "`coin` over Hugging Face, with or without prompt lookup",
 }
 
-TITLES = {
-    "proof-20000": "Proof of 20,000 tokens, from an empty directory, one thread",
-    "proof-avx2": "Proof with the products of processors without AVX-512, two threads",
-    "proof-compatible": "Proof with MKL's compatible products, two threads",
-}
+
+def figures() -> dict[str, str]:
+    """By part of the page: stored results as one table, with their commands."""
+    return {"proofs": _proofs(), "determinism": _determinism(), "speculation": _speculation()}
 
 
-def figures() -> str:
-    """Every stored result as a table, with the command that printed it."""
-    parts = []
-    for name, command in COMMANDS.items():
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
-            continue
-        numbers = json.loads(path.read_text(encoding="utf-8"))
-        rows = "\n".join(f"| {key} | {_shown(value)} |" for key, value in numbers.items() if key != "benchmark")
-        head = f"### {TITLES.get(name, name.capitalize())}\n\n`{command.format(**numbers)}`"
-        parts.append(f"{head}\n\n| figure | value |\n|---|---|\n{rows}\n")
-    return "\n".join(parts)
+def _proofs() -> str:
+    held = {name: _read(name) for name in PROOFS}
+    commands = "\n".join(f"{number}. `{command}`" for number, command in enumerate(PROOFS.values(), 1))
+    rows = [[said, *(proof.get(name, "not counted") for proof in held.values())] for name, said in COUNTS.items()]
+    return f"{commands}\n\n{markdown_table(('', *map(str, range(1, 1 + len(held)))), rows)}"
 
 
-def _shown(value: object) -> str:
-    if not isinstance(value, dict):
-        return str(value)
-    nested = {key: f"({_shown(inner)})" if isinstance(inner, dict) else str(inner) for key, inner in value.items()}
-    return ", ".join(f"{key} {text}" for key, text in nested.items())
+def _determinism() -> str:
+    held = _read("determinism")
+    table = markdown_table(("requests", "ratio"), [(said, held[name]) for name, said in KEPT.items()])
+    return f"{_command(held)}; {_machine(held)}:\n\n{table}"
+
+
+def _speculation() -> str:
+    held = _read("speculation")
+    rows = [(said, held[name], held[f"{name}_compiled"]) for name, said in GAINED.items()]
+    return f"{_command(held)}:\n\n{markdown_table(('tokens per second', 'ratio', 'compiled'), rows)}"
+
+
+def _command(held: dict[str, Any]) -> str:
+    name = held["benchmark"]
+    return f"`cacheprobe bench {name} --rounds {held['rounds']} --json benchmarks/results/{name}.json`"
+
+
+def _machine(held: dict[str, Any]) -> str:
+    return f"{held['cpu']}, {held['threads']} threads, torch {held['torch']}, transformers {held['transformers']}"
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def page(text: str) -> str:
-    """The page with the figures of today between its two marks."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{figures()}\n{END}{rest.split(END)[1]}"
-
-
-def main() -> None:
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Returns the page with today's numbers between their marks."""
+    return fill_page(text, "write_figures.py", figures())
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

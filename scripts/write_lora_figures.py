@@ -5,55 +5,60 @@ from pathlib import Path
 from typing import Any
 
 from cacheprobe.training.lora.evaluate import PEOPLE, Cell
-from cacheprobe.training.lora.report import table
+from cacheprobe_analyses.records import fill_page, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "lora.md"
 SHIPPED = ROOT / "cacheprobe" / "data" / "adapters" / "coin-flip-smollm2-135m"
-BEGIN, END = "<!-- figures: written by scripts/write_lora_figures.py -->", "<!-- end of figures -->"
-FACTS = "questions tokens seconds cpu_seconds threads trained_numbers adapter_bytes adapter_sha256 base_weights_sha256"
+COLUMNS = (("lora", "base", 0.5, "base, likelier word"), ("lora", "adapter", 0.5, "adapter"),
+           ("lora-flips", "adapter", 0.1, "adapter, p 0.1"), ("lora-flips", "adapter", 0.9, "adapter, p 0.9"),
+           ("lora-answer-alone-evaluated", "adapter", 0.5, "trained on the answer alone"))  # fmt: skip
 
 
-def figures() -> str:
-    """The training, its curve, the evaluations, and the training on answers alone."""
-    shipped = _read(SHIPPED / "training.json")
-    parts = ["### Training", f"`{shipped['command']}`", _facts(shipped, FACTS), "### Its curve", _curve(shipped)]
-    parts += [*_evaluation("lora"), *_evaluation("lora-flips")]
-    alone = _read(RESULTS / "lora-answer-alone.json")
-    command = f"{alone['command']} --out runs/lora-answer-alone"
-    parts += ["### Trained on the answer alone", f"`{command}`", _facts(alone, FACTS), _curve(alone)]
-    return "\n\n".join([*parts, *_evaluation("lora-answer-alone-evaluated")])
+def figures() -> dict[str, str]:
+    """By part of the page: the evaluations as one table, and what the two trainings took."""
+    return {"evaluations": _evaluations(), "trainings": _trainings()}
 
 
-def _evaluation(name: str) -> list[str]:
-    told = _read(RESULTS / f"{name}.json")
-    cells = {kind: [Cell.from_dict(cell) for cell in stored] for kind, stored in told["cells"].items()}
-    command = f"{_evaluation_command(told)} --json benchmarks/results/{name}.json"
-    facts = _facts(told, "seconds cpu_seconds threads")
-    return [f"### Evaluation of {told['adapter']}", f"`{command}`", table(cells), facts]
+def _evaluations() -> str:
+    held = {name: _read(RESULTS / f"{name}.json") for name, *_ in COLUMNS}
+    commands = "\n".join(
+        f"- `{_evaluation_command(told)} --json benchmarks/results/{name}.json`" for name, told in held.items()
+    )
+    rows = []
+    for people in PEOPLE:
+        rows.append([people])
+        for name, kind, flips, _ in COLUMNS:
+            cells = [Cell.from_dict(cell) for cell in held[name]["cells"][kind]]
+            cell = next(cell for cell in cells if (cell.people, cell.flip_probability) == (people, flips))
+            rows[-1].append(_percent(cell, is_text=kind == "adapter"))
+    return f"{commands}\n\n{markdown_table(('people', *(head for *_, head in COLUMNS)), rows)}"
+
+
+def _percent(cell: Cell, is_text: bool) -> str:
+    counted = cell.accuracy if is_text else cell.forced_accuracy
+    low, high = counted.interval
+    right = cell.correct if is_text else cell.forced_correct
+    return f"{100 * right / cell.questions:.1f} ({100 * low:.0f} to {100 * high:.0f})"
+
+
+def _trainings() -> str:
+    shipped, alone = _read(SHIPPED / "training.json"), _read(RESULTS / "lora-answer-alone.json")
+    rows = [
+        (
+            f"`{told['command']}`",
+            told["questions"],
+            told["threads"],
+            told["cpu_seconds"],
+            f"{told['trained_numbers']:,}",
+        )
+        for told in (shipped, alone)
+    ]
+    return markdown_table(("command", "questions", "threads", "processor seconds", "trained numbers"), rows)
 
 
 def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _facts(told: dict[str, Any], names: str) -> str:
-    return "| figure | value |\n|---|---|\n" + "\n".join(f"| {name} | {told[name]} |" for name in names.split())
-
-
-def _curve(told: dict[str, Any]) -> str:
-    counts = list(told["curve"][0]["held_out"])
-    lines = [
-        "| step | seconds | most people | loss, nats | answers right | running states right | held-out names: "
-        + " | ".join(f"{count} people" for count in counts)
-        + " |",
-        "|---" * (6 + len(counts)) + "|",
-    ]
-    for point in told["curve"]:
-        names = ("step", "seconds", "most_people", "answer_loss_nats", "answers_right", "states_right")
-        cells = [*(point[name] for name in names), *point["held_out"].values()]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
 
 
 def _evaluation_command(told: dict[str, Any]) -> str:
@@ -66,14 +71,9 @@ def _evaluation_command(told: dict[str, Any]) -> str:
 
 
 def page(text: str) -> str:
-    """The page with the figures of today between its two marks."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{figures()}\n\n{END}{rest.split(END)[1]}"
-
-
-def main() -> None:
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Returns the page with today's numbers between their marks."""
+    return fill_page(text, "write_lora_figures.py", figures())
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,27 +1,32 @@
-"""Write the stored results of the analyses of states and drafts into docs/analyses.md.
+"""Write the stored results of the analyses of states and drafts into three pages of docs/.
 
 python scripts/write_state_figures.py
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from cacheprobe_analyses.coin_state_patch import SWAPPED
 from cacheprobe_analyses.coin_state_patch import Result as Patched
 from cacheprobe_analyses.coin_state_probe import Result as Coin
-from cacheprobe_analyses.rollback_foresight import Result as RollbackPrediction
+from cacheprobe_analyses.records import fill_page, markdown_table
 from cacheprobe_analyses.s3_algorithm import Result as Algorithm
 from cacheprobe_analyses.when_settles import Result as Settles
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "analyses.md"
+PAGES = ("analyses.md", "analyses-drafts.md", "analyses-permutations.md")
+LAYERS = (0, 1, 2, 3)
+"""All layers of the model that thinks."""
+PROBED, CARRIED, READ = (0, 2, 10, 17, 22, 25, 29), (0, 22, 23, 25, 28, 29), (10, 20, 24, 28, 29)
+"""Some of SmolLM2's 30 layers: of the probes, the patches, and the readings."""
 
 
 def figures() -> dict[str, str]:
-    """By analysis: its stored result, with the command that prints it; or that there is none yet."""
+    """By analysis: some of its stored result, with the command that prints all of it; or that there is none yet."""
     shown = {}
     for name, text_of in ANALYSES.items():
         path = ROOT / _file(name)
@@ -31,26 +36,116 @@ def figures() -> dict[str, str]:
 
 
 def _coin(held: dict[str, Any]) -> str:
-    coin = {name: Coin.of(one) for name, one in held.items()}
-    models = [f"`{name}`: {c.behaviour['accuracy']:.3f} of {c.behaviour['num_examples']} answers right, "
-              f"{c.config.people} people.\n\n{c.summary()}" for name, c in coin.items()]  # fmt: skip
-    return "\n\n".join(models)
+    """By model: the probe's accuracy by layer and place, the untrained model's, and what the words alone give."""
+    shown = []
+    for name, one in held.items():
+        frame, behaviour = Coin.of(one).frame, one["behaviour"]
+        frame = frame[frame.site == "S"]
+        places = list(dict.fromkeys(frame.place))
+        rows = [[layer, *(_read(frame, layer, place) for place in places)] for layer in _layers(frame, PROBED)]
+        rows.append(["words alone", *(f"{frame[frame.place == place].embedding.iloc[0]:.3f}" for place in places)])
+        right = f"`{name}`: {behaviour['accuracy']:.3f} of {behaviour['num_examples']} answers right."
+        shown += [right, markdown_table(("layer", *map(_place, places)), rows)]
+    return "\n\n".join(shown)
+
+
+def _read(frame: pd.DataFrame, layer: int, place: int) -> str:
+    line = frame[(frame.layer == layer) & (frame.place == place)].iloc[0]
+    return f"{line.accuracy:.3f} ({line.untrained:.3f})"
+
+
+def _place(number: int) -> str:
+    return "last token" if number < 0 else f"person {number}"
+
+
+def _layers(frame: pd.DataFrame, chosen: Iterable[int]) -> list[int]:
+    """The chosen layers of a model that has more than four, or all four."""
+    return list(LAYERS) if frame.layer.max() < len(LAYERS) else list(chosen)
 
 
 def _patched(held: dict[str, Any]) -> str:
-    """Beside the probes of the same models, layers and places."""
-    probes = json.loads((ROOT / _file("coin_state_probe")).read_text(encoding="utf-8"))
-    return "\n\n".join(
-        f"`{name}`: {Patched.of(one).table(pd.DataFrame(probes[name]['lines']))}" for name, one in held.items()
+    """By model: the mean NLD of each patch and the answers that flip, by layer and place."""
+    shown = []
+    for name, one in held.items():
+        frame = Patched.of(one).frame
+        frame = frame[(frame.treatment == SWAPPED) & ~frame.place.str.startswith("chunk")]
+        places = list(dict.fromkeys(frame.place))
+        cells = {
+            (line.place, line.layer): f"{round(line.nld, 3) + 0.0:.3f} ({line.flips} of {line.n})"
+            for line in frame.itertuples()
+        }
+        rows = [[layer, *(cells[place, layer] for place in places)] for layer in _layers(frame, CARRIED)]
+        shown += [f"`{name}`:", markdown_table(("layer", *places), rows)]
+    return "\n\n".join(shown)
+
+
+def _settles(held: dict[str, Any]) -> str:
+    result = Settles(**held)
+    final, drafts = pd.DataFrame(result.final), pd.DataFrame(result.disagreement)
+    kinds = list(dict.fromkeys(final.kind))
+    rows = [[layer, *(_share(final[(final.kind == kind) & (final.layer == layer)], "chance") for kind in kinds)]
+            for layer in READ]  # fmt: skip
+    drafters = list(dict.fromkeys(drafts.drafter))
+    rejected = [
+        [layer, *(_share(drafts[(drafts.drafter == name) & (drafts.layer == layer)], "control") for name in drafters)]
+        for layer in READ
+    ]
+    counts = {name: drafts[drafts.drafter == name].rejected.iloc[0] for name in drafters}
+    heads = (
+        ["layer", *kinds],
+        ["layer", *(f"`{name}`, {count} rejected" for name, count in counts.items())],
     )
+    return f"{markdown_table(heads[0], rows)}\n\n{markdown_table(heads[1], rejected)}"
+
+
+def _share(lines: pd.DataFrame, beside: str) -> str:
+    line = lines.iloc[0]
+    return f"{line['share']:.3f} ({line[beside]:.3f})"
+
+
+def _rollbacks(held: dict[str, Any]) -> str:
+    rows = []
+    for one in held["found"]:
+        if not one["lines"]:
+            continue
+        line = one["lines"][-1]
+        rows.append((f"`{one['drafter']}`", one["unit"], f"{one['rollbacks']} of {one['drafts']}", line["layer"],
+                     f"{line['auroc']:.3f} ({line['low']:.3f} to {line['high']:.3f})", f"{line['position']:.3f}",
+                     f"{line['margin']:.3f}", one["answer"]))  # fmt: skip
+    head = ("drafter", "unit", "rollbacks", "layer", "AUROC (95 %)", "position alone", "margin alone", "predicted")
+    return markdown_table(head, rows)
+
+
+def _algorithm(held: dict[str, Any]) -> str:
+    result = Algorithm(**held)
+    rows = []
+    for name, made in result.models.items():
+        parity, state = (list(result.read_from(name, label).values())[-1] for label in ("parity", "state"))
+        rows.append((name, f"{made['accuracy']:.3f}", *("none" if at is None else at for at in (parity, state)),
+                     *(", ".join(map(str, result.reach(name, kind))) for kind in ("same", "other"))))  # fmt: skip
+    head = (
+        "model",
+        "answers right",
+        "parity from layer",
+        "state from layer",
+        "reach by layer, same parity",
+        "other parity",
+    )
+    lengths = pd.DataFrame(result.lengths)
+    counts = sorted(set(lengths.operations))
+    far = []
+    for name in result.models:
+        here = lengths[lengths.model == name].set_index("operations")
+        far.append([name, *(f"{here.right[n] / here.texts[n]:.3f}" if n in here.index else "" for n in counts)])
+    return f"{markdown_table(head, rows)}\n\n{markdown_table(('state right after', *counts), far)}"
 
 
 ANALYSES: dict[str, Callable[[dict[str, Any]], str]] = {
     "coin_state_probe": _coin,
     "coin_state_patch": _patched,
-    "when_settles": lambda held: Settles(**held).table(),
-    "rollback_foresight": lambda held: RollbackPrediction(**held).table(),
-    "s3_algorithm": lambda held: Algorithm(**held).table(),
+    "when_settles": _settles,
+    "rollback_foresight": _rollbacks,
+    "s3_algorithm": _algorithm,
 }
 
 
@@ -59,13 +154,12 @@ def _file(name: str) -> str:
 
 
 def page(text: str) -> str:
-    """The page with the figures of today between each analysis's two marks."""
-    for name, shown in figures().items():
-        begin, end = f"<!-- {name}: written by scripts/write_state_figures.py -->", f"<!-- end of {name} -->"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n{shown}\n\n{end}{rest.split(end)[1]}"
-    return text
+    """Returns one of the pages with today's tables between the marks that it holds."""
+    here = {name: part for name, part in figures().items() if f"<!-- end of {name} -->" in text}
+    return fill_page(text, "write_state_figures.py", here)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in PAGES:
+        path = ROOT / "docs" / name
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

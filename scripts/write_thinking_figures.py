@@ -1,10 +1,10 @@
-"""Write the stored results of the Thinking States analyses into docs/thinking-states.md.
+"""Write the stored results of the Thinking States analyses into docs/results-thinking-states.md.
 
 python scripts/write_thinking_figures.py
 """
 
 import json
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,85 +12,199 @@ from cacheprobe_analyses.crowd_or_distance import Result as Crowd
 from cacheprobe_analyses.every_length import stored as every_length
 from cacheprobe_analyses.minute_of_training import Result as Minute
 from cacheprobe_analyses.pretrained_learns import Result as Learns
+from cacheprobe_analyses.records import fill_page, markdown_table
 from cacheprobe_analyses.state_or_attention import Result as Routes
-from cacheprobe_analyses.thinking_states_table import AGAIN, main_rows
 from cacheprobe_analyses.thinking_states_table import Config as TableConfig
+from cacheprobe_analyses.thinking_states_table import main_rows
 from cacheprobe_analyses.thinking_states_table import stored as table
-from cacheprobe_analyses.thinking_variations import GAP_TEST
+from cacheprobe_analyses.thinking_states_told import LENGTHS, Cells
+from cacheprobe_analyses.thinking_states_told import Result as Table
 from cacheprobe_analyses.thinking_variations import Result as Variations
 from cacheprobe_analyses.thought_gap import Result as Gap
 from cacheprobe_analyses.thoughts_are_causal import Result as Causal
 from cacheprobe_analyses.training_cost import Result as Cost
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "analyses" / "results", ROOT / "docs" / "thinking-states.md"
-BEGIN, END = "<!-- figures: written by scripts/write_thinking_figures.py -->", "<!-- end of figures -->"
-MAIN, END_MAIN = "<!-- main table: written by scripts/write_thinking_figures.py -->", "<!-- end of main table -->"
+RESULTS, PAGE = ROOT / "analyses" / "results", ROOT / "docs" / "results-thinking-states.md"
+CHOICES = ("far", "tiny", "no-jumps", "paper")
+SYMMETRIC = (("s3", "far"), ("s3", "tiny"), ("s3", "full"), ("s5", "tiny"))
+SWAPS = ("4", "16", "64", "128")
+VARIED = (
+    "base",
+    "thought: delta",
+    "thought: state",
+    "chunk of 2",
+    "chunk of 10",
+    "learned first state",
+    "query pooling",
+)
+VARIED_TESTS = ("10 operations, p 0.9", "[10, 100] operations, p 0.9")
+LOOPS = {"4 swaps": "4 operations", "16 swaps": "16 operations"}
+COINS = {"asked coin": "two coins, thoughts of asked", "both coins": "two coins, thoughts of both"}
+ORDERS = [f"{count} operations, question {place}" for count in (10, 40) for place in ("first", "last")]
 
 
-def figures() -> str:
-    """The analyses' results, with the commands that print them."""
-    held, causal = table(TableConfig(rows=main_rows())), _held("thoughts-are-causal")
-    cost, varied = Cost.of(_held("training-cost")), Variations(**_held("thinking-variations"))
-    minute = Minute.of(_held("minute-of-training"))
-    gap, crowd = Gap(**_held("thought-gap")), Crowd(**_held("crowd-or-distance"))
-    parts = [
-        "`python -m cacheprobe_analyses.thinking_states_table`: per cent of texts answered rightly, 200 a seed; where\n"
-        "no flip probability is named it is 0.5. The 95 % are over texts, which all seeds share: of seeds they say\n"
-        "nothing. In chains of thought all thoughts are right where the whole chain is.",
-        held.table(),
-        *_again(),
-        "The models, each trained by its command on one core: seconds of processor time, in all and until 99 % of\n"
-        "fresh texts were wholly right, twice running. Not all were trained on one machine.",
-        held.models_table(),
-        "`python -m cacheprobe_analyses.every_length`: the coin-flip models on 200 texts of every single number of\n"
-        "operations from 10 to 100, flip probability and seed; other texts than the tables'.",
-        every_length().table(),
-        f"{_command('minute_of_training')}: the coin models after a\n"
-        "minute of one core, on fresh texts of the trained lengths and flip probabilities; seconds until 99 and 100 %\n"
-        f"of the 128 texts of a check were wholly right, twice running. {minute.machine}.",
-        minute.table(),
-        f"{_command('crowd_or_distance')}: texts of {crowd.operations}\n"
-        "operations under gold states, and the least margin of a right thought's first token, in logits, by chunk.",
-        crowd.table(),
-        "What the wrong thoughts of the first of these models stand after:",
-        _listed(crowd.kinds_listed()),
-        "Where they stand, wrong thoughts (and the median margin) of every model that sees of the text before:",
-        crowd.ways_table(),
-        "`python -m cacheprobe_analyses.thoughts_are_causal --json analyses/results/thoughts-are-causal.json`:",
-        _listed(Causal(**causal).table().splitlines()),
-        f"{_command('state_or_attention')}:",
-        _listed(Routes(**_held("state-or-attention")).table().splitlines()),
-        f"{_command('training_cost')}: forward and backward of {cost.text_tokens} text\n"
-        f"tokens with {cost.thought_tokens} thought tokens a text, seconds of one core, medians of {cost.repeats}; "
-        "ratios to the parallel step in one chunk.",
-        cost.table(),
-        f"{_command('pretrained_learns')}: SmolLM2 with T and C around\n"
-        "it, T and C alone trained, on texts of which none comes twice.",
-        Learns.of(_held("pretrained-learns")).table(),
-        f"{_command('thinking_variations')}: per cent of 200 texts\n"
-        "and seed answered rightly by models with one thing changed; in brackets the worst of several seeds.\n"
-        "p: flip probability.",
-        varied.table(),
-        f"Of {GAP_TEST}, by the longest run of chunks in which the state stays as it is:",
-        varied.gaps(),
-        f"{_command('thought_gap')}: per cent of {gap.texts} texts of which\n"
-        "answer and thoughts were all right, with one gap in which nobody flips, or four, each after one who does.",
-        gap.table(),
-        _listed(gap.limits()),
-        "Tests of some of the variations alone:",
-        _listed(varied.others()),
+def figures() -> dict[str, str]:
+    """By part of the page: a stored result as a table, under the command that prints it."""
+    held = table(TableConfig(rows=main_rows()))
+    varied = Variations(**_held("thinking-variations"))
+    return {
+        "main table": f"`python -m cacheprobe_analyses.thinking_states_table`\n\n{held.main_table()}",
+        "choices": f"{_by_preset(held)}\n\n{_symmetric(held)}",
+        "every length": _lengths(),
+        "crowd": _crowd(),
+        "cause": _cause(),
+        "cost": _cost(),
+        "variations": f"{_command('thinking_variations')}\n\n{_variations(varied)}",
+        "gap": _gap(),
+        "trainings": _trainings(),
+    }
+
+
+def _by_preset(held: Table) -> str:
+    rows = [
+        (
+            f"`{preset}`",
+            *(_share(_half_flips(held, f"coin-flip {preset} thinking: {n} operations")) for n in LENGTHS[:4]),
+        )
+        for preset in CHOICES
     ]
-    return "\n\n".join(parts)
+    return markdown_table(("coin-flip preset", *LENGTHS[:4]), rows)
 
 
-def _again() -> list[str]:
-    if not AGAIN.exists():
-        return []
-    said = (
-        "`python -m cacheprobe_analyses.thinking_states_table --again`: the same models, on texts that no setting was\n"
+def _half_flips(held: Table, start: str) -> Cells:
+    """Cells at a flip probability of 0.5, named or not."""
+    return held.cells.get(start) or held.cells.get(f"{start}, flip_probability 0.5", [])
+
+
+def _symmetric(held: Table) -> str:
+    rows = [
+        (
+            task.upper(),
+            f"`{preset}`",
+            *(_share(held.cells.get(f"{task} {preset} thinking: {n} operations")) for n in SWAPS),
+        )
+        for task, preset in SYMMETRIC
+    ]
+    return markdown_table(("task", "preset", *(f"{n} swaps" for n in SWAPS)), rows)
+
+
+def _share(cells: Cells | None) -> str:
+    """Per cent right over all seeds, and the worst seed's."""
+    if not cells:
+        return ""
+    shares = [100 * cell["right"] / cell["texts"] for cell in cells]
+    return f"{sum(shares) / len(shares):.1f} ({min(shares):.1f})"
+
+
+def _lengths() -> str:
+    texts_by, wrong = Counter[float](), Counter[float]()
+    for cell in every_length().cells:
+        low, high = cell.operations
+        texts_by[cell.flip_probability] += cell.texts * (high - low + 1)
+        wrong[cell.flip_probability] += sum(cell.wrong.values())
+    rows = [(p, f"{texts:,}", wrong[p]) for p, texts in texts_by.items()]
+    told = markdown_table(("flip probability", "texts", "wrong answers"), rows)
+    return f"`python -m cacheprobe_analyses.every_length`\n\n{told}"
+
+
+def _crowd() -> str:
+    crowd = Crowd(**_held("crowd-or-distance"))
+    ways = markdown_table(
+        ("what the model sees of the text before", "wrong thoughts", "median margin, logits"),
+        [
+            (way, f"{w['wrong']:.0f} of {w['places']:.0f}", f"{w['median']:.1f}")
+            for way, w in crowd.ways["tiny seed 2"].items()
+        ],
     )
-    return [f"{said}was chosen by.", table(TableConfig(rows=main_rows(), results=AGAIN)).table()]
+    margins = markdown_table(
+        ("model", "wrong thoughts", "smallest margin, chunks 0 to 99", "chunks 1000 on"),
+        [
+            (name, found["wrong"], f"{found['least']['0 to 99']:.1f}", f"{found['least']['1000 on']:.1f}")
+            for name, found in crowd.models.items()
+        ],
+    )
+    return f"{_command('crowd_or_distance')}\n\n{margins}\n\nSeed 2 of `tiny`, where it was wrong:\n\n{ways}"
+
+
+def _cause() -> str:
+    causal, routes = Causal(**_held("thoughts-are-causal")), Routes(**_held("state-or-attention"))
+    replaced = markdown_table(
+        ("one state in the middle of the text is replaced by", f"other answer, of {causal.texts}"),
+        causal.flipped.items(),
+    )
+    cut = markdown_table(
+        ("the model keeps", f"right answers, of {routes.texts}", "texts with all thoughts right"),
+        [(way, right, routes.thoughts_right[way]) for way, right in routes.right.items()],
+    )
+    return f"{_command('thoughts_are_causal')}\n\n{replaced}\n\n{_command('state_or_attention')}\n\n{cut}"
+
+
+def _cost() -> str:
+    cost = Cost.of(_held("training-cost"))
+    rows = [
+        (line.batch, line.chunks, f"{line.ratios['parallel']:.2f}", f"{line.ratios['through time']:.2f}")
+        for line in cost.lines
+        if line.chunks in (1, 16)
+    ]
+    head = ("texts a batch", "chunks", "parallel", "back-propagation through time")
+    return f"{_command('training_cost')}\n\n{markdown_table(head, rows)}"
+
+
+def _variations(varied: Variations) -> str:
+    coin = markdown_table(
+        ("one coin, 300 steps", "seeds", "10 operations", "[10, 100] operations"),
+        [
+            (
+                name,
+                len(varied.cells[name][VARIED_TESTS[0]]),
+                *(_share(varied.cells[name][test]) for test in VARIED_TESTS),
+            )
+            for name in VARIED
+        ],
+    )
+    loops = markdown_table(
+        ("S5, 600 steps: blocks in the loop", *LOOPS),
+        [(n, *(_share(varied.cells[f"S5, loop of {n}"][test]) for test in LOOPS.values())) for n in (1, 2, 3, 4)],
+    )
+    coins = markdown_table(
+        ("two coins: a thought names", *ORDERS),
+        [(name, *(_share(varied.cells[held][test]) for test in ORDERS)) for name, held in COINS.items()],
+    )
+    return f"{coin}\n\n{loops}\n\n{coins}"
+
+
+def _gap() -> str:
+    gap = Gap(**_held("thought-gap"))
+    rows = []
+    for form, right in gap.right.items():
+        for times in ("1", "4"):
+            tried = {n: right[n] >= gap.least * gap.texts for n in gap.chunks if n.split(" of ")[0] == times}
+            lost = next((n for n, is_kept in tried.items() if not is_kept), None)
+            kept = [n for n in tried if lost is None or list(tried).index(n) < list(tried).index(lost)][-1]
+            rows.append((form, times, gap.chunks[kept][1], "none lost" if lost is None else gap.chunks[lost][1]))
+    head = ("thoughts", "gaps", "kept up to, chunks", "first lost at, chunks")
+    return f"{_command('thought_gap')}\n\n{markdown_table(head, rows)}"
+
+
+def _trainings() -> str:
+    minute, learns = Minute.of(_held("minute-of-training")), Learns.of(_held("pretrained-learns"))
+    minutes = markdown_table(
+        ("preset", "parameters", "seconds on one core", "seconds to 99 %", "right"),
+        [
+            (f"`{line.preset}`", f"{line.parameters:,}", line.cpu_seconds, line.to_99, f"{line.right} of {line.texts}")
+            for line in minute.lines
+        ],
+    )
+    losses = markdown_table(
+        ("states", "language-model loss, nats a text"),
+        [
+            ("none", f"{learns.backbone:.2f}"),
+            ("gold thoughts", f"{learns.gold:.2f}"),
+            ("thoughts of the opposite coin", f"{learns.opposite:.2f}"),
+        ],
+    )
+    return f"{_command('minute_of_training')}\n\n{minutes}\n\n{_command('pretrained_learns')}\n\n{losses}"
 
 
 def _held(name: str) -> dict[str, Any]:
@@ -98,20 +212,12 @@ def _held(name: str) -> dict[str, Any]:
 
 
 def _command(module: str) -> str:
-    return f"`python -m cacheprobe_analyses.{module} --json analyses/results/{module.replace('_', '-')}.json`"
-
-
-def _listed(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
+    return f"`python -m cacheprobe_analyses.{module}`"
 
 
 def page(text: str) -> str:
-    """The page with the tables of today between their marks."""
-    main = table(TableConfig(rows=main_rows())).main_table()
-    for begin, end, told in ((MAIN, END_MAIN, main), (BEGIN, END, figures())):
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n{told}\n\n{end}{rest.split(end)[1]}"
-    return text
+    """Returns the page with today's tables between their marks."""
+    return fill_page(text, "write_thinking_figures.py", figures())
 
 
 if __name__ == "__main__":

@@ -268,11 +268,10 @@ def test_the_page_of_figures_names_them_all_and_its_example_runs(
 ) -> None:
     page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
     assert [name for name in PICTURES if f"`{name}" not in page] == []
-    drafted().save(tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     setting, calls = example.strip().split("\n\n")
-    scope: dict[str, Any] = {"cp": cp}
+    scope: dict[str, Any] = {"cp": cp, "trace": drafted()}
     exec(setting, scope)
     shown = [eval(call, scope) for call in calls.splitlines()]
     assert len(shown) >= 6 and all(isinstance(one, plots.Markup) for one in shown)

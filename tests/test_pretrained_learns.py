@@ -76,7 +76,7 @@ def test_the_stored_result_is_of_the_default_settings() -> None:
 
 def test_the_example_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it stands, on the small model; each replacement must find its text."""
-    page = (ROOT / "docs/thinking-states.md").read_text(encoding="utf-8").split("### A pretrained model")[1]
+    page = (ROOT / "docs/thinking-model.md").read_text(encoding="utf-8").split("### A pretrained model")[1]
     code = page.split("```python\n")[1].split("```")[0]
     for shown, small in (('"smollm2-135m"', repr(str(folder))), ("capacity=128", "capacity=128, progress=False")):
         assert shown in code

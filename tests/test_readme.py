@@ -90,9 +90,11 @@ def test_every_extra_is_documented() -> None:
 @pytest.mark.parametrize(
     "script, page",
     [
-        ("write_figures.py", "determinism.md"),
-        ("write_thinking_figures.py", "thinking-states.md"),
+        ("write_figures.py", "results-determinism.md"),
+        ("write_thinking_figures.py", "results-thinking-states.md"),
         ("write_state_figures.py", "analyses.md"),
+        ("write_state_figures.py", "analyses-drafts.md"),
+        ("write_state_figures.py", "analyses-permutations.md"),
         ("write_sweep_figures.py", "sweeps.md"),
     ],
 )
