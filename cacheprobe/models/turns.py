@@ -1,4 +1,4 @@
-"""Lets one run compute at a time: runs of other threads wait for it, and a run inside its steps is refused."""
+"""Lets one run compute at a time: other threads wait, and a second run inside a run's step is refused."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ _Result = TypeVar("_Result")
 
 
 class _Computing:
-    """A lock that its holder may enter again, and may lend to a thread that it waits for."""
+    """A lock that its holder may enter again, and may lend to a thread that the holder waits for."""
 
     def __init__(self) -> None:
         self._lock, self._lent, self._held = RLock(), set[int](), local()
@@ -31,7 +31,7 @@ class _Computing:
 
     @contextmanager
     def lent_to(self, thread: int | None) -> Iterator[None]:
-        """Inside the `with`, in which the caller only waits, that thread may compute as the caller might."""
+        """Lets another thread compute inside the `with`, during which the caller only waits."""
         if thread is None:
             yield
             return
@@ -43,15 +43,16 @@ class _Computing:
 
 
 computing = _Computing()
-"""Held while a model computes or has our hooks on it. One for all models: torch's default dtype and the environment
-variables that transformers reads belong to the process, and two runs that draft for each other wait for no circle."""
+"""Held while a model computes or has our hooks on it. One lock for all models: torch's default dtype and environment
+variables belong to the process, and two runs that draft for each other cannot deadlock."""
 
 _in_step: set[int] = set()
-"""Ids of the live models whose run is in the middle of a step. Read and written by the holder of `computing`."""
+"""Ids of the live models whose run is in the middle of a step. Read and written only by the holder of `computing`."""
 
 
 def live_model(model: Any) -> Any:
-    """Returns the module that computes: the transformers model that a twin, its bridge and a second wrapper share."""
+    """Returns the module that computes: the transformers model that a bridge, its fast forward and other wrappers
+    share."""
     origin = getattr(model, "origin", model)
     if (bridge := getattr(origin, "bridge", None)) is not None:
         return bridge.original_model
@@ -59,7 +60,7 @@ def live_model(model: Any) -> Any:
 
 
 def require_idle(model: Any) -> None:
-    """Raises: ModelError where this thread is inside a step of another run of this model."""
+    """Raises: ModelError if this thread is inside a step of another run of this model."""
     with computing:
         if id(live_model(model)) in _in_step:
             raise ModelError(
@@ -70,7 +71,7 @@ def require_idle(model: Any) -> None:
 
 @contextmanager
 def turn(model: Any) -> Iterator[None]:
-    """Around the steps of a run that follow each other undisturbed: no other thread computes, settings are plain.
+    """Runs the steps inside the `with` without interruption: no other thread computes, and settings are plain.
 
     Raises: ModelError inside a step of another run of the same model.
     """
@@ -86,7 +87,7 @@ def turn(model: Any) -> Iterator[None]:
 
 
 def one_at_a_time(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Makes a function that waits for other threads' computing, and runs in plain settings."""
+    """Wraps a function so that it waits until no other thread computes, and runs in plain settings."""
 
     @wraps(function)
     def alone(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
