@@ -32,6 +32,7 @@ def check_model(model: BridgeLM) -> None:
     seen: set[tuple[str, int]] = set()
 
     def note(site: str, layer: int, value: torch.Tensor) -> None:
+        """Notes that this hook fired with the right shape."""
         if value.shape[-1] == model.d_model and value.dim() == 3:
             seen.add((site, layer))
 

@@ -64,6 +64,7 @@ def why_no_hub() -> str:
     connected: list[bool] = []
 
     def connect() -> None:
+        """Tries one connection, and notes success."""
         try:
             socket.create_connection(where, SECONDS_TO_CONNECT).close()
         except OSError:

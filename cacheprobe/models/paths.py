@@ -178,6 +178,7 @@ def _observed(model: CachedLM, token_ids: Tensor, sites: Sequence[str]) -> dict[
     parts: dict[str, list[Tensor]] = {}
 
     def keep(site: str, layer: int, value: Tensor) -> None:
+        """Keeps one activation as float32."""
         parts.setdefault(f"{site} of layer {layer}", []).append(value[0].flatten(1).float())
 
     with model.capturing([("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in sites], keep):

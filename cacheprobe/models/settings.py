@@ -126,6 +126,7 @@ def in_plain_settings(function: Callable[_Params, _Result]) -> Callable[_Params,
 
     @wraps(function)
     def plain(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        """Runs the function inside `plain_settings`."""
         with plain_settings():
             return function(*args, **kwargs)
 

@@ -47,6 +47,7 @@ def smollm2_directory(progress: bool = True) -> Path:
         return target
 
     def build(directory: Path) -> None:
+        """Converts the weights into a directory, with a status line."""
         with _status(f"converting SmolLM2-135M, once: half a minute, 540 MB in {target.parent}", progress):
             _convert(gguf, directory)
 

@@ -91,6 +91,7 @@ def one_at_a_time(function: Callable[_Params, _Result]) -> Callable[_Params, _Re
 
     @wraps(function)
     def alone(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        """Runs the function while holding the lock, in plain settings."""
         with computing, plain_settings():
             return function(*args, **kwargs)
 

@@ -1,6 +1,6 @@
-"""Real architectures with random weights, scaled so that outputs vary: small enough to run in milliseconds.
+"""Builds real architectures with small random weights that run in milliseconds, for stress runs and tests.
 
-For proofs and tests: a mock could not be wrong in the ways that a model can.
+A real architecture can have faults that a mock cannot have. The weights are scaled so that outputs vary.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is, and how far its weights are spread."""
+    """Dimensions of a model, and the standard deviation of its weights."""
 
     vocab: int
     hidden: int
@@ -22,15 +22,17 @@ class Size:
     heads: int
     initializer_range: float
     has_twins: bool = False
-    """Every second token's unembedding is its neighbour's but for the last bits: the best two are nearly tied."""
+    """If True, every second token's unembedding equals its neighbour's except for the last bits, so the best two logits
+    nearly tie."""
 
 
 VOCAB = 97
 TINY = Size(VOCAB, hidden=32, mlp=48, layers=3, heads=4, initializer_range=0.3)
 TWINS = Size(256, hidden=128, mlp=256, layers=3, heads=4, initializer_range=0.3, has_twins=True)
-"""In float32 the order of a sum shows in most logits' last bits; here it also shows in tokens."""
+"""In float32, the summation order changes the last bits of most logits; with this size it also changes the chosen
+tokens."""
 WIDE = Size(1020, hidden=256, mlp=1024, layers=4, heads=2, initializer_range=0.3, has_twins=True)
-"""Wide and deep enough that the order of sums shows in 16 bits too."""
+"""Wide and deep enough that the summation order also changes results in 16 bits."""
 
 _GROUPED = dict(num_key_value_heads=2)
 
@@ -66,7 +68,7 @@ def tiny_model(
     window: int | None = None,
     size: Size = TINY,
 ) -> PreTrainedModel:
-    """A fresh model, in eval mode. window: width of the sliding layers, for the families that have them."""
+    """Returns a fresh model in eval mode. window: width of the sliding layers, for families that have them."""
     name, settings = _FAMILIES[family]
     settings = {**_shape(family, size), **settings}
     if window is not None:

@@ -1,9 +1,10 @@
-"""Thinking States models on disk: weights, config, tokenizer and the record of how they were made, each checked.
+"""Saves and loads Thinking States models: weights, config, tokenizer and training record, each checked by hash.
 
 folder/
   model.safetensors   the weights
   tokenizer.json      the vocabulary
-  config.json         the ThinkingConfig, the hashes of it and of the two others, and the training record; written last
+  config.json         the ThinkingConfig, the hashes of the config and of the two other files, and the training record;
+  written last
 """
 
 import json
@@ -16,7 +17,7 @@ from cacheprobe.models.thinking.config import ThinkingConfig
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 CONFIG_HASH = "config_sha256"
-"""Of the field "config" alone. It is none of "sha256", which holds files."""
+"""Hash of the field "config" alone. The hashes under "sha256" are those of files."""
 KIND = "cacheprobe thinking states"
 KEEP = (
     "keep its weights with safetensors.torch.save_file(dict(model.named_parameters()), path), and put them into "
@@ -25,9 +26,9 @@ KEEP = (
 
 
 def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> Path:
-    """Write a model. record: task, preset, arm, seed, command and what training came to.
+    """Writes a model into a folder. record: task, preset, arm, seed, command and training results.
 
-    Raises: ModelError for a model that its config alone does not make, such as a ThinkingPretrained.
+    Raises: ModelError for a model that cannot be rebuilt from its config, such as a ThinkingPretrained.
     """
     from safetensors.torch import save_file
 
@@ -54,9 +55,9 @@ def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, An
 
 
 def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, device: Any = "cpu") -> Any:
-    """A ThinkingLM of what `save_thinking` wrote.
+    """Returns a ThinkingLM from a folder that `save_thinking` wrote.
 
-    Raises: ModelError where a file is missing, is not the one that the config speaks of, or does not fit the config.
+    Raises: ModelError if a file is missing, does not match its hash in the config, or does not fit the config.
     """
     from safetensors.torch import load_file
 
@@ -83,9 +84,9 @@ def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, devi
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config file of a model folder.
+    """Returns the content of a model folder's config file.
 
-    Raises: ModelError where it is none of ours, lacks a field, or was edited.
+    Raises: ModelError for another kind of config, a missing field, or an edited config.
     """
     path = folder / CONFIG
     try:
@@ -113,8 +114,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def checked_config(folder: Path, held: dict[str, Any]) -> ThinkingConfig:
-    """What `read_config` gave, as a config. Raises: ModelError where it is no config, or for a file that is missing or
-    not the one whose hash is held."""
+    """Returns the ThinkingConfig of a content from `read_config`, after checking the hashes of all files.
+
+    Raises: ModelError for an invalid config, and for a file that is missing or does not match its hash.
+    """
     for file, wanted in held["sha256"].items():
         path = folder / file
         if not path.exists():
@@ -130,16 +133,17 @@ def checked_config(folder: Path, held: dict[str, Any]) -> ThinkingConfig:
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """Of what the config says, whatever the order of its fields."""
+    """Returns the SHA-256 of a config's content, independent of the order of its fields."""
     return sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def is_thinking_config(held: Any) -> bool:
+    """Returns whether a JSON value is the config of a Thinking States model."""
     return isinstance(held, dict) and held.get("kind") == KIND
 
 
 def is_thinking_folder(folder: Path) -> bool:
-    """Whether a folder holds one of ours, rather than a Hugging Face model."""
+    """Returns whether a folder holds a Thinking States model rather than a Hugging Face model."""
     try:
         return is_thinking_config(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
     except (OSError, ValueError):
