@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, device, dtype
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.errors import ModelError as ModelError
+from cacheprobe.models.live import LiveTokenizer
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]
@@ -36,7 +37,7 @@ class CachedLM(Protocol):
     """(number of query heads of a layer, width of a head)."""
     dtype: dtype
     device: device
-    tokenizer: Any
+    tokenizer: LiveTokenizer
     stop_token_ids: tuple[int, ...]
     injected_layers: tuple[int, ...]
     """Layers to whose input the model adds something (for example a thought state) besides the previous layer's
@@ -125,6 +126,6 @@ class CachedLM(Protocol):
         """Returns the text of each token by itself; "<17>" for token 17 if there is no tokenizer."""
         ...
 
-    def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> Any:
+    def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> object:
         """Returns TransformerLens' ActivationCache of states [p, m], keyed by (site, layer)."""
         ...

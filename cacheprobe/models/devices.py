@@ -1,7 +1,6 @@
 """Checks where a model's weights go, before loading: one device, or a map of the model's parts over several devices."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -11,10 +10,11 @@ KINDS = ("cpu", "cuda")
 PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that transformers computes itself."""
 
-DeviceMap = Mapping[str, Any] | str
+Device = str | int | torch.device
+DeviceMap = Mapping[str, Device] | str
 
 
-def checked_device(device: Any) -> torch.device:
+def checked_device(device: Device) -> torch.device:
     """Returns the device as torch.device. Raises: ModelError for an unsupported kind of device, and for a GPU that is
     absent."""
     try:
@@ -34,7 +34,7 @@ def checked_device(device: Any) -> torch.device:
     return found
 
 
-def placement(device: Any, device_map: "DeviceMap | None", adapter: Any = None) -> "DeviceMap | None":
+def placement(device: Device | None, device_map: "DeviceMap | None", adapter: object = None) -> "DeviceMap | None":
     """Returns the `device_map` to pass to transformers; None if the weights stay on the CPU.
 
     Raises: ModelError if both `device` and `device_map` are given, for an absent device, for weights left on the disk,
@@ -60,7 +60,7 @@ def placement(device: Any, device_map: "DeviceMap | None", adapter: Any = None) 
     return {part: str(checked_device(where)) for part, where in numbered.items()}
 
 
-def require_placed(model: Any, name: str) -> None:
+def require_placed(model: torch.nn.Module, name: str) -> None:
     """Raises: ModelError if some weights of a model are on no device: transformers left them on the disk for lack of
     memory."""
     if away := [path for path, weight in model.named_parameters() if weight.device.type == "meta"]:

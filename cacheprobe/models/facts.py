@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import xxhash
@@ -10,9 +9,10 @@ from torch import Tensor
 
 from cacheprobe.core.config import DTYPES
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.live import LiveModule
 
 
-def one_dtype(bridge: Any, name: str) -> torch.dtype:
+def one_dtype(bridge: LiveModule, name: str) -> torch.dtype:
     """Returns the single dtype of a model's weights. Raises: ModelError for mixed or unsupported dtypes."""
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in bridge.parameters()})
     if len(dtypes) != 1:
@@ -24,7 +24,7 @@ def one_dtype(bridge: Any, name: str) -> torch.dtype:
     return next(bridge.parameters()).dtype
 
 
-def stop_token_ids(bridge: Any) -> tuple[int, ...]:
+def stop_token_ids(bridge: LiveModule) -> tuple[int, ...]:
     """Returns the end-of-sequence ids: from the generation config, else the config, else the tokenizer."""
     model = bridge.original_model
     for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), bridge.tokenizer):

@@ -1,6 +1,6 @@
 """Lists the models on this machine from names and records; loads no weights and uses no network."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cacheprobe.models.hf.adapters import CONFIG, SHIPPED_ADAPTERS
 from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB
@@ -50,7 +50,7 @@ def shipped_models() -> list[Shipped]:
     found = []
     for name in shipped_names("checkpoints"):
         folder = shipped_folder("checkpoints", name)
-        record: dict[str, Any] = read_config(folder)["record"] if folder is not None else {}
+        record = read_config(folder)["record"] if folder is not None else {}
         found.append(Shipped(name, int(record.get("parameters", 0)), str(record.get("command", "not recorded"))))
     return found
 

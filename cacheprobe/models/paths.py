@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import PATTERN, SITES
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.hf.shared import plain_path
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.settings import numeric_settings, product_dtype
 from cacheprobe.models.turns import one_at_a_time
 
@@ -25,7 +26,7 @@ _PARITY = 1e-4
 
 
 @dataclass(frozen=True)
-class _Trial:
+class Trial:
     """The result of testing the fast forward; valid as long as weights, config and settings stay the same."""
 
     state: object
@@ -41,7 +42,7 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
     """Returns the model to run on and, in one line, the reason.
 
     path: "auto" takes the fast forward (named "twin" here) if the user set no hook on the bridge and both forwards
-    agreed on a short text; "bridge" takes the bridge; "twin" raises if the fast forward cannot be used. Any CachedLM
+    agreed on a short text; "bridge" takes the bridge; "twin" raises if the fast forward cannot be used. A CachedLM
     other than a BridgeLM is returned unchanged.
     heads: sites of attention heads that will be captured; if the fast forward does not have them, the bridge is taken.
     The fast forward is built when first chosen, kept on the BridgeLM, and tested again after every edit of the weights.
@@ -77,7 +78,7 @@ def _is_bridge(model: CachedLM) -> "TypeGuard[BridgeLM]":
     return loaded is not None and isinstance(model, loaded.BridgeLM)
 
 
-def user_hooks(bridge: Any) -> Iterator[str]:
+def user_hooks(bridge: LiveModule) -> Iterator[str]:
     """Yields a description of every user hook on the bridge: on a HookPoint, or PyTorch's on a module inside."""
     modules = list(bridge.original_model.named_modules())
     points = bridge.hook_dict | {plain_path(name): module for name, module in modules if hasattr(module, "fwd_hooks")}
@@ -91,17 +92,17 @@ def user_hooks(bridge: Any) -> Iterator[str]:
                 yield f"a PyTorch hook on {plain_path(name) or 'the model'}"
 
 
-def _is_of(function: Any, *libraries: str) -> bool:
+def _is_of(function: object, *libraries: str) -> bool:
     home = getattr(getattr(function, "func", function), "__module__", None) or ""
     return home.split(".")[0] in libraries
 
 
-def _tried_twin(model: "BridgeLM") -> _Trial:
+def _tried_twin(model: "BridgeLM") -> Trial:
     """Returns the last trial if nothing changed since then, else a new one."""
     original, checksum = model.bridge.original_model, model.weights_checksum
     state = id(original), str(original.config), checksum, numeric_settings()
     if model.twin_trial is None or model.twin_trial.state != state:
-        model.twin_trial = _Trial(state, *_try_twin(model, checksum != model.checksum_at_load))
+        model.twin_trial = Trial(state, *_try_twin(model, checksum != model.checksum_at_load))
     return model.twin_trial
 
 
@@ -136,7 +137,7 @@ def _compared(model: "BridgeLM", twin: "HookedHF") -> "tuple[HookedHF | None, st
     return twin, f"no hook is set, and on {probe_ids(model).shape[1]} tokens it was within {worst} of the bridge"
 
 
-def _refusal_of_heads(model: "BridgeLM", trial: _Trial, heads: tuple[str, ...]) -> str:
+def _refusal_of_heads(model: "BridgeLM", trial: Trial, heads: tuple[str, ...]) -> str:
     """Returns why the fast forward cannot record these head sites, "" if it can; compares each set of sites once."""
     assert trial.twin is not None
     if heads not in trial.heads:

@@ -1,16 +1,25 @@
 """Turns the user's prompts into token ids of a model; refuses invalid prompts and names the request's number."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Protocol
 
 from cacheprobe.core.records import Request
 from cacheprobe.core.values import require_encodable, whole_number
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.live import LiveTokenizer
 
 KINDS = "a prompt is text, a list of token ids, a task example or a Request"
 
 
-def as_list(prompts: Any) -> list[Any]:
+class PromptExample(Protocol):
+    """A task example that can be given as a prompt."""
+
+    def prompt_text(self, tokenizer: LiveTokenizer) -> str:
+        """Returns the text that the model reads."""
+        ...
+
+
+def as_list(prompts: object) -> list[object]:
     """Returns the prompts as a list; a list of whole numbers is one prompt of token ids."""
     if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
         return [prompts]
@@ -26,7 +35,7 @@ def as_list(prompts: Any) -> list[Any]:
     return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
 
 
-def text_of(example: Any, model: CachedLM, index: int) -> str:
+def text_of(example: PromptExample, model: CachedLM, index: int) -> str:
     """Returns the prompt text of a task example. Raises: ValueError naming the request if the example fails."""
     try:
         text = example.prompt_text(model.tokenizer)
@@ -39,7 +48,7 @@ def text_of(example: Any, model: CachedLM, index: int) -> str:
     return text
 
 
-def token_ids_of(prompt: Any, model: CachedLM, index: int, is_chat: bool) -> tuple[int, ...]:
+def token_ids_of(prompt: object, model: CachedLM, index: int, is_chat: bool) -> tuple[int, ...]:
     """Returns the token ids of a text, or the given ids; at least one, each inside the model's vocabulary.
 
     is_chat: the text already contains its special tokens.  Raises: ValueError naming the request.
@@ -48,6 +57,8 @@ def token_ids_of(prompt: Any, model: CachedLM, index: int, is_chat: bool) -> tup
         ids = _encoded(prompt, model, index, is_chat)
     else:
         try:
+            if not isinstance(prompt, Iterable):
+                raise TypeError(f"{type(prompt).__name__!r} object is not iterable")
             if isinstance(prompt, bytes | bytearray | memoryview):
                 raise ValueError("decode bytes first")
             ids = tuple(whole_number("a token id", token_id) for token_id in prompt)

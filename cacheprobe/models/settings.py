@@ -141,7 +141,7 @@ def evaluating(model: nn.Module) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _evaluating(trained: list[Any]) -> Iterator[None]:
+def _evaluating(trained: list[nn.Module]) -> Iterator[None]:
     try:
         for module in trained:
             module.training = False

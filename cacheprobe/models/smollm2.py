@@ -14,12 +14,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 from filelock import FileLock
 
 from cacheprobe.core.files import fsync
+from cacheprobe.models.live import LiveModule
 
 WEIGHTS_NOTE = "4-bit dequantised: SmolLM2-135M-Instruct from a Q4_1 GGUF"
 """Attached to every result from this model, since its weights are not those that were trained."""
@@ -158,7 +158,7 @@ def _convert(gguf: Path, directory: Path) -> None:
         from tokenizers import pre_tokenizers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model: LiveModule = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         model.hf_quantizer, model.is_quantized = None, False  # or save_pretrained refuses
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(directory)

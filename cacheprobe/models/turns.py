@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import RLock, get_ident, local
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from cacheprobe.models.base import ModelError
+from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.settings import plain_settings
 
 _Params = ParamSpec("_Params")
@@ -50,7 +51,7 @@ _in_step: set[int] = set()
 """Ids of the live models whose run is in the middle of a step. Read and written only by the holder of `computing`."""
 
 
-def live_model(model: Any) -> Any:
+def live_model(model: object) -> LiveModule:
     """Returns the module that computes: the transformers model that a bridge, its fast forward and other wrappers
     share."""
     origin = getattr(model, "origin", model)
@@ -59,7 +60,7 @@ def live_model(model: Any) -> Any:
     return getattr(origin, "model", origin)
 
 
-def require_idle(model: Any) -> None:
+def require_idle(model: CachedLM) -> None:
     """Raises: ModelError if this thread is inside a step of another run of this model."""
     with computing:
         if id(live_model(model)) in _in_step:
@@ -70,7 +71,7 @@ def require_idle(model: Any) -> None:
 
 
 @contextmanager
-def turn(model: Any) -> Iterator[None]:
+def turn(model: CachedLM) -> Iterator[None]:
     """Runs the steps inside the `with` without interruption: no other thread computes, and settings are plain.
 
     Raises: ModelError inside a step of another run of the same model.

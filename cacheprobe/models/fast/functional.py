@@ -6,7 +6,7 @@ file does not register hooks: the caller passes functions that receive the activ
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.fused_linear import FusedLinear, Product, Tried
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
+from cacheprobe.models.live import LiveModule
 from cacheprobe.ops.compiled.block import CompiledBlock
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -54,7 +55,7 @@ class FunctionalForward:
     Twin: the model's own modules (`HookedHF` with lean=False), bitwise, for logits, states, keys and values.
     """
 
-    def __init__(self, model: Any, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
+    def __init__(self, model: LiveModule, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
         """product: function that computes values weight^T + bias.  compiled: computes norms and rotations instead of
         torch.
 
@@ -78,7 +79,7 @@ class FunctionalForward:
         return all(group.is_current for group in of_one_input)
 
     @staticmethod
-    def takes(model: Any) -> bool:
+    def takes(model: LiveModule) -> bool:
         """Returns whether the model belongs to a family that this class computes, with fused attention."""
         return type(model).__name__ in FAMILIES and model.config._attn_implementation == ATTENTION
 
@@ -180,15 +181,15 @@ def _compiled_turn(compiled: CompiledBlock, q: Tensor, k: Tensor, turn: tuple[Te
     return compiled.turn_(q.contiguous(), *turn), compiled.turn_(k.contiguous(), *turn)
 
 
-def _linear(module: Any) -> _Linear:
+def _linear(module: LiveModule) -> _Linear:
     return _Linear(module.weight, module.bias)
 
 
-def _norm(module: Any) -> _Norm:
+def _norm(module: LiveModule) -> _Norm:
     return _Norm(module.weight, float(module.variance_epsilon))
 
 
-def _block(layer: Any, kind: str, product: Product, tried: Tried) -> _Block:
+def _block(layer: LiveModule, kind: str, product: Product, tried: Tried) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     return _Block(
         before_attention=_norm(layer.input_layernorm),

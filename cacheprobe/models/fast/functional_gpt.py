@@ -4,7 +4,7 @@ This file does not register hooks: the caller passes functions that receive the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +15,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.functional import Listeners, tell
 from cacheprobe.models.fast.fused_linear import Product
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
+from cacheprobe.models.live import LiveModule
 
 Affine = Callable[[Tensor], Tensor]
 
@@ -40,7 +41,7 @@ class LeanGPT:
     is_current = True
     """Always True: this class does not move the layers' weights."""
 
-    def __init__(self, model: Any, product: Product = linear) -> None:
+    def __init__(self, model: LiveModule, product: Product = linear) -> None:
         """product: function that computes values weight^T + bias for the model's linear layers. Tensors are not
         copied."""
         self.product = product
@@ -62,7 +63,7 @@ class LeanGPT:
         self.unembed = self._linear(model.lm_head)
 
     @staticmethod
-    def takes(model: Any) -> bool:
+    def takes(model: LiveModule) -> bool:
         """Returns whether the model belongs to a family that this class computes, with fused attention."""
         config, name = model.config, type(model).__name__
         is_plain = name == "GPTNeoXForCausalLM" or (name == "GPT2LMHeadModel" and not config.add_cross_attention)
@@ -129,10 +130,10 @@ class LeanGPT:
             q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in joint.chunk(3, -1))
         return q, k, v
 
-    def _linear(self, module: Any) -> Affine:
+    def _linear(self, module: LiveModule) -> Affine:
         return lambda values: self.product(values, module.weight, module.bias)
 
-    def _neox_block(self, layer: Any) -> _Block:
+    def _neox_block(self, layer: LiveModule) -> _Block:
         attention, mlp = layer.attention, layer.mlp
         return _Block(
             before_attention=_norm(layer.input_layernorm),
@@ -146,7 +147,7 @@ class LeanGPT:
         )
 
 
-def _gpt2_block(layer: Any) -> _Block:
+def _gpt2_block(layer: LiveModule) -> _Block:
     attention, mlp = layer.attn, layer.mlp
     return _Block(
         before_attention=_norm(layer.ln_1),
@@ -160,14 +161,14 @@ def _gpt2_block(layer: Any) -> _Block:
     )
 
 
-def _conv(module: Any) -> Affine:
+def _conv(module: LiveModule) -> Affine:
     """Returns GPT-2's Conv1D as a function; its weights are stored [inputs, outputs]."""
     return lambda values: torch.addmm(module.bias, values.view(-1, values.shape[-1]), module.weight).view(
         *values.shape[:-1], -1
     )
 
 
-def _norm(module: Any) -> Affine:
+def _norm(module: LiveModule) -> Affine:
     return lambda values: layer_norm(values, module.normalized_shape, module.weight, module.bias, module.eps)
 
 

@@ -3,11 +3,11 @@
 import ctypes
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cacheprobe.models.live import LiveModule
 from cacheprobe.ops.equality import bitwise
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -88,7 +88,7 @@ def _cancelling(rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return values, weight
 
 
-def _numbers_of(layer: Any) -> _Part:
+def _numbers_of(layer: LiveModule) -> _Part:
     return layer.weight, layer.bias
 
 

@@ -3,7 +3,6 @@ head."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from cacheprobe.core.hook_names import HEADS, PATTERN, hook_name
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights
+from cacheprobe.models.live import LiveModule
 
 _PARTS = ("q", "k", "v")
 _JOINT = "qkv"
@@ -36,7 +36,7 @@ def joint_place(origin: BridgeLM, weights: SharedWeights, site: str, layer: int)
     (GPT-2), or q, k and v of each head together (GPT-NeoX).
     Raises: ModelError if there is no joint projection, or for an unknown layout.
     """
-    attention: Any = origin.bridge.blocks[layer].attn
+    attention: LiveModule = origin.bridge.blocks[layer].attn
     joint = attention._modules.get(_JOINT)
     path = None if joint is None else weights.path_of(joint._modules.get(WRAPPED))
     if path is None or site not in _PARTS:
@@ -59,7 +59,7 @@ def require_no_pattern(name: str, site: str) -> None:
         raise ModelError(f"{name}: only the bridge has a hook on attention patterns; use path='auto' or 'bridge'")
 
 
-def _as_rows(module: Any) -> Tensor:
+def _as_rows(module: LiveModule) -> Tensor:
     """Returns a linear module's weight with one row for each output; Conv1D stores the transpose."""
     weight = module.weight.detach()
     return weight.T if type(module).__name__ == "Conv1D" else weight

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,9 @@ from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.cache import staged
 from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights, empty_model
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.attention.by_request import SPAN_STEP
 from cacheprobe.ops.attention.decode import COMPILER
@@ -36,6 +37,8 @@ from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 LEAN = (FunctionalForward, LeanGPT)
 """Forwards without modules; each supports some families."""
+_Inputs = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+_Output = Tensor | tuple[Tensor, ...]
 Place = tuple[nn.Module, str]
 """A module of the plain model, and whether its input or its output is read."""
 
@@ -57,7 +60,7 @@ class HookedHF:
         if bridge.compatibility_mode or getattr(bridge, "_weights_processed", False):
             raise ModelError(f"{origin.name}: the bridge's weights were processed (compatibility mode)")
         self.origin = origin
-        self.model: Any = empty_model(bridge.original_model)
+        self.model: LiveModule = empty_model(bridge.original_model)
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = self._all_places()
         self._wide_rows = wide_rows(self.dtype, self.device)
@@ -97,10 +100,10 @@ class HookedHF:
             for site in ("pre", "S", "T", "C")
         }
 
-    def _place(self, points: dict[str, Any], name: str) -> Place:
+    def _place(self, points: dict[str, HookPoint], name: str) -> Place:
         """Returns the module and side that a hook of the bridge reads: alias -> canonical name -> component -> its HF
         module."""
-        component, _, end = points[name].name.rpartition(".")
+        component, _, end = str(points[name].name).rpartition(".")
         original = self.origin.bridge.get_submodule(component)._modules.get(WRAPPED)
         path = self.weights.path_of(original)
         if path is None or end not in (INPUT_POINT, OUTPUT_POINT):
@@ -294,7 +297,7 @@ def _linear_by(product: Product, module: nn.Linear, values: Tensor) -> Tensor:
     return product(values, module.weight, module.bias)
 
 
-def _norm_by(block: CompiledBlock, module: Any, values: Tensor) -> Tensor:
+def _norm_by(block: CompiledBlock, module: LiveModule, values: Tensor) -> Tensor:
     return block.rms_norm(values, module.weight, module.variance_epsilon)
 
 
@@ -307,13 +310,13 @@ def _listen(place: Place, hear: Callable[[Tensor], object]) -> RemovableHandle:
     module, point = place
     if point == OUTPUT_POINT:
 
-        def on_output(module: nn.Module, args: Any, output: Any) -> None:
+        def on_output(module: nn.Module, args: tuple[Tensor, ...], output: _Output) -> None:
             """Passes the module's output to `hear`."""
             hear(output[0] if isinstance(output, tuple) else output)
 
         return module.register_forward_hook(on_output)
 
-    def on_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def on_input(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """Passes the module's input to `hear`."""
         hear(args[0] if args else kwargs["hidden_states"])
 
@@ -325,7 +328,7 @@ def _change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableH
     module, point = place
     if point == OUTPUT_POINT:
 
-        def on_output(module: nn.Module, args: Any, output: Any) -> Any:
+        def on_output(module: nn.Module, args: tuple[Tensor, ...], output: _Output) -> _Output | None:
             """Returns the edited output, None if unchanged."""
             if not isinstance(output, tuple):
                 return edit(output)
@@ -334,7 +337,9 @@ def _change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableH
 
         return module.register_forward_hook(on_output)
 
-    def on_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def on_input(
+        module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]] | None:
         """Returns the edited input, None if unchanged."""
         edited = edit(args[0] if args else kwargs["hidden_states"])
         if edited is None:

@@ -7,11 +7,11 @@ by name.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Required, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.facts import sha256_of
@@ -29,6 +29,15 @@ _HARMLESS = frozenset(
     "qalora_group_size loftq_config eva_config corda_config lora_ga_config".split()
 )
 """Settings of a LoraConfig that do not change the trained product scale * B @ A."""
+
+
+class LoraConfig(TypedDict, total=False):
+    """The fields of adapter_config.json that are read here."""
+
+    peft_type: str
+    r: Required[int]
+    lora_alpha: Required[float]
+    base_model_name_or_path: str
 
 
 def adapter_directory(adapter: "str | Path", model: str) -> Path:
@@ -49,7 +58,7 @@ def adapter_directory(adapter: "str | Path", model: str) -> Path:
     )
 
 
-def merge_adapter(live: Any, name: str, directory: Path) -> str:
+def merge_adapter(live: nn.Module, name: str, directory: Path) -> str:
     """Adds scale * B @ A to the weights of a plain float32 model, in place. Returns a note for `weights_note`.
 
     Raises: ModelError for an adapter of another base model, other shapes or another kind, before any weight is changed.
@@ -72,11 +81,11 @@ def merge_adapter(live: Any, name: str, directory: Path) -> str:
             )
     with torch.no_grad():
         for module, (down, up) in pairs.items():
-            weights[f"{module}.weight"] += (config["lora_alpha"] / rank) * (up.float() @ down.float())
+            weights[f"{module}.weight"].add_((config["lora_alpha"] / rank) * (up.float() @ down.float()))
     return f"LoRA adapter {directory.name} of rank {rank} merged in"
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> LoraConfig:
     """Returns adapter_config.json of a plain LoRA adapter. Raises: ModelError for a broken file or another kind of
     adapter."""
     try:
@@ -97,7 +106,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def check_base(live: Any, name: str, directory: Path, config: dict[str, Any]) -> None:
+def check_base(live: nn.Module, name: str, directory: Path, config: LoraConfig) -> None:
     """Checks that an adapter was trained on this base model: by the weight hash in training.json, or else by name.
 
     live: the base model in float32, before any adapter.
@@ -124,7 +133,7 @@ def check_base(live: Any, name: str, directory: Path, config: dict[str, Any]) ->
         raise ModelError(f"{directory} was trained on {base}, not on {name}; load {base} with it")
 
 
-def base_sha256(live: Any) -> str:
+def base_sha256(live: nn.Module) -> str:
     """Returns the hash of a plain model's parameters, including their names."""
     return sha256_of(sorted(live.named_parameters(), key=lambda item: item[0]))
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -34,7 +33,7 @@ class _Calls:
 _calls: ContextVar[_Calls | None] = ContextVar("cacheprobe_attention", default=None)
 
 
-def can_attend_here(model_class: type[Any]) -> bool:
+def can_attend_here(model_class: type[object]) -> bool:
     """Returns whether a transformers class looks its attention up in the table of attention functions."""
     return bool(getattr(model_class, "_supports_attention_backend", False))
 
@@ -80,7 +79,7 @@ def _interface(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Implements transformers.AttentionInterface: queries [b, h, t, d], keys and values [b, g, s, d] -> [b, t, h,
     d]."""

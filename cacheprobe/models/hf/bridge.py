@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib.metadata import version
-from typing import Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,11 +23,15 @@ from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import checksum_of, one_dtype, sha256_of, stop_token_ids
 from cacheprobe.models.hf.cache import ShapeProbe, staged
 from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.settings import evaluating, numeric_settings
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.compiled.readout import Compiled
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
+
+if TYPE_CHECKING:
+    from cacheprobe.models.paths import Trial
 
 _WRAPPED = "_cacheprobe_bridge"
 """Key in a live model's own dictionary for the bridge that wraps the model, and the checksum of its weights at that
@@ -54,7 +58,7 @@ class BridgeLM:
         self._hashed: tuple[str, str] | None = None
         self._texts: dict[int, str] = {}
         self.checksum_at_load = self.weights_checksum
-        self.twin_trial: Any = None  # kept by models.paths
+        self.twin_trial: Trial | None = None  # kept by models.paths
         points = bridge.hook_dict
         if self.dtype != torch.float32:
             _keep_dtype_when_rotated(points, self.dtype)
@@ -65,7 +69,7 @@ class BridgeLM:
             )
 
     @classmethod
-    def wrap(cls, model: Any, tokenizer: Any, name: str, weights_note: str = "") -> "BridgeLM":
+    def wrap(cls, model: LiveModule, tokenizer: LiveTokenizer, name: str, weights_note: str = "") -> "BridgeLM":
         """Wraps a live transformers model in place: the bridge replaces its submodules. A model wrapped before reuses
         its bridge.
 
@@ -91,7 +95,7 @@ class BridgeLM:
 
     @classmethod
     def _again(
-        cls, bridge: TransformerBridge, checksum: str, tokenizer: Any, name: str, weights_note: str
+        cls, bridge: TransformerBridge, checksum: str, tokenizer: LiveTokenizer, name: str, weights_note: str
     ) -> "BridgeLM":
         wrapped = cls(bridge, name, weights_note)
         wrapped.checksum_at_load = checksum
@@ -161,7 +165,7 @@ class BridgeLM:
         """Runs one forward through the bridge, as CachedLM.forward describes."""
         if num_layers == self.n_layers:  # the bridge would go on to the logits
             return self._last_residual(token_ids, cache, rows, starts)
-        extra: dict[str, Any] = {}
+        extra: dict[str, LiveModule] = {}
         if num_layers is not None:
             extra["stop_at_layer"] = num_layers
         elif logit_slots is not None and self._can_choose_logits:
@@ -181,7 +185,7 @@ class BridgeLM:
         return kept[0]
 
     @property
-    def config(self) -> Any:
+    def config(self) -> LiveConfig:
         """The wrapped model's own config."""
         return self.bridge.original_model.config
 
@@ -194,7 +198,7 @@ class BridgeLM:
         """Calls `sink` with activations inside the `with`, as CachedLM.capturing describes; then removes only the hooks
         added here."""
 
-        def keep(site: str, layer: int, value: Tensor, hook: Any) -> None:
+        def keep(site: str, layer: int, value: Tensor, hook: HookPoint) -> None:
             """Passes the activation to the sink."""
             sink(site, layer, value)
 
@@ -205,7 +209,7 @@ class BridgeLM:
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
         """Lets `edit` replace activations inside the `with`, as CachedLM.editing describes."""
 
-        def change(site: str, layer: int, value: Tensor, hook: Any) -> Tensor | None:
+        def change(site: str, layer: int, value: Tensor, hook: HookPoint) -> Tensor | None:
             """Returns the edited activation, None if unchanged."""
             return edit(site, layer, value)
 
@@ -213,7 +217,7 @@ class BridgeLM:
             yield
 
     @contextmanager
-    def _hooked(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> Iterator[None]:
+    def _hooked(self, sites: Sequence[tuple[str, int]], call: Callable[..., Tensor | None]) -> Iterator[None]:
         hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
         points = self.bridge.hook_dict  # made anew at every access
         missing = [name for name, _ in hooks if name not in points]
@@ -238,12 +242,12 @@ class BridgeLM:
 
         Raises: ModelError if the layer has no such projection.
         """
-        attention: Any = self.bridge.blocks[layer].attn
-        projection: Any = getattr(getattr(attention, "o", None), "original_component", None)
+        attention: LiveModule = self.bridge.blocks[layer].attn
+        projection: LiveModule = getattr(getattr(attention, "o", None), "original_component", None)
         if not hasattr(projection, "weight"):
             raise ModelError(f"{self.name}: the heads of layer {layer} have no output projection to be told apart by")
         place, _, _ = str(self.bridge.hook_dict[hook_name("T", layer)].name).rpartition(".")
-        behind: Any = self.bridge.get_submodule(place)
+        behind: LiveModule = self.bridge.get_submodule(place)
         norm = None if behind is attention else behind.original_component
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, norm)
 
@@ -336,11 +340,11 @@ def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -
     fail.
     """
 
-    def rounded(value: Tensor, hook: Any) -> Tensor | None:
+    def rounded(tensor: Tensor, *, hook: HookPoint) -> Tensor | None:
         """Returns the value in the model's dtype, None if unchanged."""
-        return value.to(dtype) if value.dtype != dtype else None
+        return tensor.to(dtype) if tensor.dtype != dtype else None
 
     for name, point in points.items():
         is_ours = any(getattr(handle.user_hook, "__module__", "") == __name__ for handle in point.fwd_hooks)
         if name.endswith(ROTATED) and not is_ours:
-            point.add_perma_hook(cast(Any, rounded))
+            point.add_perma_hook(rounded)

@@ -6,13 +6,14 @@ or build a mask raise an error, so a forgotten mask or position cannot stay unno
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, TypedDict
 
 from torch import Tensor, device
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.hf.masks import attention_masks
+from cacheprobe.models.live import LiveConfig
 
 
 class RowsLayer(CacheLayerMixin):
@@ -33,7 +34,9 @@ class RowsLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the KVCache is preallocated."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Writes keys and values [b, h, t, d] at the staged positions; returns those of the whole span, [b, h, s,
         d]."""
         return self._cache.write(self._layer, key_states, value_states)
@@ -59,10 +62,22 @@ class RowsCache(Cache):
         self.rows = cache
 
 
+LiveMasks: TypeAlias = Any
+"""A mask [b, 1, t, s], or a dict of masks by kind of layer: TransformerLens declares only the first."""
+
+
+class ForwardInputs(TypedDict):
+    """Keyword arguments of a Hugging Face forward over our cache."""
+
+    past_key_values: RowsCache
+    attention_mask: LiveMasks
+    position_ids: Tensor
+
+
 @contextmanager
 def staged(
-    cache: KVCache, rows: Sequence[int], starts: Sequence[int], width: int, config: Any, n_ctx: int
-) -> Iterator[dict[str, Any]]:
+    cache: KVCache, rows: Sequence[int], starts: Sequence[int], width: int, config: LiveConfig, n_ctx: int
+) -> Iterator[ForwardInputs]:
     """Yields the keyword arguments (cache, mask, positions) for one forward of `width` token slots per sequence over
     our cache.
 
@@ -89,7 +104,9 @@ class ShapeProbe(Cache):
         self.layer_shapes: dict[int, tuple[int, int, int]] = {}
         self.devices: dict[int, device] = {}
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Notes the layer's shapes and device, and returns the given keys and values."""
         self.layer_shapes[layer_idx] = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
         self.devices[layer_idx] = key_states.device

@@ -6,7 +6,6 @@ Libraries convert inputs of norms, rotations and softmaxes to float32 with `valu
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +22,12 @@ class _KeepingFloat64(TorchFunctionMode):
     """Ignores requests to convert a float64 tensor, or a sum or softmax of one, to float32."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         named = dict(kwargs or {})
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:

@@ -4,17 +4,16 @@ A sliding window needs no special cache: every position stays in its slot, and t
 the window. Rollback works as for full attention.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.live import LiveConfig
 
 
 def attention_masks(
-    config: Any, cache: KVCache, positions: Int[Tensor, "b t"], dtype: torch.dtype, device: torch.device | str
+    config: LiveConfig, cache: KVCache, positions: Int[Tensor, "b t"], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor | dict[str, Tensor]:
     """Returns the additive `attention_mask`, [b, 1, t, s], for new tokens at `positions`; a dict by kind of layer if
     kinds differ.
@@ -36,7 +35,7 @@ def attention_masks(
     return sliding
 
 
-def sliding_window(config: Any) -> int | None:
+def sliding_window(config: LiveConfig) -> int | None:
     """Returns how many tokens a sliding layer of this model sees, including its own; None if no layer slides."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

@@ -6,13 +6,13 @@ trees together finds the wrapped module for every module of a fresh model withou
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.attention import ATTENTION, can_attend_here
+from cacheprobe.models.live import LiveConfig, LiveModule
 
 WRAPPED = "_original_component"
 """The name under which a bridge component keeps the HF module that it replaced."""
@@ -27,7 +27,7 @@ def empty_model(wrapped: nn.Module) -> nn.Module:
     Raises: ModelError if the class cannot be built from its config.
     """
     try:
-        config: Any = copy.deepcopy(wrapped.config)
+        config: LiveConfig = copy.deepcopy(wrapped.config)
         config.output_attentions = config.output_hidden_states = False  # set by some bridges; fused attention has none
         with torch.device("meta"):
             try:
@@ -108,7 +108,7 @@ def _take_tensors(
     return held
 
 
-def _pairs(source: Any, target: Any, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
+def _pairs(source: LiveModule, target: LiveModule, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """Yields (path, wrapped module, plain module), from the top down."""
     while WRAPPED in source._modules:
         source = source._modules[WRAPPED]

@@ -4,10 +4,11 @@ A real architecture can have faults that a mock cannot have. The weights are sca
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -34,9 +35,12 @@ tokens."""
 WIDE = Size(1020, hidden=256, mlp=1024, layers=4, heads=2, initializer_range=0.3, has_twins=True)
 """Wide and deep enough that the summation order also changes results in 16 bits."""
 
-_GROUPED = dict(num_key_value_heads=2)
+_Fields = dict[str, int | float | None]
+"""Fields of a transformers config."""
 
-_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # class name without its ending, and settings
+_GROUPED: _Fields = dict(num_key_value_heads=2)
+
+_FAMILIES: dict[str, tuple[str, _Fields]] = {  # class name without its ending, and settings
     "llama": ("Llama", _GROUPED),
     "llama-tied": ("Llama", dict(**_GROUPED, tie_word_embeddings=True)),
     "qwen2": ("Qwen2", dict(**_GROUPED, use_sliding_window=False)),
@@ -51,7 +55,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # class name without its e
 }
 FAMILIES = tuple(_FAMILIES)
 
-_WINDOWED: dict[str, dict[str, Any]] = {  # every kind of layer list: all slide, the last ones, every second one
+_WINDOWED: dict[str, _Fields] = {  # every kind of layer list: all slide, the last ones, every second one
     "mistral": {},
     "qwen2": dict(use_sliding_window=True, max_window_layers=1),
     "qwen3": dict(use_sliding_window=True, max_window_layers=2),
@@ -91,13 +95,13 @@ def tiny_model(
 
 def _make_twins(model: PreTrainedModel) -> None:
     with torch.no_grad():
-        weight = cast(Any, model.get_output_embeddings()).weight
+        weight = cast(nn.Embedding, model.get_output_embeddings()).weight
         first = weight[0::2].float() if weight.dtype != torch.float32 else weight[0::2].double()
         steps = torch.randint(-1, 2, first.shape)
         weight[1::2] = (first * (1 + steps * torch.finfo(weight.dtype).eps)).to(weight.dtype)
 
 
-def _shape(family: str, size: Size) -> dict[str, Any]:
+def _shape(family: str, size: Size) -> _Fields:
     if family == "gpt2":
         shape = dict(vocab_size=size.vocab, n_embd=size.hidden, n_layer=size.layers, n_head=size.heads)
         return {**shape, "n_positions": 128}

@@ -1,6 +1,7 @@
 """The configuration of a Thinking States model: one frozen record, stored beside its weights."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -132,12 +133,12 @@ class ThinkingConfig:
                 f"{window}; set window={-(-window // self.chunk) * self.chunk}"
             )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns the config as a dictionary for JSON, with the format number."""
         return {"format": self.format, **asdict(self)}
 
     @classmethod
-    def from_json(cls, held: dict[str, Any]) -> "ThinkingConfig":
+    def from_json(cls, held: Mapping[str, Any]) -> "ThinkingConfig":
         """Returns the config that `to_json` described.
 
         Raises: ModelError for another format, an unknown field, or a missing field that has no default.

@@ -3,12 +3,11 @@
 This file defines only the order of the steps; every weight, norm, rotation and activation belongs to the wrapped layer.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cacheprobe.models.hf.hooked import HookPoint
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.thinking.blocks import Block, Memory, attend
 
 
@@ -28,7 +27,7 @@ class HFNorm(nn.Module):
 class HFAttention(nn.Module):
     """Grouped-query attention; `rotary` returns the cosines and sines of positions [b or 1, t]."""
 
-    def __init__(self, source: Any, rotary: nn.Module, layer: int) -> None:
+    def __init__(self, source: LiveModule, rotary: nn.Module, layer: int) -> None:
         super().__init__()
         self.source, self.rotary, self.layer = source, rotary, layer
         self.hook_q, self.hook_k, self.hook_v = HookPoint(), HookPoint(), HookPoint()
@@ -65,7 +64,7 @@ class HFAttention(nn.Module):
         return config.num_key_value_heads, width, width
 
 
-def hf_block(source: Any, rotary: nn.Module, layer: int) -> Block:
+def hf_block(source: LiveModule, rotary: nn.Module, layer: int) -> Block:
     """Returns a Block around a pre-norm layer of the Llama kind. `layer` is its number in the memory; any number if
     used alone.
 

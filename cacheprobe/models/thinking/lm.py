@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,15 +19,20 @@ from cacheprobe.core.hook_names import PATTERN, hook_name, resid_pre_name
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import checksum_of, sha256_of
-from cacheprobe.models.hf.hooked import ActivationCache
+from cacheprobe.models.hf.hooked import ActivationCache, HookPoint
+from cacheprobe.models.live import LiveModule, LiveTokenizer
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.models.thinking.blocks import Memory, attention_bias
 from cacheprobe.models.thinking.cache import RowThought, ThinkingCache
 from cacheprobe.models.thinking.model import ThinkingModel
+from cacheprobe.models.thinking.store import TrainingRecord
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.tasks.words import encode_strictly
+
+_Hook = tuple[str | Callable[..., object], Callable[..., object]]
+"""(hook name, function), as TransformerLens takes them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,9 @@ class ThinkingLM:
     Twin: tests.thinking_slowly.read_slowly, thoughts ==, logits close(1e-5).
     """
 
-    def __init__(self, model: ThinkingModel, tokenizer: Any = None, name: str = "thinking", note: str = "") -> None:
+    def __init__(
+        self, model: ThinkingModel, tokenizer: LiveTokenizer = None, name: str = "thinking", note: str = ""
+    ) -> None:
         self.model, self.tokenizer, self.name, self.weights_note = model.eval(), tokenizer, name, note
         self.config = config = model.config
         self.n_layers, self.d_model, self.d_vocab = config.n_layers, config.d_model, config.d_vocab
@@ -60,7 +66,7 @@ class ThinkingLM:
         self.dtype, self.device = weight.dtype, weight.device
         self.stop_token_ids = (config.eos_id,)
         self.injected_layers = (config.l_in,) if config.thinks and config.feeds_back else ()
-        self.record: dict[str, Any] = {}
+        self.record: TrainingRecord = {}
         """How the model was trained; empty if it was not loaded from a folder."""
         self.num_rounds = 0
         """Number of rounds of the last forward."""
@@ -93,7 +99,7 @@ class ThinkingLM:
             return KVCache(rows, capacity, shapes, self.dtype, self.device)
         return ThinkingCache(rows, capacity, shapes, self.dtype, self.device, c.d_model, c.chunk)
 
-    def set_think_while_decoding(self, wanted: Any) -> None:
+    def set_think_while_decoding(self, wanted: object) -> None:
         """Sets whether chunks that hold generated tokens also write thoughts, overriding the stored setting.
 
         Raises: ModelError for a model without thoughts.
@@ -274,11 +280,11 @@ class ThinkingLM:
         the last round."""
         heard: dict[tuple[str, int], Tensor] = {}
 
-        def hear(site: str, layer: int, value: Tensor, hook: Any) -> None:
+        def hear(site: str, layer: int, value: Tensor, hook: HookPoint) -> None:
             """Keeps the newest activation of this site and layer."""
             heard[site, layer] = value
 
-        hooks: Any = self._hooks(sites, hear)
+        hooks = self._hooks(sites, hear)
         listener = (heard, sink)
         self._listeners.append(listener)
         try:
@@ -290,17 +296,17 @@ class ThinkingLM:
     @property
     def unembedding(self) -> Tensor:
         """The matrix [v, m] that maps the normalised residual stream to logits."""
-        unembed: Any = self.model.unembed
+        unembed: LiveModule = self.model.unembed
         return unembed.weight
 
     def output_parts(self) -> OutputParts:
         """Returns the final norm, the unembedding and its bias separately."""
-        unembed: Any = self.model.unembed
+        unembed: LiveModule = self.model.unembed
         return OutputParts(self.model.ln_final, unembed.weight, unembed.bias, lambda logits: logits)
 
     def head_writer(self, layer: int) -> HeadWriter:
         """Returns the output projection of a layer's heads, split by head."""
-        block: Any = self.model.blocks[layer]
+        block: LiveModule = self.model.blocks[layer]
         projection = block.attn.projection
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, None)
 
@@ -309,17 +315,19 @@ class ThinkingLM:
         """Lets `edit` replace activations, as CachedLM.editing describes. A layer that runs in rounds is edited in each
         round."""
 
-        def change(site: str, layer: int, value: Tensor, hook: Any) -> Tensor | None:
+        def change(site: str, layer: int, value: Tensor, hook: HookPoint) -> Tensor | None:
             """Returns the edited activation, None if unchanged."""
             return edit(site, layer, value)
 
-        with computing, self.model.hooks(fwd_hooks=cast(Any, self._hooks(sites, change))):
+        with computing, self.model.hooks(fwd_hooks=self._hooks(sites, change)):
             yield
 
-    def _hooks(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> list[tuple[str, Any]]:
+    def _hooks(
+        self, sites: Sequence[tuple[str, int]], call: Callable[..., Tensor | None]
+    ) -> list[tuple[str | Callable[..., object], Callable[..., object]]]:
         if any(site == PATTERN for site, _ in sites):  # it would be computed apart, and other bits with it
             raise ModelError(f"{self.name} attends without forming a pattern, so none can be kept; leave out 'pattern'")
-        hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
+        hooks: list[_Hook] = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
         if missing := [name for name, _ in hooks if name not in self.model.hook_dict]:
             raise ModelError(f"{self.name} has no hook {missing[0]}")
         return hooks

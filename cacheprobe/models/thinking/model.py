@@ -8,7 +8,6 @@ one chunk after another.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.hooked import HookedRootModule, HookPoint
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.thinking.blocks import Block, Memory, RMSNorm, alibi_slopes, attention_bias, new_block
 from cacheprobe.models.thinking.config import ThinkingConfig
 
@@ -168,7 +168,7 @@ class ThinkingModel(HookedRootModule):
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
         """(heads, key width, value width) of each block's cache."""
-        blocks: Any = self.blocks
+        blocks: LiveModule = self.blocks
         return [block.attn.cache_shape for block in blocks]
 
     # -- the parts

@@ -5,12 +5,12 @@ Passes, losses, hook points and ThinkingLM are those of ThinkingModel.
 
 from collections.abc import Iterable
 from copy import deepcopy
-from typing import Any
 
 from torch import nn
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.masks import sliding_window
+from cacheprobe.models.live import LiveConfig, LiveModule
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.hf_blocks import HFNorm, hf_block
 from cacheprobe.models.thinking.model import Compression, Parts, ThinkingBlock, ThinkingModel
@@ -31,7 +31,7 @@ class ThinkingPretrained(ThinkingModel):
     Twin: tests.thinking_pretrained_slowly.read_slowly, thoughts ==, logits close(1e-5) in float32.
     """
 
-    def __init__(self, backbone: Any, config: ThinkingConfig, seed: int = 0) -> None:
+    def __init__(self, backbone: LiveModule, config: ThinkingConfig, seed: int = 0) -> None:
         """config: from `config_of`, or one that agrees with the backbone. seed: for learned pooling vectors, if used.
 
         Raises: ModelError for an unsupported backbone, or a config of another backbone.
@@ -65,7 +65,7 @@ class ThinkingPretrained(ThinkingModel):
             weight.requires_grad_(is_trained or weight in added)
 
 
-def config_of(backbone: Any, *, eos_id: int, pad_id: int, chunk: int = 8, **choices: Any) -> ThinkingConfig:
+def config_of(backbone: LiveModule, *, eos_id: int, pad_id: int, chunk: int = 8, **choices: object) -> ThinkingConfig:
     """Returns the config of a backbone with T and C; fills in the backbone's shapes.
 
     eos_id: ends a thought and an answer.  pad_id: another token, which no thought contains.  choices: other fields of
@@ -80,7 +80,7 @@ def config_of(backbone: Any, *, eos_id: int, pad_id: int, chunk: int = 8, **choi
     return config
 
 
-def check_backbone(backbone: Any) -> None:
+def check_backbone(backbone: LiveModule) -> None:
     """Raises: ModelError unless the model's layers can be called one by one over our memory."""
     name = type(backbone).__name__
     if name not in KINDS:
@@ -96,7 +96,7 @@ def check_backbone(backbone: Any) -> None:
         raise ModelError(f"{name} drops {config.attention_dropout} of its attention; set config.attention_dropout=0.0")
 
 
-def _shapes_of(config: Any) -> dict[str, Any]:
+def _shapes_of(config: LiveConfig) -> dict[str, LiveConfig]:
     """Returns the fields of a ThinkingConfig that the backbone determines."""
     return {
         "d_vocab": config.vocab_size,
@@ -109,7 +109,7 @@ def _shapes_of(config: Any) -> dict[str, Any]:
     }
 
 
-def _check_config(backbone: Any, config: ThinkingConfig) -> None:
+def _check_config(backbone: LiveModule, config: ThinkingConfig) -> None:
     for field, wanted in _shapes_of(backbone.config).items():
         if (given := getattr(config, field)) != wanted:
             raise ModelError(f"{field} is {wanted!r} in {type(backbone).__name__} and {given!r} in the config")
@@ -117,10 +117,10 @@ def _check_config(backbone: Any, config: ThinkingConfig) -> None:
         raise ModelError(f"T copies the last layers, 1 to {config.n_layers} of them, not {config.thinking_layers}")
 
 
-def _parts_of(backbone: Any, config: ThinkingConfig) -> Parts:
+def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> Parts:
     decoder = backbone.model
 
-    def wrapped(layers: Iterable[Any]) -> nn.ModuleList:
+    def wrapped(layers: Iterable[LiveModule]) -> nn.ModuleList:
         """Returns the layers as Blocks, numbered from 0."""
         return nn.ModuleList([hf_block(layer, decoder.rotary_emb, i) for i, layer in enumerate(layers)])
 

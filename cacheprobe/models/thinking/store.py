@@ -8,12 +8,20 @@ folder/
 """
 
 import json
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, TypeGuard
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.config import ThinkingConfig
+
+if TYPE_CHECKING:  # they take seconds to load
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from cacheprobe.models.thinking.lm import ThinkingLM
+    from cacheprobe.models.thinking.model import ThinkingModel
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 CONFIG_HASH = "config_sha256"
@@ -25,7 +33,31 @@ KEEP = (
 )
 
 
-def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> Path:
+class TrainingRecord(TypedDict, total=False):
+    """How a model was trained; the fields that are read here. A stored record may have more."""
+
+    command: str
+    parameters: int
+    cpu_seconds: float
+    cpu_seconds_to_99: float | None
+    cpu_seconds_to_100: float | None
+
+
+class StoredModel(TypedDict):
+    """The content of a model folder's config file."""
+
+    kind: str
+    config: dict[str, object]
+    config_sha256: str
+    sha256: dict[str, str]
+    """SHA-256 of each other file of the folder."""
+    record: TrainingRecord
+    """How the model was trained."""
+
+
+def save_thinking(
+    folder: Path, model: "ThinkingModel", tokenizer: "PreTrainedTokenizerFast", record: Mapping[str, object]
+) -> Path:
     """Writes a model into a folder. record: task, preset, arm, seed, command and training results.
 
     Raises: ModelError for a model that cannot be rebuilt from its config, such as a ThinkingPretrained.
@@ -54,7 +86,9 @@ def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, An
     return folder
 
 
-def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, device: Any = "cpu") -> Any:
+def load_thinking(
+    folder: Path, name: str | None = None, dtype: "torch.dtype | None" = None, device: "torch.device | str" = "cpu"
+) -> "ThinkingLM":
     """Returns a ThinkingLM from a folder that `save_thinking` wrote.
 
     Raises: ModelError if a file is missing, does not match its hash in the config, or does not fit the config.
@@ -83,7 +117,7 @@ def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, devi
     return lm
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> "StoredModel":
     """Returns the content of a model folder's config file.
 
     Raises: ModelError for another kind of config, a missing field, or an edited config.
@@ -105,7 +139,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if CONFIG_HASH not in held:
         raise ModelError(f"{path} has no field {CONFIG_HASH!r}, so nobody can say what was trained; {_remedy(held)}")
     found = config_hash(held["config"])
-    if (wanted := held[CONFIG_HASH]) != found:
+    if (wanted := held["config_sha256"]) != found:
         raise ModelError(
             f"the field 'config' of {path} has the hash {found[:12]}, and {CONFIG_HASH} says {wanted!s:.12}: it was "
             f"edited after the training; {_remedy(held)}"
@@ -113,7 +147,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return held
 
 
-def checked_config(folder: Path, held: dict[str, Any]) -> ThinkingConfig:
+def checked_config(folder: Path, held: "StoredModel") -> ThinkingConfig:
     """Returns the ThinkingConfig of a content from `read_config`, after checking the hashes of all files.
 
     Raises: ModelError for an invalid config, and for a file that is missing or does not match its hash.
@@ -132,12 +166,12 @@ def checked_config(folder: Path, held: dict[str, Any]) -> ThinkingConfig:
         raise ModelError(f"{folder / CONFIG}: {error}; {_remedy(held)}") from error
 
 
-def config_hash(config: dict[str, Any]) -> str:
+def config_hash(config: Mapping[str, object]) -> str:
     """Returns the SHA-256 of a config's content, independent of the order of its fields."""
     return sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
-def is_thinking_config(held: Any) -> bool:
+def is_thinking_config(held: object) -> TypeGuard[StoredModel]:
     """Returns whether a JSON value is the config of a Thinking States model."""
     return isinstance(held, dict) and held.get("kind") == KIND
 
@@ -150,7 +184,7 @@ def is_thinking_folder(folder: Path) -> bool:
         return False
 
 
-def _remedy(held: dict[str, Any]) -> str:
+def _remedy(held: Mapping[str, object]) -> str:
     record = held.get("record")
     command = record.get("command") if isinstance(record, dict) else None
     return f"restore it, or train the model again: {command or 'cacheprobe train thinking-states'}"
