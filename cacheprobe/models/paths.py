@@ -101,9 +101,10 @@ def _tried_twin(model: "BridgeLM") -> Trial:
     """Returns the last trial if nothing changed since then, else a new one."""
     original, checksum = model.bridge.original_model, model.weights_checksum
     state = id(original), str(original.config), checksum, numeric_settings()
-    if model.twin_trial is None or model.twin_trial.state != state:
-        model.twin_trial = Trial(state, *_try_twin(model, checksum != model.checksum_at_load))
-    return model.twin_trial
+    trial = model.twin_trial
+    if not isinstance(trial, Trial) or trial.state != state:
+        trial = model.twin_trial = Trial(state, *_try_twin(model, checksum != model.checksum_at_load))
+    return trial
 
 
 def _try_twin(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str]":

@@ -1,7 +1,7 @@
 """Turns the user's prompts into token ids of a model; refuses invalid prompts and names the request's number."""
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from cacheprobe.core.records import Request
 from cacheprobe.core.values import require_encodable, whole_number
@@ -11,6 +11,7 @@ from cacheprobe.models.live import LiveTokenizer
 KINDS = "a prompt is text, a list of token ids, a task example or a Request"
 
 
+@runtime_checkable
 class PromptExample(Protocol):
     """A task example that can be given as a prompt."""
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,9 +28,6 @@ from cacheprobe.models.settings import evaluating, numeric_settings
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.compiled.readout import Compiled
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
-
-if TYPE_CHECKING:
-    from cacheprobe.models.paths import Trial
 
 _WRAPPED = "_cacheprobe_bridge"
 """Key in a live model's own dictionary for the bridge that wraps the model, and the checksum of its weights at that
@@ -58,7 +54,7 @@ class BridgeLM:
         self._hashed: tuple[str, str] | None = None
         self._texts: dict[int, str] = {}
         self.checksum_at_load = self.weights_checksum
-        self.twin_trial: Trial | None = None  # kept by models.paths
+        self.twin_trial: object = None  # kept by models.paths
         points = bridge.hook_dict
         if self.dtype != torch.float32:
             _keep_dtype_when_rotated(points, self.dtype)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from cacheprobe.models.base import ModelError
 
@@ -13,6 +13,16 @@ POOLINGS = ("last", "query")
 _COUNTS = (
     "d_vocab", "n_ctx", "d_model", "n_layers", "n_heads", "d_mlp", "chunk", "max_thought", "l_out", "thinking_layers",
 )  # fmt: skip
+
+
+class TrainingRecord(TypedDict, total=False):
+    """How a model was trained; the fields that are read here. A stored record may have more."""
+
+    command: str
+    parameters: int
+    cpu_seconds: float
+    cpu_seconds_to_99: float | None
+    cpu_seconds_to_100: float | None
 
 
 @dataclass(frozen=True)

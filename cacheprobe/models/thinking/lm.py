@@ -25,8 +25,8 @@ from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.models.thinking.blocks import Memory, attention_bias
 from cacheprobe.models.thinking.cache import RowThought, ThinkingCache
+from cacheprobe.models.thinking.config import TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
-from cacheprobe.models.thinking.store import TrainingRecord
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.tasks.words import encode_strictly

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeGuard
 
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 
 if TYPE_CHECKING:  # they take seconds to load
     import torch
@@ -31,16 +31,6 @@ KEEP = (
     "keep its weights with safetensors.torch.save_file(dict(model.named_parameters()), path), and put them into "
     "another of the same backbone and config with model.load_state_dict(load_file(path), strict=False)"
 )
-
-
-class TrainingRecord(TypedDict, total=False):
-    """How a model was trained; the fields that are read here. A stored record may have more."""
-
-    command: str
-    parameters: int
-    cpu_seconds: float
-    cpu_seconds_to_99: float | None
-    cpu_seconds_to_100: float | None
 
 
 class StoredModel(TypedDict):

@@ -1,1 +1,1 @@
-"""Attention over the KV cache: the slow reference, one call a request, and the loop of one new token."""
+"""Attention over the KV cache: the slow reference, one call for each request, and a loop for one new token."""

@@ -1,14 +1,14 @@
-"""Attention of one new token a request on a CPU, compiled by numba, so that no other request can change its bits.
+"""Attention of one new token per request on a CPU, compiled by numba, batch-invariant.
 
-One thread computes a head of keys of one request from beginning to end, over the slots up to the token's own. Which
-thread that is, and what the other threads compute, changes nothing.
+One thread computes one key head of one request from beginning to end, over the slots up to the token's own. The result
+does not depend on which thread that is, or on what the other threads compute.
 """
 
 import ctypes
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import llvmlite
 import numba
@@ -21,23 +21,23 @@ from torch import Tensor
 from cacheprobe.ops.attention.decode_kernel import work_on_bfloat16, work_on_float32
 
 WORK = {torch.float32: work_on_float32, torch.bfloat16: work_on_bfloat16}
-"""The compiled loops for each kind of numbers that is attended here."""
+"""The compiled loops for each supported dtype."""
 
 _TARGET = cpu_target.target_context.codegen().magic_tuple()  # pyright: ignore[reportAttributeAccessIssue]
-"""Triple, processor and its features."""
+"""Target triple, processor and its features."""
 
 COMPILER = (
     f"numba {numba.__version__}, llvmlite {llvmlite.__version__}, {_TARGET[1]} "
     f"{hashlib.sha256(repr(_TARGET).encode()).hexdigest()[:8]}"
 )
-"""Other versions, processors and features may give other bits."""
+"""Recorded in the fingerprint: other versions, processors and features may give other bits."""
 
 _LITTLE = 2**16
-"""Elements of keys up to which one thread is quicker than two: waking one takes time."""
+"""One thread is faster than two up to this many elements of keys: waking a thread takes time."""
 
 
 def serves(q: Tensor) -> bool:
-    """Whether queries [b, h, t, d] can be attended here: by device, dtype and width; no gradient is computed."""
+    """Returns whether queries [b, h, t, d] are supported: by device, dtype and width, and without gradients."""
     is_trained = torch.is_grad_enabled() and q.requires_grad
     return q.device.type == "cpu" and q.shape[2] == 1 and q.dtype in WORK and not is_trained
 
@@ -45,13 +45,14 @@ def serves(q: Tensor) -> bool:
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64], scale: float
 ) -> Tensor:
-    """[b, h, 1, dv] of queries [b, h, 1, d] and additive mask [b, 1 or h, 1, s]; rows without a place are zero.
+    """Returns outputs [b, h, 1, dv] of queries [b, h, 1, d] with additive mask [b, 1 or h, 1, s]; requests not in
+    `places` give zeros.
 
     keys, values: [1, g, s, d] and [1, g, s, dv] of any one request.
-    places: int64 [n, 4] for n requests: batch row, elements from `keys` and from `values` to that request's own, slots
-    to attend to.
-    Raises: ValueError for tensors of several dtypes, a mask of another shape, and keys or values whose numbers do not
-        lie side by side; RuntimeError if the compiled loops ended early.
+    places: int64 [n, 4] for n requests: batch index, offset in elements from `keys` and from `values` to that request's
+    own, number of slots to attend to.
+    Raises: ValueError for tensors of different dtypes, a mask of another shape, and keys or values whose last dimension
+    is not contiguous; RuntimeError if the compiled loops ended early.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     (batch, heads, _, depth), (_, groups, _, value_depth) = q.shape, values.shape
@@ -80,7 +81,7 @@ def decode_attention(
 
 
 def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64]) -> None:
-    """The loops read memory as they are told to. Raises: ValueError for what they would misread."""
+    """Raises: ValueError for tensors that the compiled loops, which read memory without checks, would misread."""
     if {keys.dtype, values.dtype, mask.dtype} != {q.dtype}:
         raise ValueError(
             f"keys of {keys.dtype}, values of {values.dtype} and mask of {mask.dtype}, queries of {q.dtype}"
@@ -93,10 +94,10 @@ def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, pla
 
 
 @cache
-def _start_threads() -> Any:
-    """OpenMP's function that runs another one on the threads of torch's own operations; None where there is none.
+def _start_threads() -> "Callable[[int | None, int, int, int], None] | None":
+    """Returns OpenMP's function that runs a function on the threads of torch's own operations; None if it is not found.
 
-    A pool of numba's own would compete with torch's threads, which wait by spinning.
+    A separate thread pool of numba would compete with torch's threads, which wait by spinning.
     """
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
         start = ctypes.CDLL(str(path)).GOMP_parallel

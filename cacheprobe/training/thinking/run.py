@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
-from cacheprobe.models.thinking.store import TrainingRecord, load_thinking, read_config
+from cacheprobe.models.thinking.store import load_thinking, read_config
 from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
 from cacheprobe.training.loop import Loop, Progress
 from cacheprobe.training.thinking.evaluate import Verdicts, evaluate, follows_gold
