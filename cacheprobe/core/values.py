@@ -1,7 +1,10 @@
 """Checks single values that a user gave: whole numbers, numbers, flags and texts. Every error names the argument."""
 
 from operator import index
-from typing import Any
+from typing import Any, TypeAlias, Union
+
+Json: TypeAlias = Union[bool, int, float, str, list["Json"], dict[str, "Json"], None]  # noqa: UP007
+"""A value as json.loads returns it."""
 
 
 def whole_number(name: str, value: Any) -> int:

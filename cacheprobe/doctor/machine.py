@@ -38,7 +38,12 @@ def machine() -> list[Finding]:
         Finding("instruction set", f"{facts['cpu_capability']}, as torch uses it"),
         Finding("threads", f"{facts['threads']} of {cores} cores" + (f"; {told}" if told else "")),
         _compiler(),
-        Finding("GPU", "there is one; a run uses it only with --device cuda" if torch.cuda.is_available() else "none; none is needed"),
+        Finding(
+            "GPU",
+            "there is one; a run uses it only with --device cuda"
+            if torch.cuda.is_available()
+            else "none; none is needed",
+        ),
     ]
 
 

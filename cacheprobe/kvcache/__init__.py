@@ -1,1 +1,1 @@
-"""The KV cache: its rows, who wrote each slot, masks, shared prefixes, and surgery."""
+"""The KV cache: its rows (one for each sequence), the provenance of each slot, masks, shared prefixes, and surgery."""

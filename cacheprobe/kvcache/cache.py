@@ -1,6 +1,6 @@
-"""The KV cache: preallocated rows, one length each, written by absolute position whatever the phase.
+"""The KV cache: preallocated rows with one length each, written by absolute position in every phase.
 
-Knows nothing about models or requests. A row is one sequence's place; a slot is one position of it.
+This file contains no code for models or requests. A row holds one sequence; a slot of a row holds one position.
 
     slots   0 ........ length-1 | length ........ capacity-1
             in use, attended    | stale but finite: pads and rejected drafts; masked until written again
@@ -8,7 +8,7 @@ Knows nothing about models or requests. A row is one sequence's place; a slot is
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -16,38 +16,40 @@ from torch import Tensor
 
 from cacheprobe.kvcache.head_masks import HeadMasks
 from cacheprobe.kvcache.ledger import CacheIntegrityError, Ledger
+from cacheprobe.kvcache.thought import RowThought
 from cacheprobe.ops.attention.by_request import Reach
 from cacheprobe.ops.equality import bitwise
 
 _SPAN_STEP = 32
-"""Slots by which attention's span grows: fewer spans are fewer shapes."""
+"""Step in slots by which attention's span grows: fewer spans mean fewer tensor shapes."""
 
 _ALIGNED_SLOTS = 64
-"""Each row's slots take up a multiple of these in memory: every row and head then begins at an address that is a
-multiple of 64 bytes, on which some libraries' sums depend."""
+"""Each row occupies a multiple of these slots in memory. Every row and head then begins at a multiple of 64 bytes; the
+sums of some libraries depend on this alignment."""
 
 _FEW_ROWS = 4
-"""Up to so many rows are written slice by slice, which is quicker than an index of every slot."""
+"""Up to this many rows are written slice by slice, which is faster than indexing every slot."""
 
 
 class Copy(NamedTuple):
-    """A batch row of a pass that computes another one's tokens again, to be compared with it."""
+    """A batch index of a pass that recomputes the tokens of another batch index, for comparison."""
 
     original: int
     copy: int
     shift: int
-    """Slots by which the copy's tokens stand later than the original's."""
+    """Number of slots by which the copy's tokens stand later than the original's."""
     num_tokens: int
-    """Tokens of the pass to compare."""
+    """Number of tokens of this pass to compare."""
     num_again: int = 0
-    """Tokens before them to compare with what the cache holds, which an earlier pass computed."""
+    """Number of earlier tokens to compare with the cache's content, which an earlier pass computed."""
 
 
 class KVCache:
-    """Keys and values of every layer, [rows, heads, capacity, d] each, with per-row lengths and a ledger."""
+    """Keys and values of every layer, [rows, heads, capacity, d] each, with a length for each row and a ledger."""
 
     can_compute_twice = True
-    """Whether two batch rows of a pass may stand for one cache row: a model may write more than keys and values."""
+    """Whether two batch indices of a pass may use one cache row; False for models that write more than keys and
+    values."""
 
     def __init__(
         self,
@@ -57,30 +59,32 @@ class KVCache:
         dtype: torch.dtype,
         device: "torch.device | str | Sequence[torch.device]" = "cpu",
     ) -> None:
-        """layer_shapes: (heads, key width, value width) of each layer.  device: of all layers, or of each.
+        """layer_shapes: (heads, key width, value width) of each layer.  device: one for all layers, or one for each.
 
-        Zeros and never `empty`: a NaN in a masked slot would poison every row's attention.
+        Tensors start as zeros, never `empty`: a NaN in a masked slot would turn every row's attention into NaN.
         """
         self.rows, self.capacity = rows, capacity
-        of_one = isinstance(device, str | torch.device)
-        places = list(zip(layer_shapes, [device] * len(layer_shapes) if of_one else device, strict=True))
+        devices = [device] * len(layer_shapes) if isinstance(device, str | torch.device) else device
+        places = list(zip(layer_shapes, devices, strict=True))
         self.keys = [_slots(rows, h, capacity, dk, dtype, at) for (h, dk, _), at in places]
         self.values = [_slots(rows, h, capacity, dv, dtype, at) for (h, _, dv), at in places]
         self.span = capacity
-        """Slots that attention runs over: all of them where bits are promised, fewer where nothing lies beyond."""
+        """Number of slots that attention runs over: all if results must be batch-invariant, fewer if later slots are
+        unused."""
         self.reach: Reach | None = None
-        """Where attention is computed request by request: which slots each request's attention runs over."""
+        """If attention runs request by request: the slots that each request's attention runs over; else None."""
         self.copy: Copy | None = None
-        """In the pass at hand, a batch row that computes another one's tokens again."""
+        """The batch index of the current pass that recomputes another one's tokens, if any."""
         self.copy_differs_at: list[tuple[int, str]] = []
-        """(layer, "keys" or "values") where the copy of the pass at hand computed other bits than the original."""
+        """(layer, "keys" or "values") for each place where the copy in the current pass has other bits than the
+        original."""
         self.lengths = torch.zeros(rows, dtype=torch.long)
         self.prompt_lengths = torch.zeros(rows, dtype=torch.long)
-        """How many of a row's positions are prompt, for models that read a prompt in another way than they write."""
+        """Number of prompt positions of each row, for models that read a prompt differently from generated tokens."""
         self.hidden = torch.zeros(rows, capacity, dtype=torch.bool)
-        """Slots that no later token attends to: cache surgery hides them."""
+        """Slots that cache surgery hides from all later tokens."""
         self.head_masks = HeadMasks(capacity)
-        """The same in some layers or heads alone."""
+        """Slots that cache surgery hides in some layers or heads only."""
         self.ledger = Ledger(rows, capacity)
         self._taken = [False] * rows
         self._staged: tuple[Tensor, Tensor, slice | Tensor] | None = None
@@ -93,17 +97,20 @@ class KVCache:
 
     @property
     def cache_bytes(self) -> int:
+        """Size of keys and values in bytes."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     @property
     def num_free_rows(self) -> int:
+        """Number of rows that hold no request."""
         return self._taken.count(False)
 
     def is_free(self, row: int) -> bool:
+        """Returns whether no request holds this row."""
         return not self._taken[row]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """The first `length` slots of one row into another, which then holds them with the same provenance."""
+        """Copies the first `length` slots of one row to another, with their provenance."""
         if length > int(self.lengths[source]):
             raise CacheIntegrityError(f"cache row {source} holds {int(self.lengths[source])} slots, not {length}")
         for held in (*self.keys, *self.values):
@@ -112,7 +119,7 @@ class KVCache:
         self.lengths[target] = length
 
     def allocate(self) -> int:
-        """Take the lowest free row. Raises: CacheIntegrityError when none is left."""
+        """Takes the lowest free row and returns its number. Raises: CacheIntegrityError if no row is free."""
         if not self.num_free_rows:
             raise CacheIntegrityError(f"all {self.rows} cache rows are taken; a row was not released, or rows= is low")
         row = self._taken.index(False)
@@ -120,7 +127,7 @@ class KVCache:
         return row
 
     def release(self, row: int) -> None:
-        """Give the row back; its content stays, stale and masked."""
+        """Frees a row; its content stays, stale and masked."""
         if not self._taken[row]:
             raise CacheIntegrityError(f"cache row {row} was released twice")
         self.truncate(row, 0)
@@ -128,10 +135,11 @@ class KVCache:
         self._taken[row] = False
 
     def stage(self, rows: Sequence[int], starts: Sequence[int], width: int) -> Int[Tensor, "b t"]:
-        """Say where the next forward writes: token slot t of batch row b goes to position starts[b] + t of rows[b].
+        """Sets where the next forward writes: token slot t of batch index b goes to position starts[b] + t of row
+        rows[b].
 
-        Returns the absolute positions [b, t]. Pads included, so start + width must fit the capacity. A free row may
-        stand there several times: what dummies write is never read.
+        Returns the absolute positions [b, t]. Pads count too, so start + width must fit the capacity. A free row may
+        occur several times: the cache never reads what such placeholders write.
         """
         start = torch.tensor(starts, dtype=torch.long)
         written = [row for b, row in enumerate(rows) if not (self.copy and b == self.copy.copy) and self._taken[row]]
@@ -152,14 +160,16 @@ class KVCache:
         return positions
 
     def write(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> tuple[Tensor, Tensor]:
-        """Store new keys and values at the staged positions; returns the rows' whole span, [b, h, s, d] each."""
+        """Stores new keys and values at the staged positions; returns those of the rows' whole span, [b, h, s, d]
+        each."""
         rows = self.store(layer, k, v)
         return self.keys[layer][:, :, : self.span][rows], self.values[layer][:, :, : self.span][rows]
 
     def store(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> slice | Tensor:
-        """Store new keys and values at the staged positions; returns the index of the staged rows.
+        """Stores new keys and values at the staged positions; returns the index of the staged rows.
 
-        Those of a copy are compared with the original's and not stored: both stand for the same slots.
+        Keys and values of a copy are compared with the original's instead of stored, since both belong to the same
+        slots.
         """
         if self._staged is None:
             raise CacheIntegrityError(f"layer {layer} wrote to the cache without a staged position")
@@ -194,7 +204,7 @@ class KVCache:
                 self.copy_differs_at.append((layer, name))
 
     def row_view(self, layer: int, batch_row: int, span: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, h, span, d] of the first slots of a staged row; views, made once."""
+        """Returns keys and values [1, h, span, d] of the first slots of a staged row, as views that are built once."""
         row, _ = self._staged_places[batch_row]
         key = layer, row, span
         if key not in self._views:
@@ -204,10 +214,10 @@ class KVCache:
 
     @contextmanager
     def attending_to(self, num_slots: int, reach: Reach | None = None, copy: Copy | None = None) -> Iterator[None]:
-        """For the passes inside the `with`: attention runs over no more slots than it takes to hold `num_slots`.
+        """Limits attention to the slots needed for `num_slots`, for the passes inside the `with`.
 
-        Sums may have other bits than over all slots. reach: attention is computed request by request, over these
-        slots. copy: one batch row, the last, computes another one's tokens again.
+        Sums may have other bits than over all slots. reach: attention runs request by request, over these slots. copy:
+        one batch index, the last, recomputes another one's tokens.
         """
         self.span = min(-(-num_slots // _SPAN_STEP) * _SPAN_STEP, self.capacity)
         self.reach, self.copy = reach, copy
@@ -216,16 +226,20 @@ class KVCache:
         finally:
             self.span, self.reach, self.copy = self.capacity, None, None
 
-    def take_thoughts(self) -> list[Any]:
-        """Thoughts that the last forward made, each once; a plain cache has none."""
+    def take_thoughts(self) -> list[RowThought]:
+        """Returns new thoughts of the last forward, each once; always [] for a plain cache."""
         return []
 
     def unstage(self) -> None:
+        """Clears the staged positions after a forward."""
         self._staged = None
         self.head_masks.leave()
 
     def extend(self, row: int, start: int, end: int, provenance: str) -> None:
-        """Slots start..end-1 hold real tokens now. They may rewrite used slots, and may not leave a hole."""
+        """Marks slots start..end-1 as holding real tokens. They may overwrite used slots but must not leave a hole.
+
+        Raises: CacheIntegrityError for a hole or slots beyond the capacity.
+        """
         if not 0 <= start <= int(self.lengths[row]) or end > self.capacity or end < start:
             raise CacheIntegrityError(
                 f"cache row {row} of length {int(self.lengths[row])} cannot take slots {start} to {end}"
@@ -234,7 +248,7 @@ class KVCache:
         self.lengths[row] = max(int(self.lengths[row]), end)
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget the slots from `length` on. Growing by truncation is an error."""
+        """Frees the slots from `length` on. Raises: CacheIntegrityError if `length` exceeds the row's length."""
         if not 0 <= length <= int(self.lengths[row]):
             raise CacheIntegrityError(f"cannot truncate cache row {row} of length {int(self.lengths[row])} to {length}")
         self.ledger.mark(row, length, int(self.lengths[row]), "free")
@@ -243,7 +257,7 @@ class KVCache:
         self.lengths[row] = length
 
     def scrub(self, row: int, start: int) -> None:
-        """Zero a row's slots from `start` on: a failed pass may have left NaN there, which no mask hides."""
+        """Sets a row's slots from `start` on to zero: a failed pass may have left NaN there, which no mask hides."""
         for held in (*self.keys, *self.values):
             held[row, :, start:] = 0
 
@@ -254,10 +268,12 @@ class KVCache:
         device: torch.device | str,
         window: int | None = None,
     ) -> Tensor:
-        """[b, 1, t, s] additive causal mask over the whole span: 0 to attend, the dtype's minimum elsewhere.
+        """Returns the additive causal mask [b, 1, t, s] over the whole span: 0 to attend, the dtype's minimum
+        elsewhere.
 
-        window: how many positions a token sees, its own included; None for all up to its own.
-        Additive and never boolean: Hugging Face's eager attention adds a boolean mask to the scores, silently wrong.
+        window: how many positions a token sees, including its own; None for all up to its own.
+        The mask is additive, never boolean: Hugging Face's eager attention would add a boolean mask to the scores,
+        without an error.
         """
         slots = torch.arange(self.span)
         hidden = slots > positions[..., None]
@@ -269,9 +285,10 @@ class KVCache:
         return mask[:, None].to(device)
 
     def mask_by_layer(self, mask: Tensor, num_heads: int) -> Tensor:
-        """The mask, [b, 1, t, s], made [b, num_heads, t, s] and set anew by each layer's write where parts are hidden.
+        """Returns the mask [b, 1, t, s]; if some layers or heads hide slots, a mask [b, num_heads, t, s] that each
+        layer's write updates.
 
-        Raises: ValueError where layers are on several devices, which would each take a copy.
+        Raises: ValueError if hiding in some layers is combined with layers on several devices.
         """
         rows = [row for row, _ in self._staged_places]
         if self._staged is None or not self.head_masks.concern(rows):
@@ -281,7 +298,7 @@ class KVCache:
         return self.head_masks.follow(mask, rows, num_heads)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless lengths and ledger agree, free rows are empty and every slot is finite."""
+        """Raises: CacheIntegrityError unless lengths and ledger agree, free rows are empty and every slot is finite."""
         self.ledger.check(self.lengths)
         for row, taken in enumerate(self._taken):
             if not taken and int(self.lengths[row]):
@@ -293,11 +310,12 @@ class KVCache:
 
 
 def _is_finite(held: Tensor) -> bool:
-    """Whether every number is: then, but for an overflow, their sum is, which takes a tenth of the time to find."""
+    """Returns whether every number is finite. A finite sum proves it in a tenth of the time; the full check covers
+    overflow."""
     return bool(torch.isfinite(held.sum(dtype=torch.float32))) or bool(torch.isfinite(held).all())
 
 
-def _slots(rows: int, heads: int, capacity: int, width: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """Zeros [rows, heads, capacity, width], of which each row and head begins at a multiple of 64 bytes."""
+def _slots(rows: int, heads: int, capacity: int, width: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Returns zeros [rows, heads, capacity, width] in which each row and head begins at a multiple of 64 bytes."""
     held = -(-capacity // _ALIGNED_SLOTS) * _ALIGNED_SLOTS
     return torch.zeros(rows, heads, held, width, dtype=dtype, device=device)[:, :, :capacity]

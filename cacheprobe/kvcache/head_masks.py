@@ -1,4 +1,4 @@
-"""Slots that no later token attends to in some layers or heads alone."""
+"""Hides cache slots from later tokens in some layers or heads only."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,10 +10,10 @@ Place = tuple[int, int, int]
 
 
 class HeadMasks:
-    """Which slots of which cache row are hidden where, and the masks of the forward at hand.
+    """Hidden slots by cache row, layer and head, and the masks of the current forward.
 
-    A model takes one mask for all of its layers. Each layer writes to the cache before it attends, so that is where
-    the mask of that forward, a tensor of ours, is set for the layer.
+    A model takes one mask for all its layers. Each layer writes to the cache before it attends; at that moment the mask
+    tensor is updated in place for this layer.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -23,7 +23,7 @@ class HeadMasks:
         self._rows: Sequence[int] = ()
 
     def put(self, row: int, places: Iterable[Place], heads: Sequence[int]) -> None:
-        """Hide these places of a row, and nothing else of it.  heads: of keys and values, of each layer."""
+        """Hides these places of a row and shows all others.  heads: number of key heads of each layer."""
         self._slots.pop(row, None)
         for layer, head, position in places:
             of_row = self._slots.setdefault(row, {})
@@ -32,25 +32,25 @@ class HeadMasks:
             of_row[layer][head, position] = True
 
     def of(self, row: int, length: int) -> frozenset[Place]:
-        """What is hidden of a row's first positions."""
+        """Returns the hidden places among a row's first `length` positions."""
         held = self._slots.get(row, {}).items()
         return frozenset((layer, *place) for layer, hidden in held for place in hidden[:, :length].nonzero().tolist())
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget the slots from `length` on."""
+        """Clears the hidden places from position `length` on."""
         for hidden in self._slots.get(row, {}).values():
             hidden[:, length:] = False
         if not self.of(row, length):
             self._slots.pop(row, None)
 
     def concern(self, rows: Sequence[int]) -> bool:
-        """Whether anything of these rows is hidden in a part alone."""
+        """Returns whether any of these rows has places hidden in some layers or heads only."""
         return any(row in self._slots for row in rows)
 
     def follow(self, mask: Tensor, rows: Sequence[int], num_heads: int) -> Tensor:
-        """The mask to hand to the model, [b, num_heads, t, s], which `enter` then sets for each layer.
+        """Returns the mask [b, num_heads, t, s] to pass to the model; `enter` updates it for each layer.
 
-        mask: [b, 1, t, s] of the staged rows.  num_heads: of the queries.
+        mask: [b, 1, t, s] of the staged rows.  num_heads: number of query heads.
         """
         own = mask.expand(-1, num_heads, -1, -1).clone()
         self._masks.append((own, mask))
@@ -58,7 +58,7 @@ class HeadMasks:
         return own
 
     def enter(self, layer: int) -> None:
-        """This layer attends next."""
+        """Sets the mask for the layer that attends next."""
         for own, plain in self._masks:
             own.copy_(plain.expand_as(own))
             for b, row in enumerate(self._rows):
@@ -68,5 +68,5 @@ class HeadMasks:
                     own[b].masked_fill_(of_queries[:, None].to(own.device), torch.finfo(own.dtype).min)
 
     def leave(self) -> None:
-        """The forward is over."""
+        """Drops the masks at the end of a forward."""
         self._masks.clear()

@@ -1,4 +1,4 @@
-"""Everything about one request that changes while it runs: committed tokens, which only grow, and an open draft."""
+"""The changing state of one request: its committed tokens, which only grow, and its open draft."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,44 +14,46 @@ from cacheprobe.ops.acceptance import StopRule
 
 @dataclass(eq=False)
 class SequenceState:
-    """One request on its way: committed tokens, an open draft, and its cache row.
+    """One request during a run: committed tokens, an open draft, and its cache row.
 
-    prompt + committed tokens        | draft
-    0 ................ last_committed_position      | last_committed_position + 1 ...
-    cached up to last_committed_position - 1; the newest committed token is pending until its row is written
+    prompt + committed tokens                  | draft
+    0 ................ last_committed_position | last_committed_position + 1 ...
+    Keys and values are cached up to last_committed_position - 1; the newest committed token is pending until a pass has
+    fed it.
     """
 
     request: Request
     is_verified: bool
     """Whether every token of this request passes the verifier."""
     sampling: SamplingParams
-    """With no field left at None."""
+    """Sampling settings, with every None replaced by its default."""
     decode: Callable[[Sequence[int]], str] = str
-    """Token ids to text, for stop strings."""
+    """Converts token ids to text, for stop strings."""
     row: int = -1
-    """Cache row, -1 while waiting."""
+    """Cache row; -1 while the request waits."""
     cache: KVCache | None = field(default=None, repr=False)
-    """Where that row is."""
+    """The cache that holds the row."""
     kept_rows: KVSnapshot | None = field(default=None, repr=False)
-    """Copied when the request ended, where it asks for that."""
+    """Snapshot of the cache row, copied at the end of a request with keep_rows."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt and committed tokens."""
     draft: list[int] = field(default_factory=list)
     draft_is_closed: bool = False
-    """The drafter has nothing to add before the next verification."""
+    """True if the drafter adds no more tokens before the next verification."""
     draft_cap: int | None = None
-    """Candidates that the adaptive length allows; None for as many as the window takes."""
+    """Number of draft tokens that the adaptive length allows; None for as many as the window takes."""
     draft_probs: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    """By absolute position: the candidate and the distribution [v] it was drawn from; for rejection sampling."""
+    """For rejection sampling, keyed by absolute position: the draft token and the distribution [v] it was sampled
+    from."""
     num_prefilled: int = 0
     num_rebuilt: int = 0
-    """After an eviction: positions whose cache rows stand again."""
+    """After a preemption: number of positions whose keys and values have been recomputed."""
     prompt_logits: Tensor | None = None
-    """[v] logits of the last prompt token, kept for other requests of the same prompt."""
+    """Logits [v] of the last prompt token, kept for other requests with the same prompt."""
     admitted_at: int = -1
-    """Order of admission: the newest gives way first where cache rows run out."""
+    """Order of admission; if cache rows run out, the newest request is preempted first."""
     is_edited: bool = False
-    """Interventions act on it: its rows are no other request's, even of the same prompt."""
+    """True if interventions act on this request; its cache row is then not shared, even with the same prompt."""
     is_cancelled: bool = False
     finish: str | None = None
     error: str | None = None
@@ -72,6 +74,7 @@ class SequenceState:
 
     @property
     def request_id(self) -> int:
+        """The request's number in the run."""
         assert self.request.request_id is not None
         return self.request.request_id
 
@@ -82,16 +85,18 @@ class SequenceState:
 
     @property
     def num_generated(self) -> int:
+        """Number of committed tokens without the prompt."""
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
     def num_left(self) -> int:
+        """Number of tokens that may still be committed."""
         assert self.sampling.max_new_tokens is not None
         return self.sampling.max_new_tokens - self.num_generated
 
     @property
     def last_committed_position(self) -> int:
-        """Absolute position of the newest committed token: it is pending, its cache row is not final."""
+        """Absolute position of the newest committed token, which is pending: its keys and values are not final."""
         return len(self.token_ids) - 1
 
     @property
@@ -101,32 +106,35 @@ class SequenceState:
 
     @property
     def is_prompt_read(self) -> bool:
+        """Whether the whole prompt is cached and a first token is committed."""
         return self.num_prefilled >= self.request.num_prompt_tokens and self.num_generated > 0
 
     def draft_limit(self, window: int) -> int:
-        """Candidates that one pass could still commit: W - 1, one less than the tokens left, the adaptive length."""
+        """Returns how many draft tokens one pass could still commit: the minimum of W - 1, the tokens left minus one,
+        and the adaptive length."""
         limit = min(window - 1, self.num_left - 1)
         return limit if self.draft_cap is None else min(limit, self.draft_cap)
 
     def draft_ends(self) -> bool:
-        """Whether the newest candidate would end the request: nothing after it could be committed."""
+        """Returns whether the newest draft token would end the request; a token after it could never be committed."""
         return bool(self.draft) and self.stop_rule.ends([*self.generated, *self.draft])
 
     def is_ready(self, window: int) -> bool:
-        """Whether the draft is as long as it can be and waits for the verifier."""
+        """Returns whether the draft has its full length and waits for the verifier."""
         if not self.is_verified or self.finish or not self.is_prompt_read:
             return False
         return self.draft_is_closed or len(self.draft) >= self.draft_limit(window) or self.draft_ends()
 
     def commit(self, token_ids: tuple[int, ...]) -> None:
-        """These tokens can no longer change; whatever was drafted is settled by them, accepted or not."""
+        """Appends tokens that can no longer change, and drops the draft."""
         self.token_ids.extend(token_ids)
         self.drop_draft()
 
     def snapshot(self) -> KVSnapshot:
-        """A copy of its cache rows: of every committed token but the newest, which has none yet.
+        """Returns a copy of the request's cached keys and values: of every committed token but the newest, which is not
+        cached yet.
 
-        Raises: ValueError where it holds no whole rows: it waits, was evicted, has failed or has ended.
+        Raises: ValueError if the request holds no complete cache row: it waits, was preempted, has failed or has ended.
         """
         held = 0 if self.cache is None or self.row < 0 or self.error else int(self.cache.lengths[self.row])
         if self.cache is None or not 1 <= self.last_committed_position <= held:
@@ -136,13 +144,13 @@ class SequenceState:
         return take_rows(self.cache, self.row, self.token_ids[: self.last_committed_position])
 
     def leave_row(self) -> None:
-        """It has ended: its rows are copied where it asks for that, and are no longer its own."""
+        """Gives up the cache row at the end of the request, after a snapshot if the request has keep_rows."""
         if self.request.keep_rows and self.row >= 0 and not self.error and self.last_committed_position:
             self.kept_rows = self.snapshot()
         self.row, self.cache, self.prompt_logits = -1, None, None
 
     def drop_draft(self) -> None:
-        """Forget the candidates, unverified."""
+        """Drops the draft tokens without verification."""
         self.draft.clear()
         self.draft_probs.clear()
         self.draft_is_closed = False

@@ -1,12 +1,12 @@
-"""Cache surgery: the keys and values of one request taken out of a cache, changed, compared, and put into another.
+"""Cache surgery: takes the keys and values of one request out of a cache, changes, compares, or puts them into another.
 
-`KVSnapshot` are values: every operation returns new ones, so that many requests can go on from the same rows.
+A `KVSnapshot` is immutable: every operation returns a new one, so many requests can continue from the same snapshot.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,33 +14,36 @@ from torch import Tensor
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.head_masks import Place
 
+if TYPE_CHECKING:  # loaded where a table is made
+    import pandas as pd
+
 EDITED = "edited"
 
 
 @dataclass(frozen=True, eq=False)
 class KVSnapshot:
-    """What a cache holds of a text's first positions, 0 to len - 1.
+    """The keys and values of a text's first positions, 0 to len - 1, copied from a cache.
 
-    Keys carry their rotary turn, so a row means something at its own position alone.
+    Keys include their rotary rotation, so each position's keys are valid at that position only.
     """
 
     token_ids: tuple[int, ...]
-    """The text that the rows were read from."""
+    """The text from which the keys and values were computed."""
     keys: tuple[Tensor, ...] = field(repr=False)
     """[h, s, d] of each layer."""
     values: tuple[Tensor, ...] = field(repr=False)
     provenance: tuple[str, ...] = field(repr=False)
-    """Of each position, as in the ledger; "edited" where anything was changed."""
+    """Provenance of each position, as in the ledger; "edited" if a value was changed."""
     hidden: frozenset[int] = frozenset()
     """Positions that no later token attends to."""
     head_masks: frozenset[Place] = field(default=frozenset(), repr=False)
-    """(layer, head, position) that no later token attends to there."""
+    """(layer, head, position) places that no later token attends to."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def digest(self) -> str:
-        """SHA-256 over tokens, keys, values and what is hidden."""
+        """Returns the SHA-256 over tokens, keys, values and hidden places."""
         said = (self.token_ids, sorted(self.hidden), *([sorted(self.head_masks)] if self.head_masks else []))
         digest = hashlib.sha256(repr(said).encode())
         for held in (*self.keys, *self.values):
@@ -49,7 +52,7 @@ class KVSnapshot:
         return digest.hexdigest()
 
     def cut(self, length: int) -> "KVSnapshot":
-        """The first `length` positions alone. Raises: ValueError for a length that they do not have."""
+        """Returns the first `length` positions. Raises: ValueError for a length of 0 or more than there are."""
         if not 1 <= length <= len(self):
             raise ValueError(f"rows of {len(self)} positions cannot be cut to {length}; give 1 to {len(self)}")
         keys, values = (tuple(held[:, :length] for held in part) for part in (self.keys, self.values))
@@ -66,14 +69,16 @@ class KVSnapshot:
         heads: "int | Iterable[int] | None" = None,
         parts: str = "KV",
     ) -> "KVSnapshot":
-        """`change` of the chosen rows, [h, s, d] for each layer and part, takes their place.
+        """Returns a snapshot in which `change` has replaced the chosen keys and values, [h, s, d] for each layer and
+        part.
 
-        layers, heads: None for all; heads are those of keys and values, fewer than the queries' where they are shared.
-        parts: K, V or both.  Raises: ValueError for a place that there is not, for another shape, and for a result
-        that is not finite: a mask is added to scores, and hides no NaN.
+        layers, heads: None for all; heads are key heads, fewer than query heads in grouped attention.
+        parts: "K", "V" or "KV".  Raises: ValueError for a place that does not exist, for another shape, and for results
+        that are not finite: a mask is added to scores and hides no NaN.
         """
 
         def changed(layer: int, part: str, old: Tensor) -> Tensor:
+            """Returns the changed values, after checking their shape."""
             new = change(old.clone())
             if new.shape != old.shape:
                 raise ValueError(
@@ -93,15 +98,16 @@ class KVSnapshot:
         heads: "int | Iterable[int] | None" = None,
         parts: str = "KV",
     ) -> "KVSnapshot":
-        """The donor's keys and values at these positions in place of the own ones; the text stays.
+        """Returns a snapshot with the donor's keys and values at these positions; the token ids stay.
 
-        Raises: ValueError for a donor of another length or model, and for a place that there is not.
+        Raises: ValueError for a donor of another length or model, and for a place that does not exist.
         """
         _require_alike(self, donor)
         where = list(_numbers(positions, len(self), "position"))
         chosen = list(self._heads(0, heads))
 
         def taken(layer: int, part: str, old: Tensor) -> Tensor:
+            """Returns the donor's values for this layer and part."""
             source = donor.keys if part == "K" else donor.values
             return source[layer][chosen][:, where]
 
@@ -114,11 +120,11 @@ class KVSnapshot:
         layers: "int | Iterable[int] | None" = None,
         heads: "int | Iterable[int] | None" = None,
     ) -> "KVSnapshot":
-        """No later token attends to these positions, in these layers and heads.
+        """Returns a snapshot in which no later token attends to these positions, in these layers and heads.
 
-        layers, heads: None for all; heads are those of keys and values: all queries that share one are cut off.
+        layers, heads: None for all; heads are key heads: hiding one hides it from all query heads that share it.
         Twin: tests.test_masked_parts: attention patterns cut by hooks in a whole forward without a cache.
-        Raises: ValueError for a place that there is not.
+        Raises: ValueError for a place that does not exist.
         """
         where = _numbers(positions, len(self), "position")
         provenance = _marked(self.provenance, where)
@@ -140,7 +146,12 @@ class KVSnapshot:
         return range(count) if heads is None else _numbers(heads, count, "head")
 
     def _with(
-        self, change: Callable[[int, str, Tensor], Tensor], positions: Any, layers: Any, heads: Any, parts: str
+        self,
+        change: Callable[[int, str, Tensor], Tensor],
+        positions: "int | Iterable[int]",
+        layers: "int | Iterable[int] | None",
+        heads: "int | Iterable[int] | None",
+        parts: str,
     ) -> "KVSnapshot":
         if not parts or set(parts) - set("KV"):
             raise ValueError(f"unknown parts {parts!r}; give K, V or KV")
@@ -163,7 +174,7 @@ class KVSnapshot:
 
 
 def take_rows(cache: KVCache, row: int, token_ids: Iterable[int]) -> KVSnapshot:
-    """A copy of what the cache row holds of these tokens, its first ones.
+    """Returns a snapshot of a cache row's first positions, those of these tokens.
 
     Raises: ValueError for more tokens than are cached, and for a cache that holds more than keys and values.
     """
@@ -180,9 +191,9 @@ def take_rows(cache: KVCache, row: int, token_ids: Iterable[int]) -> KVSnapshot:
 
 
 def put_rows(rows: KVSnapshot, cache: KVCache, row: int) -> None:
-    """Write keys, values and what is hidden into a cache row; lengths and ledger are the caller's.
+    """Writes keys, values and hidden places into a cache row; the caller sets the length and the ledger.
 
-    Raises: ValueError where the cache has other shapes or another dtype.
+    Raises: ValueError if the cache has other shapes or another dtype.
     """
     require_fit(rows, cache)
     for ours, theirs in ((rows.keys, cache.keys), (rows.values, cache.values)):
@@ -194,7 +205,8 @@ def put_rows(rows: KVSnapshot, cache: KVCache, row: int) -> None:
 
 
 def require_fit(rows: KVSnapshot, cache: KVCache) -> None:
-    """Raises: ValueError unless the cache holds rows of these shapes and this dtype, and every number is finite."""
+    """Raises: ValueError unless the cache has these shapes and this dtype, and every number of the snapshot is
+    finite."""
     require_plain(cache)
     for name, part in (("keys", rows.keys), ("values", rows.values)):
         if bad := [layer for layer, held in enumerate(part) if not bool(torch.isfinite(held).all())]:
@@ -211,11 +223,11 @@ def require_fit(rows: KVSnapshot, cache: KVCache) -> None:
         )
 
 
-def diff_rows(a: KVSnapshot, b: KVSnapshot) -> Any:
-    """Tidy table of where two caches differ: one row for each layer, head and position.
+def diff_rows(a: KVSnapshot, b: KVSnapshot) -> "pd.DataFrame":
+    """Returns a tidy table of the differences between two snapshots: one line for each layer, head and position.
 
-    Columns: layer, head, position, key and value: the length of the difference over that of a's row (0 where equal).
-    Raises: ValueError for rows of different length or model.
+    Columns: layer, head, position, key and value: the norm of the difference divided by the norm in `a` (0 if equal).
+    Raises: ValueError for snapshots of different length or model.
     """
     import pandas as pd
 
@@ -262,7 +274,7 @@ def _marked(provenance: tuple[str, ...], where: Iterable[int]) -> tuple[str, ...
     return tuple(EDITED if p in set(where) else name for p, name in enumerate(provenance))
 
 
-def _numbers(given: Any, count: int, noun: str) -> tuple[int, ...]:
+def _numbers(given: "int | Iterable[int]", count: int, noun: str) -> tuple[int, ...]:
     listed = tuple(int(x) for x in given) if isinstance(given, Iterable) else (int(given),)
     if not listed:
         raise ValueError(f"there is no {noun}, so nothing would change; give at least one")

@@ -1,27 +1,31 @@
-"""What the engine asks of a model: a forward over our own KV cache, and a place to listen."""
+"""The interface that the engine requires of a model: a forward over our KV cache, capture and edits of activations."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, device, dtype
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.errors import ModelError as ModelError
+from cacheprobe.models.live import LiveTokenizer
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]
-"""Called inside the forward with (site, layer, [b, t, m] tensor); the tensor is the model's own: copy what is kept.
-Site "pre" is the residual stream that enters block 0. At q, k, v and z the tensor is [b, t, h, d], k and v with as many
-heads as the cache has; at "pattern" it is [b, h, t, s], over all cache slots."""
+"""Called inside the forward with (site, layer, tensor [b, t, m]). The tensor belongs to the model: copy what you keep.
+Site "pre" is the residual stream that enters block 0. At q, k, v and z the tensor is [b, t, h, d]; k and v have as many
+heads as the cache. At "pattern" the tensor is [b, h, t, s], over all cache slots.
+"""
 
 StateEdit = Callable[[str, int, Tensor], Tensor | None]
-"""Called inside the forward like a StateSink; what it returns takes the tensor's place, None leaves it."""
+"""Called inside the forward like a StateSink. A returned tensor replaces the activation; None leaves the activation
+unchanged."""
 
 
 @runtime_checkable
 class CachedLM(Protocol):
-    """A decoder that reads and writes a `KVCache`. It never learns the phase: position is an argument."""
+    """A decoder that reads and writes a `KVCache`. The model never sees the phase (prefill, decode or verify): position
+    is an argument."""
 
     name: str
     weights_note: str
@@ -30,22 +34,24 @@ class CachedLM(Protocol):
     d_vocab: int
     n_ctx: int
     head_shape: tuple[int, int]
-    """Query heads of a layer, and the width of each."""
+    """(number of query heads of a layer, width of a head)."""
     dtype: dtype
     device: device
-    tokenizer: Any
+    tokenizer: LiveTokenizer
     stop_token_ids: tuple[int, ...]
     injected_layers: tuple[int, ...]
-    """Layers whose input is more than what left the layer before: something is added in between."""
+    """Layers to whose input the model adds something (for example a thought state) besides the previous layer's
+    output."""
     attends_by_request: bool
-    """Whether attention follows the cache's `reach`: a call for each request, over slots that its positions name."""
+    """Whether attention follows the cache's `reach`: one attention call for each request, over slots chosen by
+    position."""
 
     def check_settings(self, window: int) -> None:
-        """Raises: ModelError for settings of a run that this model cannot be run with."""
+        """Checks that the model supports a run with this verify window. Raises: ModelError if not."""
         ...
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """An empty cache of this model's shapes."""
+        """Returns an empty KVCache with this model's shapes: `rows` sequences of at most `capacity` tokens."""
         ...
 
     def forward(
@@ -58,61 +64,68 @@ class CachedLM(Protocol):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """Feed token_ids [b, t] to cache rows `rows`, from absolute positions `starts` on.
+        """Runs token_ids [b, t] through the model; batch index i writes to cache row rows[i] from absolute position
+        starts[i] on.
 
-        Returns logits [b, t, v] of every slot, or of `logit_slots` alone ([b, len, v]); or, where `num_layers` is
-        given, the residual stream [b, t, m] after that many blocks, the others not computed.
+        Returns logits [b, t, v] of every token slot, or of `logit_slots` only ([b, len, v]). If `num_layers` is given,
+        returns the residual stream [b, t, m] after that many blocks and does not compute the later blocks.
         """
         ...
 
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> AbstractContextManager[None]:
-        """Call `sink` for these (site, layer) pairs in every forward inside the `with`."""
+        """Calls `sink` with the activations at these (site, layer) pairs in every forward inside the `with`."""
         ...
 
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> AbstractContextManager[None]:
-        """Let `edit` change these (site, layer) pairs in every forward inside the `with`. Whoever listens hears the
-        result only where it began to listen later: enter `editing` first.
+        """Lets `edit` replace activations at these (site, layer) pairs in every forward inside the `with`.
 
+        A sink records the edited value only if `capturing` is entered after `editing`: enter `editing` first.
         Raises: ModelError for a site that this model has no hook for.
         """
         ...
 
     @property
     def unembedding(self) -> Tensor:
-        """The matrix [v, m] that makes logits of the normalised residual stream; the model's own: do not edit."""
+        """Returns the matrix [v, m] that maps the normalised residual stream to logits. It is the model's own tensor:
+        do not edit it."""
         ...
 
     def output_parts(self) -> OutputParts:
-        """Final norm, unembedding and its bias, apart."""
+        """Returns the final norm, the unembedding and its bias separately."""
         ...
 
     def head_writer(self, layer: int) -> HeadWriter:
-        """The projection of a layer's heads, by head, and the norm behind it if there is one.
+        """Returns the output projection of a layer's heads, split by head, and the norm after the projection if the
+        model has one.
 
-        Raises: ModelError where there is no such projection.
+        Raises: ModelError if the layer has no such projection.
         """
         ...
 
     def read_out(self, states: Tensor) -> Tensor:
-        """Logits [n, v] of residual states [n, m] through the final norm and the unembedding."""
+        """Returns logits [n, v] of residual states [n, m]: final norm, then unembedding."""
         ...
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
-        """The same numbers as `read_out`, for a training: gradients flow back into `states`."""
+        """Returns the same numbers as `read_out`, for training: gradients flow back into `states`."""
         ...
 
     def fingerprint(self) -> dict[str, str | int | float]:
-        """Everything of the model and its platform that may change bits."""
+        """Returns every property of the model and its platform that may change the bits of a result."""
         ...
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Returns the token ids of a text."""
+        ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of token ids."""
+        ...
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token's own text; "<17>" for token 17 where there is no tokenizer."""
+        """Returns the text of each token by itself; "<17>" for token 17 if there is no tokenizer."""
         ...
 
-    def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> Any:
-        """TransformerLens' ActivationCache of states [p, m] by (site, layer)."""
+    def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> object:
+        """Returns TransformerLens' ActivationCache of states [p, m], keyed by (site, layer)."""
         ...

@@ -1,4 +1,5 @@
-"""A model is tried before it is trusted: one short text through our cache in parts, against one uncached forward."""
+"""Checks a newly loaded model: one short text through our cache in parts must give the logits of one uncached
+forward."""
 
 import torch
 
@@ -11,24 +12,27 @@ from cacheprobe.models.settings import product_dtype
 _PROBE_TEXT = "The coin lies on the table. Alice flips it, and then Bob looks at it"
 _PROBE_LENGTH = 24
 _LONGEST_PROBE = 96
-"""A small sliding window is tried beyond its end; a large one is not, as that would cost seconds at every load."""
+"""Longest probe in tokens. A small sliding window is tested beyond its end; for a large one that would cost seconds per
+load."""
 _SPARE_SLOTS = 24
 LEAST_COSINE = 0.9
-"""In 16 bits two right ways to compute the same logits agree to about .99; a wrong mask gives less than .5."""
+"""In 16 bits, two correct computations of the same logits agree to a cosine of about .99; a wrong mask gives less than
+.5."""
 
 
 def check_model(model: BridgeLM) -> None:
-    """Feed a text whole without our cache, and in three parts with it; the logits must be the same.
+    """Checks that a text fed in three parts through our cache gives the same logits as the whole text without the
+    cache.
 
-    In float32 and wider to 1e-3 of the largest logit (sums are reordered), in 16 bits by the cosine of the centred
-    logits.
-    Also proves that every layer's hooks fire with the right shape.
+    In float32 and float64 the tolerance is 1e-3 of the largest logit (sums are reordered); in 16 bits the centred
+    logits must have a cosine of at least LEAST_COSINE. Also checks that every layer's hooks fire with the right shape.
     Raises: ModelError naming what differs.
     """
     token_ids = probe_ids(model)
     seen: set[tuple[str, int]] = set()
 
     def note(site: str, layer: int, value: torch.Tensor) -> None:
+        """Notes that this hook fired with the right shape."""
         if value.shape[-1] == model.d_model and value.dim() == 3:
             seen.add((site, layer))
 
@@ -60,12 +64,13 @@ def check_model(model: BridgeLM) -> None:
 
 
 def probe_cache(model: CachedLM, token_ids: torch.Tensor) -> KVCache:
-    """Room for a probe and its pads. Made before anything listens: the first cache of a model costs a forward."""
+    """Returns a cache with room for a probe and its pads. Call it before you add hooks: a model's first cache costs a
+    forward."""
     return model.new_cache(2, token_ids.shape[1] + _SPARE_SLOTS)
 
 
 def cached_logits(model: CachedLM, token_ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """[t, v] float32 logits of a text that is fed in three parts."""
+    """Returns float32 logits [t, v] of a text that is fed in three parts."""
     n = token_ids.shape[1]
     parts = ((0, n // 2), (n // 2, n - 1), (n - 1, n))
     pieces = [model.forward(token_ids[:, start:end], cache, [0], [start]) for start, end in parts if end > start]
@@ -73,22 +78,22 @@ def cached_logits(model: CachedLM, token_ids: torch.Tensor, cache: KVCache) -> t
 
 
 def agrees(cached: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits [t, v] from two right computations may differ this much; see `check_model`."""
+    """Returns whether logits [t, v] of two computations agree within the tolerance of `check_model`."""
     if product_dtype(dtype) in (torch.float32, torch.float64):
         return bool((cached - whole).abs().max() <= 1e-3 * whole.abs().max().clamp(min=1.0))
     return cosine(cached, whole) >= LEAST_COSINE
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of two float32 tensors [t, v], each row centred."""
+    """Returns the cosine similarity of two float32 tensors [t, v], after centring each row."""
     a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
     return float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0))
 
 
 def probe_ids(model: BridgeLM) -> torch.Tensor:
-    """[1, t] ids of a real sentence where there is a tokenizer: in 16 bits, random tokens are unstable.
+    """Returns token ids [1, t] of a real sentence if the model has a tokenizer: in 16 bits, random tokens are unstable.
 
-    Longer than the model's sliding window where that is small.
+    The text is longer than the model's sliding window if that window is small.
     """
     length = max(_PROBE_LENGTH, (sliding_window(model.config) or 0) + 8)
     if length > min(_LONGEST_PROBE, model.n_ctx):

@@ -1,7 +1,6 @@
-"""Where a model's weights are put: one device, or a map of its parts over several; checked before it is loaded."""
+"""Checks where a model's weights go, before loading: one device, or a map of the model's parts over several devices."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -9,13 +8,15 @@ from cacheprobe.models.base import ModelError
 
 KINDS = ("cpu", "cuda")
 PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Maps that transformers makes by itself."""
+"""Device maps that transformers computes itself."""
 
-DeviceMap = Mapping[str, Any] | str
+Device = str | int | torch.device
+DeviceMap = Mapping[str, Device] | str
 
 
-def checked_device(device: Any) -> torch.device:
-    """The device asked for. Raises: ModelError for a kind that is not supported, and for a GPU that is not here."""
+def checked_device(device: Device) -> torch.device:
+    """Returns the device as torch.device. Raises: ModelError for an unsupported kind of device, and for a GPU that is
+    absent."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -33,11 +34,11 @@ def checked_device(device: Any) -> torch.device:
     return found
 
 
-def placement(device: Any, device_map: "DeviceMap | None", adapter: Any = None) -> "DeviceMap | None":
-    """What transformers is given as `device_map`; None where the weights stay on the CPU.
+def placement(device: Device | None, device_map: "DeviceMap | None", adapter: object = None) -> "DeviceMap | None":
+    """Returns the `device_map` to pass to transformers; None if the weights stay on the CPU.
 
-    Raises: ModelError for both at once, for a device that is not here, for weights left on the disk, and for an adapter
-    that would have to be merged into a model in parts.
+    Raises: ModelError if both `device` and `device_map` are given, for an absent device, for weights left on the disk,
+    and for an adapter that would have to be merged into a model split over devices.
     """
     if device is not None and device_map is not None:
         raise ModelError("give device= or device_map=, not both")
@@ -59,8 +60,9 @@ def placement(device: Any, device_map: "DeviceMap | None", adapter: Any = None) 
     return {part: str(checked_device(where)) for part, where in numbered.items()}
 
 
-def require_placed(model: Any, name: str) -> None:
-    """Raises: ModelError for a model some of whose weights are on no device: left on the disk for want of room."""
+def require_placed(model: torch.nn.Module, name: str) -> None:
+    """Raises: ModelError if some weights of a model are on no device: transformers left them on the disk for lack of
+    memory."""
     if away := [path for path, weight in model.named_parameters() if weight.device.type == "meta"]:
         raise ModelError(
             f"{name}: there was no room for {len(away)} weights, such as {away[0]}, which were left on the disk; use "

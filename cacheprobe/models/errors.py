@@ -1,5 +1,5 @@
-"""The error of a model that cannot be used, in a file without torch: names are checked before it is imported."""
+"""ModelError, in a file that does not import torch, so that model names are checked before torch is loaded."""
 
 
 class ModelError(ValueError):
-    """A model that cannot be used as asked; the message names the remedy."""
+    """A model cannot be used as requested; the message says what to do."""

@@ -1,8 +1,7 @@
-"""Facts of a wrapped model: its dtype, the tokens that end its texts, its weights' hash and checksum."""
+"""Reads facts from a wrapped model: its dtype, the tokens that end its texts, and its weights' hash and checksum."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import xxhash
@@ -10,9 +9,11 @@ from torch import Tensor
 
 from cacheprobe.core.config import DTYPES
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.live import LiveModule
 
 
-def one_dtype(bridge: Any, name: str) -> torch.dtype:
+def one_dtype(bridge: LiveModule, name: str) -> torch.dtype:
+    """Returns the single dtype of a model's weights. Raises: ModelError for mixed or unsupported dtypes."""
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in bridge.parameters()})
     if len(dtypes) != 1:
         raise ModelError(
@@ -23,8 +24,8 @@ def one_dtype(bridge: Any, name: str) -> torch.dtype:
     return next(bridge.parameters()).dtype
 
 
-def stop_token_ids(bridge: Any) -> tuple[int, ...]:
-    """End-of-sequence ids by the model's generation config, its config or its tokenizer, whichever speaks first."""
+def stop_token_ids(bridge: LiveModule) -> tuple[int, ...]:
+    """Returns the end-of-sequence ids: from the generation config, else the config, else the tokenizer."""
     model = bridge.original_model
     for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), bridge.tokenizer):
         eos = getattr(holder, "eos_token_id", None)
@@ -34,11 +35,11 @@ def stop_token_ids(bridge: Any) -> tuple[int, ...]:
 
 
 def checksum_of(named: Sequence[tuple[str, Tensor]], has_bytes_here: bool | None = None) -> str:
-    """Returns 128 bits of every weight's name, shape and bytes: at the speed of memory, so that each run can ask.
+    """Returns a 128-bit checksum of every weight's name, shape and bytes; fast enough to be computed before each run.
 
-    An edit through `weight.data` changes neither address nor edit count, and so is seen in the bytes alone.
-    has_bytes_here: hash the bytes themselves, else sums of them that are made where the weight is. Default: whether it
-        is on the CPU.
+    An edit through `weight.data` changes neither the address nor the version counter, so only the bytes reveal it.
+    has_bytes_here: hash the bytes themselves; if False, hash sums of them that are computed on the weight's device.
+    Default: True for weights on the CPU.
     """
     digest = xxhash.xxh3_128()
     for name, weight in named:
@@ -51,13 +52,15 @@ def checksum_of(named: Sequence[tuple[str, Tensor]], has_bytes_here: bool | None
 
 
 def _sums(flat: Tensor) -> Iterator[Tensor]:
-    """Of 8 bytes each, by rows of 512 and by columns: what is moved about changes one of them; then the bytes left."""
+    """Yields sums of 8-byte words over rows of 512 words and over columns, then the remaining bytes. Moving data within
+    the tensor changes at least one sum."""
     in_rows = len(flat) // 4096 * 4096
     words = flat[:in_rows].view(torch.int64).view(-1, 512)
     yield from (words.sum(1), words.sum(0), flat[in_rows:])
 
 
 def sha256_of(named: list[tuple[str, torch.nn.Parameter]]) -> str:
+    """Returns 16 hex digits of the SHA-256 over the names, shapes and bytes of the weights, in the given order."""
     digest = hashlib.sha256()
     for name, weight in named:
         digest.update(f"{name} {tuple(weight.shape)}".encode())

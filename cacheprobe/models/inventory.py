@@ -1,6 +1,6 @@
-"""Which models are on this machine. Reads names and records; loads no weights, and asks no network."""
+"""Lists the models on this machine from names and records; loads no weights and uses no network."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cacheprobe.models.hf.adapters import CONFIG, SHIPPED_ADAPTERS
 from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB
@@ -9,19 +9,19 @@ from cacheprobe.models.smollm2 import converted_directory, is_complete
 from cacheprobe.models.thinking.store import read_config
 
 PLAIN, THINKING = "coinflip-plain", "coinflip-thinking"
-"""Models of a fraction of a million parameters, trained here and shipped."""
+"""Models with a fraction of a million parameters that were trained with this package and ship with it."""
 
 TESTED_FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt-neox", "phi", "olmo2", "gemma2", "gemma3",
 )  # fmt: skip
-"""Architectures that the tests run in both forms, against Hugging Face's own cache."""
+"""Architectures that the tests compare with Hugging Face's own cache, on both forwards (bridge and fast)."""
 
 REFUSED = "local or chunked attention, recurrent states, encoder-decoders: their rollback is not defined here"
 
 
 def smollm2_state() -> str:
-    """Where SmolLM2 is: "converted", "installed" (it is converted at its first use), "hub" (in the hub's cache on this
-    machine), or "absent"."""
+    """Returns where SmolLM2 is: "converted", "installed" (converted at its first use), "hub" (in the local hub cache),
+    or "absent"."""
     try:
         target = converted_directory()
     except FileNotFoundError:
@@ -30,7 +30,7 @@ def smollm2_state() -> str:
 
 
 def is_in_hub_cache(name: str) -> bool:
-    """Whether the weights of a hub model were downloaded before. Asks no network."""
+    """Returns whether the weights of a hub model were downloaded before. Uses no network."""
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(name, "model.safetensors"), str)
@@ -46,16 +46,16 @@ class Shipped(NamedTuple):
 
 
 def shipped_models() -> list[Shipped]:
-    """The Thinking States models and their plain arm, as their records tell of them."""
+    """Returns the shipped Thinking States models and their plain baseline, as their training records describe them."""
     found = []
     for name in shipped_names("checkpoints"):
         folder = shipped_folder("checkpoints", name)
-        record: dict[str, Any] = read_config(folder)["record"] if folder is not None else {}
+        record = read_config(folder)["record"] if folder is not None else {}
         found.append(Shipped(name, int(record.get("parameters", 0)), str(record.get("command", "not recorded"))))
     return found
 
 
 def shipped_adapters() -> list[tuple[str, str]]:
-    """(task, model) of every adapter that comes with the package."""
+    """Returns (task, model) of every adapter that comes with the package."""
     folders = sorted(path.parent.name for path in SHIPPED_ADAPTERS.glob(f"*/{CONFIG}"))
     return [(name.removesuffix(f"-{SMOLLM2}"), SMOLLM2) for name in folders if name.endswith(SMOLLM2)]

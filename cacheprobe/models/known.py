@@ -1,29 +1,30 @@
-"""What can be said of a model by its name, before torch is imported or weights are read."""
+"""Answers questions about a model from its name alone, before torch is imported or weights are read."""
 
 import json
 import socket
 import threading
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from cacheprobe.core.values import Json
 from cacheprobe.models.errors import ModelError
 from cacheprobe.models.shipped import shipped_folder, shipped_names
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SECONDS_TO_CONNECT = 2.0
-"""A hub that takes longer to accept a connection counts as unreachable; its own client would try for half a minute."""
+"""A hub that needs more seconds to accept a connection counts as unreachable; the hub's own client waits half a
+minute."""
 
 _NAMES_OF_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def require_known(name: str) -> None:
-    """Check that there may be a model of this name: shipped, in a directory, downloaded before, or on the hub.
+    """Checks that a model of this name can exist: shipped, in a directory, downloaded before, or on the hub.
 
-    Raises: ModelError naming the nearest name that there is, within some seconds.
+    Raises: ModelError naming the most similar known name, within a few seconds.
     """
     if not name.strip():
         raise ModelError("the model's name is empty; give a name, a directory or a model")
@@ -42,17 +43,17 @@ def require_known(name: str) -> None:
 
 
 def shipped() -> list[str]:
-    """Names of the models that come with the package, or with a package that it names."""
+    """Returns the names of the models that come with the package, or with a package that cacheprobe names."""
     return [SMOLLM2, *shipped_names("checkpoints")]
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can be a directory alone: the hub has no such names."""
+    """Returns whether a name can only be a directory: hub names never have this form."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def why_no_hub() -> str:
-    """Why the Hugging Face hub cannot be asked, as text; "" if it accepts a connection."""
+    """Returns why the Hugging Face hub cannot be reached, as text; "" if the hub accepts a connection."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -63,6 +64,7 @@ def why_no_hub() -> str:
     connected: list[bool] = []
 
     def connect() -> None:
+        """Tries one connection, and notes success."""
         try:
             socket.create_connection(where, SECONDS_TO_CONNECT).close()
         except OSError:
@@ -76,7 +78,7 @@ def why_no_hub() -> str:
 
 
 def num_layers(name: str) -> int | None:
-    """Number of blocks of a model, as its config file says; None if there is no such file on this machine."""
+    """Returns a model's number of blocks from its config file; None if there is no such file on this machine."""
     folder = shipped_folder("checkpoints", name) if "/" not in name else None
     path = (folder or Path(name)) / "config.json"
     if name == SMOLLM2:
@@ -90,11 +92,11 @@ def num_layers(name: str) -> int | None:
         return None
 
 
-def _depth(held: Any) -> int | None:
+def _depth(held: dict[str, Json]) -> int | None:
     for config in (held, held.get("text_config"), held.get("config")):
         for key in _NAMES_OF_DEPTH:
-            if isinstance(config, dict) and type(config.get(key)) is int:
-                return config[key]
+            if isinstance(config, dict) and isinstance(found := config.get(key), int) and type(found) is int:
+                return found
     return None
 
 
@@ -106,7 +108,7 @@ def _smollm2_config() -> Path | None:
 
 
 def _in_hub_cache(name: str, file: str) -> Path | None:
-    """Where a file of a hub model is, if it was downloaded before. Asks no network."""
+    """Returns the path of a file of a hub model if it was downloaded before, else None. Uses no network."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -117,7 +119,7 @@ def _in_hub_cache(name: str, file: str) -> Path | None:
 
 
 def _nearest(name: str) -> str:
-    """The shipped model or the local directory with a model whose name is nearest, "" if none is near."""
+    """Returns the most similar name among shipped models and local model directories; "" if none is similar."""
     folder = Path(name).parent
     try:
         inside = [str(folder / path.name) for path in folder.iterdir() if (path / "config.json").is_file()]

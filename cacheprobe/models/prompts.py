@@ -1,17 +1,27 @@
-"""Turns what a user gives as prompts into token ids of a model; refuses what is no prompt, by the request's number."""
+"""Turns the user's prompts into token ids of a model; refuses invalid prompts and names the request's number."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from cacheprobe.core.records import Request
 from cacheprobe.core.values import require_encodable, whole_number
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.live import LiveTokenizer
 
 KINDS = "a prompt is text, a list of token ids, a task example or a Request"
 
 
-def as_list(prompts: Any) -> list[Any]:
-    """One prompt or many: a list of whole numbers is one prompt of token ids."""
+@runtime_checkable
+class PromptExample(Protocol):
+    """A task example that can be given as a prompt."""
+
+    def prompt_text(self, tokenizer: LiveTokenizer) -> str:
+        """Returns the text that the model reads."""
+        ...
+
+
+def as_list(prompts: object) -> list[object]:
+    """Returns the prompts as a list; a list of whole numbers is one prompt of token ids."""
     if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
         return [prompts]
     if isinstance(prompts, Mapping):
@@ -26,8 +36,8 @@ def as_list(prompts: Any) -> list[Any]:
     return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
 
 
-def text_of(example: Any, model: CachedLM, index: int) -> str:
-    """The text of a task's example. Raises: ValueError naming the request where the example fails."""
+def text_of(example: PromptExample, model: CachedLM, index: int) -> str:
+    """Returns the prompt text of a task example. Raises: ValueError naming the request if the example fails."""
     try:
         text = example.prompt_text(model.tokenizer)
     except ValueError:
@@ -39,15 +49,17 @@ def text_of(example: Any, model: CachedLM, index: int) -> str:
     return text
 
 
-def token_ids_of(prompt: Any, model: CachedLM, index: int, is_chat: bool) -> tuple[int, ...]:
-    """The token ids of a text, or those given, inside the model's vocabulary and at least one.
+def token_ids_of(prompt: object, model: CachedLM, index: int, is_chat: bool) -> tuple[int, ...]:
+    """Returns the token ids of a text, or the given ids; at least one, each inside the model's vocabulary.
 
-    is_chat: the text has its special tokens already.  Raises: ValueError naming the request.
+    is_chat: the text already contains its special tokens.  Raises: ValueError naming the request.
     """
     if isinstance(prompt, str):
         ids = _encoded(prompt, model, index, is_chat)
     else:
         try:
+            if not isinstance(prompt, Iterable):
+                raise TypeError(f"{type(prompt).__name__!r} object is not iterable")
             if isinstance(prompt, bytes | bytearray | memoryview):
                 raise ValueError("decode bytes first")
             ids = tuple(whole_number("a token id", token_id) for token_id in prompt)
@@ -61,9 +73,9 @@ def token_ids_of(prompt: Any, model: CachedLM, index: int, is_chat: bool) -> tup
 
 
 def answer_ids_of(request: Request, model: CachedLM) -> tuple[tuple[int, ...], str]:
-    """(First token ids of the answers of the request's task, "") or, where its task fails, ((), why).
+    """Returns (first token ids of the answers of the request's task, ""); if the task fails, ((), the reason).
 
-    A task says by a ValueError that this tokenizer does not tell its answers apart at their first token: no fault.
+    A task raises ValueError if the tokenizer gives two answers the same first token; that is not an error here.
     """
     if request.example is None:
         return (), ""

@@ -1,4 +1,4 @@
-"""Settings of the process that may change bits: told in the fingerprint, or switched off while a model computes."""
+"""Process settings that may change bits: recorded in the fingerprint, or switched off while a model computes."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,19 +16,20 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
-"""The words of `torch.backends`, and those of `torch.set_float32_matmul_precision` for the same."""
+"""Maps the precision names of `torch.backends` to those of `torch.set_float32_matmul_precision`."""
 _VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE")
-"""Environment variables by which the libraries of products choose their code."""
+"""Environment variables by which the matrix-product libraries choose their code."""
 _LEAST = 5e-324
-"""The smallest float64 above zero: a thread that flushes denormal numbers takes it for zero."""
+"""The smallest float64 above zero: a thread that flushes denormal numbers reads it as zero."""
 _GRAIN = 32768
-"""Numbers that torch gives to one thread at least."""
+"""The smallest number of elements that torch gives to one thread."""
 
 
 def numeric_settings() -> dict[str, str | int | float]:
-    """Returns libraries, threads and settings of this process that may change bits, whatever the model.
+    """Returns the libraries, threads and settings of this process that may change bits, for any model.
 
-    Cheap: it is asked before every step. Keys are those of the fingerprint, which an error names.
+    Cheap, since the engine calls it before every step. The keys are those of the fingerprint, which error messages
+    name.
     """
     backends: Any = torch.backends  # its stubs lack the precision of a backend's products
     precision = str(backends.mkldnn.matmul.fp32_precision)
@@ -48,8 +49,8 @@ def numeric_settings() -> dict[str, str | int | float]:
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type whose precision the factors of a product have: for float32, `torch.set_float32_matmul_precision`
-    may ask for less."""
+    """Returns the dtype whose precision the factors of a matrix product have. For float32,
+    `torch.set_float32_matmul_precision` may ask for a lower precision."""
     precision = numeric_settings()["float32_matmul_precision"] if dtype == torch.float32 else "highest"
     return {"medium": torch.bfloat16, "high": torch.float16}.get(str(precision), dtype)  # TF32 has float16's digits
 
@@ -61,12 +62,14 @@ def _deterministic_algorithms() -> str:
 
 
 def _flushes(least: float, one: float) -> bool:
-    """Whether the calling thread does; arguments, so that Python multiplies now and not when it compiles."""
+    """Returns whether the calling thread flushes denormal numbers. The factors are arguments so that Python multiplies
+    at run time, not at compile time."""
     return least * one == 0.0
 
 
 def _attention_kernels() -> str:
-    """Those of the fused attention that may run; despite their place in torch, on a CPU too."""
+    """Returns which fused attention kernels may run; the flags are in torch.backends.cuda, but they also apply to a
+    CPU."""
     backend = torch.backends.cuda
     enabled = {
         "flash": backend.flash_sdp_enabled(),
@@ -88,8 +91,8 @@ def _cuda_settings() -> dict[str, str | int | float]:
 
 
 def require_one_flush_mode() -> None:
-    """Raises: ModelError where some threads flush denormal numbers and others do not: bits then depend on the thread
-    that a row falls to."""
+    """Raises: ModelError if only some threads flush denormal numbers: results would then depend on the thread that
+    computes a row."""
     least = torch.full((_GRAIN * torch.get_num_threads(),), _LEAST, dtype=torch.float64)
     flushed = int((least * 1.0 == 0).sum())
     if 0 < flushed < len(least) or (flushed > 0) != _flushes(_LEAST, 1.0):
@@ -100,7 +103,7 @@ def require_one_flush_mode() -> None:
 
 
 def plain_settings() -> AbstractContextManager[object]:
-    """Switches autocast off and makes float32 the default dtype inside the `with`; both are put back after it."""
+    """Switches autocast off and makes float32 the default dtype inside the `with`; restores both afterwards."""
     cast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if not cast and torch.get_default_dtype() == torch.float32:
         return nullcontext()
@@ -119,10 +122,11 @@ def _plain(cast: list[str]) -> Iterator[None]:
 
 
 def in_plain_settings(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Makes a function that runs inside `plain_settings`."""
+    """Wraps a function so that it runs inside `plain_settings`."""
 
     @wraps(function)
     def plain(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        """Runs the function inside `plain_settings`."""
         with plain_settings():
             return function(*args, **kwargs)
 
@@ -130,14 +134,14 @@ def in_plain_settings(function: Callable[_Params, _Result]) -> Callable[_Params,
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[object]:
-    """Puts every module of a model into eval mode inside the `with`: dropout does nothing there. Each goes back into
-    its own mode after it."""
+    """Puts every module of a model into eval mode inside the `with` (no dropout), and restores each module's mode
+    afterwards."""
     trained = [module for module in model.modules() if module.training]
     return _evaluating(trained) if trained else nullcontext()
 
 
 @contextmanager
-def _evaluating(trained: list[Any]) -> Iterator[None]:
+def _evaluating(trained: list[nn.Module]) -> Iterator[None]:
     try:
         for module in trained:
             module.training = False

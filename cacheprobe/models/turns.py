@@ -1,16 +1,16 @@
-"""Lets one run compute at a time: runs of other threads wait for it, and a run inside its steps is refused."""
+"""Lets one run compute at a time: other threads wait, and a second run inside a run's step is refused."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock, get_ident, local
-from typing import Any
 
-from cacheprobe.models.base import ModelError
+from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.settings import plain_settings
 
 
 class _Computing:
-    """A lock that its holder may enter again, and may lend to a thread that it waits for."""
+    """A lock that its holder may enter again, and may lend to a thread that the holder waits for."""
 
     def __init__(self) -> None:
         self._lock, self._lent, self._held = RLock(), set[int](), local()
@@ -27,7 +27,7 @@ class _Computing:
 
     @contextmanager
     def lent_to(self, thread: int | None) -> Iterator[None]:
-        """Inside the `with`, in which the caller only waits, that thread may compute as the caller might."""
+        """Lets another thread compute inside the `with`, during which the caller only waits."""
         if thread is None:
             yield
             return
@@ -39,23 +39,24 @@ class _Computing:
 
 
 computing = _Computing()
-"""Held while a model computes or has our hooks on it. One for all models: torch's default dtype and the environment
-variables that transformers reads belong to the process, and two runs that draft for each other wait for no circle."""
+"""Held while a model computes or has our hooks on it. One lock for all models: torch's default dtype and environment
+variables belong to the process, and two runs that draft for each other cannot deadlock."""
 
 _in_step: set[int] = set()
-"""Ids of the live models whose run is in the middle of a step. Read and written by the holder of `computing`."""
+"""Ids of the live models whose run is in the middle of a step. Read and written only by the holder of `computing`."""
 
 
-def live_model(model: Any) -> Any:
-    """Returns the module that computes: the transformers model that a twin, its bridge and a second wrapper share."""
+def live_model(model: object) -> LiveModule:
+    """Returns the module that computes: the transformers model that a bridge, its fast forward and other wrappers
+    share."""
     origin = getattr(model, "origin", model)
     if (bridge := getattr(origin, "bridge", None)) is not None:
         return bridge.original_model
     return getattr(origin, "model", origin)
 
 
-def require_idle(model: Any) -> None:
-    """Raises: ModelError where this thread is inside a step of another run of this model."""
+def require_idle(model: CachedLM) -> None:
+    """Raises: ModelError if this thread is inside a step of another run of this model."""
     with computing:
         if id(live_model(model)) in _in_step:
             raise ModelError(
@@ -65,8 +66,8 @@ def require_idle(model: Any) -> None:
 
 
 @contextmanager
-def turn(model: Any) -> Iterator[None]:
-    """Around the steps of a run that follow each other undisturbed: no other thread computes, settings are plain.
+def turn(model: CachedLM) -> Iterator[None]:
+    """Runs the steps inside the `with` without interruption: no other thread computes, and settings are plain.
 
     Raises: ModelError inside a step of another run of the same model.
     """
@@ -83,6 +84,6 @@ def turn(model: Any) -> Iterator[None]:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Around a function, as a decorator: it waits for other threads' computing, and runs in plain settings."""
+    """Decorates a function so that it waits until no other thread computes, and runs in plain settings."""
     with computing, plain_settings():
         yield

@@ -1,4 +1,5 @@
-"""The accept rule: the longest prefix of the draft that the verifier would choose itself. And where output ends."""
+"""The accept rule (keep the longest draft prefix that the verifier would choose itself), and the rule where output
+ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +7,7 @@ from typing import NamedTuple
 
 
 def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> int:
-    """Length of the longest prefix of the draft that equals the verifier's own choices.
+    """Returns the length of the longest prefix of the draft that equals the verifier's own choices.
 
     Source: LLM-42 (arXiv 2601.17768), section 4.2.  Twin: tests.equivalence.num_accepted_slowly, ==.
     """
@@ -18,16 +19,17 @@ def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]
 
 @dataclass(frozen=True)
 class StopRule:
-    """Stop tokens and stop texts: a function of the generated tokens alone, so that no rollback has to undo it."""
+    """Stop tokens and stop texts. The rule depends only on the generated tokens, so a rollback has nothing to undo."""
 
     token_ids: frozenset[int]
     texts: tuple[str, ...]
     decode: Callable[[Sequence[int]], str]
 
     def ends(self, generated: Sequence[int]) -> bool:
-        """Whether output ends with the last of these generated tokens: a stop token, or a stop text's last part.
+        """Returns whether output ends with the last of these generated tokens: a stop token, or the last part of a stop
+        text.
 
-        A text may span tokens and windows; the whole output is decoded, since tokens have no text of their own.
+        A stop text may span tokens and windows, so the whole output is decoded.
         """
         if generated[-1] in self.token_ids:
             return True
@@ -35,14 +37,14 @@ class StopRule:
 
 
 class Ending(NamedTuple):
-    """How many of some new tokens stay, and why the request ends there, if it does."""
+    """How many of some new tokens are kept, and why the request ends there (None if it does not end)."""
 
     num_kept: int
     finish: str | None
 
 
 def find_ending(generated: Sequence[int], token_ids: Sequence[int], rule: StopRule, num_left: int) -> Ending:
-    """Cut new tokens, which follow those `generated`, after the first ending and at the `num_left` still allowed."""
+    """Cuts new tokens, which follow `generated`, after the first ending and at the `num_left` tokens still allowed."""
     said = list(generated)
     for index, token_id in enumerate(token_ids[:num_left]):
         said.append(token_id)
@@ -52,6 +54,6 @@ def find_ending(generated: Sequence[int], token_ids: Sequence[int], rule: StopRu
 
 
 def clip_draft(generated: Sequence[int], token_ids: Sequence[int], rule: StopRule, limit: int) -> tuple[int, ...]:
-    """At most `limit` draft tokens, none after an ending: nothing after it could be committed."""
+    """Returns at most `limit` draft tokens and none after an ending, because such tokens could never be committed."""
     kept = tuple(token_ids)[: max(limit, 0)]
     return kept[: find_ending(generated, kept, rule, len(kept) + 1).num_kept]

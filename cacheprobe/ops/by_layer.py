@@ -1,11 +1,11 @@
-"""A product with another matrix for every layer, over rows of any layers at once."""
+"""Multiplies each row by its layer's own matrix, for rows of several layers at once."""
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 _HEIGHT = 8
-"""Rows of one block. All rows of a block are of one layer; a layer's last block is padded with zeros."""
+"""Rows of one block. All rows of a block belong to one layer; a layer's last block is padded with zeros."""
 
 
 def product_by_layer(
@@ -14,10 +14,10 @@ def product_by_layer(
     weights: Float[Tensor, "l m k"],
     biases: Float[Tensor, "l k"],
 ) -> Float[Tensor, "n k"]:
-    """states[i] @ weights[layers[i]] + biases[layers[i]] for every row i, in one batched product.
+    """Returns states[i] @ weights[layers[i]] + biases[layers[i]] for every row i, in one batched product.
 
-    Its shape depends on n and l alone, never on how many rows are of which layer: a row in a tile of fixed height is
-    computed in the same shape whatever else is there.
+    The product's shape depends only on n and l, not on how many rows each layer has. Each row lies in a block of fixed
+    height, so its bits do not depend on the other rows.
     Twin: tests.lenses_slowly.product_by_layer_slowly, close(1e-5) in float32, since sums are reordered.
     """
     num_rows, num_layers = len(states), len(weights)

@@ -1,7 +1,7 @@
-"""New keys and values into a preallocated cache, and slots given up, on plain tensors: many rows at once.
+"""Writes new keys and values into a preallocated cache and frees slots, on plain tensors, for many sequences at once.
 
-`cache.kv.KVCache` refuses by raising, one row at a time. Where the tensors are on a GPU nothing can be raised without
-waiting for it; so a row whose numbers make no sense is left as it is, and reported.
+`kvcache.cache.KVCache` raises an error for a bad request. On a GPU, raising would mean waiting for the device, so a row
+with invalid numbers is left unchanged and reported.
 """
 
 import torch
@@ -25,12 +25,13 @@ def store_kv(
     counts: Int[Tensor, "b"],
     provenance: int | None = None,
 ) -> Bool[Tensor, "b"]:
-    """Slot t of batch row b goes to slot starts[b] + t of cache row rows[b]: pads too, which stay masked.
+    """Writes token slot t of batch index b to slot starts[b] + t of cache row rows[b], including pads, which stay
+    masked.
 
-    keys, values: of one layer, changed in place.  codes, lengths: the ledger, changed where a provenance is given: the
-    first counts[b] slots hold real tokens and are marked.  rows: each cache row once at most.
-    Returns [b] which rows were refused, and not touched: outside the cache, or beyond a hole.
-    Twin: cache.kv.KVCache: `write` and `extend`, == (tests.test_cache_rows).
+    keys, values: of one layer, changed in place.  codes, lengths: the ledger, changed if a provenance is given: the
+    first counts[b] slots hold real tokens and are marked.  rows: each cache row at most once.
+    Returns refused [b]: True for a row outside the cache or beyond a hole, which was not changed.
+    Twin: kvcache.cache.KVCache: `write` and `extend`, == (tests.test_cache_rows).
     """
     refused = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     width, (num_rows, _, capacity, _) = k.shape[2], keys.shape
@@ -55,11 +56,11 @@ def truncate_rows(
     rows: Int[Tensor, "b"],
     new_lengths: Int[Tensor, "b"],
 ) -> Bool[Tensor, "b"]:
-    """Forget the slots of cache row rows[b] from new_lengths[b] on: free in the ledger, no longer hidden.
+    """Frees the slots of cache row rows[b] from new_lengths[b] on: free in the ledger, no longer hidden.
 
-    Changed in place; the contents stay, stale and masked.  rows: each cache row once at most.
-    Returns [b] which rows were refused, and not touched: outside the cache, or they would grow.
-    Twin: cache.kv.KVCache.truncate, == (tests.test_cache_rows).
+    Changes the ledger in place; keys and values stay, stale and masked.  rows: each cache row at most once.
+    Returns refused [b]: True for a row outside the cache or that would grow, which was not changed.
+    Twin: kvcache.cache.KVCache.truncate, == (tests.test_cache_rows).
     """
     refused = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     for b, (row, length) in enumerate(zip(rows.tolist(), new_lengths.tolist(), strict=True)):

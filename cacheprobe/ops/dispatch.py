@@ -1,11 +1,11 @@
-"""Operations that have a kernel: each runs there where it can, and by its reference elsewhere, and says which and why.
+"""Operations that have a kernel: runs the kernel if possible, else the reference, and reports which one and why.
 
-Nothing here is imported from the kernels' package before a call could use it; cacheprobe runs without triton.
+The kernels' package is imported only when a call could use it; cacheprobe runs without triton.
 """
 
 import os
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from cacheprobe.ops import cache_rows, packing, plain, readout, verdicts
 from cacheprobe.ops.attention import cached
 
 A = ParamSpec("A")
-R = TypeVar("R")
+R = TypeVar("R", covariant=True)
 
 CAPABILITIES = ((8, 0), (9, 0))
-"""Compute capabilities that the kernels are compiled and inspected for."""
+"""CUDA compute capabilities for which the kernels are compiled and inspected."""
 
 KERNEL, REFERENCE = "kernel", "reference"
 
@@ -32,10 +32,10 @@ class Path(NamedTuple):
 
 
 class Operation(Generic[A, R]):
-    """A reference with a kernel of the same arguments. Call it as either.
+    """A reference function and a kernel with the same arguments; call the object like either.
 
-    A kernel is tried on a small case before it is relied on: one that fails to compile, or differs from its reference,
-    is not used in this process. Errors in the arguments are raised by whichever runs.
+    The kernel is tested on a small case before its first use; if it fails to compile or differs from the reference,
+    this process does not use it. Whichever runs raises the errors for bad arguments.
     """
 
     def __init__(self, name: str, reference: Callable[A, R]) -> None:
@@ -46,14 +46,15 @@ class Operation(Generic[A, R]):
         return f"Operation({self.name})"
 
     def __call__(self, *args: A.args, **kwargs: A.kwargs) -> R:
-        """The operation, where its first tensor is."""
+        """Runs the operation on the device of its first tensor."""
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if self.path(first.device).runs == REFERENCE:
             return self.reference(*args, **kwargs)
         return find("kernels", self.name).run(*args, **kwargs)
 
     def path(self, device: torch.device | str) -> Path:
-        """What runs for tensors on this device. The first question for a GPU compiles and tries the kernel."""
+        """Returns which implementation runs for tensors on this device. The first call for a GPU compiles and tests the
+        kernel."""
         device = torch.device(device)
         key = (str(device), is_interpreted())
         if key not in self._paths:
@@ -79,12 +80,13 @@ class Operation(Generic[A, R]):
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run on the CPU, slowly, for tests: TRITON_INTERPRET, read when triton is first imported."""
+    """Returns whether kernels run slowly on the CPU, for tests ($TRITON_INTERPRET, read when triton is first
+    imported)."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes")
 
 
 def unsuited(device: torch.device) -> str:
-    """Why no kernel runs on a device, or an empty text."""
+    """Returns why no kernel runs on a device; "" if one can."""
     if device.type == "cpu" and is_interpreted():
         return ""
     if device.type == "cpu" and not torch.cuda.is_available():
@@ -102,6 +104,7 @@ def unsuited(device: torch.device) -> str:
 
 
 def described(device: torch.device) -> str:
+    """Returns the GPU's name and compute capability."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
@@ -115,11 +118,11 @@ truncate_rows = Operation("truncate", cache_rows.truncate_rows)
 apply_verdicts = Operation("verify_accept", verdicts.apply_verdicts)
 pack_rows = Operation("capture_pack", packing.pack_rows)
 
-OPERATIONS: tuple[Operation[Any, Any], ...] = (
+OPERATIONS: tuple[Operation[..., object], ...] = (
     rms_norm, matmul, cached_attention, read_states, store_kv, truncate_rows, apply_verdicts, pack_rows,
 )  # fmt: skip
 
 
 def paths(device: torch.device | str) -> dict[str, Path]:
-    """Every operation's path on a device, by the kernel's name."""
+    """Returns the path of every operation on a device, keyed by the kernel's name."""
     return {operation.name: operation.path(device) for operation in OPERATIONS}

@@ -1,4 +1,4 @@
-"""The three words for "equal": bitwise, ulp_distance, close. Tokens are compared with ==."""
+"""Three kinds of "equal": bitwise, ulp_distance, close. Tokens are compared with ==."""
 
 import torch
 from torch import Tensor
@@ -7,31 +7,32 @@ _AS_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(a: Tensor) -> Tensor:
-    """The tensor's bits as integers of the same width."""
+    """Returns the tensor's bits as integers of the same width."""
     return a.contiguous().view(_AS_INT[a.element_size()])
 
 
 def bitwise(a: Tensor, b: Tensor) -> bool:
-    """Same shape, dtype and bits; NaN equals the same NaN, +0 differs from -0."""
+    """Returns whether shape, dtype and bits are the same; a NaN equals the same NaN, and +0 differs from -0."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> int:
-    """Largest number of representable values between two finite floating-point tensors of one dtype."""
+    """Returns the largest number of representable values between two finite floating-point tensors of one dtype."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"cannot compare {tuple(a.shape)} {a.dtype} with {tuple(b.shape)} {b.dtype}")
     return int((ordered_bits(a) - ordered_bits(b)).abs().max()) if a.numel() else 0
 
 
 def ordered_bits(a: Tensor) -> Tensor:
-    """int64 keys in the order of the numbers themselves: neighbours differ by one, both zeros are 0."""
+    """Returns int64 keys in the order of the numbers: neighbouring floats differ by one, and both zeros give 0."""
     as_int = bits(a).long()
     lowest = -(1 << (8 * a.element_size() - 1))
     return torch.where(as_int < 0, lowest - as_int, as_int)
 
 
 def close(a: Tensor, b: Tensor, rtol: float, *, because: str) -> bool:
-    """|a - b| <= rtol * max(1, largest |b|) everywhere; `because` is the reason for not being bitwise."""
+    """Returns whether |a - b| <= rtol * max(1, largest |b|) everywhere; `because` is the reason for not being
+    bitwise."""
     if not because:
         raise ValueError("close() needs the reason why the two are not bitwise equal")
     if a.shape != b.shape:

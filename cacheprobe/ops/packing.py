@@ -1,4 +1,4 @@
-"""Rows of a pass gathered into a block of their own, in 16 or in 8 bits."""
+"""Gathers rows of a pass into one block, in 16 or 8 bits per number."""
 
 from typing import NamedTuple
 
@@ -8,23 +8,23 @@ from torch import Tensor
 
 KINDS = ("bfloat16", "int8")
 LARGEST = 127
-"""Of int8, whose -128 is not used."""
+"""Largest int8 value used; -128 is not used."""
 
 
 class Packed(NamedTuple):
-    """Gathered rows. A row's numbers are values * scale."""
+    """Gathered rows. The numbers of a row are values * scale."""
 
     values: Tensor
     """[n, m] bfloat16 or int8."""
     scales: Tensor
-    """[n] float32. 1 in bfloat16; NaN for a row of int8 that held NaN or infinity, or that is no row of the source."""
+    """[n] float32. For bfloat16 always 1; for int8 NaN if the row held NaN or infinity, or lies outside the source."""
 
 
 def pack_rows(states: Float[Tensor, "b t m"], rows: Int[Tensor, "n"], kind: str) -> Packed:
-    """Rows b * t + slot of states, of any strides, in another type.
+    """Returns rows b * t + slot of states (any strides) in a smaller type.
 
-    kind: bfloat16, rounded to the nearest, ties to even; or int8, each row by its largest absolute number.
-    A row outside the source becomes NaN.
+    kind: bfloat16, rounded to nearest, ties to even; or int8, each row scaled by its largest absolute number. A row
+    outside the source becomes NaN.
     Raises: ValueError for an unknown kind.
     Twin: tests.kernels_slowly.pack_rows_slowly, ==.
     """
@@ -43,5 +43,5 @@ def pack_rows(states: Float[Tensor, "b t m"], rows: Int[Tensor, "n"], kind: str)
 
 
 def unpack(packed: Packed) -> Float32[Tensor, "n m"]:
-    """The numbers, up to what packing has rounded away."""
+    """Returns the numbers as float32, with the rounding of `pack_rows`."""
     return packed.values.float() * packed.scales[:, None]

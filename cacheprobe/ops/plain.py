@@ -1,4 +1,4 @@
-"""A model's plainest operations, as its modules compute them."""
+"""A model's basic operations, computed exactly as its modules compute them."""
 
 import torch
 from jaxtyping import Float
@@ -7,9 +7,10 @@ from torch.nn.functional import linear
 
 
 def rms_norm(values: Float[Tensor, "n m"], weight: Float[Tensor, "m"], eps: float) -> Float[Tensor, "n m"]:
-    """values / sqrt(mean(values^2) + eps) * weight, row by row.
+    """Returns values / sqrt(mean(values^2) + eps) * weight, row by row.
 
-    The mean square in float32, of float64 in float64; the product with the weight in the type of `values`.
+    The mean square is computed in float32 (float64 for float64 input), the product with the weight in the dtype of
+    `values`.
     Source: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
     Twin: models.fast.functional's, which is the modules' own, bitwise (tests.test_plain_ops).
     """
@@ -21,5 +22,5 @@ def rms_norm(values: Float[Tensor, "n m"], weight: Float[Tensor, "m"], eps: floa
 def project(
     values: Float[Tensor, "n i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, "o"] | None = None
 ) -> Float[Tensor, "n o"]:
-    """values weight^T + bias, in the type of `values`."""
+    """Returns values weight^T + bias, in the dtype of `values`."""
     return linear(values, weight, bias)

@@ -1,7 +1,7 @@
-"""From the model's logits to the log-weights that a request draws from: penalty, temperature, top_k, top_p, min_p.
+"""Computes the log-weights that a request samples from: repetition penalty, temperature, top_k, top_p, min_p.
 
-Knows nothing about requests or positions; noise is added elsewhere. Everything is computed in float64 and by NumPy,
-whose sums, unlike torch's, do not depend on the number of threads.
+Noise is added elsewhere. All steps use float64 and NumPy, because NumPy's sums, unlike torch's, do not depend on the
+number of threads.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from cacheprobe.core.records import SamplingParams
 
 
 def target_scores(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: Sequence[int]) -> Float64[Tensor, "v"]:
-    """Log-weights, up to a constant, of the distribution that a request draws its next token from.
+    """Returns log-weights [v], up to a constant, of the distribution from which a request samples its next token.
 
-    logits: [v] in the model's own dtype.  prefix: prompt and output before this position, for the penalty alone.
-    Returns [v] on the CPU, -inf for every token that cannot be drawn. Order and definitions are Hugging Face's, except
-    that equal scores rank by the lower id: top_k keeps exactly k tokens, and top_p a set that nothing else decides. At
-    temperature 0 nothing is drawn and only the penalty applies, there as here.
-    Raises: ValueError on NaN or infinity, or where no token is left.
+    logits: [v] in the model's own dtype.  prefix: prompt and output before this position, used by the penalty only.
+    The result is on the CPU, with -inf for every excluded token. Order and definitions follow Hugging Face, except that
+    equal scores rank by the lower id: top_k keeps exactly k tokens, and top_p keeps a uniquely defined set. At
+    temperature 0 only the penalty applies, as in Hugging Face.
+    Raises: ValueError on NaN or infinity, or if no token is left.
     Source: repetition penalty, Keskar et al. 2019 (arXiv 1909.05858), section 4.1; top_k, Fan et al. 2018 (1805.04833),
     section 5.4; top_p, Holtzman et al. 2019 (1904.09751), section 3.1; min_p, Nguyen et al. 2024 (2407.01082).
     Twin: tests.equivalence.target_scores_slowly: the same tokens, scores ==; without ties transformers' own processors.
@@ -38,7 +38,8 @@ def target_scores(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: 
 
 
 def target_probs(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: Sequence[int]) -> Float64[Tensor, "v"]:
-    """The distribution itself: softmax of `target_scores`; at temperature 0 all of it on the lowest best token."""
+    """Returns the probabilities [v], softmax of `target_scores`; at temperature 0, all probability on the lowest best
+    token."""
     scores = target_scores(logits, sampling, prefix).numpy()
     if sampling.is_greedy:
         probs = np.zeros_like(scores)
@@ -56,13 +57,13 @@ def _require_a_best(scores: np.ndarray) -> None:
 
 
 def _penalise(scores: np.ndarray, penalty: float, token_ids: np.ndarray) -> None:
-    """Divide positive and multiply negative scores of the tokens in the prefix; each once, however often it occurs."""
+    """Divides positive and multiplies negative scores of the tokens in the prefix; once for each distinct token."""
     seen = scores[token_ids]
     scores[token_ids] = np.where(seen < 0, seen * penalty, seen / penalty)
 
 
 def _filter(scores: np.ndarray, sampling: SamplingParams) -> None:
-    """Set to -inf what top_k, top_p and min_p remove, each from what the one before it has left."""
+    """Sets scores that top_k, top_p and min_p remove to -inf; each filter acts on the result of the previous one."""
     if sampling.top_k and sampling.top_k < len(scores):
         threshold = np.partition(scores, -sampling.top_k)[-sampling.top_k]
         _keep_best(scores, sampling.top_k, threshold)
@@ -77,7 +78,8 @@ def _filter(scores: np.ndarray, sampling: SamplingParams) -> None:
 
 
 def _keep_best(scores: np.ndarray, count: int, threshold: float) -> None:
-    """Set all but the `count` best to -inf; of those that equal the last one, `threshold`, the lowest ids stay."""
+    """Sets all but the `count` best scores to -inf; among scores equal to `threshold`, the last kept value, the lowest
+    ids stay."""
     above = scores > threshold
     tied = np.flatnonzero(scores == threshold)[: count - np.count_nonzero(above)]
     above[tied] = True

@@ -1,4 +1,4 @@
-"""Reading vocabulary logits: top tokens, log-sum-exp, entropy, and the rank of given tokens."""
+"""Statistics of vocabulary logits: top tokens, log-sum-exp, entropy, and the rank of given tokens."""
 
 from typing import NamedTuple
 
@@ -10,15 +10,15 @@ from cacheprobe.ops.equality import ordered_bits
 from cacheprobe.ops.plain import project, rms_norm
 
 _ROWS_AT_ONCE, _IDS_AT_ONCE = 60, 4096
-"""Rows and ids reduced together: few enough for the shared cache, enough that starting each parallel pass does not
-show."""
+"""Rows and ids reduced together: few enough to stay in the shared cache, and enough that starting each parallel pass
+costs little."""
 
 BLOCK = 128
-"""Ids whose largest value is taken at once, in looking for the largest of all."""
+"""Number of ids whose maximum is computed first when searching the largest logits."""
 
 
 class Readout(NamedTuple):
-    """What a distribution over the vocabulary says, row by row."""
+    """Statistics of a distribution over the vocabulary, row by row."""
 
     top_token_ids: Tensor
     """[n, k] best first; equal logits in the order of their ids."""
@@ -27,16 +27,17 @@ class Readout(NamedTuple):
     entropy_nats: Tensor
     """[n]"""
     target_rank: Tensor
-    """[n] tokens before the target: larger logits, and equal ones with a lower id. -1 where there is no target."""
+    """[n] number of tokens ranked before the target: larger logits, and equal ones with a lower id. -1 if there is no
+    target."""
     target_logprob_nats: Tensor
-    """[n] NaN where there is no target."""
+    """[n] NaN if there is no target."""
 
 
 def read_logits(logits: Float[Tensor, "n v"], target_token_ids: Int[Tensor, "n"], top_k: int) -> Readout:
-    """Top tokens, entropy and the targets' ranks, over logits in the model's own dtype.
+    """Returns top tokens, entropy and the targets' ranks, from logits in the model's own dtype.
 
-    logits: [n, v].  target_token_ids: [n], -1 for none.  Sums are taken in float32; those of float64 in
-    float64, and then rounded to float32.
+    logits: [n, v].  target_token_ids: [n], -1 for none.  Sums are computed in float32; for float64 logits in float64,
+    then rounded to float32.
     Source: logit lens (nostalgebraist 2020) statistics; entropy and rank as in Belrose et al. 2023, section 3.
     Twin: tests.equivalence.read_logits_slowly: ids and ranks ==, numbers close(1e-5) since sums are reordered.
     """
@@ -56,9 +57,9 @@ def read_states(
     top_k: int,
     bias: Float[Tensor, "v"] | None = None,
 ) -> Readout:
-    """What states say through a final RMSNorm and an unembedding: `read_logits` of their logits.
+    """Returns `read_logits` of states after a final RMSNorm and an unembedding.
 
-    norm_weight: None for states that are normalised already.  eps: of the norm.  bias: of the unembedding.
+    norm_weight: None for states that are already normalised.  eps: of the norm.  bias: of the unembedding.
     Source: logit lens (nostalgebraist 2020).  Twin: the two steps by themselves (tests.test_plain_ops), bitwise.
     """
     read = states if norm_weight is None else rms_norm(states, norm_weight, eps)
@@ -66,7 +67,8 @@ def read_states(
 
 
 def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
-    """Of n rows, in one pass over tiles of ids: sums are kept beside the largest value so far, and rescaled with it."""
+    """Returns the Readout of n rows in one pass over tiles of ids; running sums are rescaled when a larger logit
+    appears."""
     rows, width = logits.shape
     is_cpu = logits.device.type == "cpu"
     size = min(_IDS_AT_ONCE if is_cpu else width, -(-width // BLOCK) * BLOCK)
@@ -113,10 +115,11 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
 
 
 def _num_before(values: Tensor, scratch: Tensor, target_values: Tensor, offsets: Tensor) -> Tensor:
-    """[n] how many of a tile's values [n, w] come before a target that stands at `offsets` [n] of the tile, or beyond.
+    """Returns [n]: how many of a tile's values [n, w] rank before the target, whose place relative to the tile is
+    `offsets` [n].
 
-    In a tile of lower ids an equal value comes before the target, and then so does what is larger than the next lower
-    number; in a tile of higher ids only a larger one does.
+    In a tile of lower ids, values equal to or larger than the target rank before it; in a tile of higher ids, only
+    larger values do.
     """
     width = values.shape[1]
     lower = torch.nextafter(target_values, torch.full_like(target_values, -torch.inf))
@@ -132,7 +135,8 @@ def _num_before(values: Tensor, scratch: Tensor, target_values: Tensor, offsets:
 
 
 def lowest_topk(values: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values of each row and their ids; of equal values the lowest id first (`topk` promises no order).
+    """Returns the k largest values of each row and their ids; among equal values the lowest id first (`topk` promises
+    no order).
 
     Twin: tests.equivalence.lowest_topk_slowly, ==.
     """
@@ -145,10 +149,10 @@ def lowest_topk(values: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor]:
 
 
 def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of values [n, v] and their ids, by the largest value of every BLOCK ids.
+    """Returns the k largest of values [n, v] and their ids, given the maximum of every BLOCK ids.
 
-    The k largest values lie in the k blocks whose largest values are the largest, the first of those that are equal:
-    each block before another holds a value that comes before all of the other's. So few values are sorted.
+    The k largest values lie in the k blocks with the largest maxima (the first of equal ones), because each block
+    before another one holds a value that ranks before all of the other's. Only the values of these blocks are sorted.
     """
     width = values.shape[1]
     k = min(k, width)
@@ -161,10 +165,10 @@ def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 def _first_largest(values: Tensor, k: int) -> Tensor:
-    """[n, k] where the k largest of each row stand, of equal ones the first first.
+    """Returns [n, k]: the places of the k largest values of each row; among equal values, the first place first.
 
-    Whole numbers in the order of float32 values, no two of a row alike, are quicker than a stable sort. There is no
-    room for float64 in them.
+    Sorts int64 keys that combine the float32 order and the place, so no two keys are equal; this is faster than a
+    stable sort. float64 does not fit into such keys and is sorted stably.
     """
     if values.dtype == torch.float64:
         return values.argsort(dim=1, descending=True, stable=True)[:, :k]

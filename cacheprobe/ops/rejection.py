@@ -1,7 +1,8 @@
-"""Speculative sampling's accept rule: a candidate stays by chance, so that what stays follows the target exactly.
+"""The accept rule of speculative sampling: a draft token is kept with a probability such that output follows the target
+exactly.
 
-The rule in `ops.acceptance` needs no chance: noise is keyed, and equality of tokens is exact at any temperature. This
-one accepts more of what a drafter samples on its own.
+The rule in `ops.acceptance` uses no chance: noise is keyed, so tokens can be compared exactly at any temperature. This
+rule accepts more tokens of a drafter that samples by itself.
 """
 
 import numpy as np
@@ -12,9 +13,9 @@ from cacheprobe.core.noise import ACCEPT_STREAM, RECOVER_STREAM, uniform_noise
 
 
 def acceptance_prob(target_prob: float, draft_prob: float) -> float:
-    """Probability with which a candidate stays, from its own under target and draft: min(1, p / q).
+    """Returns the probability of keeping a draft token, from its probability under target and draft: min(1, p / q).
 
-    Raises: ValueError for a candidate that the draft distribution excludes.
+    Raises: ValueError for a draft token with probability 0 under the draft distribution.
     """
     if draft_prob <= 0:
         raise ValueError(f"a candidate has probability {draft_prob} under the distribution it was drawn from")
@@ -24,9 +25,9 @@ def acceptance_prob(target_prob: float, draft_prob: float) -> float:
 def recovery_probs(
     target_probs: Float64[Tensor, "v"], draft_probs: Float64[Tensor, "v"] | None, draft_token_id: int
 ) -> Float64[Tensor, "v"] | None:
-    """[v] distribution of the token that replaces a rejected candidate: what target exceeds draft by, normalised.
+    """Returns the distribution [v] of the token that replaces a rejected one: max(target - draft, 0), normalised.
 
-    None where target nowhere exceeds draft: the two are equal but for rounding, and nothing is to be rejected.
+    Returns None if target nowhere exceeds draft: the two are equal up to rounding, and no token is rejected.
     """
     if draft_probs is None:
         excess = target_probs.clone()
@@ -44,12 +45,13 @@ def accept_or_recover(
     seed: int,
     position: int,
 ) -> tuple[bool, int]:
-    """Whether the candidate for absolute position `position` stays, and the token that stands there then.
+    """Returns whether the draft token for absolute position `position` is kept, and the token that then stands there.
 
-    target_probs: [v] what the position is to follow.  draft_probs: [v] what the candidate was drawn from, given the
-    same tokens before it; None where it was not drawn, and q is 1.
-    Chances are keyed by (seed, position) on streams of their own: independent of the candidate, of the tokens around
-    it, and of each other. Whether a position has a candidate must not depend on which one was drawn for it.
+    target_probs: [v] distribution that the output must follow.  draft_probs: [v] distribution from which the draft
+    token was sampled, given the same tokens before it; None if it was not sampled, so that q is 1.
+    The random numbers are keyed by (seed, position) in their own streams: independent of the draft token, of the tokens
+    around it, and of each other. Whether a position has a draft token must not depend on which token was sampled for
+    it.
     Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (2302.01318), theorem 1.
     Twin: tests.equivalence.accept_or_recover_slowly, ==.
     """

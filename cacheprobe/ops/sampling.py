@@ -1,4 +1,4 @@
-"""Choosing a token from logits: greedy, or at a temperature with keyed noise. Ties go to the lowest id."""
+"""Chooses a token from logits: greedy, or at a temperature with keyed noise. Ties go to the lowest id."""
 
 from collections.abc import Sequence
 
@@ -13,19 +13,19 @@ from cacheprobe.ops.processors import target_scores
 
 
 def lowest_argmax(logits: Float[Tensor, "v"]) -> int:
-    """Id of the largest logit; the lowest one of those that are equal."""
+    """Returns the id of the largest logit; the lowest id among equal ones."""
     if logits.device.type == "cpu":
         return int(_as_numpy(logits).argmax())  # NumPy promises the first one, torch does not
     return int((logits == logits.max()).nonzero()[0, 0])
 
 
 def sample_token(logits: Float[Tensor, "v"], temperature: float, seed: int, position: int) -> int:
-    """The token for absolute position `position`.
+    """Returns the token for absolute position `position`.
 
     logits: [v] in the model's own dtype.  position: where the chosen token will stand.
-    At temperature 0 the lowest id of the largest logit, else a draw from softmax(logits / temperature) by the
+    At temperature 0, the lowest id of the largest logit; else a sample from softmax(logits / temperature) by the
     Gumbel-max trick with noise keyed by (seed, position).
-    Raises: ValueError on NaN, or where no logit is finite.
+    Raises: ValueError on NaN, or if no logit is finite.
     Source: Gumbel 1954; LLM-42 (arXiv 2601.17768) uses the same rule so that acceptance is equality of tokens.
     Twin: tests.equivalence.sample_token_slowly, ==.
     """
@@ -37,11 +37,11 @@ def sample_token(logits: Float[Tensor, "v"], temperature: float, seed: int, posi
 
 
 def choose_token(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: Sequence[int], position: int) -> int:
-    """The token for absolute position `position` under all of a request's settings.
+    """Returns the token for absolute position `position` under all sampling settings of a request.
 
     logits: [v] in the model's own dtype.  prefix: the tokens at positions 0 to position - 1.
-    The noise is `sample_token`'s, whatever the filters remove; plain settings give its very token.
-    Raises: ValueError on NaN, or where no logit is finite.
+    The noise is that of `sample_token`, independent of the filters; without filters the token equals `sample_token`'s.
+    Raises: ValueError on NaN, or if no logit is finite.
     Twin: tests.equivalence.choose_token_slowly, ==.
     """
     temperature = sampling.temperature or 0.0
@@ -55,7 +55,7 @@ def choose_token(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: S
 
 
 def two_largest(values: Float[Tensor, "v"]) -> tuple[float, float]:
-    """The largest value and the next, which may equal it; of v >= 2.
+    """Returns the largest and the second largest value, which may be equal, of v >= 2 values.
 
     Twin: torch.topk, ==, which takes ten times as long.
     """
@@ -69,7 +69,7 @@ def two_largest(values: Float[Tensor, "v"]) -> tuple[float, float]:
 
 
 def _as_numpy(values: Tensor) -> np.ndarray:
-    """In a type that holds every value exactly: NumPy has no bfloat16."""
+    """Returns the values in a dtype that holds each one exactly: NumPy has no bfloat16."""
     values = values.detach()
     return (values if values.dtype == torch.float64 else values.float()).numpy()
 

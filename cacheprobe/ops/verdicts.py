@@ -1,4 +1,4 @@
-"""Verdicts on a batch of drafts, and what follows from them in the cache's ledger, on plain tensors."""
+"""Computes verdicts on a batch of drafts and updates the cache's ledger, on plain tensors."""
 
 from typing import NamedTuple
 
@@ -12,18 +12,18 @@ from cacheprobe.ops.cache_rows import FREE
 
 VERIFIED = PROVENANCES.index("verified")
 FINISHES = (None, "stop", "length")
-"""By the codes in Settled.finish."""
+"""Finish reasons, indexed by the codes in Settled.finish."""
 
 
 class Settled(NamedTuple):
-    """Verdicts, one a batch row. All -1 where a row was refused: nothing of it was touched."""
+    """Verdicts, one for each batch index; all -1 for a refused one, of which nothing was changed."""
 
     num_accepted: Tensor
     """[b] length of the longest prefix of the draft that the verifier would have chosen itself."""
     num_committed: Tensor
-    """[b] tokens committed: the accepted and the verifier's next, or fewer where the request ended."""
+    """[b] tokens committed: the accepted ones and the verifier's next, or fewer if the request ended."""
     finish: Tensor
-    """[b] place in FINISHES."""
+    """[b] index into FINISHES."""
     committed: Tensor
     """[b, k + 1] the committed tokens, then -1."""
 
@@ -42,16 +42,17 @@ def apply_verdicts(
     hidden: Bool[Tensor, "r s"],
     lengths: Int[Tensor, "r"],
 ) -> Settled:
-    """Compare, accept, commit and keep the ledger, for every row of a verify pass.
+    """Compares drafts with the verifier's choices, commits tokens and updates the ledger, for each batch index of a
+    verify pass.
 
-    drafts, draft_lengths: candidates, of which the first draft_lengths[b] count.  targets, target_lengths: the
-    verifier's own choices, one more than candidates, or as many where the last candidate ends the request.  num_left:
-    tokens that may still be committed.  stop_token_ids: -1 for none; stop texts are for whoever can decode.  frontiers:
+    drafts, draft_lengths: draft tokens, of which the first draft_lengths[b] count.  targets, target_lengths: the
+    verifier's own choices, one more than draft tokens, or as many if the last draft token ends the request.  num_left:
+    tokens that may still be committed.  stop_token_ids: -1 for none; stop texts are not supported here.  frontiers:
     position of the newest committed token, whose slot the pass has written.
-    Changed in place: token_ids[row] by position, from last_committed_position + 1 on; the ledger of the row, in which
-    the committed slots are verified and all beyond is free; lengths.  rows: each cache row once at most.
+    Changes in place: token_ids[row] by position, from the last committed position + 1 on; the ledger of the row, in
+    which committed slots become verified and all later ones free; lengths.  rows: each cache row at most once.
     Source: decode-verify-rollback of LLM-42 (arXiv 2601.17768), section 4.2.
-    Twin: engine.books.Committer.judge and settle on a KVCache, == (tests.test_cache_rows).
+    Twin: engine.committer.Committer.judge and settle on a KVCache, == (tests.test_cache_rows).
     """
     count, width = targets.shape
     out = torch.full((3, count), -1, dtype=torch.long, device=drafts.device)

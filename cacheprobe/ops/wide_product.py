@@ -1,4 +1,4 @@
-"""Products of many 16-bit rows on a CPU whose 16-bit arithmetic is missing, or no quicker than float32's."""
+"""Computes matrix products of many 16-bit rows in float32, on a CPU without fast 16-bit arithmetic."""
 
 from functools import cache
 
@@ -7,19 +7,22 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 WIDE_ROWS = 32
-"""From this many rows on, widening the weights for one product costs less than it saves, at one and at two threads."""
+"""From this many rows on, widening the weights for one product saves more time than it costs, with one or two
+threads."""
 WIDE_ROWS_IN_LANES = 64
-"""The same where bfloat16 is in vector lanes alone: an instruction does twice the work there, at half the rate."""
+"""The same limit for a CPU that has bfloat16 only in vector lanes: an instruction does twice the work at half the
+rate."""
 
 _OUTPUTS, _NUMBERS = 192, 2**18
-"""Of the weights that are widened at once: outputs are a multiple of the first, under which products of few rows are
-slower by a factor (MKL), and there are about so many numbers, which stay in a core's own cache."""
+"""How much of the weights is widened at once. The number of outputs is a multiple of the first (for fewer, MKL's
+products of few rows are several times slower); the second is the approximate count of numbers, which fit into a
+core's cache."""
 
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of this type run on a CPU of x86-64 that lacks their instructions."""
+    """Returns whether products of this dtype run on an x86-64 CPU that lacks instructions for them."""
     return device.type == "cpu" and dtype in _INSTRUCTIONS and _lacks(_INSTRUCTIONS[dtype])
 
 
@@ -30,30 +33,32 @@ def _lacks(instructions: tuple[str, ...]) -> bool:
 
 
 def wide_rows(dtype: torch.dtype, device: torch.device) -> int | None:
-    """From how many rows on products of this type are widened here; None for never."""
+    """Returns the number of rows from which products of this dtype are computed in float32; None for never."""
     if is_emulated(dtype, device):
         return WIDE_ROWS
     return WIDE_ROWS_IN_LANES if device.type == "cpu" and dtype == torch.bfloat16 and _has_lanes_alone() else None
 
 
 def widening(from_rows: int | None) -> str:
-    """For a fingerprint."""
+    """Returns the setting as text for a fingerprint."""
     return "never" if from_rows is None else f"from {from_rows} rows"
 
 
 @cache
 def _has_lanes_alone() -> bool:
-    """Intel's, without matrix units: others' lanes do twice float32's work."""
+    """Returns whether this is an Intel CPU with bfloat16 vector lanes but without matrix units; on other CPUs, such
+    lanes do twice float32's work."""
     capabilities = torch.cpu.get_capabilities()
     is_intel = str(capabilities.get("cpu_name", "")).startswith("Intel")
     return is_intel and bool(capabilities.get("avx512_bf16")) and not capabilities.get("amx_bf16")
 
 
 def wide_product(values: Tensor, weight: Tensor, bias: Tensor | None = None, from_rows: int = WIDE_ROWS) -> Tensor:
-    """values weight^T + bias, [... i] and [o i] -> [... o], in the type of `values`.
+    """Returns values weight^T + bias, from [..., i] and [o, i] to [..., o], in the dtype of `values`.
 
-    From `from_rows` rows on both factors are widened to float32, the weights part by part, each sum is rounded once.
-    The rows of a pass decide, not their contents, so it is a part of the schedule.
+    From `from_rows` rows on, both factors are widened to float32, the weights part by part, and each sum is rounded
+    once. The decision depends only on the number of rows of a pass, not on their contents, so it belongs to the
+    schedule.
     Twin: torch.nn.functional.linear, equal to one unit in the last place of the largest sum: the order of sums differs.
     """
     if values.numel() < from_rows * values.shape[-1]:
@@ -62,7 +67,7 @@ def wide_product(values: Tensor, weight: Tensor, bias: Tensor | None = None, fro
 
 
 def widened(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same of any number of rows: every product in float32."""
+    """Returns the product computed in float32, for any number of rows."""
     rows = values.numel() // values.shape[-1]
     size, num_outputs = outputs_at_once(rows, weight.shape[1]), weight.shape[0]
     wide = values.reshape(rows, -1).float()
@@ -77,6 +82,6 @@ def widened(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def outputs_at_once(rows: int, num_inputs: int) -> int:
-    """How many outputs' weights are widened at once: more of them where many rows make the product the larger work."""
+    """Returns how many outputs' weights are widened at once; more if there are many rows."""
     numbers = _NUMBERS * (1 if rows < 2 * WIDE_ROWS else 4)
     return _OUTPUTS * max(numbers // (_OUTPUTS * num_inputs), 1)

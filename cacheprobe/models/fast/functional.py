@@ -1,12 +1,12 @@
-"""The forward of llama-like decoders without their modules: the same operations in the same order, on our cache.
+"""The forward of llama-like decoders without their modules: the same operations in the same order, over our KV cache.
 
-Modules, decorators, keyword arguments and a cache interface cost a small model more than its arithmetic does.
-Knows nothing about hooks: whoever listens is handed in.
+For a small model, modules, decorators, keyword arguments and a cache interface cost more time than the arithmetic. This
+file does not register hooks: the caller passes functions that receive the activations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -16,12 +16,13 @@ from torch.nn.functional import linear
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.fused_linear import FusedLinear, Product, Tried
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
+from cacheprobe.models.live import LiveModule
 from cacheprobe.ops.compiled.block import CompiledBlock
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 Listeners = Mapping[tuple[str, int], Sequence[Callable[[Tensor], object]]]
-"""By (site, layer), of sites pre, S, T and C."""
+"""Functions to call with an activation, keyed by (site, layer); sites are pre, S, T and C."""
 
 
 class _Linear(NamedTuple):
@@ -45,19 +46,20 @@ class _Block(NamedTuple):
     down: _Linear
     activation: Callable[[Tensor], Tensor]
     kind: str
-    """Of its mask, where the config lists kinds of layers."""
+    """The block's mask kind, if the config lists kinds of layers."""
 
 
 class FunctionalForward:
-    """A plain model's forward over a KVCache.
+    """Runs a llama-like model's forward over a KVCache.
 
     Twin: the model's own modules (`HookedHF` with lean=False), bitwise, for logits, states, keys and values.
     """
 
-    def __init__(self, model: Any, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
-        """product: what makes values weight^T + bias.  compiled: what norms and rotates, for torch's own operations.
+    def __init__(self, model: LiveModule, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
+        """product: function that computes values weight^T + bias.  compiled: computes norms and rotations instead of
+        torch.
 
-        Tensors of the model are not copied; those of one input may be moved behind each other.
+        The model's tensors are not copied; weights of layers with the same input may be moved into one tensor.
         """
         self.model, self.product = model, product
         self._rms_norm = partial(_compiled_norm, compiled) if compiled else _rms_norm
@@ -72,13 +74,13 @@ class FunctionalForward:
 
     @property
     def is_current(self) -> bool:
-        """Whether the weights are where they were."""
+        """Whether every fused weight still lies at the address recorded at construction."""
         of_one_input = (group for block in self.blocks for group in (block.qkv, block.gate_up))
         return all(group.is_current for group in of_one_input)
 
     @staticmethod
-    def takes(model: Any) -> bool:
-        """Whether the model is of a family that is computed here, with fused attention."""
+    def takes(model: LiveModule) -> bool:
+        """Returns whether the model belongs to a family that this class computes, with fused attention."""
         return type(model).__name__ in FAMILIES and model.config._attn_implementation == ATTENTION
 
     def __call__(
@@ -91,9 +93,10 @@ class FunctionalForward:
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """Logits [b, t, v], of `logit_slots` alone where they are given; or the stream [b, t, m] after `num_layers`.
+        """Returns logits [b, t, v] (of `logit_slots` only, if given), or the residual stream [b, t, m] after
+        `num_layers` blocks.
 
-        Writes keys and values at the positions that the cache has staged.
+        Writes keys and values at the positions staged on the cache.
         """
         stream = self.model.model.embed_tokens(token_ids)
         turn = _turn(*self.model.model.rotary_emb(stream, position_ids=position_ids))
@@ -141,13 +144,14 @@ class FunctionalForward:
 
 
 def tell(listeners: Listeners, site: str, layer: int, value: Tensor) -> None:
-    """Every listener of that place hears the value."""
+    """Calls every listener registered for this (site, layer) with the value."""
     for hear in listeners.get((site, layer), ()):
         hear(value)
 
 
 def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
-    """The mean square in float32, of float64 in float64; the product with the weight in the model's type."""
+    """Applies RMSNorm: mean square in float32 (in float64 for float64 input), product with the weight in the model's
+    dtype."""
     wide = values if values.dtype == torch.float64 else values.float()
     scale = wide.pow(2).mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
     scaled = wide.mul_(scale) if wide is not values else wide * scale
@@ -155,7 +159,7 @@ def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
 
 
 def _turn(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """[b, t, 1, d] each. The sign of a rotation's first half goes to the sine: (-x) s is x (-s), bit for bit."""
+    """Returns (cos, sin), [b, t, 1, d] each. The first half of sin is negated: (-x) s equals x (-s), bit for bit."""
     first, second = sin.chunk(2, -1)
     return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
 
@@ -173,19 +177,19 @@ def _compiled_norm(compiled: CompiledBlock, values: Tensor, norm: _Norm) -> Tens
 
 
 def _compiled_turn(compiled: CompiledBlock, q: Tensor, k: Tensor, turn: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
-    """In place: both are fresh products, norms or copies of them, that nothing else holds."""
+    """Rotates in place: q and k are fresh tensors that no other code holds."""
     return compiled.turn_(q.contiguous(), *turn), compiled.turn_(k.contiguous(), *turn)
 
 
-def _linear(module: Any) -> _Linear:
+def _linear(module: LiveModule) -> _Linear:
     return _Linear(module.weight, module.bias)
 
 
-def _norm(module: Any) -> _Norm:
+def _norm(module: LiveModule) -> _Norm:
     return _Norm(module.weight, float(module.variance_epsilon))
 
 
-def _block(layer: Any, kind: str, product: Product, tried: Tried) -> _Block:
+def _block(layer: LiveModule, kind: str, product: Product, tried: Tried) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     return _Block(
         before_attention=_norm(layer.input_layernorm),

@@ -1,10 +1,10 @@
-"""The forward of GPT-2 and GPT-NeoX without their modules: the same operations in the same order, on our cache.
+"""The forward of GPT-2 and GPT-NeoX without their modules: the same operations in the same order, over our KV cache.
 
-Knows nothing about hooks: whoever listens is handed in.
+This file does not register hooks: the caller passes functions that receive the activations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +15,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.functional import Listeners, tell
 from cacheprobe.models.fast.fused_linear import Product
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
+from cacheprobe.models.live import LiveModule
 
 Affine = Callable[[Tensor], Tensor]
 
@@ -22,7 +23,7 @@ Affine = Callable[[Tensor], Tensor]
 class _Block(NamedTuple):
     before_attention: Affine
     joint: Affine
-    """To queries, keys and values."""
+    """Computes queries, keys and values in one product."""
     out: Affine
     before_mlp: Affine
     up: Affine
@@ -32,16 +33,17 @@ class _Block(NamedTuple):
 
 
 class LeanGPT:
-    """A plain model's forward over a KVCache.
+    """Runs a GPT-2 or GPT-NeoX forward over a KVCache.
 
     Twin: the model's own modules (`HookedHF` with lean=False), bitwise, for logits, states, keys and values.
     """
 
     is_current = True
-    """Its layers hold their weights themselves."""
+    """Always True: this class does not move the layers' weights."""
 
-    def __init__(self, model: Any, product: Product = linear) -> None:
-        """product: what makes values weight^T + bias, where the model has a linear layer. Tensors are not copied."""
+    def __init__(self, model: LiveModule, product: Product = linear) -> None:
+        """product: function that computes values weight^T + bias for the model's linear layers. Tensors are not
+        copied."""
         self.product = product
         config = model.config
         self.heads = int(config.num_attention_heads)
@@ -61,8 +63,8 @@ class LeanGPT:
         self.unembed = self._linear(model.lm_head)
 
     @staticmethod
-    def takes(model: Any) -> bool:
-        """Whether the model is of a family that is computed here, with fused attention."""
+    def takes(model: LiveModule) -> bool:
+        """Returns whether the model belongs to a family that this class computes, with fused attention."""
         config, name = model.config, type(model).__name__
         is_plain = name == "GPTNeoXForCausalLM" or (name == "GPT2LMHeadModel" and not config.add_cross_attention)
         return is_plain and config._attn_implementation == ATTENTION
@@ -77,7 +79,8 @@ class LeanGPT:
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """See FunctionalForward."""
+        """Returns logits [b, t, v] (of `logit_slots` only, if given), or the residual stream [b, t, m] after
+        `num_layers` blocks."""
         assert isinstance(masks, Tensor), "these families have one kind of layer"
         stream = self.embed(token_ids)
         if self.positions is not None:
@@ -119,17 +122,18 @@ class LeanGPT:
         return written + attended + stream if self.is_parallel else written + behind
 
     def _heads(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, [b, h, t, d] each: GPT-NeoX has them side by side in each head."""
+        """Returns queries, keys and values, [b, h, t, d] each. GPT-NeoX stores the three side by side within each
+        head."""
         if self.is_neox:
             q, k, v = joint.unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
         else:
             q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in joint.chunk(3, -1))
         return q, k, v
 
-    def _linear(self, module: Any) -> Affine:
+    def _linear(self, module: LiveModule) -> Affine:
         return lambda values: self.product(values, module.weight, module.bias)
 
-    def _neox_block(self, layer: Any) -> _Block:
+    def _neox_block(self, layer: LiveModule) -> _Block:
         attention, mlp = layer.attention, layer.mlp
         return _Block(
             before_attention=_norm(layer.input_layernorm),
@@ -143,7 +147,7 @@ class LeanGPT:
         )
 
 
-def _gpt2_block(layer: Any) -> _Block:
+def _gpt2_block(layer: LiveModule) -> _Block:
     attention, mlp = layer.attn, layer.mlp
     return _Block(
         before_attention=_norm(layer.ln_1),
@@ -157,19 +161,19 @@ def _gpt2_block(layer: Any) -> _Block:
     )
 
 
-def _conv(module: Any) -> Affine:
-    """GPT-2's weights lie [inputs, outputs]."""
+def _conv(module: LiveModule) -> Affine:
+    """Returns GPT-2's Conv1D as a function; its weights are stored [inputs, outputs]."""
     return lambda values: torch.addmm(module.bias, values.view(-1, values.shape[-1]), module.weight).view(
         *values.shape[:-1], -1
     )
 
 
-def _norm(module: Any) -> Affine:
+def _norm(module: LiveModule) -> Affine:
     return lambda values: layer_norm(values, module.normalized_shape, module.weight, module.bias, module.eps)
 
 
 def _turned(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first of a head's numbers by their position, the others as they are."""
+    """Rotates the first numbers of each head by position and leaves the others unchanged (partial rotary embedding)."""
     cos, sin = cos[:, None], sin[:, None]
     turned, rest = values[..., : cos.shape[-1]], values[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)

@@ -1,35 +1,37 @@
-"""Products of one input as one product: with few rows, a call costs about as much as what it computes."""
+"""Fuses linear layers that share an input: for few rows, the call costs about as much time as the arithmetic."""
 
 import ctypes
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cacheprobe.models.live import LiveModule
 from cacheprobe.ops.equality import bitwise
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _Part = tuple[Tensor, Tensor | None]
 Tried = dict[Hashable, dict[tuple[int, int], bool]]
-"""By shapes, then number of rows and of threads: whether one product has the bits of several."""
+"""Keyed by shapes, then (number of rows, number of threads): whether the fused product has the bits of the separate
+ones."""
 
 FEW_ROWS = 32
-"""From so many on calls no longer count, and the parts are made one by one."""
+"""From this many rows on, the cost of a call no longer matters, and each layer's product is computed separately."""
 
 
 class FusedLinear:
-    """Linear layers of one input.
+    """Computes several linear layers that share an input in one product.
 
-    Their weights lie behind each other in one tensor, of which the layers' own parameters are parts: nothing is held
-    twice. Few rows are computed as one where that has each layer's bits, tried for every number of rows at its first
-    use: libraries choose a kernel by the shape of a product and the number of threads, not by its numbers.
+    Their weights are stored one after another in one tensor, and the layers' own parameters become views of that
+    tensor: no weight is stored twice. Few rows are computed in one product if its bits equal each layer's own product.
+    This is tested at the first use of every number of rows, because libraries choose a kernel by shape and number of
+    threads, not by values.
     Twin: each layer's product by itself, bitwise.
     """
 
     def __init__(self, layers: Sequence[nn.Module], product: Product, tried: Tried) -> None:
-        """tried: what was found for layers of these shapes before; written to."""
+        """tried: earlier test results for layers of these shapes; updated in place."""
         self.product = product
         self.parts: list[_Part] = [_numbers_of(layer) for layer in layers]
         self.sizes = [len(weight) for weight, _ in self.parts]
@@ -43,11 +45,12 @@ class FusedLinear:
 
     @property
     def is_current(self) -> bool:
-        """Whether no parameter was given other numbers elsewhere (`weight.data = ...`). Asked in every forward."""
+        """Whether no parameter was replaced (`weight.data = ...`) since construction. Checked in every forward."""
         return self.weight is None or all(part.data_ptr() == place for part, place in self._held)
 
     def __call__(self, values: Tensor) -> Sequence[Tensor]:
-        """[... i] -> [... o] of each layer; where they were made as one, parts of one tensor."""
+        """Returns one output [..., o] for each layer, from values [..., i]; views of one tensor if computed in one
+        product."""
         rows = values.numel() // values.shape[-1]
         if self.weight is None or rows >= FEW_ROWS or not self._has_same_bits(rows):
             return [self.product(values, *part) for part in self.parts]
@@ -67,9 +70,11 @@ class FusedLinear:
 
 
 def _cancelling(rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [1, rows, i] and weights of which every sum is zero, so that what comes out is nothing but roundings.
+    """Returns values [1, rows, i] and weights whose every sum is zero, so that the computed output consists of rounding
+    errors only.
 
-    Two orders of a sum differ in it; of other numbers they are the same 16 bits nearly always.
+    Two summation orders then give different outputs; with ordinary numbers they would nearly always round to the same
+    16 bits.
     """
     width, generator = like.shape[1], torch.Generator().manual_seed(rows)
     half = width // 2
@@ -83,7 +88,7 @@ def _cancelling(rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return values, weight
 
 
-def _numbers_of(layer: Any) -> _Part:
+def _numbers_of(layer: LiveModule) -> _Part:
     return layer.weight, layer.bias
 
 
@@ -92,9 +97,10 @@ def _tensors(parts: Sequence[_Part]) -> list[Tensor]:
 
 
 def _can_move(layers: Sequence[nn.Module], parts: Sequence[_Part]) -> bool:
-    """Plain layers alike in type and place, whose numbers nobody else has.
+    """Returns whether the layers' weights can be moved into one tensor.
 
-    No other process, no second layer, no tensor of which they are parts, unless it is one that was made here.
+    Requires plain nn.Linear layers of one dtype and device whose storage is shared with no other process, layer or
+    tensor, except a fused tensor from this file.
     """
     tensors = _tensors(parts)
     if len({id(part) for part in tensors}) < len(tensors) or not all(
@@ -120,7 +126,8 @@ def _by_kind(parts: Sequence[_Part]) -> tuple[list[Tensor], list[Tensor] | None]
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor of all rows, of which the given ones become parts where they are not yet."""
+    """Returns one tensor with the rows of all given tensors; makes each given tensor a view of the new one if it is not
+    yet."""
     if _are_behind_each_other(tensors):
         first = tensors[0].detach()
         return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
@@ -138,7 +145,7 @@ def _is_alone(tensors: Sequence[Tensor]) -> bool:
 
 
 def _are_behind_each_other(tensors: Sequence[Tensor]) -> bool:
-    """In one storage, which holds nothing else."""
+    """Returns whether the tensors fill one storage, one after another, with no other content."""
     ends = [part.data_ptr() + part.nbytes for part in tensors]
     storages = {part.untyped_storage().data_ptr() for part in tensors}
     is_full = tensors[0].untyped_storage().nbytes() == sum(part.nbytes for part in tensors)
@@ -146,6 +153,7 @@ def _are_behind_each_other(tensors: Sequence[Tensor]) -> bool:
 
 
 def _give_back() -> None:
-    """glibc keeps what moved weights leave behind; given back group by group, it does not add up."""
+    """Returns freed memory to the system. glibc would keep the memory of moved weights; trimming after each group
+    limits the total."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)

@@ -1,8 +1,8 @@
-"""Where the plain model holds what its attention heads read and give: its own projections, and how to cut them."""
+"""Finds the module of the plain model that computes q, k, v or z of its heads, and how to split that module's output by
+head."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,30 +11,32 @@ from cacheprobe.core.hook_names import HEADS, PATTERN, hook_name
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights
+from cacheprobe.models.live import LiveModule
 
 _PARTS = ("q", "k", "v")
 _JOINT = "qkv"
-"""The bridge's name for one projection of all three."""
+"""The bridge's name for one joint projection of q, k and v."""
 
 Cut = Callable[[Tensor], Tensor]
-"""[b, t, w] of a module to [b, t, h, d] of a site."""
+"""Splits a module's tensor [b, t, w] into a site's tensor [b, t, h, d]."""
 
 
 def head_cut(origin: BridgeLM, site: str, layer: int) -> Cut:
-    """How what enters or leaves a projection of this site alone falls into heads."""
+    """Returns the function that splits the input or output of a projection that computes this site alone into heads."""
     (heads, _), (kv_heads, key_width, value_width) = origin.head_shape, origin.layer_shapes[layer]
     shapes = {"q": (heads, key_width), "k": (kv_heads, key_width), "v": (kv_heads, value_width)}
     return partial(_unflatten, {**shapes, HEADS: (heads, value_width)}[site])
 
 
 def joint_place(origin: BridgeLM, weights: SharedWeights, site: str, layer: int) -> tuple[str, Cut]:
-    """The plain model's joint projection of q, k and v, by its path, and how to cut this site out of what leaves it.
+    """Returns the path of the plain model's joint q, k, v projection, and the function that extracts this site from its
+    output.
 
-    The layout is found by comparing its weight with the one that the bridge split off: all of q, then k, then v
-    (GPT-2), or the three of every head together (GPT-NeoX).
-    Raises: ModelError where there is no joint projection, or where it is laid out otherwise.
+    Finds the layout by comparing the joint weight with the weight that the bridge split off: all of q, then k, then v
+    (GPT-2), or q, k and v of each head together (GPT-NeoX).
+    Raises: ModelError if there is no joint projection, or for an unknown layout.
     """
-    attention: Any = origin.bridge.blocks[layer].attn
+    attention: LiveModule = origin.bridge.blocks[layer].attn
     joint = attention._modules.get(_JOINT)
     path = None if joint is None else weights.path_of(joint._modules.get(WRAPPED))
     if path is None or site not in _PARTS:
@@ -52,13 +54,13 @@ def joint_place(origin: BridgeLM, weights: SharedWeights, site: str, layer: int)
 
 
 def require_no_pattern(name: str, site: str) -> None:
-    """Raises: ModelError for a pattern."""
+    """Raises: ModelError for the site of attention patterns, which only the bridge has."""
     if site == PATTERN:
         raise ModelError(f"{name}: only the bridge has a hook on attention patterns; use path='auto' or 'bridge'")
 
 
-def _as_rows(module: Any) -> Tensor:
-    """A linear module's weight with one row for each output; transformers' Conv1D has it the other way round."""
+def _as_rows(module: LiveModule) -> Tensor:
+    """Returns a linear module's weight with one row for each output; Conv1D stores the transpose."""
     weight = module.weight.detach()
     return weight.T if type(module).__name__ == "Conv1D" else weight
 

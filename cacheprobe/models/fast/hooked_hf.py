@@ -1,7 +1,7 @@
 """The plain Hugging Face model as a CachedLM: fused attention, the bridge's own weights, the bridge's hook names.
 
-A hook on the bridge is not seen here: `models.paths` decides which of the two runs. Interventions act through hooks of
-its own.
+Hooks on the bridge have no effect here; `models.paths` decides which of the two forwards runs. Interventions use hooks
+on this model.
 """
 
 import inspect
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,9 @@ from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.cache import staged
 from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights, empty_model
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.attention.by_request import SPAN_STEP
 from cacheprobe.ops.attention.decode import COMPILER
@@ -35,27 +36,31 @@ from cacheprobe.ops.compiled.block import CompiledBlock
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 LEAN = (FunctionalForward, LeanGPT)
-"""Forwards without modules, each of some families."""
+"""Forwards without modules; each supports some families."""
+_Inputs = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+_Output = Tensor | tuple[Tensor, ...]
 Place = tuple[nn.Module, str]
 """A module of the plain model, and whether its input or its output is read."""
 
 
 class HookedHF:
-    """The model inside a bridge without the bridge, on the same tensors and the same KVCache.
+    """Runs the Hugging Face model inside a bridge directly, on the same weights and the same KVCache.
 
     Twin: BridgeLM: logits, S, T, C, keys and values close(1e-4) in float32, since fused attention reorders sums.
     """
 
     def __init__(self, origin: BridgeLM, lean: bool = True) -> None:
-        """lean: leave the modules out where nothing needs their hooks and the family is known; no bit depends on it.
+        """lean: skip the modules when no hook needs them and the family is supported; results have the same bits either
+        way.
 
-        Raises: ModelError where the bridge's weights were processed, or its hooks name no module of the model.
+        Raises: ModelError if the bridge's weights were processed, or if a hook of the bridge matches no module of the
+        model.
         """
         bridge = origin.bridge
         if bridge.compatibility_mode or getattr(bridge, "_weights_processed", False):
             raise ModelError(f"{origin.name}: the bridge's weights were processed (compatibility mode)")
         self.origin = origin
-        self.model: Any = empty_model(bridge.original_model)
+        self.model: LiveModule = empty_model(bridge.original_model)
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = self._all_places()
         self._wide_rows = wide_rows(self.dtype, self.device)
@@ -82,7 +87,7 @@ class HookedHF:
                 vars(module)["forward"] = partial(_linear_by, self._product, module)
 
     def _replace_norms(self, block: CompiledBlock) -> None:
-        """Those of llama-like models, which are all of one kind."""
+        """Replaces the norms of llama-like models, which are all of one kind."""
         for module in self.model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 vars(module)["forward"] = partial(_norm_by, block, module)
@@ -95,9 +100,10 @@ class HookedHF:
             for site in ("pre", "S", "T", "C")
         }
 
-    def _place(self, points: dict[str, Any], name: str) -> Place:
-        """Where a hook of the bridge sits in the plain model: alias -> canonical name -> component -> its HF module."""
-        component, _, end = points[name].name.rpartition(".")
+    def _place(self, points: dict[str, HookPoint], name: str) -> Place:
+        """Returns the module and side that a hook of the bridge reads: alias -> canonical name -> component -> its HF
+        module."""
+        component, _, end = str(points[name].name).rpartition(".")
         original = self.origin.bridge.get_submodule(component)._modules.get(WRAPPED)
         path = self.weights.path_of(original)
         if path is None or end not in (INPUT_POINT, OUTPUT_POINT):
@@ -106,7 +112,8 @@ class HookedHF:
         return self.model.get_submodule(path), end
 
     def _head_place(self, site: str, layer: int) -> tuple[Place, Cut]:
-        """Where q, k, v or z of a layer passes, and how it falls into heads."""
+        """Returns the module that computes q, k, v or z of a layer, and the function that splits its tensor into
+        heads."""
         require_no_pattern(self.name, site)
         points, name = self.origin.bridge.hook_dict, hook_name(site, layer)
         if name not in points:
@@ -129,7 +136,7 @@ class HookedHF:
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """See CachedLM.forward."""
+        """Runs one forward, as CachedLM.forward describes, without modules if no hook needs them."""
         if not self.weights.is_current:
             self.weights.bind()
             self._lean = None
@@ -163,9 +170,10 @@ class HookedHF:
 
     @contextmanager
     def _stop_after(self, num_layers: int) -> Iterator[None]:
-        """End a forward after that many blocks. Entered last, so that what listens there has heard."""
+        """Ends a forward after that many blocks. Enter it last, so that the capture hooks at that block run first."""
 
         def stop(value: Tensor) -> None:
+            """Ends the forward with this residual stream."""
             raise _Stopped(value)
 
         handle = _listen(self._places[("pre", 0) if num_layers == 0 else ("S", num_layers - 1)], stop)
@@ -180,7 +188,8 @@ class HookedHF:
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
-        """See CachedLM.capturing. Only the hooks added here are removed."""
+        """Calls `sink` with activations inside the `with`, as CachedLM.capturing describes; then removes only the hooks
+        added here."""
         missing = [place for place in sites if place not in self._places and place[0] not in HEAD_SITES]
         if missing:
             raise ModelError(f"{self.name} has no site {missing[0][0]} at layer {missing[0][1]}")
@@ -199,7 +208,7 @@ class HookedHF:
 
     @property
     def _nothing_acts(self) -> bool:
-        """No hook is on any module but those that listen where a lean forward tells of it."""
+        """Whether the only hooks are capture hooks at sites that the forward without modules also reports."""
         num_hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules)
         return num_hooks == sum(map(len, self._listeners.values()))
 
@@ -210,9 +219,11 @@ class HookedHF:
 
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
-        """See CachedLM.editing. Only the hooks added here are removed."""
+        """Lets `edit` replace activations inside the `with`, as CachedLM.editing describes; then removes only the hooks
+        added here."""
 
         def change(site: str, layer: int, value: Tensor) -> Tensor | None:
+            """Calls `edit`; z of the heads is split by head before and joined after the call."""
             if site != HEADS:
                 return edit(site, layer, value)
             edited = edit(site, layer, value.unflatten(-1, self.head_shape))
@@ -229,7 +240,7 @@ class HookedHF:
             yield
 
     def fingerprint(self) -> dict[str, str | int | float]:
-        """The bridge's, with what differs: the path, and the attention in use."""
+        """Returns the bridge's fingerprint with the entries that differ here: the path and the attention in use."""
         compiled = self.origin.compiled
         return {
             **self.origin.fingerprint(),
@@ -244,10 +255,10 @@ class HookedHF:
 
     @property
     def attends_by_request(self) -> bool:
-        """See CachedLM.attends_by_request."""
+        """Whether attention runs request by request, over slots chosen by position (see CachedLM)."""
         return self.model.config._attn_implementation == ATTENTION
 
-    # what is the bridge's own
+    # read from the bridge
     name = property(attrgetter("origin.name"))
     weights_note = property(attrgetter("origin.weights_note"))
     n_layers = property(attrgetter("origin.n_layers"))
@@ -275,7 +286,7 @@ class HookedHF:
 
 
 class _Stopped(Exception):
-    """Ends a forward early; carries the residual stream there."""
+    """Ends a forward early; carries the residual stream at that block."""
 
     def __init__(self, residual: Tensor) -> None:
         super().__init__()
@@ -286,7 +297,7 @@ def _linear_by(product: Product, module: nn.Linear, values: Tensor) -> Tensor:
     return product(values, module.weight, module.bias)
 
 
-def _norm_by(block: CompiledBlock, module: Any, values: Tensor) -> Tensor:
+def _norm_by(block: CompiledBlock, module: LiveModule, values: Tensor) -> Tensor:
     return block.rms_norm(values, module.weight, module.variance_epsilon)
 
 
@@ -295,27 +306,30 @@ def _hear_cut(hear: Callable[[Tensor], object], cut: Cut, value: Tensor) -> None
 
 
 def _listen(place: Place, hear: Callable[[Tensor], object]) -> RemovableHandle:
-    """Call `hear` with what enters or leaves a module; what it returns changes nothing."""
+    """Registers a hook that calls `hear` with a module's input or output; the hook changes no values."""
     module, point = place
     if point == OUTPUT_POINT:
 
-        def on_output(module: nn.Module, args: Any, output: Any) -> None:
+        def on_output(module: nn.Module, args: tuple[Tensor, ...], output: _Output) -> None:
+            """Passes the module's output to `hear`."""
             hear(output[0] if isinstance(output, tuple) else output)
 
         return module.register_forward_hook(on_output)
 
-    def on_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def on_input(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        """Passes the module's input to `hear`."""
         hear(args[0] if args else kwargs["hidden_states"])
 
     return module.register_forward_pre_hook(on_input, with_kwargs=True)
 
 
 def _change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Let `edit` replace what enters or leaves a module."""
+    """Registers a hook that lets `edit` replace a module's input or output."""
     module, point = place
     if point == OUTPUT_POINT:
 
-        def on_output(module: nn.Module, args: Any, output: Any) -> Any:
+        def on_output(module: nn.Module, args: tuple[Tensor, ...], output: _Output) -> _Output | None:
+            """Returns the edited output, None if unchanged."""
             if not isinstance(output, tuple):
                 return edit(output)
             edited = edit(output[0])
@@ -323,7 +337,10 @@ def _change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableH
 
         return module.register_forward_hook(on_output)
 
-    def on_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def on_input(
+        module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]] | None:
+        """Returns the edited input, None if unchanged."""
         edited = edit(args[0] if args else kwargs["hidden_states"])
         if edited is None:
             return None

@@ -1,1 +1,1 @@
-"""Hugging Face models by TransformerBridge: hooks may edit, and results are the reference."""
+"""Hugging Face models through TransformerBridge: hooks may edit, and results are the reference."""

@@ -1,22 +1,23 @@
-"""LoRA adapters in peft's format: found, checked against the model they are for, and merged into its weights.
+"""Finds LoRA adapters in peft's format, checks that they fit the model, and merges them into its weights.
 
-Read here, without peft: two matrices a layer, from a safetensors file. What is more than that is refused by name.
+The adapter (two matrices a layer in a safetensors file) is read without peft. Adapters with more than that are refused
+by name.
 """
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Required, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.facts import sha256_of
 
 SHIPPED_ADAPTERS = Path(__file__).resolve().parents[2] / "data" / "adapters"
-"""Inside the package, so that an installed wheel has them too. A folder is named TASK-MODEL."""
+"""Inside the package, so that an installed wheel contains them. A folder is named TASK-MODEL."""
 
 WEIGHTS, CONFIG, TRAINING = "adapter_model.safetensors", "adapter_config.json", "training.json"
 
@@ -27,13 +28,22 @@ _HARMLESS = frozenset(
     "base_model_name_or_path peft_version auto_mapping inference_mode init_lora_weights revision megatron_core "
     "qalora_group_size loftq_config eva_config corda_config lora_ga_config".split()
 )
-"""Settings of a LoraConfig that leave scale * B @ A as it is once it is trained."""
+"""Settings of a LoraConfig that do not change the trained product scale * B @ A."""
+
+
+class LoraConfig(TypedDict, total=False):
+    """The fields of adapter_config.json that are read here."""
+
+    peft_type: str
+    r: Required[int]
+    lora_alpha: Required[float]
+    base_model_name_or_path: str
 
 
 def adapter_directory(adapter: "str | Path", model: str) -> Path:
-    """Where an adapter is: a directory, or a shipped one by the name of its task.
+    """Returns the directory of an adapter, given a path or the task name of a shipped adapter.
 
-    Raises: ModelError naming the shipped ones.
+    Raises: ModelError naming the shipped adapters.
     """
     name = str(adapter)
     shipped = SHIPPED_ADAPTERS / f"{name.replace('_', '-')}-{model}"
@@ -48,10 +58,10 @@ def adapter_directory(adapter: "str | Path", model: str) -> Path:
     )
 
 
-def merge_adapter(live: Any, name: str, directory: Path) -> str:
-    """Add scale * B @ A to the weights of a plain float32 model, in place. Returns a note for `weights_note`.
+def merge_adapter(live: nn.Module, name: str, directory: Path) -> str:
+    """Adds scale * B @ A to the weights of a plain float32 model, in place. Returns a note for `weights_note`.
 
-    Raises: ModelError for an adapter of another base model, other shapes or another kind, before anything is changed.
+    Raises: ModelError for an adapter of another base model, other shapes or another kind, before any weight is changed.
     Source: Hu et al. 2021, arXiv 2106.09685, section 4.1.  Twin: peft's own layers, unmerged, close(1e-5) in float32.
     """
     config = read_config(directory)
@@ -71,12 +81,13 @@ def merge_adapter(live: Any, name: str, directory: Path) -> str:
             )
     with torch.no_grad():
         for module, (down, up) in pairs.items():
-            weights[f"{module}.weight"] += (config["lora_alpha"] / rank) * (up.float() @ down.float())
+            weights[f"{module}.weight"].add_((config["lora_alpha"] / rank) * (up.float() @ down.float()))
     return f"LoRA adapter {directory.name} of rank {rank} merged in"
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """adapter_config.json of a plain LoRA adapter. Raises: ModelError for what is more or less than that."""
+def read_config(directory: Path) -> LoraConfig:
+    """Returns adapter_config.json of a plain LoRA adapter. Raises: ModelError for a broken file or another kind of
+    adapter."""
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         rank, alpha = config["r"], config["lora_alpha"]
@@ -95,10 +106,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def check_base(live: Any, name: str, directory: Path, config: dict[str, Any]) -> None:
-    """Refuse an adapter of another base: by the hash of its weights where training.json tells it, or else by name.
+def check_base(live: nn.Module, name: str, directory: Path, config: LoraConfig) -> None:
+    """Checks that an adapter was trained on this base model: by the weight hash in training.json, or else by name.
 
-    live: the base in float32, before any adapter.
+    live: the base model in float32, before any adapter.
+    Raises: ModelError for another base model.
     """
     base = config.get("base_model_name_or_path") or "an unnamed model"
     training = directory / TRAINING
@@ -121,12 +133,13 @@ def check_base(live: Any, name: str, directory: Path, config: dict[str, Any]) ->
         raise ModelError(f"{directory} was trained on {base}, not on {name}; load {base} with it")
 
 
-def base_sha256(live: Any) -> str:
-    """Hash of a plain model's parameters, names included."""
+def base_sha256(live: nn.Module) -> str:
+    """Returns the hash of a plain model's parameters, including their names."""
     return sha256_of(sorted(live.named_parameters(), key=lambda item: item[0]))
 
 
 def file_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file. Raises: ModelError if the file cannot be read."""
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -135,7 +148,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Module path -> (A [rank, in], B [out, rank]) of every adapted layer."""
+    """Returns (A [rank, in], B [out, rank]) of every adapted layer, keyed by module path."""
     path = directory / WEIGHTS
     if not path.is_file():
         pickled = (

@@ -1,13 +1,13 @@
-"""Our attention behind transformers' attention interface, and the same for forwards without modules.
+"""Registers our attention with transformers, and offers the same attention to forwards without modules.
 
-A pass of which bits are promised attends request by request, any other in one call: the cache's reach says which.
+If the cache's `reach` is set, attention runs request by request, so that results are batch-invariant; otherwise the
+whole batch runs in one call.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -20,11 +20,11 @@ ATTENTION = "cacheprobe"
 """Our name in transformers' table of attention functions."""
 
 _UNKNOWN_TERMS = ("s_aux", "sinks", "position_bias", "cache", "head_mask")
-"""What some architectures add to the scores, and this attention does not."""
+"""Terms that some architectures add to the scores and that this attention does not support."""
 
 
 class _Calls:
-    """The reach of the forward at hand, and how many layers have attended in it."""
+    """The reach of the current forward, and how many layers have used this attention in it."""
 
     def __init__(self, reach: Reach | None) -> None:
         self.reach, self.count = reach, 0
@@ -33,17 +33,17 @@ class _Calls:
 _calls: ContextVar[_Calls | None] = ContextVar("cacheprobe_attention", default=None)
 
 
-def can_attend_here(model_class: type[Any]) -> bool:
-    """Whether transformers' class looks its attention up in the table."""
+def can_attend_here(model_class: type[object]) -> bool:
+    """Returns whether a transformers class looks its attention up in the table of attention functions."""
     return bool(getattr(model_class, "_supports_attention_backend", False))
 
 
 @contextmanager
 def attending(reach: Reach | None, num_layers: int) -> Iterator[None]:
-    """For one forward of a transformers model: how its layers attend.
+    """Sets how the layers of a transformers model attend, for one forward inside the `with`.
 
-    Raises: ModelError where another number of layers than `num_layers` attended here, so that some of them computed
-        all requests in one call.
+    Raises: ModelError if a number of layers other than `num_layers` used this attention; the other layers computed all
+    requests in one call.
     """
     calls = _Calls(reach)
     token = _calls.set(calls)
@@ -61,7 +61,8 @@ def attending(reach: Reach | None, num_layers: int) -> Iterator[None]:
 def attend_over_cache(
     cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
-    """[b, t, h * d] of new queries [b, h, t, d]; new keys and values [b, g, t, d] are stored first."""
+    """Returns attention outputs [b, t, h * d] of new queries [b, h, t, d], after storing new keys and values [b, g, t,
+    d]."""
     if cache.reach is None:
         keys, values = cache.write(layer, k, v)
         return attend_together(q, keys, values, mask, scale)
@@ -78,9 +79,10 @@ def _interface(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
-    """See transformers.AttentionInterface: queries [b, h, t, d], keys and values [b, g, s, d] -> [b, t, h, d]."""
+    """Implements transformers.AttentionInterface: queries [b, h, t, d], keys and values [b, g, s, d] -> [b, t, h,
+    d]."""
     if unknown := [name for name in _UNKNOWN_TERMS if others.get(name) is not None]:
         raise ModelError(f"{type(module).__name__} attends with {unknown[0]}, which is not computed here")
     if attention_mask is None:
@@ -91,6 +93,7 @@ def _interface(
     else:
 
         def held(row: int, span: int) -> tuple[Tensor, Tensor]:
+            """Returns one request's keys and values in its first `span` slots."""
             return key[row : row + 1, :, :span], value[row : row + 1, :, :span]
 
         out = attend_by_request(query, held, attention_mask, calls.reach, scaling, softcap)

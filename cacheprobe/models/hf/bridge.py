@@ -1,6 +1,6 @@
-"""TransformerLens' TransformerBridge as a CachedLM. The only file that imports transformer_lens.
+"""TransformerLens' TransformerBridge as a CachedLM.
 
-Knows nothing about requests, phases or what is kept of the captured states.
+This file contains no code for requests, phases or the storage of captured states.
 """
 
 import inspect
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib.metadata import version
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import checksum_of, one_dtype, sha256_of, stop_token_ids
 from cacheprobe.models.hf.cache import ShapeProbe, staged
 from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.settings import evaluating, numeric_settings
 from cacheprobe.models.turns import computing, one_at_a_time
@@ -30,7 +30,8 @@ from cacheprobe.ops.compiled.readout import Compiled
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 _WRAPPED = "_cacheprobe_bridge"
-"""In a live model's own dictionary: the bridge that it was wrapped in, and its weights' checksum then."""
+"""Key in a live model's own dictionary for the bridge that wraps the model, and the checksum of its weights at that
+time."""
 
 
 class BridgeLM:
@@ -53,7 +54,7 @@ class BridgeLM:
         self._hashed: tuple[str, str] | None = None
         self._texts: dict[int, str] = {}
         self.checksum_at_load = self.weights_checksum
-        self.twin_trial: Any = None  # kept by models.paths
+        self.twin_trial: object = None  # kept by models.paths
         points = bridge.hook_dict
         if self.dtype != torch.float32:
             _keep_dtype_when_rotated(points, self.dtype)
@@ -64,11 +65,12 @@ class BridgeLM:
             )
 
     @classmethod
-    def wrap(cls, model: Any, tokenizer: Any, name: str, weights_note: str = "") -> "BridgeLM":
-        """Wrap a live transformers model, in place: the bridge replaces its submodules. One that was wrapped before
-        has its bridge already, and is given the same again.
+    def wrap(cls, model: LiveModule, tokenizer: LiveTokenizer, name: str, weights_note: str = "") -> "BridgeLM":
+        """Wraps a live transformers model in place: the bridge replaces its submodules. A model wrapped before reuses
+        its bridge.
 
-        Raises: ModelError for an architecture without a bridge, and for a model in a bridge that was made elsewhere.
+        Raises: ModelError for an architecture without a bridge, and for a model inside a bridge that was created
+        elsewhere.
         """
         architecture = type(model).__name__
         model.eval()
@@ -89,7 +91,7 @@ class BridgeLM:
 
     @classmethod
     def _again(
-        cls, bridge: TransformerBridge, checksum: str, tokenizer: Any, name: str, weights_note: str
+        cls, bridge: TransformerBridge, checksum: str, tokenizer: LiveTokenizer, name: str, weights_note: str
     ) -> "BridgeLM":
         wrapped = cls(bridge, name, weights_note)
         wrapped.checksum_at_load = checksum
@@ -110,7 +112,7 @@ class BridgeLM:
 
     @property
     def layer_devices(self) -> list[torch.device]:
-        """Where each layer computes its keys and values, and so where its part of the cache is."""
+        """The device on which each layer computes its keys and values, and therefore stores its part of the cache."""
         return [self._layers_seen.devices[layer] for layer in range(self.n_layers)]
 
     @cached_property
@@ -119,7 +121,7 @@ class BridgeLM:
 
     @one_at_a_time()
     def _see_layers(self) -> ShapeProbe:
-        """Of one short forward."""
+        """Runs one short forward to find each layer's cache shape and device."""
         probe = ShapeProbe()
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
@@ -138,9 +140,10 @@ class BridgeLM:
     attends_by_request = False
 
     def check_settings(self, window: int) -> None:
-        """See CachedLM.check_settings: any window will do."""
+        """Accepts every window."""
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """Returns an empty KVCache for `rows` sequences of at most `capacity` tokens."""
         return KVCache(rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
 
     @one_at_a_time()
@@ -155,10 +158,10 @@ class BridgeLM:
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """See CachedLM.forward."""
+        """Runs one forward through the bridge, as CachedLM.forward describes."""
         if num_layers == self.n_layers:  # the bridge would go on to the logits
             return self._last_residual(token_ids, cache, rows, starts)
-        extra: dict[str, Any] = {}
+        extra: dict[str, LiveModule] = {}
         if num_layers is not None:
             extra["stop_at_layer"] = num_layers
         elif logit_slots is not None and self._can_choose_logits:
@@ -178,7 +181,7 @@ class BridgeLM:
         return kept[0]
 
     @property
-    def config(self) -> Any:
+    def config(self) -> LiveConfig:
         """The wrapped model's own config."""
         return self.bridge.original_model.config
 
@@ -188,9 +191,11 @@ class BridgeLM:
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
-        """See CachedLM.capturing. Only the hooks added here are removed."""
+        """Calls `sink` with activations inside the `with`, as CachedLM.capturing describes; then removes only the hooks
+        added here."""
 
-        def keep(site: str, layer: int, value: Tensor, hook: Any) -> None:
+        def keep(site: str, layer: int, value: Tensor, hook: HookPoint) -> None:
+            """Passes the activation to the sink."""
             sink(site, layer, value)
 
         with self._hooked(sites, keep):
@@ -198,16 +203,17 @@ class BridgeLM:
 
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
-        """See CachedLM.editing."""
+        """Lets `edit` replace activations inside the `with`, as CachedLM.editing describes."""
 
-        def change(site: str, layer: int, value: Tensor, hook: Any) -> Tensor | None:
+        def change(site: str, layer: int, value: Tensor, hook: HookPoint) -> Tensor | None:
+            """Returns the edited activation, None if unchanged."""
             return edit(site, layer, value)
 
         with self._hooked(sites, change):
             yield
 
     @contextmanager
-    def _hooked(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> Iterator[None]:
+    def _hooked(self, sites: Sequence[tuple[str, int]], call: Callable[..., Tensor | None]) -> Iterator[None]:
         hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
         points = self.bridge.hook_dict  # made anew at every access
         missing = [name for name, _ in hooks if name not in points]
@@ -218,31 +224,35 @@ class BridgeLM:
 
     @property
     def unembedding(self) -> Tensor:
-        """See CachedLM.unembedding."""
+        """The matrix [v, m] that maps the normalised residual stream to logits."""
         return self.bridge.unembed.W_U.T
 
     def output_parts(self) -> OutputParts:
-        """See CachedLM.output_parts."""
+        """Returns the final norm, the unembedding and its bias separately."""
         finish = self.bridge.adapter.apply_output_logits_transform
         return OutputParts(self.bridge.ln_final.original_component, self.unembedding, self.bridge.unembed.b_U, finish)
 
     def head_writer(self, layer: int) -> HeadWriter:
-        """See CachedLM.head_writer."""
-        attention: Any = self.bridge.blocks[layer].attn
-        projection: Any = getattr(getattr(attention, "o", None), "original_component", None)
+        """Returns the output projection of a layer's heads, split by head, and the norm after the projection if there
+        is one.
+
+        Raises: ModelError if the layer has no such projection.
+        """
+        attention: LiveModule = self.bridge.blocks[layer].attn
+        projection: LiveModule = getattr(getattr(attention, "o", None), "original_component", None)
         if not hasattr(projection, "weight"):
             raise ModelError(f"{self.name}: the heads of layer {layer} have no output projection to be told apart by")
         place, _, _ = str(self.bridge.hook_dict[hook_name("T", layer)].name).rpartition(".")
-        behind: Any = self.bridge.get_submodule(place)
+        behind: LiveModule = self.bridge.get_submodule(place)
         norm = None if behind is attention else behind.original_component
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, norm)
 
     @one_at_a_time()
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
-        """See CachedLM.read_out. Softcaps and logit scales of the architecture are applied.
+        """Returns logits [n, v] of residual states [n, m], including the architecture's softcaps and logit scales.
 
-        Twin: read_out_with_gradients, equal but where many rows are widened: to one unit in the last place there.
+        Twin: read_out_with_gradients, equal, but to one unit in the last place if many rows are computed in float32.
         """
         from_rows = wide_rows(self.dtype, self.device)
         if from_rows is None:
@@ -251,12 +261,13 @@ class BridgeLM:
         return finish(wide_product(self.bridge.ln_final(states[None]), weight, bias, from_rows))[0]
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
-        """See CachedLM.read_out_with_gradients."""
+        """Returns the same numbers as `read_out`, for training: gradients flow back into `states`."""
         with keeping_float64(self.dtype):
             logits = self.bridge.unembed(self.bridge.ln_final(states[None]))
             return self.bridge.adapter.apply_output_logits_transform(logits)[0]
 
     def fingerprint(self) -> dict[str, str | int | float]:
+        """Returns every property of the model and its platform that may change the bits of a result."""
         return {
             "model": self.name,
             **({"adapter": self.adapter} if self.adapter else {}),
@@ -275,7 +286,7 @@ class BridgeLM:
 
     @property
     def weights_checksum(self) -> str:
-        """Another one after any parameter was edited, in whatever way."""
+        """Checksum of the parameters; changes after any edit of any parameter."""
         return checksum_of(self._named_weights())
 
     def _named_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -283,23 +294,26 @@ class BridgeLM:
 
     @property
     def weights_sha256(self) -> str:
-        """Hash of every parameter's bytes, in the order of their names; taken anew after any of them was edited."""
+        """Hash of every parameter's bytes, in the order of their names; recomputed after any edit."""
         checksum = self.weights_checksum
         if self._hashed is None or self._hashed[0] != checksum:
             self._hashed = (checksum, sha256_of(self._named_weights()))
         return self._hashed[1]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Returns the token ids of a text. Raises: ModelError if the model has no tokenizer."""
         if self.tokenizer is None:
             raise ModelError(f"{self.name} has no tokenizer, so prompts must be lists of token ids, not text")
         return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of token ids; "<17> <4>" if there is no tokenizer."""
         if self.tokenizer is None:
             return " ".join(self.token_texts(token_ids))
         return self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token by itself; "<17>" for token 17 if there is no tokenizer."""
         if self.tokenizer is None:
             return [f"<{token_id}>" for token_id in token_ids]
         for t in set(token_ids) - self._texts.keys():
@@ -307,6 +321,7 @@ class BridgeLM:
         return [self._texts[t] for t in token_ids]
 
     def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> ActivationCache:
+        """Returns TransformerLens' ActivationCache of states [p, m], keyed by (site, layer)."""
         named = {hook_name(site, layer): value[None] for (site, layer), value in states.items()}
         for (site, layer), value in states.items():
             if site == "S" and layer + 1 < self.n_layers:  # what leaves a block enters the next
@@ -315,15 +330,17 @@ class BridgeLM:
 
 
 def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -> None:
-    """Round rotated queries and keys to the model's dtype, as transformers does.
+    """Rounds rotated queries and keys to the model's dtype, as transformers does.
 
-    The bridge leaves them in float32 where the rotary table is (Olmo2): products with our 16-bit values then fail.
+    If the rotary table is in float32 (Olmo2), the bridge leaves them in float32, and products with our 16-bit values
+    fail.
     """
 
-    def rounded(value: Tensor, hook: Any) -> Tensor | None:
-        return value.to(dtype) if value.dtype != dtype else None
+    def rounded(tensor: Tensor, *, hook: HookPoint) -> Tensor | None:
+        """Returns the value in the model's dtype, None if unchanged."""
+        return tensor.to(dtype) if tensor.dtype != dtype else None
 
     for name, point in points.items():
         is_ours = any(getattr(handle.user_hook, "__module__", "") == __name__ for handle in point.fwd_hooks)
         if name.endswith(ROTATED) and not is_ours:
-            point.add_perma_hook(cast(Any, rounded))
+            point.add_perma_hook(rounded)

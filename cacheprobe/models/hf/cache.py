@@ -1,22 +1,23 @@
-"""Our KV cache behind Hugging Face's cache interface, so that stock attention reads and writes it.
+"""Our KV cache behind Hugging Face's cache interface, so that unmodified attention reads and writes it.
 
-Positions are staged on the KVCache before each forward. The two methods from which transformers would guess a
-position or build a mask raise: a forgotten mask or position is then an error and never a silent mistake.
+Positions are staged on the KVCache before each forward. The two methods from which transformers would guess a position
+or build a mask raise an error, so a forgotten mask or position cannot stay unnoticed.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, TypedDict
 
 from torch import Tensor, device
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.hf.masks import attention_masks
+from cacheprobe.models.live import LiveConfig
 
 
 class RowsLayer(CacheLayerMixin):
-    """One layer's view of a KVCache."""
+    """One layer's view of a KVCache, as transformers' cache layer."""
 
     is_compileable = True
     is_croppable = False
@@ -31,35 +32,57 @@ class RowsLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: rows are preallocated."""
+        """Does nothing: the KVCache is preallocated."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [b, h, t, d] at the staged positions; returns the whole span [b, h, s, d]."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Writes keys and values [b, h, t, d] at the staged positions; returns those of the whole span, [b, h, s,
+        d]."""
         return self._cache.write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> NoReturn:
+        """Raises: RuntimeError always, because sequences in one batch have different lengths."""
         raise RuntimeError("position_ids must be passed with a RowsCache: rows have lengths of their own")
 
     def get_mask_sizes(self, query_length: int) -> NoReturn:
+        """Raises: RuntimeError always, because the mask must be passed explicitly."""
         raise RuntimeError("a 4-D attention mask must be passed with a RowsCache")
 
     def get_max_length(self) -> int:
+        """Returns the capacity of the cache in tokens."""
         return self._cache.capacity
 
 
 class RowsCache(Cache):
-    """A KVCache as transformers' models expect it."""
+    """A KVCache behind the interface that transformers' models expect."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(layers=[RowsLayer(cache, layer) for layer in range(len(cache.keys))])
         self.rows = cache
 
 
+LiveMasks: TypeAlias = Any
+"""A mask [b, 1, t, s], or a dict of masks by kind of layer: TransformerLens declares only the first."""
+
+
+class ForwardInputs(TypedDict):
+    """Keyword arguments of a Hugging Face forward over our cache."""
+
+    past_key_values: RowsCache
+    attention_mask: LiveMasks
+    position_ids: Tensor
+
+
 @contextmanager
 def staged(
-    cache: KVCache, rows: Sequence[int], starts: Sequence[int], width: int, config: Any, n_ctx: int
-) -> Iterator[dict[str, Any]]:
-    """What one forward of `width` slots a row must be given to run over our cache; nothing is staged after it."""
+    cache: KVCache, rows: Sequence[int], starts: Sequence[int], width: int, config: LiveConfig, n_ctx: int
+) -> Iterator[ForwardInputs]:
+    """Yields the keyword arguments (cache, mask, positions) for one forward of `width` token slots per sequence over
+    our cache.
+
+    The positions are staged inside the `with` and cleared afterwards.
+    """
     positions = cache.stage(rows, starts, width)
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
     try:
@@ -74,17 +97,21 @@ def staged(
 
 
 class ShapeProbe(Cache):
-    """Notes each layer's (heads, key width, value width) and device in one short forward, and caches nothing."""
+    """Notes each layer's (heads, key width, value width) and device in one short forward; caches no keys or values."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.layer_shapes: dict[int, tuple[int, int, int]] = {}
         self.devices: dict[int, device] = {}
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Notes the layer's shapes and device, and returns the given keys and values."""
         self.layer_shapes[layer_idx] = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
         self.devices[layer_idx] = key_states.device
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns 0: the probe caches no tokens."""
         return 0

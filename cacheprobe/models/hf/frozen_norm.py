@@ -1,7 +1,7 @@
-"""A norm that a sum can be taken through.
+"""RMSNorm or LayerNorm linearised with a frozen scale, for logit attribution.
 
-It divides by a scale that depends on its whole input. With the scale held at one row's it is linear, and what it makes
-of a sum is the sum of what it makes of the terms.
+A norm divides by a scale that depends on its whole input. With the scale of one input held fixed, the norm is linear,
+so the norm of a sum is the sum of the norms of its terms.
 """
 
 import copy
@@ -14,20 +14,20 @@ from cacheprobe.models.base import ModelError
 
 _LINEAR_TO = 1e-5
 _PROBE = 64.0
-"""Large beside any norm's epsilon, and a number in every dtype."""
+"""Large compared with any norm's epsilon, and exact in every dtype."""
 
 
 class FrozenNorm:
-    """A norm with its scale held at one input's: parts [n, m] -> [n, m], linear, its bias left out.
+    """A norm with its scale frozen at one input: maps parts [n, m] to [n, m] linearly, without the bias.
 
-    Weight, bias and centring are found by what the module does, on a copy of it in float64, so that it does not matter
-    how a family writes them.
+    Weight, bias and centring are measured on a float64 copy of the module, so they do not depend on how a family
+    implements its norm.
     Source: the linearised final norm of Elhage et al. 2021, "A mathematical framework for transformer circuits".
     Twin: tests.attribution_slowly.frozen_slowly, close(1e-5).
     """
 
     def __init__(self, module: nn.Module, at: Float[Tensor, "m"]) -> None:
-        """at: the input whose scale is held. Raises: ModelError for a norm that is not linear at a fixed scale."""
+        """at: the input whose scale is frozen. Raises: ModelError for a norm that is not linear at a fixed scale."""
         own = copy.deepcopy(module).double()
         at = at.double()
         with torch.inference_mode():

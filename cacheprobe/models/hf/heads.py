@@ -1,4 +1,4 @@
-"""What a model's attention heads can be heard of: asked for before a run, with a few tokens."""
+"""Checks which attention-head activations a model can record, with one short forward before the run."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,15 @@ _TOKENS, _CAPACITY = 4, 8
 
 
 def require_heads(model: CachedLM, sites: Sequence[str], layers: Sequence[int]) -> None:
-    """One short forward, in which each of these sites must be heard at each of these layers, with the right shape.
+    """Checks in one short forward that each head site is captured at each layer with the right shape.
 
-    Raises: ModelError for a site that this model has no hook for, or whose hook is silent or of another shape.
+    Raises: ModelError for a site without a hook, or whose hook does not fire or gives another shape.
     """
     cache = model.new_cache(1, _CAPACITY)
     seen: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def note(site: str, layer: int, value: Tensor) -> None:
+        """Notes the shape of a captured activation."""
         seen[site, layer] = tuple(value.shape)
 
     with model.capturing([(site, layer) for layer in layers for site in sites], note):

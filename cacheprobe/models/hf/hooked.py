@@ -1,4 +1,5 @@
-"""The parts of TransformerLens that our own modules are built of. With bridge.py the only file that imports it."""
+"""Re-exports the parts of TransformerLens from which our own modules are built. Only this file and bridge.py import
+TransformerLens."""
 
 from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint

@@ -1,28 +1,27 @@
-"""The attention mask that a model's config asks for, over the slots that attention runs over.
+"""Builds the attention mask that a model's config requires, over the slots that attention runs over.
 
-A sliding window needs no other cache here: every position stays in its slot and the mask hides what has left the
-window, so a rollback is the same as anywhere.
+A sliding window needs no special cache: every position stays in its slot, and the mask hides positions that have left
+the window. Rollback works as for full attention.
 """
-
-from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.live import LiveConfig
 
 
 def attention_masks(
-    config: Any, cache: KVCache, positions: Int[Tensor, "b t"], dtype: torch.dtype, device: torch.device | str
+    config: LiveConfig, cache: KVCache, positions: Int[Tensor, "b t"], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor | dict[str, Tensor]:
-    """What to pass as `attention_mask`, additive, [b, 1, t, s] each, for new tokens at `positions`.
+    """Returns the additive `attention_mask`, [b, 1, t, s], for new tokens at `positions`; a dict by kind of layer if
+    kinds differ.
 
-    [b, h, t, s] where cache surgery hides something in some layers or heads alone.
-
-    Plain causal; one windowed mask where every layer slides (Mistral); a mask for each kind of layer where the config
-    lists them in `layer_types` (Qwen2, Qwen3, Gemma2, Gemma3). Hugging Face takes 4-D masks as they are and adds no
-    window of its own, so the plain mask would be silently wrong beyond the window.
+    The mask is [b, h, t, s] if cache surgery hides slots in some layers or heads only.
+    The mask is causal; windowed if every layer slides (Mistral); one mask for each kind of layer if the config lists
+    `layer_types` (Qwen2, Qwen3, Gemma2, Gemma3). Hugging Face uses a 4-D mask unchanged and adds no window, so a plain
+    causal mask would be wrong beyond the window, without an error.
     Twin: transformers' own masks in an uncached forward; models.checks compares the logits at load.
     """
     heads = int(config.num_attention_heads)
@@ -36,8 +35,8 @@ def attention_masks(
     return sliding
 
 
-def sliding_window(config: Any) -> int | None:
-    """Tokens that a sliding layer of this model sees, its own included; None where no layer slides."""
+def sliding_window(config: LiveConfig) -> int | None:
+    """Returns how many tokens a sliding layer of this model sees, including its own; None if no layer slides."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)

@@ -1,32 +1,33 @@
-"""The plain Hugging Face model inside a TransformerBridge, built again around the very same tensors.
+"""Rebuilds the plain Hugging Face model inside a TransformerBridge around the same tensors.
 
-The bridge wraps a model in place: each component takes an HF module's place and keeps it as a child. Walking both
-trees at once finds, for every module of a fresh model without weights, the wrapped module that it stands for.
+The bridge wraps a model in place: each component replaces an HF module and keeps it as a child. Walking both module
+trees together finds the wrapped module for every module of a fresh model without weights.
 """
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.attention import ATTENTION, can_attend_here
+from cacheprobe.models.live import LiveConfig, LiveModule
 
 WRAPPED = "_original_component"
-"""Under this name a bridge component keeps the HF module whose place it took."""
+"""The name under which a bridge component keeps the HF module that it replaced."""
 
 _TENSORS = ("_parameters", "_buffers")
 
 
 def empty_model(wrapped: nn.Module) -> nn.Module:
-    """A model of the same class without weights: its own copy of the config, fused attention where it has that.
+    """Returns a model of the same class without weights, with its own copy of the config, and fused attention if
+    supported.
 
-    Raises: ModelError where the class cannot be built from its config.
+    Raises: ModelError if the class cannot be built from its config.
     """
     try:
-        config: Any = copy.deepcopy(wrapped.config)
+        config: LiveConfig = copy.deepcopy(wrapped.config)
         config.output_attentions = config.output_hidden_states = False  # set by some bridges; fused attention has none
         with torch.device("meta"):
             try:
@@ -41,18 +42,18 @@ def empty_model(wrapped: nn.Module) -> nn.Module:
 
 
 class SharedWeights:
-    """Every tensor of a wrapped model, put into a plain model of the same class. Nothing is copied."""
+    """Puts every tensor of a wrapped model into a plain model of the same class, without copying."""
 
     def __init__(self, wrapped: nn.Module, plain: nn.Module) -> None:
-        """Raises: ModelError where the two differ in more than the bridge's wrappers."""
+        """Raises: ModelError if the two models differ in more than the bridge's wrappers."""
         self.wrapped, self.plain = wrapped, plain
         self._taken: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        """(a wrapped module's dictionary, name, the tensor that was there)"""
+        """(a wrapped module's dictionary, name, the tensor found there)"""
         self._path_of: dict[int, str] = {}
         self.bind()
 
     def bind(self) -> None:
-        """Take the wrapped model's tensors as they are now: parameters, buffers and plain attributes."""
+        """Takes the wrapped model's current tensors: parameters, buffers and plain attributes."""
         self._taken.clear()
         self._path_of.clear()
         for path, source, target in _pairs(self.wrapped, self.plain):
@@ -65,17 +66,19 @@ class SharedWeights:
 
     @property
     def is_current(self) -> bool:
-        """Whether the wrapped modules still hold the very tensors that were taken. Cheap: asked in every forward."""
+        """Whether the wrapped modules still hold the same tensor objects. Cheap: checked in every forward."""
         return all(held.get(name) is tensor for held, name, tensor in self._taken)
 
     def path_of(self, original: nn.Module | None) -> str | None:
-        """Path in the plain model of the module that stands for a wrapped one; None for a stranger."""
+        """Returns the path, in the plain model, of the module that corresponds to a wrapped one; None for an unknown
+        module."""
         return self._path_of.get(id(original))
 
     def kept_apart(self) -> list[str]:
-        """Names of parameters that the bridge computes with and that share no storage with the model's own.
+        """Returns the names of parameters that the bridge computes with but that share no storage with the model's own.
 
-        GPT-NeoX: its interleaved joint projection is split into copies. An edit of one does not reach the other.
+        GPT-NeoX: the bridge splits the interleaved joint projection into copies, so an edit of one does not reach the
+        other.
         """
         shared = {tensor.untyped_storage().data_ptr() for _, _, tensor in self._taken}
         named = self.wrapped.named_parameters()
@@ -83,14 +86,14 @@ class SharedWeights:
 
 
 def plain_path(name: str) -> str:
-    """A name inside a wrapped model without the wrappers."""
+    """Returns a name inside a wrapped model without the wrappers' name parts."""
     return ".".join(part for part in name.split(".") if part != WRAPPED)
 
 
 def _take_tensors(
     source: nn.Module, target: nn.Module, path: str
 ) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Give the target whatever the source holds as a parameter or as a buffer; the target may have no other names."""
+    """Gives the target every parameter and buffer of the source. Raises: ModelError if the names do not match."""
     held = [(vars(source)[kind], name, tensor) for kind in _TENSORS for name, tensor in vars(source)[kind].items()]
     held = [entry for entry in held if entry[2] is not None]
     own = {name: tensor for kind in _TENSORS for name, tensor in vars(target)[kind].items()}
@@ -105,8 +108,8 @@ def _take_tensors(
     return held
 
 
-def _pairs(source: Any, target: Any, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """(path, wrapped module, plain module), top down."""
+def _pairs(source: LiveModule, target: LiveModule, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yields (path, wrapped module, plain module), from the top down."""
     while WRAPPED in source._modules:
         source = source._modules[WRAPPED]
     if type(source) is not type(target):

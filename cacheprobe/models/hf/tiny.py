@@ -1,19 +1,20 @@
-"""Real architectures with random weights, scaled so that outputs vary: small enough to run in milliseconds.
+"""Builds real architectures with small random weights that run in milliseconds, for stress runs and tests.
 
-For proofs and tests: a mock could not be wrong in the ways that a model can.
+A real architecture can have faults that a mock cannot have. The weights are scaled so that outputs vary.
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is, and how far its weights are spread."""
+    """Dimensions of a model, and the standard deviation of its weights."""
 
     vocab: int
     hidden: int
@@ -22,19 +23,24 @@ class Size:
     heads: int
     initializer_range: float
     has_twins: bool = False
-    """Every second token's unembedding is its neighbour's but for the last bits: the best two are nearly tied."""
+    """If True, every second token's unembedding equals its neighbour's except for the last bits, so the best two logits
+    nearly tie."""
 
 
 VOCAB = 97
 TINY = Size(VOCAB, hidden=32, mlp=48, layers=3, heads=4, initializer_range=0.3)
 TWINS = Size(256, hidden=128, mlp=256, layers=3, heads=4, initializer_range=0.3, has_twins=True)
-"""In float32 the order of a sum shows in most logits' last bits; here it also shows in tokens."""
+"""In float32, the summation order changes the last bits of most logits; with this size it also changes the chosen
+tokens."""
 WIDE = Size(1020, hidden=256, mlp=1024, layers=4, heads=2, initializer_range=0.3, has_twins=True)
-"""Wide and deep enough that the order of sums shows in 16 bits too."""
+"""Wide and deep enough that the summation order also changes results in 16 bits."""
 
-_GROUPED = dict(num_key_value_heads=2)
+_Fields = dict[str, int | float | None]
+"""Fields of a transformers config."""
 
-_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # class name without its ending, and settings
+_GROUPED: _Fields = dict(num_key_value_heads=2)
+
+_FAMILIES: dict[str, tuple[str, _Fields]] = {  # class name without its ending, and settings
     "llama": ("Llama", _GROUPED),
     "llama-tied": ("Llama", dict(**_GROUPED, tie_word_embeddings=True)),
     "qwen2": ("Qwen2", dict(**_GROUPED, use_sliding_window=False)),
@@ -49,7 +55,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # class name without its e
 }
 FAMILIES = tuple(_FAMILIES)
 
-_WINDOWED: dict[str, dict[str, Any]] = {  # every kind of layer list: all slide, the last ones, every second one
+_WINDOWED: dict[str, _Fields] = {  # every kind of layer list: all slide, the last ones, every second one
     "mistral": {},
     "qwen2": dict(use_sliding_window=True, max_window_layers=1),
     "qwen3": dict(use_sliding_window=True, max_window_layers=2),
@@ -66,7 +72,7 @@ def tiny_model(
     window: int | None = None,
     size: Size = TINY,
 ) -> PreTrainedModel:
-    """A fresh model, in eval mode. window: width of the sliding layers, for the families that have them."""
+    """Returns a fresh model in eval mode. window: width of the sliding layers, for families that have them."""
     name, settings = _FAMILIES[family]
     settings = {**_shape(family, size), **settings}
     if window is not None:
@@ -89,13 +95,13 @@ def tiny_model(
 
 def _make_twins(model: PreTrainedModel) -> None:
     with torch.no_grad():
-        weight = cast(Any, model.get_output_embeddings()).weight
+        weight = cast(nn.Embedding, model.get_output_embeddings()).weight
         first = weight[0::2].float() if weight.dtype != torch.float32 else weight[0::2].double()
         steps = torch.randint(-1, 2, first.shape)
         weight[1::2] = (first * (1 + steps * torch.finfo(weight.dtype).eps)).to(weight.dtype)
 
 
-def _shape(family: str, size: Size) -> dict[str, Any]:
+def _shape(family: str, size: Size) -> _Fields:
     if family == "gpt2":
         shape = dict(vocab_size=size.vocab, n_embd=size.hidden, n_layer=size.layers, n_head=size.heads)
         return {**shape, "n_positions": 128}

@@ -1,6 +1,8 @@
-"""A pre-norm decoder layer with TransformerLens' hook points, used for the backbone, for T and for C alike.
+"""A pre-norm decoder layer with TransformerLens' hook points, used in the backbone, the thinking block and the
+compression block.
 
-Knows nothing about chunks or thoughts. Where keys and values come from is a `Memory`: the tokens at hand, or our cache.
+This file contains no code for chunks or thoughts. A `Memory` supplies keys and values: those of the current tokens, or
+of our cache.
 """
 
 from collections.abc import Callable
@@ -13,12 +15,12 @@ from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.thinking.config import ThinkingConfig
 
 Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""(layer, keys, values [b, h, t, d] of the tokens at hand) -> all keys, all values, and an additive mask
-[b, h or 1, t, s]; without a mask attention is causal over the tokens at hand."""
+"""(layer, keys, values [b, h, t, d] of the current tokens) -> all keys, all values, and an additive mask [b, h or 1, t,
+s]. If the mask is None, attention is causal over the current tokens."""
 
 
 class RMSNorm(nn.Module):
-    """Source: Zhang and Sennrich 2019 (arXiv 1910.07467)."""
+    """Root-mean-square norm. Source: Zhang and Sennrich 2019 (arXiv 1910.07467)."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -27,18 +29,20 @@ class RMSNorm(nn.Module):
         self.hook_normalized = HookPoint()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the normalised input [..., m]."""
         return self.hook_normalized(F.rms_norm(x, (x.shape[-1],), self.w, self.eps))
 
 
 def alibi_slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """[h] slopes 2^(-8 i / h).  Source: Press et al. 2022 (arXiv 2108.12409), section 3."""
+    """Returns the slopes [h], 2^(-8 i / h).  Source: Press et al. 2022 (arXiv 2108.12409), section 3."""
     return 2.0 ** (-8.0 * torch.arange(1, n_heads + 1, device=device) / n_heads)
 
 
 def attention_bias(config: ThinkingConfig, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """[b, h or 1, t, s] additive bias of a causal attention: positions queries [b, t], keys [b or 1, s].
+    """Returns the additive bias [b, h or 1, t, s] of causal attention, from query positions [b, t] and key positions [b
+    or 1, s].
 
-    window: positions that a token sees, its own included.
+    window: number of positions that a token sees, including its own.
     """
     distance = queries[:, :, None] - keys[:, None, :]
     hidden = distance < 0
@@ -53,7 +57,7 @@ def attention_bias(config: ThinkingConfig, queries: Tensor, keys: Tensor, window
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x [b, h, t, d] turned by its positions [b or 1, t].  Source: Su et al. 2021 (arXiv 2104.09864)."""
+    """Returns x [b, h, t, d] rotated by positions [b or 1, t].  Source: Su et al. 2021 (arXiv 2104.09864)."""
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=wide) / half)
@@ -76,6 +80,7 @@ class Attention(nn.Module):
         self.hook_pattern, self.hook_z = HookPoint(), HookPoint()
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
+        """Returns the attention output [b, t, m] of x [b, t, m]."""
         b, t, m = x.shape
         config = self.config
         q, k, v = self.qkv(x).view(b, t, 3, config.n_heads, config.d_head).unbind(2)  # [b, t, h, d]
@@ -87,17 +92,18 @@ class Attention(nn.Module):
 
     @property
     def projection(self) -> nn.Linear:
-        """From all heads, side by side, to the stream."""
+        """Output projection from all heads, side by side, to the residual stream."""
         return self.out
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """Heads, key width and value width of what is cached."""
+        """(heads, key width, value width) of the cached keys and values."""
         return self.config.n_heads, self.config.d_head, self.config.d_head
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, hook_pattern: HookPoint) -> Tensor:
-    """[b, t, h, d] of queries [b, h, t, d]; the pattern is computed apart only where its hook asks for it."""
+    """Returns attention outputs [b, t, h, d] of queries [b, h, t, d]; forms the pattern explicitly only if its hook is
+    used."""
     if hook_pattern.fwd_hooks:
         z = hook_pattern(_pattern(q, keys, bias)) @ values
     elif bias is None:
@@ -116,7 +122,7 @@ def _pattern(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """Source: SwiGLU of Shazeer 2020 (arXiv 2002.05202)."""
+    """SwiGLU feed-forward layer. Source: Shazeer 2020 (arXiv 2002.05202)."""
 
     def __init__(self, config: ThinkingConfig) -> None:
         super().__init__()
@@ -124,14 +130,15 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(config.d_mlp, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the MLP output [b, t, m] of x [b, t, m]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(.)), with TransformerLens' names for what passes through.
+    """Computes x + attention(norm(x)), then + mlp(norm(.)), with hook points named as in TransformerLens.
 
-    attn: called with (x, positions, memory), as Attention is.
+    attn: called with (x, positions, memory), like Attention.
     """
 
     def __init__(self, ln1: nn.Module, attn: nn.Module, ln2: nn.Module, mlp: nn.Module) -> None:
@@ -141,11 +148,12 @@ class Block(nn.Module):
         self.hook_mlp_out, self.hook_resid_post = HookPoint(), HookPoint()
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
+        """Returns the residual stream [b, t, m] after this block."""
         x = self.hook_resid_pre(x)
         x = self.hook_resid_mid(x + self.hook_attn_out(self.attn(self.ln1(x), positions, memory)))
         return self.hook_resid_post(x + self.hook_mlp_out(self.mlp(self.ln2(x))))
 
 
 def new_block(config: ThinkingConfig, layer: int) -> Block:
-    """A layer with weights of its own. `layer` numbers it in the memory."""
+    """Returns a block with new weights. `layer` is its number in the memory."""
     return Block(RMSNorm(config.d_model), Attention(config, layer), RMSNorm(config.d_model), GatedMLP(config))

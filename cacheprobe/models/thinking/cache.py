@@ -1,38 +1,20 @@
-"""A KV cache that also holds what thinking needs: H of every position, the state to add there, and the newest thoughts.
+"""A KV cache that also stores what a Thinking States model needs: H, the state to add at each position, and new
+thoughts.
 
-Everything is indexed by position, like keys and values: a rollback truncates the row, and what lies beyond its length
-is stale until it is computed again. Half-filled chunks need nothing more.
+Every tensor is indexed by position, like keys and values. A rollback only shortens the sequence; values beyond its
+length are stale until computed again. Half-filled chunks need no further record.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from cacheprobe.kvcache.cache import KVCache
-
-
-@dataclass(frozen=True, slots=True)
-class RowThought:
-    """A thought that a forward made for one cache row."""
-
-    row: int
-    end: int
-    """Absolute position of the last token of the chunk that it was made from."""
-    token_ids: tuple[int, ...]
-    has_ended: bool
-    """False where it was cut at the limit."""
-    logprobs: tuple[float, ...]
-    """Of each of its tokens, in nats."""
-    first_logits: Tensor
-    """[v] of its first token."""
-    state: Tensor
-    """[c, m]: what is added to the next chunk."""
+from cacheprobe.kvcache.thought import RowThought as RowThought
 
 
 class ThinkingCache(KVCache):
-    """Rows of keys, values, H and states."""
+    """Cache of keys, values, H and chunk states for several sequences."""
 
     can_compute_twice = False
 
@@ -49,26 +31,31 @@ class ThinkingCache(KVCache):
         super().__init__(rows, capacity, layer_shapes, dtype, device)
         self.h_rows = torch.zeros(rows, capacity, d_model, dtype=dtype, device=device)
         self.states = torch.zeros(rows, capacity + chunk, d_model, dtype=dtype, device=device)
-        """State to add at each position; the thought of the last chunk may write beyond the capacity."""
+        """The state to add at each position; the thought of the last chunk may write beyond the capacity."""
         self._thoughts: list[RowThought] = []
 
     @property
     def cache_bytes(self) -> int:
+        """Size of all cached tensors in bytes."""
         return super().cache_bytes + sum(t.numel() * t.element_size() for t in (self.h_rows, self.states))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` slots, with H and states, from one cache row to another."""
         super().copy_row(source, target, length)
         self.h_rows[target] = self.h_rows[source]
         self.states[target] = self.states[source]
 
     def scrub(self, row: int, start: int) -> None:
+        """Sets keys, values, H and states of a cache row to zero from slot `start` on."""
         super().scrub(row, start)
         self.h_rows[row, start:] = 0
         self.states[row, start:] = 0
 
     def note(self, thought: RowThought) -> None:
+        """Keeps a new thought until `take_thoughts` returns it."""
         self._thoughts.append(thought)
 
     def take_thoughts(self) -> list[RowThought]:
+        """Returns the thoughts noted since the last call, and forgets them."""
         taken, self._thoughts = self._thoughts, []
         return taken

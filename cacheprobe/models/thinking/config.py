@@ -1,8 +1,9 @@
-"""What a Thinking States model is made of: one frozen record, stored beside its weights."""
+"""The configuration of a Thinking States model: one frozen record, stored beside its weights."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from cacheprobe.models.base import ModelError
 
@@ -14,28 +15,43 @@ _COUNTS = (
 )  # fmt: skip
 
 
+class TrainingRecord(TypedDict, total=False):
+    """How a model was trained; the fields that are read here. A stored record may have more."""
+
+    command: str
+    parameters: int
+    cpu_seconds: float
+    cpu_seconds_to_99: float | None
+    cpu_seconds_to_100: float | None
+
+
 @dataclass(frozen=True)
 class ThinkingConfig:
-    """Shapes and choices. What the paper says is the default; what it leaves open is a field with our choice.
+    """Shapes and choices of a Thinking States model. Defaults follow the paper; choices that the paper leaves open are
+    fields.
 
     Source: Thinking States (arXiv 2602.08332), section 3 and appendix A.1.
 
-    Choices where the sources are silent or disagree, one a line; those that are fields are said again beside them:
+    T is the thinking block, C the compression block, H the residual stream that T reads, and S a chunk state. Choices
+    on which the sources are silent or disagree, one a line; those that are fields are documented there too:
 
-    - L_in: S is added to what leaves block 0, before block 1 (`l_in`); as it is, without norm, gate or scale.
-    - L_out: H is the residual stream that leaves the last block but one (`l_out`), before any norm.
-    - c: 4 tokens, shorter than an operation of the coin; the paper's for its state tasks is not public.
-    - T sees the c rows of its own chunk, and nothing of chunks before.
-    - T has no start token: its first token is predicted at the last row of H.
-    - T's unembedding is its own, and tied to nothing; its embedding, and C's, are the backbone's.
-    - T decodes greedily, the lowest id of equals, never a pad; what was cut at `max_thought` is compressed as it is.
-    - T and C have the backbone's kind of positions, counted from 0, and no attention window.
-    - C attends both ways (`compression_is_causal`).
-    - C's pads stand in front, and nobody attends to them; of longer thoughts the first tokens act by attention alone.
-    - S of the last chunk is added to the first c positions of the answer, in training and after it, and nothing beyond.
-    - A prompt's last chunk that is not whole writes no thought; text is padded in front to whole chunks.
-    - L_LM is over the answer and its end alone; both losses are sums over tokens, divided by the number of texts.
-    - Backbone, T and C are trained together, from GPT-2's random weights; gold thoughts carry no noise.
+    - L_in: S is added to the output of block 0, before block 1 (`l_in`), without norm, gate or scale.
+    - L_out: H is the residual stream after the last block but one (`l_out`), before any norm.
+    - c: 4 tokens, shorter than one operation of the coin task; the paper's value for its state tasks is not public.
+    - T sees the c positions of its own chunk and no earlier chunk.
+    - T has no start token: its first token is predicted at the last position of H.
+    - T has its own unembedding, tied to no other weight; T and C use the backbone's embedding.
+    - T decodes greedily (lowest id of equal logits) and never chooses a pad; a thought cut at `max_thought` is
+    compressed as it is.
+    - T and C use the backbone's kind of positions, counted from 0, and no attention window.
+    - C attends in both directions (`compression_is_causal`).
+    - C's pads stand in front, and no token attends to them; the first tokens of longer thoughts act through attention
+    only.
+    - S of the last chunk is added to the first c positions of the answer, in training and inference, and to no later
+    position.
+    - An incomplete last chunk of a prompt writes no thought; text prompts are padded in front to whole chunks.
+    - L_LM covers the answer and its end only; both losses are sums over tokens, divided by the number of texts.
+    - Backbone, T and C are trained together from GPT-2's random initialisation; gold thoughts carry no noise.
     """
 
     d_vocab: int
@@ -46,36 +62,37 @@ class ThinkingConfig:
     d_mlp: int = 192
     """Inner width of the gated MLP."""
     chunk: int = 4
-    """c: tokens of a chunk, and rows of a state."""
+    """c: tokens in a chunk, and positions that a state covers."""
     l_in: int = 1
-    """The state is added to what enters block l_in (0-indexed): the paper's shallow injection layer."""
+    """The state is added to the input of block l_in (0-indexed): the paper's shallow injection layer."""
     l_out: int = 3
-    """H is what leaves block l_out - 1: with all blocks but the last in the loop, l_out = n_layers - 1."""
+    """H is the output of block l_out - 1. With all blocks but the last in the loop, l_out = n_layers - 1."""
     max_thought: int = 8
-    """Tokens of a thought at most, its end included; one that has not ended by then stops there and is marked so."""
+    """Maximum tokens of a thought, including its end token; a thought without an end by then is cut and marked so."""
     eos_id: int = 1
     pad_id: int = 0
     thinks: bool = True
     """False: the backbone alone, without T and C; the plain arm of a comparison."""
     feeds_back: bool = True
-    """False: thoughts are written and trained, and no state is added: the arm without feedback."""
+    """False: thoughts are written and trained, but no state is added; the arm without feedback."""
     think_while_decoding: bool = False
-    """The paper's models think while the prompt is read. True: also over chunks that hold generated tokens."""
+    """True: thoughts are also written for chunks that hold generated tokens. The paper's models think only during
+    prefill."""
     positions: str = "rope"
-    """Of backbone, T and C alike; T and C count from 0. The paper does not say."""
+    """Kind of positions in backbone, T and C; T and C count from 0. The paper does not specify this."""
     rope_theta: float = 10_000.0
     attention_window: int | None = None
-    """Positions that a token of the backbone sees, its own included; None for all."""
+    """Number of positions that a backbone token sees, including its own; None for all."""
     thinking_layers: int = 1
     compression_is_causal: bool = False
-    """The paper calls C an encoder, so it attends both ways."""
+    """False: C attends in both directions, because the paper calls C an encoder."""
     pooling: str = "last"
-    """How C makes c rows: "last", its last c outputs, a shorter thought being padded in front, and the pads attended by
-    nobody; "query", c learned rows that attend over the thought."""
+    """How C reduces a thought to c positions. "last": its last c outputs; shorter thoughts are padded in front, and no
+    token attends to the pads. "query": c learned vectors that attend over the thought."""
     learned_first_state: bool = False
-    """The paper's S_1 is zero."""
+    """False: the first state S_1 is zero, as in the paper."""
     bidirectional_prefix: bool = False
-    """Whether T's rows of H see each other both ways. The paper's T is a causal decoder layer."""
+    """Whether T's positions of H attend to each other in both directions. The paper's T is a causal decoder layer."""
 
     format: ClassVar[int] = 1
 
@@ -114,23 +131,28 @@ class ThinkingConfig:
 
     @property
     def d_head(self) -> int:
+        """Width of an attention head."""
         return self.d_model // self.n_heads
 
     def check_window(self, name: str, window: int) -> None:
-        """Raises: ModelError for a window of the engine that thoughts while decoding cannot keep in step with."""
+        """Raises: ModelError if the model thinks while decoding and the engine's window is not a multiple of the chunk
+        size."""
         if self.thinks and self.think_while_decoding and window % self.chunk:
             raise ModelError(
                 f"{name} thinks while it decodes, in chunks of {self.chunk} tokens, which do not divide the window of "
                 f"{window}; set window={-(-window // self.chunk) * self.chunk}"
             )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
+        """Returns the config as a dictionary for JSON, with the format number."""
         return {"format": self.format, **asdict(self)}
 
     @classmethod
-    def from_json(cls, held: dict[str, Any]) -> "ThinkingConfig":
-        """Raises: ModelError for another format, a field that this version does not know, or one that is missing and
-        has no default."""
+    def from_json(cls, held: Mapping[str, Any]) -> "ThinkingConfig":
+        """Returns the config that `to_json` described.
+
+        Raises: ModelError for another format, an unknown field, or a missing field that has no default.
+        """
         given = dict(held)
         if (found := given.pop("format", None)) != cls.format:
             raise ModelError(f"a Thinking States config of format {found!r}; this version reads format {cls.format}")

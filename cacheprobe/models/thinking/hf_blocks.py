@@ -1,19 +1,18 @@
-"""A layer of a Hugging Face decoder, as a `Block`: live modules, our memory, TransformerLens' hook names.
+"""Wraps a layer of a Hugging Face decoder as a `Block`: live modules, our memory, TransformerLens' hook names.
 
-Only the order of the steps is written here; every weight, norm, rotation and activation is the layer's own.
+This file defines only the order of the steps; every weight, norm, rotation and activation belongs to the wrapped layer.
 """
-
-from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cacheprobe.models.hf.hooked import HookPoint
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.thinking.blocks import Block, Memory, attend
 
 
 class HFNorm(nn.Module):
-    """A norm of the model with its hook point."""
+    """A norm of the model with a hook point."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -21,19 +20,21 @@ class HFNorm(nn.Module):
         self.hook_normalized = HookPoint()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the normalised input [..., m]."""
         return self.hook_normalized(self.source(x))
 
 
 class HFAttention(nn.Module):
-    """Grouped-query attention; `rotary` gives the cosines and sines of positions [b or 1, t]."""
+    """Grouped-query attention; `rotary` returns the cosines and sines of positions [b or 1, t]."""
 
-    def __init__(self, source: Any, rotary: nn.Module, layer: int) -> None:
+    def __init__(self, source: LiveModule, rotary: nn.Module, layer: int) -> None:
         super().__init__()
         self.source, self.rotary, self.layer = source, rotary, layer
         self.hook_q, self.hook_k, self.hook_v = HookPoint(), HookPoint(), HookPoint()
         self.hook_pattern, self.hook_z = HookPoint(), HookPoint()
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
+        """Returns the attention output [b, t, m] of x [b, t, m]."""
         b, t, _ = x.shape
         source = self.source
         q, k, v = (project(x).view(b, t, -1, source.head_dim) for project in self._projections())  # [b, t, h, d]
@@ -53,18 +54,19 @@ class HFAttention(nn.Module):
 
     @property
     def projection(self) -> nn.Linear:
-        """From all heads, side by side, to the stream."""
+        """Output projection from all heads, side by side, to the residual stream."""
         return self.source.o_proj
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """Heads, key width and value width of what is cached."""
+        """(heads, key width, value width) of the cached keys and values."""
         config, width = self.source.config, self.source.head_dim
         return config.num_key_value_heads, width, width
 
 
-def hf_block(source: Any, rotary: nn.Module, layer: int) -> Block:
-    """A pre-norm layer of the Llama kind. `layer` numbers it in the memory; one that is read alone may have any.
+def hf_block(source: LiveModule, rotary: nn.Module, layer: int) -> Block:
+    """Returns a Block around a pre-norm layer of the Llama kind. `layer` is its number in the memory; any number if
+    used alone.
 
     Twin: the layer's own forward, close(1e-5) in float32.
     """

@@ -1,17 +1,16 @@
-"""A Thinking States model as a CachedLM: it thinks inside the forward, whatever the phase.
+"""A Thinking States model as a CachedLM: thoughts are written inside the forward, in every phase.
 
-A pass may hold several chunks, and a chunk's state is known only once the chunk before it was read. So the blocks
-between l_in and l_out run in rounds: a state that is not known yet is taken to be that of the empty thought, T reads
-the chunks that end in the pass, up to the first whose thought is not empty, and where there is one the round is run
-again under its state. Computing a chunk again under the same states gives the same bits, so the result is that of one
-chunk after another. All rounds have the pass's own shape: determinism needs nothing more.
+A pass may hold several chunks, and a chunk's state is known only after the previous chunk was read. Therefore the
+blocks between l_in and l_out run in rounds. An unknown state is first assumed to be that of the empty thought. T then
+reads the chunks that end in the pass, up to the first whose thought is not empty; in that case the round runs again
+with the new state. Recomputing a chunk under the same states gives the same bits, so the result equals that of one
+chunk after another. All rounds have the pass's own shape, so determinism needs no further measure.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,20 +19,25 @@ from cacheprobe.core.hook_names import PATTERN, hook_name, resid_pre_name
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import checksum_of, sha256_of
-from cacheprobe.models.hf.hooked import ActivationCache
+from cacheprobe.models.hf.hooked import ActivationCache, HookPoint
+from cacheprobe.models.live import LiveModule, LiveTokenizer
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.models.thinking.blocks import Memory, attention_bias
 from cacheprobe.models.thinking.cache import RowThought, ThinkingCache
+from cacheprobe.models.thinking.config import TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.tasks.words import encode_strictly
 
+_Hook = tuple[str | Callable[..., object], Callable[..., object]]
+"""(hook name, function), as TransformerLens takes them."""
+
 
 @dataclass(frozen=True)
 class _End:
-    """A chunk that ends in the pass at hand."""
+    """A chunk that ends in the current pass."""
 
     row: int
     slot: int
@@ -44,14 +48,15 @@ class _End:
 class ThinkingLM:
     """Runs a ThinkingModel on our cache.
 
-    Prompts are padded in front to whole chunks when they are text; of token ids that are no whole number of chunks,
-    the last, unfinished chunk writes no thought. Each thought is decoded by itself in one fixed shape, so its bits
-    depend on its chunk alone.
+    Text prompts are padded in front to whole chunks. If a prompt of token ids does not fill its last chunk, that chunk
+    writes no thought. Each thought is decoded by itself in one fixed shape, so its bits depend only on its chunk.
     Source: Thinking States (arXiv 2602.08332), section 3; rounds: its speculative thinking.
     Twin: tests.thinking_slowly.read_slowly, thoughts ==, logits close(1e-5).
     """
 
-    def __init__(self, model: ThinkingModel, tokenizer: Any = None, name: str = "thinking", note: str = "") -> None:
+    def __init__(
+        self, model: ThinkingModel, tokenizer: LiveTokenizer = None, name: str = "thinking", note: str = ""
+    ) -> None:
         self.model, self.tokenizer, self.name, self.weights_note = model.eval(), tokenizer, name, note
         self.config = config = model.config
         self.n_layers, self.d_model, self.d_vocab = config.n_layers, config.d_model, config.d_vocab
@@ -61,22 +66,22 @@ class ThinkingLM:
         self.dtype, self.device = weight.dtype, weight.device
         self.stop_token_ids = (config.eos_id,)
         self.injected_layers = (config.l_in,) if config.thinks and config.feeds_back else ()
-        self.record: dict[str, Any] = {}
-        """How the model was made, where it was loaded."""
+        self.record: TrainingRecord = {}
+        """How the model was trained; empty if it was not loaded from a folder."""
         self.num_rounds = 0
-        """Rounds of the last forward."""
+        """Number of rounds of the last forward."""
         self._made_with = config.think_while_decoding
         self._trivial: tuple[int, ...] = (config.eos_id,)
         self._states: dict[tuple[int, ...], Tensor] = {}
         self._valid_for: object = None
         self._hashed = "", ""
         self._listeners: list[tuple[dict[tuple[str, int], Tensor], StateSink]] = []
-        """What each heard in the forward at hand, and whom to tell."""
+        """For each capture: the activations of the current forward, and the sink that receives them."""
         self._compression_points = [p for n, p in model.hook_dict.items() if n.startswith("compression")]
 
     @property
     def chunk(self) -> int:
-        """Tokens between thoughts."""
+        """Tokens in a chunk; a thought is written at the end of each."""
         return self.config.chunk
 
     def __repr__(self) -> str:
@@ -87,15 +92,15 @@ class ThinkingLM:
     # -- running
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """See CachedLM.new_cache. A backbone without thoughts remembers keys and values alone."""
+        """Returns an empty ThinkingCache; a plain KVCache for a backbone without thoughts."""
         c = self.config
         shapes = self.model.layer_shapes
         if not c.thinks:
             return KVCache(rows, capacity, shapes, self.dtype, self.device)
         return ThinkingCache(rows, capacity, shapes, self.dtype, self.device, c.d_model, c.chunk)
 
-    def set_think_while_decoding(self, wanted: Any) -> None:
-        """Whether chunks that hold generated tokens are thought about too, whatever the model was made with.
+    def set_think_while_decoding(self, wanted: object) -> None:
+        """Sets whether chunks that hold generated tokens also write thoughts, overriding the stored setting.
 
         Raises: ModelError for a model without thoughts.
         """
@@ -106,7 +111,7 @@ class ThinkingLM:
         self.config = self.model.config = replace(self.config, think_while_decoding=wanted)
 
     def check_settings(self, window: int) -> None:
-        """See CachedLM.check_settings."""
+        """Raises: ModelError if the model thinks while decoding and the window is not a multiple of the chunk size."""
         self.config.check_window(self.name, window)
 
     @one_at_a_time()
@@ -121,7 +126,7 @@ class ThinkingLM:
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """See CachedLM.forward."""
+        """Runs one forward, as CachedLM.forward describes, and notes new thoughts in the cache."""
         self._forget_old_states()
         cache.take_thoughts()  # of a pass that failed
         for heard, _ in self._listeners:
@@ -151,7 +156,7 @@ class ThinkingLM:
     def _in_rounds(
         self, x: Tensor, cache: ThinkingCache, rows: Sequence[int], positions: Tensor, memory: Memory, last: int
     ) -> Tensor:
-        """The blocks between l_in and `last`: once, and once more for every thought that is not empty."""
+        """Runs the blocks between l_in and `last` once, and once more for every thought that is not empty."""
         config, h = self.config, x
         open_ends = self._ends(cache, rows, positions)
         row_index = torch.tensor(list(rows))[:, None]
@@ -182,7 +187,8 @@ class ThinkingLM:
         return h
 
     def _ends(self, cache: KVCache, rows: Sequence[int], positions: Tensor) -> list[list[_End]]:
-        """Chunks that end in this pass and are to be thought about, by row, in order; a free row is a dummy's."""
+        """Returns the chunks that end in this pass and must write a thought, for each batch index, in order; none for
+        unused rows."""
         c = self.config.chunk
         thinks = (positions + 1) % c == 0
         if not self.config.think_while_decoding:
@@ -194,7 +200,8 @@ class ThinkingLM:
         ]
 
     def _states_at(self, cache: ThinkingCache, row_index: Tensor, positions: Tensor) -> Tensor:
-        """[b, t, m]: what was thought of the chunk before, S_1 in the first, zero where nobody thought."""
+        """Returns the state to add at each position, [b, t, m]: the previous chunk's; S_1 in the first chunk; zero if
+        there is no thought."""
         config = self.config
         if not config.feeds_back:
             return torch.zeros(*positions.shape, self.d_model, dtype=self.dtype, device=self.device)
@@ -222,6 +229,7 @@ class ThinkingLM:
         bias = cache.mask_by_layer(bias, self.config.n_heads)
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Writes keys and values to the cache; returns the cached ones and the mask."""
             return *cache.write(layer, keys, values), bias
 
         return memory
@@ -229,7 +237,7 @@ class ThinkingLM:
     # -- thinking
 
     def _think(self, end: _End, hidden: Tensor) -> RowThought:
-        """One thought from H [c, m], greedily, in one fixed shape whatever its length."""
+        """Writes one thought from H [c, m], greedily, in one fixed shape for every length."""
         config = self.config
         ids, logprobs = [], []
         padded = torch.full((1, config.max_thought), config.pad_id, device=self.device)
@@ -248,7 +256,7 @@ class ThinkingLM:
         return RowThought(end.row, end.end, tuple(ids), has_ended, tuple(logprobs), first, self.state_of(tuple(ids)))
 
     def state_of(self, thought_ids: tuple[int, ...]) -> Tensor:
-        """C of one thought, [c, m]: computed once for each, alone."""
+        """Returns the state [c, m] that C computes from one thought; each distinct thought is computed once, alone."""
         if thought_ids not in self._states:
             width = max(len(thought_ids), self.config.max_thought)
             ids = torch.tensor([[*thought_ids, *[self.config.pad_id] * (width - len(thought_ids))]])
@@ -257,24 +265,26 @@ class ThinkingLM:
         return self._states[thought_ids]
 
     def _forget_old_states(self) -> None:
-        """States of thoughts hold for the weights, and the hooks, that they were made with."""
+        """Clears the stored states if the weights changed or C has hooks."""
         versions = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in self.model.parameters())
         is_hooked = any(point.fwd_hooks for point in self._compression_points)
         if is_hooked or self._valid_for != (versions, is_hooked):
             self._states.clear()
         self._valid_for = (versions, is_hooked)
 
-    # -- what the engine and the recorder ask
+    # -- the interface for the engine and the recorder
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
-        """See CachedLM.capturing. Of a layer that runs in rounds, the last round is heard."""
+        """Calls `sink` inside the `with`, as CachedLM.capturing describes. For a layer that runs in rounds, captures
+        the last round."""
         heard: dict[tuple[str, int], Tensor] = {}
 
-        def hear(site: str, layer: int, value: Tensor, hook: Any) -> None:
+        def hear(site: str, layer: int, value: Tensor, hook: HookPoint) -> None:
+            """Keeps the newest activation of this site and layer."""
             heard[site, layer] = value
 
-        hooks: Any = self._hooks(sites, hear)
+        hooks = self._hooks(sites, hear)
         listener = (heard, sink)
         self._listeners.append(listener)
         try:
@@ -285,35 +295,39 @@ class ThinkingLM:
 
     @property
     def unembedding(self) -> Tensor:
-        """See CachedLM.unembedding."""
-        unembed: Any = self.model.unembed
+        """The matrix [v, m] that maps the normalised residual stream to logits."""
+        unembed: LiveModule = self.model.unembed
         return unembed.weight
 
     def output_parts(self) -> OutputParts:
-        """See CachedLM.output_parts."""
-        unembed: Any = self.model.unembed
+        """Returns the final norm, the unembedding and its bias separately."""
+        unembed: LiveModule = self.model.unembed
         return OutputParts(self.model.ln_final, unembed.weight, unembed.bias, lambda logits: logits)
 
     def head_writer(self, layer: int) -> HeadWriter:
-        """See CachedLM.head_writer."""
-        block: Any = self.model.blocks[layer]
+        """Returns the output projection of a layer's heads, split by head."""
+        block: LiveModule = self.model.blocks[layer]
         projection = block.attn.projection
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, None)
 
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
-        """See CachedLM.editing. A layer that runs in rounds is edited in each of them."""
+        """Lets `edit` replace activations, as CachedLM.editing describes. A layer that runs in rounds is edited in each
+        round."""
 
-        def change(site: str, layer: int, value: Tensor, hook: Any) -> Tensor | None:
+        def change(site: str, layer: int, value: Tensor, hook: HookPoint) -> Tensor | None:
+            """Returns the edited activation, None if unchanged."""
             return edit(site, layer, value)
 
-        with computing, self.model.hooks(fwd_hooks=cast(Any, self._hooks(sites, change))):
+        with computing, self.model.hooks(fwd_hooks=self._hooks(sites, change)):
             yield
 
-    def _hooks(self, sites: Sequence[tuple[str, int]], call: Callable[..., Any]) -> list[tuple[str, Any]]:
+    def _hooks(
+        self, sites: Sequence[tuple[str, int]], call: Callable[..., Tensor | None]
+    ) -> list[tuple[str | Callable[..., object], Callable[..., object]]]:
         if any(site == PATTERN for site, _ in sites):  # it would be computed apart, and other bits with it
             raise ModelError(f"{self.name} attends without forming a pattern, so none can be kept; leave out 'pattern'")
-        hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
+        hooks: list[_Hook] = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
         if missing := [name for name, _ in hooks if name not in self.model.hook_dict]:
             raise ModelError(f"{self.name} has no hook {missing[0]}")
         return hooks
@@ -321,15 +335,15 @@ class ThinkingLM:
     @one_at_a_time()
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
-        """See CachedLM.read_out."""
+        """Returns logits [n, v] of residual states [n, m]: final norm, then unembedding."""
         return self.model.read_out(states)
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
-        """See CachedLM.read_out_with_gradients."""
+        """Returns the same numbers as `read_out`, for training: gradients flow back into `states`."""
         return self.model.read_out(states)
 
     def fingerprint(self) -> dict[str, str | int | float]:
-        """See CachedLM.fingerprint."""
+        """Returns every property of the model and its platform that may change the bits of a result."""
         now = self.config.think_while_decoding
         return {
             "model": self.name,
@@ -344,7 +358,7 @@ class ThinkingLM:
         }
 
     def _weights_sha256(self) -> str:
-        """Taken anew after any edit of a weight; what was thought before is forgotten then."""
+        """Returns the hash of the weights; after an edit, recomputes the hash and clears the stored states."""
         named = sorted(self.model.named_parameters(), key=lambda item: item[0])
         if self._hashed[0] != (checksum := checksum_of(named)):
             self._hashed = checksum, sha256_of(named)
@@ -352,9 +366,9 @@ class ThinkingLM:
         return self._hashed[1]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text; with special tokens, pads in front make whole chunks of them.
+        """Returns the token ids of a text; with special tokens, pads in front complete the first chunk.
 
-        Raises: ModelError for a word that the model's vocabulary does not hold.
+        Raises: ModelError for a word outside the model's vocabulary, or if there is no tokenizer.
         """
         if self.tokenizer is None:
             raise ModelError(f"{self.name} has no tokenizer, so prompts must be lists of token ids, not text")
@@ -366,17 +380,19 @@ class ThinkingLM:
         return (*[self.config.pad_id] * pads, *ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of token ids; "<17> <4>" if there is no tokenizer."""
         if self.tokenizer is None:
             return " ".join(self.token_texts(token_ids))
         return self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token by itself; "<17>" for token 17 if there is no tokenizer."""
         if self.tokenizer is None:
             return [f"<{token_id}>" for token_id in token_ids]
         return [self.tokenizer.decode([t], clean_up_tokenization_spaces=False) for t in token_ids]
 
     def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> ActivationCache:
-        """See CachedLM.to_activation_cache."""
+        """Returns TransformerLens' ActivationCache of states [p, m], keyed by (site, layer)."""
         named = {hook_name(site, layer): value[None] for (site, layer), value in states.items()}
         for (site, layer), value in states.items():
             if site == "S" and layer + 1 < self.n_layers and layer + 1 != self.config.l_in:

@@ -1,13 +1,13 @@
-"""The Thinking States model: a decoder whose chunks of input each write a thought that is added to the next chunk.
+"""The Thinking States model: a decoder in which each chunk of input writes a thought that is added to the next chunk.
 
-    S_1 = 0;  X~_i = X_i + S_i at l_in;  H_i = what leaves block l_out - 1;  Z_{i+1} = T(H_i);  S_{i+1} = C(Z_{i+1})
+    S_1 = 0;  X~_i = X_i + S_i at l_in;  H_i = output of block l_out - 1;  Z_{i+1} = T(H_i);  S_{i+1} = C(Z_{i+1})
 
-Here are the parts and the one parallel pass of training; `thinking_lm.py` runs them over a cache, chunk after chunk.
+This file holds the parts and the single parallel pass for training; `models.thinking.lm` runs the model over a cache,
+one chunk after another.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.hooked import HookedRootModule, HookPoint
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.thinking.blocks import Block, Memory, RMSNorm, alibi_slopes, attention_bias, new_block
 from cacheprobe.models.thinking.config import ThinkingConfig
 
 
 class ThinkingBlock(nn.Module):
-    """T: decoder layers over the rows of H and the thought so far, with an unembedding of its own.
+    """T, the thinking block: decoder layers over H of one chunk and the thought so far, with its own unembedding.
 
-    The first thought token is predicted at the last row of H: there is no start token. T sees its own chunk alone.
+    The first thought token is predicted at the last position of H: there is no start token. T sees only its own chunk.
     Source: Thinking States (arXiv 2602.08332), Eq. 4.
     """
 
@@ -33,7 +34,7 @@ class ThinkingBlock(nn.Module):
         self.hook_in, self.hook_logits = HookPoint(), HookPoint()
 
     def forward(self, hidden: Float[Tensor, "n c m"], thought: Float[Tensor, "n r m"]) -> Float[Tensor, "n r1 v"]:
-        """Logits of thought tokens 0..r, given the embeddings of tokens 0..r-1."""
+        """Returns logits of thought tokens 0..r, given the embeddings of tokens 0..r-1."""
         x = self.hook_in(torch.cat([hidden, thought], dim=1))
         positions = torch.arange(x.shape[1], device=x.device)[None]
         memory = self._memory(hidden.shape[1], positions)
@@ -51,10 +52,10 @@ class ThinkingBlock(nn.Module):
 
 
 class Compression(nn.Module):
-    """C: an encoder layer over a thought, pooled to the rows of a state.
+    """C, the compression block: an encoder layer over a thought, pooled to the c positions of a state.
 
+    The pads stand in front and no token attends to them, so pads do not dilute a short thought.
     Source: Thinking States (arXiv 2602.08332), Eq. 5 and appendix A.1: the last c outputs, shorter thoughts padded.
-    The pads stand in front and nobody attends to them, so a short thought is not lost among them.
     """
 
     def __init__(self, config: ThinkingConfig, block: Block) -> None:
@@ -66,7 +67,8 @@ class Compression(nn.Module):
             self.queries = nn.Parameter(torch.randn(config.chunk, config.d_model) * config.d_model**-0.5)
 
     def forward(self, thought: Float[Tensor, "n l m"], is_real: Int[Tensor, "n l"]) -> Float[Tensor, "n c m"]:
-        """thought: embeddings, padded in front to at least c rows; is_real: 1 at thought tokens, 0 at pads."""
+        """Returns states. thought: embeddings, padded in front to at least c positions; is_real: 1 at thought tokens, 0
+        at pads."""
         if self.config.pooling == "query":
             thought = torch.cat([thought, self.queries.expand(len(thought), -1, -1)], dim=1)
             is_real = torch.cat([is_real, is_real.new_zeros(len(is_real), self.config.chunk)], dim=1)
@@ -89,7 +91,7 @@ class Compression(nn.Module):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model is put together of. Without thoughts there is neither T nor C."""
+    """The modules of a Thinking States model. A model without thoughts has no thinking and no compression block."""
 
     embed: nn.Embedding
     blocks: nn.ModuleList
@@ -100,7 +102,7 @@ class Parts:
 
 
 def new_parts(config: ThinkingConfig) -> Parts:
-    """Random weights, for a model that is trained from scratch."""
+    """Returns modules with random weights, for a model that is trained from scratch."""
     parts = Parts(
         nn.Embedding(config.d_vocab, config.d_model),
         *_new_decoder(config, config.n_layers),
@@ -119,7 +121,8 @@ def _new_decoder(config: ThinkingConfig, num_layers: int) -> tuple[nn.ModuleList
 
 
 def _scale(part: nn.Module, config: ThinkingConfig) -> None:
-    """GPT-2's: normal 0.02 x sqrt(768 / m) everywhere, what writes to the residual stream by 1 / sqrt(2 depth)."""
+    """Initialises weights like GPT-2: normal with std 0.02 x sqrt(768 / m), divided by sqrt(2 depth) for layers that
+    write to the residual stream."""
     std = 0.02 * (768 / config.d_model) ** 0.5
     for name, weight in part.named_parameters():
         if weight.dim() == 2 and not name.endswith("queries"):
@@ -128,16 +131,17 @@ def _scale(part: nn.Module, config: ThinkingConfig) -> None:
 
 
 class ThinkingModel(HookedRootModule):
-    """Backbone, T and C. The backbone's hook points carry TransformerLens' names; T's and C's stand below theirs.
+    """Backbone, thinking block (T) and compression block (C). Hook points of the backbone have TransformerLens' names;
+    those of T and C start with `thinking.` and `compression.`.
 
-    `hook_state` is S as it is added, [b, t, m]; `hook_h` is H; `thinking.hook_logits` reads Z.
+    `hook_state` is the added state S, [b, t, m]; `hook_h` is H; `thinking.hook_logits` holds the logits of thoughts.
     Source: Thinking States (arXiv 2602.08332), section 3.  Twin: tests.thinking_slowly.read_slowly.
     """
 
     def __init__(
         self, config: ThinkingConfig, seed: int = 0, make: Callable[[ThinkingConfig], Parts] = new_parts
     ) -> None:
-        """make: what the model is made of; it draws under the seed."""
+        """make: returns the modules; called under the given random seed."""
         super().__init__()
         self.config = config
         with torch.random.fork_rng(devices=[]):
@@ -158,28 +162,29 @@ class ThinkingModel(HookedRootModule):
 
     @property
     def num_parameters(self) -> int:
+        """Number of trainable numbers in the model."""
         return sum(weight.numel() for weight in self.parameters())
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
-        """Heads, key width and value width of what each block caches."""
-        blocks: Any = self.blocks
+        """(heads, key width, value width) of each block's cache."""
+        blocks: LiveModule = self.blocks
         return [block.attn.cache_shape for block in blocks]
 
     # -- the parts
 
     def enter(self, token_ids: Int[Tensor, "b t"], positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
-        """The blocks below l_in, which no state reaches."""
+        """Runs the blocks below l_in, which no state reaches."""
         return self._blocks(self.hook_embed(self.embed(token_ids)), 0, self.config.l_in, positions, memory)
 
     def loop(self, x: Tensor, states: Tensor | None, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
-        """Add the states, and run the blocks up to l_out: H."""
+        """Adds the states and runs the blocks from l_in to l_out; returns H."""
         if states is not None:
             x = x + self.hook_state(states)
         return self.hook_h(self._blocks(x, self.config.l_in, self.config.l_out, positions, memory))
 
     def leave(self, hidden: Tensor, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
-        """The blocks above l_out: the residual stream that is read out."""
+        """Runs the blocks from l_out on; returns the residual stream for the unembedding."""
         return self._blocks(hidden, self.config.l_out, self.config.n_layers, positions, memory)
 
     def _blocks(self, x: Tensor, first: int, last: int, positions: Tensor, memory: Memory) -> Tensor:
@@ -188,17 +193,18 @@ class ThinkingModel(HookedRootModule):
         return x
 
     def read_out(self, x: Tensor) -> Tensor:
-        """Logits [..., v] of residual states [..., m]."""
+        """Returns logits [..., v] of residual states [..., m]."""
         return self.unembed(self.ln_final(x))
 
     def think(self, hidden: Float[Tensor, "n c m"], thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n r1 v"]:
-        """T's logits for thought tokens 0..r, given tokens 0..r-1. It shares the embedding; a pad is no thought."""
+        """Returns T's logits for thought tokens 0..r, given tokens 0..r-1. Uses the backbone's embedding; excludes the
+        pad token."""
         logits = self.thinking(hidden, self.embed(thought_ids))
         logits[..., self.config.pad_id] = torch.finfo(logits.dtype).min
         return logits
 
     def compress(self, thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n c m"]:
-        """C's states of thoughts, which are padded at their end."""
+        """Returns C's states of thoughts, which are padded at their end."""
         padded = pad_in_front(thought_ids, max(self.config.chunk, thought_ids.shape[1]), self.config.pad_id)
         return self.compression(self.embed(padded), (padded != self.config.pad_id).long())
 
@@ -211,12 +217,13 @@ class ThinkingModel(HookedRootModule):
         positions: Int[Tensor, "b t"] | None = None,
         bias: Float[Tensor, "b 1 t t"] | None = None,
     ) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "b k r v"] | None]:
-        """All chunks in one pass, from given thoughts: logits of the text, and T's of every thought token.
+        """Runs all chunks in one pass with given thoughts; returns the text's logits and T's logits of every thought
+        token.
 
-        thoughts: one for each of the first k chunks, each with its end, padded behind; thought i is made from chunk i
-        and acts on chunk i + 1. Where the model has no T, none.  positions: 0, 1, ... where not given.
-        bias: added to the scores of the backbone's attention, [text, 1, query, key]; it stays causal.
-        Raises: ModelError for thoughts of more tokens, or more chunks, than the model and the text have.
+        thoughts: one for each of the first k chunks, including its end token, padded at the end; thought i is computed
+        from chunk i and acts on chunk i + 1. None for a model without T.  positions: 0, 1, ... by default.
+        bias: added to the attention scores of the backbone, [text, 1, query, key]; the result must stay causal.
+        Raises: ModelError for thoughts with more tokens than max_thought, or more chunks than the text has.
         """
         if positions is None:
             positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
@@ -251,7 +258,7 @@ class ThinkingModel(HookedRootModule):
             )
 
     def states_of(self, thoughts: Int[Tensor, "b k r"], length: int) -> Float[Tensor, "b t m"]:
-        """The states that given thoughts add at each of `length` positions: none in the first chunk, and none beyond
+        """Returns the states that given thoughts add at each of `length` positions: zero in the first chunk, and beyond
         the chunk that the last thought acts on."""
         b, k, _ = thoughts.shape
         c, m = self.config.chunk, self.config.d_model
@@ -273,12 +280,12 @@ class ThinkingModel(HookedRootModule):
 
 
 def at_hand(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Causal attention over the tokens at hand."""
+    """Returns the current tokens' keys and values, and no mask: causal attention over these tokens."""
     return keys, values, None
 
 
 def pad_in_front(ids: Int[Tensor, "n r"], width: int, pad_id: int) -> Int[Tensor, "n w"]:
-    """Rows that are padded behind, padded in front instead, to `width`."""
+    """Returns ids that are padded at the end, padded in front instead, to `width`."""
     r = ids.shape[1]
     lengths = (ids != pad_id).sum(1, keepdim=True)
     source = torch.arange(width, device=ids.device)[None] - (width - lengths)
@@ -287,7 +294,7 @@ def pad_in_front(ids: Int[Tensor, "n r"], width: int, pad_id: int) -> Int[Tensor
 
 
 def thought_table(thoughts: Sequence[Sequence[Sequence[int]]], pad_id: int) -> Int[Tensor, "b k r"]:
-    """Thoughts of each chunk of each text as one tensor, padded behind; missing chunks are pads alone."""
+    """Returns the thoughts of each chunk of each text as one tensor, padded at the end; a missing chunk is all pads."""
     k = max(map(len, thoughts))
     r = max((len(thought) for chunks in thoughts for thought in chunks), default=1)
     table = torch.full((len(thoughts), k, max(r, 1)), pad_id)

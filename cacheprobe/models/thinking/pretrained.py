@@ -1,16 +1,16 @@
-"""Thinking States on a pretrained decoder: T and C are added to a live Hugging Face model, copied from its own layers.
+"""Thinking States on a pretrained decoder: T and C are added to a live Hugging Face model, as copies of its own layers.
 
-All else is ThinkingModel's: the same passes, losses, hook points and ThinkingLM.
+Passes, losses, hook points and ThinkingLM are those of ThinkingModel.
 """
 
 from collections.abc import Iterable
 from copy import deepcopy
-from typing import Any
 
 from torch import nn
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.masks import sliding_window
+from cacheprobe.models.live import LiveConfig, LiveModule
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.hf_blocks import HFNorm, hf_block
 from cacheprobe.models.thinking.model import Compression, Parts, ThinkingBlock, ThinkingModel
@@ -18,23 +18,23 @@ from cacheprobe.models.thinking.model import Compression, Parts, ThinkingBlock, 
 KINDS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Pre-norm decoders with rotary positions and a gated MLP, whose layers can be called one by one."""
 ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Those that turn a position in the same way whatever the length of the text."""
+"""Rotary variants that rotate a position in the same way for every text length."""
 
 
 class ThinkingPretrained(ThinkingModel):
-    """A backbone with T and C.
+    """A pretrained backbone with a thinking block (T) and a compression block (C).
 
-    T is a copy of the backbone's last layers (one, as in the paper), its final norm and its unembedding; C of its first
-    layer. The copies share nothing with the backbone; the embedding is the backbone's. T and C turn positions as the
-    backbone does, from 0. The backbone stays the caller's: what is trained here is trained there.
+    T is a copy of the backbone's last layers (one, as in the paper), its final norm and its unembedding; C is a copy of
+    its first layer. The copies share no weights with the backbone; the embedding is the backbone's. T and C rotate
+    positions like the backbone, from 0. The backbone is not copied: training changes the caller's model.
     Source: Thinking States (arXiv 2602.08332), sections 3 and 4.
     Twin: tests.thinking_pretrained_slowly.read_slowly, thoughts ==, logits close(1e-5) in float32.
     """
 
-    def __init__(self, backbone: Any, config: ThinkingConfig, seed: int = 0) -> None:
-        """config: of `config_of`, or one that agrees with the backbone. seed: of learned pooling rows, where asked for.
+    def __init__(self, backbone: LiveModule, config: ThinkingConfig, seed: int = 0) -> None:
+        """config: from `config_of`, or one that agrees with the backbone. seed: for learned pooling vectors, if used.
 
-        Raises: ModelError for a backbone of another kind, or a config of another backbone.
+        Raises: ModelError for an unsupported backbone, or a config of another backbone.
         """
         check_backbone(backbone)
         _check_config(backbone, config)
@@ -54,23 +54,23 @@ class ThinkingPretrained(ThinkingModel):
         )
 
     def added_parameters(self) -> list[nn.Parameter]:
-        """T's and C's, and S_1 where it is learned: what the backbone does not have."""
+        """Returns the parameters that the backbone does not have: those of T and C, and S_1 if it is learned."""
         added = ("thinking.", "compression.", "first_state")
         return [weight for name, weight in self.named_parameters() if name.startswith(added)]
 
     def train_backbone(self, is_trained: bool) -> None:
-        """Whether the backbone learns too, its embedding included. The paper trains everything together."""
+        """Sets whether the backbone, including its embedding, is trained too. The paper trains all parts together."""
         added = set(self.added_parameters())
         for weight in self.parameters():
             weight.requires_grad_(is_trained or weight in added)
 
 
-def config_of(backbone: Any, *, eos_id: int, pad_id: int, chunk: int = 8, **choices: Any) -> ThinkingConfig:
-    """The config of a backbone with T and C; its shapes are filled in.
+def config_of(backbone: LiveModule, *, eos_id: int, pad_id: int, chunk: int = 8, **choices: object) -> ThinkingConfig:
+    """Returns the config of a backbone with T and C; fills in the backbone's shapes.
 
-    eos_id: ends a thought and an answer.  pad_id: another token, which no thought holds.  choices: other fields of
-    ThinkingConfig; l_in is 1 where not given, and all blocks but the last are in the loop (l_out = n_layers - 1).
-    Raises: ModelError for a backbone of another kind, and for impossible choices.
+    eos_id: ends a thought and an answer.  pad_id: another token, which no thought contains.  choices: other fields of
+    ThinkingConfig. By default l_in is 1, and all blocks but the last are in the loop (l_out = n_layers - 1).
+    Raises: ModelError for an unsupported backbone, and for impossible choices.
     """
     check_backbone(backbone)
     shapes = _shapes_of(backbone.config)
@@ -80,8 +80,8 @@ def config_of(backbone: Any, *, eos_id: int, pad_id: int, chunk: int = 8, **choi
     return config
 
 
-def check_backbone(backbone: Any) -> None:
-    """Raises: ModelError unless the layers of a model can be called one by one over our memory."""
+def check_backbone(backbone: LiveModule) -> None:
+    """Raises: ModelError unless the model's layers can be called one by one over our memory."""
     name = type(backbone).__name__
     if name not in KINDS:
         raise ModelError(f"T and C cannot be added to a {name}; give one of {', '.join(KINDS)}, adapters merged")
@@ -96,8 +96,8 @@ def check_backbone(backbone: Any) -> None:
         raise ModelError(f"{name} drops {config.attention_dropout} of its attention; set config.attention_dropout=0.0")
 
 
-def _shapes_of(config: Any) -> dict[str, Any]:
-    """The fields of a ThinkingConfig that the backbone decides."""
+def _shapes_of(config: LiveConfig) -> dict[str, LiveConfig]:
+    """Returns the fields of a ThinkingConfig that the backbone determines."""
     return {
         "d_vocab": config.vocab_size,
         "d_model": config.hidden_size,
@@ -109,7 +109,7 @@ def _shapes_of(config: Any) -> dict[str, Any]:
     }
 
 
-def _check_config(backbone: Any, config: ThinkingConfig) -> None:
+def _check_config(backbone: LiveModule, config: ThinkingConfig) -> None:
     for field, wanted in _shapes_of(backbone.config).items():
         if (given := getattr(config, field)) != wanted:
             raise ModelError(f"{field} is {wanted!r} in {type(backbone).__name__} and {given!r} in the config")
@@ -117,10 +117,11 @@ def _check_config(backbone: Any, config: ThinkingConfig) -> None:
         raise ModelError(f"T copies the last layers, 1 to {config.n_layers} of them, not {config.thinking_layers}")
 
 
-def _parts_of(backbone: Any, config: ThinkingConfig) -> Parts:
+def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> Parts:
     decoder = backbone.model
 
-    def wrapped(layers: Iterable[Any]) -> nn.ModuleList:
+    def wrapped(layers: Iterable[LiveModule]) -> nn.ModuleList:
+        """Returns the layers as Blocks, numbered from 0."""
         return nn.ModuleList([hf_block(layer, decoder.rotary_emb, i) for i, layer in enumerate(layers)])
 
     thinking, compression = None, None

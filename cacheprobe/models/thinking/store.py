@@ -1,22 +1,31 @@
-"""Thinking States models on disk: weights, config, tokenizer and the record of how they were made, each checked.
+"""Saves and loads Thinking States models: weights, config, tokenizer and training record, each checked by hash.
 
 folder/
   model.safetensors   the weights
   tokenizer.json      the vocabulary
-  config.json         the ThinkingConfig, the hashes of it and of the two others, and the training record; written last
+  config.json         the ThinkingConfig, the hashes of the config and of the two other files, and the training record;
+  written last
 """
 
 import json
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, TypeGuard
 
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
+
+if TYPE_CHECKING:  # they take seconds to load
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from cacheprobe.models.thinking.lm import ThinkingLM
+    from cacheprobe.models.thinking.model import ThinkingModel
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 CONFIG_HASH = "config_sha256"
-"""Of the field "config" alone. It is none of "sha256", which holds files."""
+"""Hash of the field "config" alone. The hashes under "sha256" are those of files."""
 KIND = "cacheprobe thinking states"
 KEEP = (
     "keep its weights with safetensors.torch.save_file(dict(model.named_parameters()), path), and put them into "
@@ -24,10 +33,24 @@ KEEP = (
 )
 
 
-def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> Path:
-    """Write a model. record: task, preset, arm, seed, command and what training came to.
+class StoredModel(TypedDict):
+    """The content of a model folder's config file."""
 
-    Raises: ModelError for a model that its config alone does not make, such as a ThinkingPretrained.
+    kind: str
+    config: dict[str, object]
+    config_sha256: str
+    sha256: dict[str, str]
+    """SHA-256 of each other file of the folder."""
+    record: TrainingRecord
+    """How the model was trained."""
+
+
+def save_thinking(
+    folder: Path, model: "ThinkingModel", tokenizer: "PreTrainedTokenizerFast", record: Mapping[str, object]
+) -> Path:
+    """Writes a model into a folder. record: task, preset, arm, seed, command and training results.
+
+    Raises: ModelError for a model that cannot be rebuilt from its config, such as a ThinkingPretrained.
     """
     from safetensors.torch import save_file
 
@@ -53,10 +76,12 @@ def save_thinking(folder: Path, model: Any, tokenizer: Any, record: dict[str, An
     return folder
 
 
-def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, device: Any = "cpu") -> Any:
-    """A ThinkingLM of what `save_thinking` wrote.
+def load_thinking(
+    folder: Path, name: str | None = None, dtype: "torch.dtype | None" = None, device: "torch.device | str" = "cpu"
+) -> "ThinkingLM":
+    """Returns a ThinkingLM from a folder that `save_thinking` wrote.
 
-    Raises: ModelError where a file is missing, is not the one that the config speaks of, or does not fit the config.
+    Raises: ModelError if a file is missing, does not match its hash in the config, or does not fit the config.
     """
     from safetensors.torch import load_file
 
@@ -82,10 +107,10 @@ def load_thinking(folder: Path, name: str | None = None, dtype: Any = None, devi
     return lm
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config file of a model folder.
+def read_config(folder: Path) -> "StoredModel":
+    """Returns the content of a model folder's config file.
 
-    Raises: ModelError where it is none of ours, lacks a field, or was edited.
+    Raises: ModelError for another kind of config, a missing field, or an edited config.
     """
     path = folder / CONFIG
     try:
@@ -104,7 +129,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if CONFIG_HASH not in held:
         raise ModelError(f"{path} has no field {CONFIG_HASH!r}, so nobody can say what was trained; {_remedy(held)}")
     found = config_hash(held["config"])
-    if (wanted := held[CONFIG_HASH]) != found:
+    if (wanted := held["config_sha256"]) != found:
         raise ModelError(
             f"the field 'config' of {path} has the hash {found[:12]}, and {CONFIG_HASH} says {wanted!s:.12}: it was "
             f"edited after the training; {_remedy(held)}"
@@ -112,9 +137,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return held
 
 
-def checked_config(folder: Path, held: dict[str, Any]) -> ThinkingConfig:
-    """What `read_config` gave, as a config. Raises: ModelError where it is no config, or for a file that is missing or
-    not the one whose hash is held."""
+def checked_config(folder: Path, held: "StoredModel") -> ThinkingConfig:
+    """Returns the ThinkingConfig of a content from `read_config`, after checking the hashes of all files.
+
+    Raises: ModelError for an invalid config, and for a file that is missing or does not match its hash.
+    """
     for file, wanted in held["sha256"].items():
         path = folder / file
         if not path.exists():
@@ -129,24 +156,25 @@ def checked_config(folder: Path, held: dict[str, Any]) -> ThinkingConfig:
         raise ModelError(f"{folder / CONFIG}: {error}; {_remedy(held)}") from error
 
 
-def config_hash(config: dict[str, Any]) -> str:
-    """Of what the config says, whatever the order of its fields."""
+def config_hash(config: Mapping[str, object]) -> str:
+    """Returns the SHA-256 of a config's content, independent of the order of its fields."""
     return sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
-def is_thinking_config(held: Any) -> bool:
+def is_thinking_config(held: object) -> TypeGuard[StoredModel]:
+    """Returns whether a JSON value is the config of a Thinking States model."""
     return isinstance(held, dict) and held.get("kind") == KIND
 
 
 def is_thinking_folder(folder: Path) -> bool:
-    """Whether a folder holds one of ours, rather than a Hugging Face model."""
+    """Returns whether a folder holds a Thinking States model rather than a Hugging Face model."""
     try:
         return is_thinking_config(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return False
 
 
-def _remedy(held: dict[str, Any]) -> str:
+def _remedy(held: Mapping[str, object]) -> str:
     record = held.get("record")
     command = record.get("command") if isinstance(record, dict) else None
     return f"restore it, or train the model again: {command or 'cacheprobe train thinking-states'}"

@@ -1,8 +1,7 @@
-"""Attention computed request by request, so that no other request can change its bits.
+"""Attention computed request by request, so that results are batch-invariant.
 
-A library may divide one call for a whole batch among its threads, so that a request's sums depend on the batch row
-that it stands in. Here each request has calls of its own, on its own keys, in a shape that depends on its positions
-alone.
+A library may split one call for a whole batch among threads, so a request's sums can depend on its batch index. Here
+each request has its own calls, on its own keys, in a shape that depends only on its positions.
 """
 
 import threading
@@ -18,20 +17,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from cacheprobe.ops.attention.decode import decode_attention, serves
 
 SPAN_STEP = 64
-"""Slots by which the span of a position grows: position p attends over the first ceil((p + 1) / 64) * 64 slots."""
+"""Step in slots by which attention spans grow: position p attends over the first ceil((p + 1) / 64) * 64 slots."""
 
 _ONE_THREAD_WORK = 2**24
-"""Multiplications of one request's scores up to which one thread computes them: waking another costs more."""
+"""One thread computes a request's scores up to this many multiplications: waking a second thread would cost more
+time."""
 
 _ALIGNMENT = 64
-"""Bytes. torch allocates at multiples of it; a part of a tensor may begin elsewhere."""
+"""In bytes. torch allocates at multiples of this; a slice of a tensor may begin elsewhere."""
 
 _thread_count = threading.Lock()
-"""Held while the number of threads is lowered: a Python thread that starts then would take the low number over."""
+"""Held while the number of threads is lowered: a Python thread that starts in that time would keep the low number."""
 
 
 Held = Callable[[int, int], tuple[Tensor, Tensor]]
-"""(batch row, span) -> that row's keys and values of its first slots, [1, g, span, d] each."""
+"""(batch index, span) -> keys and values of that sequence's first slots, [1, g, span, d] each."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Piece:
     span: int
     first: int
     end: int
-    """Token slots first .. end - 1 of the request's batch row."""
+    """The piece covers token slots first .. end - 1 of the request's batch index."""
     slots: int
-    """Slots up to that of its last token."""
+    """Number of slots up to and including that of the last token."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """For each batch row of a pass, the calls that its attention consists of; none for a row that nothing reads."""
+    """The attention calls of a pass, for each batch index; empty for a batch index whose result is never read."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     _masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
@@ -56,11 +56,12 @@ class Reach:
 
     @property
     def span(self) -> int:
-        """Slots of the longest call."""
+        """Number of slots of the longest call."""
         return max((piece.span for row in self.pieces for piece in row), default=0)
 
     def mask(self, mask: Tensor, row: int, span: int, repeats: int) -> Tensor:
-        """The mask [1, 1 or g, r * t, span] of one call, of mask [b, 1 or h, t, s]; the one of all heads is kept."""
+        """Returns the mask [1, 1 or g, r * t, span] of one call, from mask [b, 1 or h, t, s]; a mask shared by all
+        heads is cached."""
         if mask.shape[1] > 1:  # of some heads alone: another one in each layer
             return mask[row : row + 1, :, :, :span].reshape(1, -1, repeats * mask.shape[2], span)
         key = id(mask), row, span
@@ -69,9 +70,10 @@ class Reach:
         return self._masks[key][1]
 
     def places(self, held: Held) -> NDArray[np.int64]:
-        """Where the new tokens of each row attend, as `decode_attention` takes it; layers of one shape share them.
+        """Returns, for the new tokens of each request, the memory places that `decode_attention` takes; layers of one
+        shape share them.
 
-        Their rows must stand in the same order, each layer in one allocation, as those of a KVCache do.
+        Each layer must hold all sequences in one allocation and in the same order, as a KVCache does.
         """
         rows = [row for row, pieces in enumerate(self.pieces) if pieces]
         first = held(rows[0], 1)
@@ -88,9 +90,9 @@ class Reach:
 
 
 def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
-    """Pieces of `count` tokens from position `start` on, each over the span of its own position.
+    """Returns pieces for `count` tokens from position `start` on, each over the span of its own position.
 
-    The same position is computed over the same span wherever in a window it stands.
+    A position therefore attends over the same span at every place in a window.
     """
     pieces, first = [], 0
     while first < count:
@@ -102,17 +104,17 @@ def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ..
 
 
 def reach_of_pass(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
-    """One piece for all tokens of a pass whose place depends on the request alone, as in the reading of a prompt."""
+    """Returns one piece for all tokens of a pass whose start depends only on the request, as when a prompt is read."""
     return (Piece(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count, start + count),)
 
 
 def attend_by_request(
     q: Tensor, held: Held, mask: Tensor, reach: Reach, scale: float | None, softcap: float | None = None
 ) -> Tensor:
-    """[b, t, h * d] of queries [b, h, t, d]; mask [b, 1 or h, t, s], additive.
+    """Returns attention outputs [b, t, h * d] of queries [b, h, t, d]; mask [b, 1 or h, t, s], additive.
 
-    Query heads that share a head of keys are folded into the rows of one call. Rows without a piece are zero.
-    A call of little work runs on one thread, whatever their number.
+    Query heads that share a key head are folded into the rows of one call. A batch index without a piece gives zeros. A
+    call with little work always runs on one thread.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     if softcap is None and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):
@@ -145,7 +147,8 @@ def attend_by_request(
 def attend_together(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None, softcap: float | None = None
 ) -> Tensor:
-    """The same in one call for the whole batch: for passes of which no bits are promised.
+    """Returns the outputs of `attend_by_request` computed in one call for the whole batch, for passes that need not be
+    batch-invariant.
 
     keys, values: [b, g, s, d].
     """
@@ -168,9 +171,10 @@ def attend_together(
 
 
 def _softcapped(softcap: float) -> Callable[..., Tensor]:
-    """Attention whose scores are kept within +-softcap.  Source: Gemma 2 (arXiv 2408.00118), section 2."""
+    """Returns attention whose scores are limited to +-softcap.  Source: Gemma 2 (arXiv 2408.00118), section 2."""
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, scale: float | None) -> Tensor:
+        """Returns softcapped attention outputs of q [b, h, t, d]."""
         scores = (q @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
         scores = (scores / softcap).tanh() * softcap + attn_mask
         return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values
@@ -183,12 +187,12 @@ def _aligned(part: Tensor) -> Tensor:
 
 
 def _elements(first: Tensor, other: Tensor) -> int:
-    """How many numbers lie between the beginnings of two parts of one tensor."""
+    """Returns the number of elements between the starts of two slices of one tensor."""
     return (other.data_ptr() - first.data_ptr()) // first.element_size()
 
 
 class _Threads:
-    """Sets how many threads the next call takes: one for little work, all for more; at the end as many as before."""
+    """Sets the number of threads for each call (one for little work, else all), and restores the number at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"
@@ -200,7 +204,7 @@ class _Threads:
         return self
 
     def take(self, work: int) -> None:
-        """work: multiplications of the call, a number that depends on its request alone."""
+        """Sets the threads for the next call. work: its multiplications, a number that depends only on the request."""
         wanted = 1 if self._is_cpu and work <= _ONE_THREAD_WORK else self._all
         if wanted != self._now:
             torch.set_num_threads(wanted)

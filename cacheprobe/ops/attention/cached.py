@@ -15,11 +15,11 @@ def cached_attention(
     hidden: Bool[Tensor, "r s"] | None = None,
     window: int | None = None,
 ) -> Float[Tensor, "b h t dv"]:
-    """Softmax(q k^T scale) v of each query over its cache row; each of g heads of keys serves h / g heads of queries.
+    """Returns Softmax(q k^T scale) v of each query over its cache row; each of g key heads serves h / g query heads.
 
-    rows: cache row of each batch row.  positions: absolute, of each query; its own slot must be written.
-    hidden: slots that only their own position sees.  window: how many positions a query sees, its own included.
-    Sums are kept in float32. Masked slots must be finite, as KVCache promises.
+    rows: cache row of each batch index.  positions: absolute, of each query; the query's own slot must be written.
+    hidden: slots that only their own position sees.  window: how many positions a query sees, including its own.
+    Sums are computed in float32. Masked slots must be finite, as KVCache guarantees.
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; grouped heads, Ainslie et al. 2023 (2305.13245).
     Twin: the fused attention of models.fast.functional, close (tests.test_plain_ops).
     """

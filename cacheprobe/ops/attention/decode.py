@@ -1,14 +1,14 @@
-"""Attention of a few new tokens a request on a CPU, compiled by numba: no other request can change a token's bits.
+"""Attention of a few new tokens per request on a CPU, compiled by numba, batch-invariant.
 
-One thread computes a head of keys of one request from beginning to end. Each token attends over the slots up to its
-own. Which thread computes it, what the other threads compute, and where in a window the token stands change no bits.
+One thread computes one key head of one request from beginning to end. Each token attends over the slots up to its own.
+The result does not depend on the thread, on what other threads compute, or on the token's place in a window.
 """
 
 import ctypes
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import llvmlite
 import numba
@@ -21,28 +21,28 @@ from torch import Tensor
 from cacheprobe.ops.attention.decode_kernel import work_on_bfloat16, work_on_float32
 
 WORK = {torch.float32: work_on_float32, torch.bfloat16: work_on_bfloat16}
-"""The compiled loops for each kind of numbers that is attended here."""
+"""The compiled loops for each supported dtype."""
 
 _TARGET = cpu_target.target_context.codegen().magic_tuple()  # pyright: ignore[reportAttributeAccessIssue]
-"""Triple, processor and its features."""
+"""Target triple, processor and its features."""
 
 COMPILER = (
     f"numba {numba.__version__}, llvmlite {llvmlite.__version__}, {_TARGET[1]} "
     f"{hashlib.sha256(repr(_TARGET).encode()).hexdigest()[:8]}"
 )
-"""Other versions, processors and features may give other bits."""
+"""Recorded in the fingerprint: other versions, processors and features may give other bits."""
 
 MOST_TOKENS = 64
-"""Tokens a request up to which float32 is attended here. Products of torch's library serve longer passes faster."""
+"""Most tokens per request of float32 windows. Torch's own attention is faster for longer passes."""
 
 _LITTLE = 2**16
-"""Elements of keys up to which one thread is quicker than two: waking one takes time."""
+"""One thread is faster than two up to this many elements of keys: waking a thread takes time."""
 
 
 def serves(q: Tensor) -> bool:
-    """Whether queries [b, h, t, d] can be attended here: by device, dtype and width; no gradient is computed.
+    """Returns whether queries [b, h, t, d] are supported: by device, dtype and width, and without gradients.
 
-    Windows of bfloat16 are not: matrix instructions compute them several times faster.
+    Windows of bfloat16 are not supported: matrix instructions compute them several times faster.
     """
     is_trained = torch.is_grad_enabled() and q.requires_grad
     is_short = q.shape[2] == 1 or (q.dtype == torch.float32 and q.shape[2] <= MOST_TOKENS)
@@ -52,13 +52,14 @@ def serves(q: Tensor) -> bool:
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64], scale: float
 ) -> Tensor:
-    """[b, h, t, dv] of queries [b, h, t, d] and additive mask [b, 1 or h, t, s]; rows without a place are zero.
+    """Returns outputs [b, h, t, dv] of queries [b, h, t, d] with additive mask [b, 1 or h, t, s]; requests not in
+    `places` give zeros.
 
     keys, values: [1, g, s, d] and [1, g, s, dv] of any one request.
-    places: int64 [n, 5] for n requests: batch row, elements from `keys` and from `values` to that request's own, slots
-        to attend to, and the position of its first token.
-    Raises: ValueError for tensors of several dtypes, a mask of another shape, and keys or values whose numbers do not
-        lie side by side; RuntimeError if the compiled loops ended early.
+    places: int64 [n, 5] for n requests: batch index, offset in elements from `keys` and from `values` to that request's
+        own, number of slots to attend to, position of its first token.
+    Raises: ValueError for tensors of different dtypes, a mask of another shape, and keys or values whose last dimension
+        is not contiguous; RuntimeError if the compiled loops ended early.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     (batch, heads, width, depth), (_, groups, _, value_depth) = q.shape, values.shape
@@ -87,7 +88,7 @@ def decode_attention(
 
 
 def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64]) -> None:
-    """The loops read memory as they are told to. Raises: ValueError for what they would misread."""
+    """Raises: ValueError for tensors that the compiled loops, which read memory without checks, would misread."""
     if {keys.dtype, values.dtype, mask.dtype} != {q.dtype}:
         raise ValueError(
             f"keys of {keys.dtype}, values of {values.dtype} and mask of {mask.dtype}, queries of {q.dtype}"
@@ -103,10 +104,10 @@ def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, pla
 
 
 @cache
-def _start_threads() -> Any:
-    """OpenMP's function that runs another one on the threads of torch's own operations; None where there is none.
+def _start_threads() -> "Callable[[int | None, int, int, int], None] | None":
+    """Returns OpenMP's function that runs a function on the threads of torch's own operations; None if it is not found.
 
-    A pool of numba's own would compete with torch's threads, which wait by spinning.
+    A separate thread pool of numba would compete with torch's threads, which wait by spinning.
     """
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
         start = ctypes.CDLL(str(path)).GOMP_parallel

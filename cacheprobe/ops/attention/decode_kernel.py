@@ -1,9 +1,10 @@
-"""The loops of attention over few new tokens, for numba. Numbers of 32 bits are added in one order for each length.
+"""The loops of attention over few new tokens, for numba. Each sum over float32 numbers has one order for each length.
 
-Indices are cast to unsigned numbers, since numba would otherwise let negative ones count from the end, in slow loops.
+Indices are cast to unsigned numbers: numba would otherwise let negative indices count from the end, which makes loops
+slow.
 """
 
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import numpy as np
 from numba import carray, cfunc, config, njit, types  # pyright: ignore[reportPrivateImportUsage]
@@ -13,15 +14,16 @@ if config.DISABLE_JIT:  # pyright: ignore[reportAttributeAccessIssue]
     raise ImportError("NUMBA_DISABLE_JIT is set, but cacheprobe's attention must be compiled; unset NUMBA_DISABLE_JIT")
 
 _ANY_ORDER = {"contract", "nsz", "reassoc"}
-"""The compiler may add a sum in lanes: in one order for each length."""
+"""The compiler may add a sum in vector lanes: in one order for each length."""
 
 
 @intrinsic
 @no_type_check
-def _pointer(_typing: Any, _address: Any) -> Any:
-    """An address, a whole number, as a pointer."""
+def _pointer(_typing, _address):
+    """Converts an address, a whole number, into a pointer."""
 
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def make(context, builder, signature, args):
+        """Emits the conversion."""
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.voidptr(types.int64), make
@@ -29,10 +31,12 @@ def _pointer(_typing: Any, _address: Any) -> Any:
 
 @intrinsic
 @no_type_check
-def _take(_typing: Any, _address: Any) -> Any:
-    """The whole number at an address, which is then one more; no two threads get the same."""
+def _take(_typing, _address):
+    """Returns the whole number at an address and increments it there, atomically: no two threads get the same
+    number."""
 
-    def make(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def make(_context, builder, _signature, args):
+        """Emits the atomic increment."""
         number = args[0].type
         at = builder.inttoptr(args[0], number.as_pointer())
         return builder.atomic_rmw("add", at, number(1), "monotonic")
@@ -42,46 +46,50 @@ def _take(_typing: Any, _address: Any) -> Any:
 
 @intrinsic
 @no_type_check
-def _multiply_add(_typing: Any, _a: Any, _b: Any, _c: Any) -> Any:
-    """a * b + c of float32, rounded once: the same bits in vectors and in what is left behind them."""
+def _multiply_add(_typing, _a, _b, _c):
+    """Returns a * b + c of float32, rounded once: vector and scalar code then give the same bits."""
 
-    def make(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def make(_context, builder, _signature, args):
         return builder.fma(*args)
 
     return types.float32(types.float32, types.float32, types.float32), make
 
 
 @no_type_check
-def _widened(stored: Any) -> Any:
-    """A stored number as float32: of 16 bits, the upper half of it."""
+def _widened(stored):
+    """Returns a stored number as float32; a stored 16-bit number is the upper half of a float32."""
     raise NotImplementedError("numba compiles the version below")
 
 
 @overload(_widened, inline="always")
 @no_type_check
-def _(stored: Any) -> Any:
-    def whole(stored: Any) -> Any:
+def _(stored):
+    def whole(stored):
+        """Returns a float32 unchanged."""
         return stored
 
-    def half(stored: Any) -> Any:
+    def half(stored):
+        """Returns a bfloat16, given as its 16 bits, as float32."""
         return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
 
     return whole if stored == types.float32 else half
 
 
 @no_type_check
-def _store(out: Any, at: Any, value: Any) -> None:
+def _store(out, at, value) -> None:
     """Writes a float32, rounded to nearest, ties to even, as torch rounds."""
     raise NotImplementedError("numba compiles the version below")
 
 
 @overload(_store, inline="always")
 @no_type_check
-def _(out: Any, at: Any, value: Any) -> Any:
-    def whole(out: Any, at: Any, value: Any) -> None:
+def _(out, at, value):
+    def whole(out, at, value) -> None:
+        """Writes a float32."""
         out[np.uintp(at)] = value
 
-    def half(out: Any, at: Any, value: Any) -> None:
+    def half(out, at, value) -> None:
+        """Writes a bfloat16 as its 16 bits."""
         word = np.float32(value).view(np.uint32)
         rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         out[np.uintp(at)] = np.uint16(0x7FC0) if np.isnan(value) else np.uint16(rounded)
@@ -91,8 +99,8 @@ def _(out: Any, at: Any, value: Any) -> Any:
 
 @njit(inline="always")
 @no_type_check
-def _exponential(x: Any) -> Any:
-    """Of numbers up to 0, to two units in the last place (Cephes' expf); of numbers below -87, zero."""
+def _exponential(x):
+    """Returns exp(x) for x up to 0, to two units in the last place (Cephes' expf); zero for x below -87."""
     is_low = x < np.float32(-87.0)
     x = max(x, np.float32(-87.0))
     n = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
@@ -109,7 +117,7 @@ def _exponential(x: Any) -> Any:
 
 @njit(fastmath=_ANY_ORDER)
 @no_type_check
-def _softmax(scores: Any, at: Any, count: Any) -> None:
+def _softmax(scores, at, count) -> None:
     largest = scores[np.uintp(at)]
     for j in range(count):
         largest = max(largest, scores[np.uintp(at + j)])
@@ -124,7 +132,7 @@ def _softmax(scores: Any, at: Any, count: Any) -> None:
 
 @njit(fastmath=_ANY_ORDER)
 @no_type_check
-def _dot(a: Any, at: Any, b: Any, count: Any) -> Any:
+def _dot(a, at, b, count):
     total = np.float32(0.0)
     for i in range(count):
         total += a[np.uintp(at + i)] * b[np.uintp(i)]
@@ -133,22 +141,22 @@ def _dot(a: Any, at: Any, b: Any, count: Any) -> Any:
 
 @njit(fastmath={"contract", "nsz"})
 @no_type_check
-def _add_scaled(sums: Any, at: Any, weight: Any, vector: Any, count: Any) -> None:
+def _add_scaled(sums, at, weight, vector, count) -> None:
     for i in range(count):
         sums[np.uintp(at + i)] += weight * vector[np.uintp(i)]
 
 
 @njit(fastmath={"contract", "nsz"})
 @no_type_check
-def _widen(stored: Any, at: Any, wide: Any, count: Any, scale: Any) -> None:
+def _widen(stored, at, wide, count, scale) -> None:
     for i in range(count):
         wide[np.uintp(i)] = _widened(stored[np.uintp(at + i)]) * scale
 
 
 @njit
 @no_type_check
-def _attend(held: Any, at: Any, steps: Any, sizes: Any, scale: Any) -> None:
-    """Attends one new token: one head of keys and all query heads that share it."""
+def _attend(held, at, steps, sizes, scale) -> None:
+    """Attends one new token: computes one key head and all query heads that share it."""
     (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = held, at
     (key_step, value_step, mask_step, _), (repeats, _, depth, value_depth, slots, _) = steps, sizes
     query, vector = np.empty(repeats * depth, np.float32), np.empty(max(depth, value_depth), np.float32)
@@ -172,7 +180,7 @@ def _attend(held: Any, at: Any, steps: Any, sizes: Any, scale: Any) -> None:
 
 @njit
 @no_type_check
-def _add_products(weights: Any, at: Any, rows: Any, step: Any, sums: Any, counts: Any) -> None:
+def _add_products(weights, at, rows, step, sums, counts) -> None:
     """Adds `counts[0]` rows of numbers, each times its weight, to the first `counts[1]` sums, in the rows' order."""
     (num_rows, count), j = counts, 0
     while j + 4 <= num_rows:
@@ -192,8 +200,8 @@ def _add_products(weights: Any, at: Any, rows: Any, step: Any, sums: Any, counts
 
 @njit
 @no_type_check
-def _attend_window(held: Any, at: Any, steps: Any, sizes: Any, scale: Any) -> None:
-    """Attends several tokens at consecutive positions: each over the slots up to its own, whatever the others are."""
+def _attend_window(held, at, steps, sizes, scale) -> None:
+    """Attends several tokens at consecutive positions, each over the slots up to its own."""
     (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = held, at
     (key_step, value_step, mask_step, token_step), (repeats, width, depth, value_depth, slots, start) = steps, sizes
     query, vector = np.empty(depth, np.float32), np.empty(depth, np.float32)
@@ -221,8 +229,8 @@ def _attend_window(held: Any, at: Any, steps: Any, sizes: Any, scale: Any) -> No
 
 @njit
 @no_type_check
-def _run(call: Any, q: Any, keys: Any, values: Any, mask: Any, out: Any) -> None:
-    """Computes heads of keys until none is left."""
+def _run(call, q, keys, values, mask, out) -> None:
+    """Computes key heads until none is left."""
     places = carray(_pointer(call[5]), (call[6], 5), np.int64)
     heads, groups, width, depth, value_depth = call[7], call[8], call[9], call[10], call[11]
     repeats, steps = heads // groups, (call[14], call[15], call[17], call[18])
@@ -246,8 +254,8 @@ def _run(call: Any, q: Any, keys: Any, values: Any, mask: Any, out: Any) -> None
         _take(call.ctypes.data + 21 * 8)
 
 
-def _compiled(function: Any) -> Any:
-    """Compiles for calls by address; without a folder that numba can write its cache to, in every process again."""
+def _compiled(function):
+    """Compiles for calls by address, and caches the result on disk if numba has a folder to write to."""
     try:
         return cfunc(types.void(types.voidptr), cache=True)(function)
     except RuntimeError:
@@ -256,8 +264,8 @@ def _compiled(function: Any) -> Any:
 
 @_compiled
 @no_type_check
-def work_on_float32(data: Any) -> None:
-    """What one thread computes of a call; data: the 22 whole numbers of `decode_attention`."""
+def work_on_float32(data) -> None:
+    """Runs one thread's share of a float32 call; data: address of the 22 whole numbers from `decode_attention`."""
     call = carray(data, (22,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.float32), carray(_pointer(call[1]), (1,), np.float32)
     values, mask = carray(_pointer(call[2]), (1,), np.float32), carray(_pointer(call[3]), (1,), np.float32)
@@ -266,8 +274,8 @@ def work_on_float32(data: Any) -> None:
 
 @_compiled
 @no_type_check
-def work_on_bfloat16(data: Any) -> None:
-    """The same of bfloat16, which numba does not know: of its bits."""
+def work_on_bfloat16(data) -> None:
+    """Runs one thread's share of a bfloat16 call, reading bfloat16 as 16-bit integers because numba lacks that type."""
     call = carray(data, (22,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.uint16), carray(_pointer(call[1]), (1,), np.uint16)
     values, mask = carray(_pointer(call[2]), (1,), np.uint16), carray(_pointer(call[3]), (1,), np.uint16)

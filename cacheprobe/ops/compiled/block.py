@@ -1,4 +1,4 @@
-"""What a llama-like block computes beside its products and its attention, compiled on this machine."""
+"""Compiles, on this machine, the norm and the rotation of a llama-like block."""
 
 import ctypes
 from pathlib import Path
@@ -11,14 +11,15 @@ from cacheprobe.ops.plain import rms_norm
 
 
 class CompiledBlock:
-    """Norm and rotation of bfloat16 numbers. Bits of a row depend on that row alone.
+    """Norm and rotation of bfloat16 numbers. The bits of a row depend only on that row.
 
     Twin: torch's own operations: the rotation bitwise, the norm to one unit in the last place, since the squares are
     summed in another order.
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: where the library is kept. Raises: CompilerError where it cannot be compiled, or is wrong."""
+        """folder: where the library is kept. Raises: CompilerError if the code cannot be compiled or gives wrong
+        results."""
         loaded, self.digest = library("block.cpp", folder)
         self._norm, self._turn = loaded.cacheprobe_rms_norm, loaded.cacheprobe_turn
         self._norm.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 2 + [ctypes.c_float, ctypes.c_int]
@@ -30,7 +31,8 @@ class CompiledBlock:
         return f"CompiledBlock({self.digest})"
 
     def rms_norm(self, values: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[... m] and [m] -> [... m]. Source: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4."""
+        """Returns the normalised values [..., m]; weight [m]. Source: Zhang & Sennrich 2019 (arXiv 1910.07467),
+        equation 4."""
         values, weight, width = _numbers(values), _numbers(weight), values.shape[-1]
         if weight.numel() != width:
             raise ValueError(f"values of width {width} are not scaled by {weight.numel()} weights")
@@ -40,7 +42,7 @@ class CompiledBlock:
         return out
 
     def turn_(self, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[b, t, h, d] rotated in place by [b, t, 1, d]; the first half of `sin` is negated.
+        """Rotates values [b, t, h, d] in place by cos and sin [b, t, 1, d]; the first half of `sin` must be negated.
 
         Source: Su et al. 2021 (arXiv 2104.09864), section 3.4.2, with the halves of GPT-NeoX.
         """
@@ -60,7 +62,8 @@ def _numbers(values: Tensor) -> Tensor:
 
 
 def _try(block: CompiledBlock) -> None:
-    """A compiler can be wrong: widths with and without remainders, against torch's. Raises: CompilerError."""
+    """Compares the compiled operations with torch's at several widths, since compilers have bugs. Raises:
+    CompilerError."""
     generator = torch.Generator().manual_seed(0)
     for width in (24, 64, 200):
         rows, weight, heads, cos, sin = (

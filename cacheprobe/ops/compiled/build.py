@@ -1,4 +1,4 @@
-"""Compiles a C++ file of this folder for this very processor, once: the library is kept in the user's cache."""
+"""Compiles a C++ file of this folder for this machine's processor, once; the library is kept in the user's cache."""
 
 import ctypes
 import hashlib
@@ -13,18 +13,18 @@ from pathlib import Path
 from cacheprobe.core.files import write_whole
 
 COMPILERS = ("g++", "clang++", "c++")
-"""Tried in this order, after $CXX."""
+"""Tried in this order; $CXX, if set, is used instead."""
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
 
 class CompilerError(RuntimeError):
-    """A compiled operation cannot be had here."""
+    """A compiled operation cannot be built or used on this machine."""
 
 
 @cache
 def compiler() -> str:
-    """Path of the C++ compiler. Raises: CompilerError where there is none."""
+    """Returns the path of the C++ compiler. Raises: CompilerError if there is none."""
     asked = os.environ.get("CXX")
     for name in (asked,) if asked else COMPILERS:
         if found := shutil.which(name):
@@ -36,18 +36,19 @@ def compiler() -> str:
 
 
 def digest(source: str) -> str:
-    """Of all that a library's bits come from: text, flags, compiler and processor."""
+    """Returns a hash of all that a library's bits depend on: source, flags, compiler and processor."""
     said = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     return hashlib.sha256("\0".join((source, *FLAGS, said, _processor())).encode()).hexdigest()[:16]
 
 
 def library_digest(name: str) -> str:
-    """The digest of what `library` would make of a file of this folder. Raises: CompilerError."""
+    """Returns the digest of the library that `library` would build from a file of this folder. Raises:
+    CompilerError."""
     return digest(_source(name))
 
 
 def library(name: str, folder: Path) -> tuple[ctypes.CDLL, str]:
-    """A file of this folder as a library, kept in `folder`; and its digest. Raises: CompilerError."""
+    """Returns a file of this folder as a loaded library, kept in `folder`, and its digest. Raises: CompilerError."""
     source = _source(name)
     key = digest(source)
     path = folder / f"{Path(name).stem}-{key}.so"
@@ -76,7 +77,8 @@ def _compile(source: str, path: Path) -> None:
 
 
 def _processor() -> str:
-    """What -march=native goes by, so that a cache that machines share holds a library for each kind."""
+    """Returns what -march=native depends on, so that a cache shared by machines holds one library for each kind of
+    processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

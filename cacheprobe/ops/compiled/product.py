@@ -1,4 +1,4 @@
-"""Products of bfloat16, compiled on this machine: for a CPU whose own are emulated or no quicker than float32's."""
+"""Compiles bfloat16 matrix products on this machine, for a CPU whose own are emulated or no faster than float32."""
 
 import ctypes
 from pathlib import Path
@@ -10,13 +10,14 @@ from cacheprobe.ops.compiled.build import CompilerError, library
 
 
 class CompiledProduct:
-    """values weight^T + bias. Bits of a row depend on that row alone, of however many rows it is one.
+    """Computes values weight^T + bias. The bits of a row depend only on that row, for any number of rows.
 
     Twin: torch.nn.functional.linear in float32, rounded once: to one unit in the last place, for the order of sums.
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: where the library is kept. Raises: CompilerError where it cannot be compiled, or is wrong."""
+        """folder: where the library is kept. Raises: CompilerError if the code cannot be compiled or gives wrong
+        results."""
         loaded, self.digest = library("product.cpp", folder)
         self._run = loaded.cacheprobe_product
         self._run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
@@ -27,7 +28,7 @@ class CompiledProduct:
         return f"CompiledProduct({self.digest})"
 
     def __call__(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[... i] and [o i] -> [... o], all bfloat16."""
+        """Returns [..., o] from values [..., i] and weight [o, i], all bfloat16."""
         rows, inner = values.numel() // values.shape[-1], values.shape[-1]
         if weight.shape[1] != inner:
             raise ValueError(f"values of width {inner} and a weight {tuple(weight.shape)} do not make a product")
@@ -52,7 +53,8 @@ class CompiledProduct:
 
 
 def _try(product: CompiledProduct) -> None:
-    """A compiler can be wrong: shapes with and without remainders, against float32. Raises: CompilerError."""
+    """Compares the compiled product with float32 at several shapes, since compilers have bugs. Raises:
+    CompilerError."""
     generator = torch.Generator().manual_seed(0)
     for rows, inner, width in ((1, 64, 16), (7, 100, 37), (31, 24, 19), (300, 1000, 5)):
         values, weight, bias = (

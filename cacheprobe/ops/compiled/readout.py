@@ -1,4 +1,5 @@
-"""What bfloat16 logits say, compiled on this machine: one pass for the largest, one for the sums, nothing stored."""
+"""Compiles, on this machine, statistics of bfloat16 logits: one pass for the maximum, one for the sums, no stored
+copy."""
 
 import ctypes
 from functools import cache
@@ -15,13 +16,14 @@ from cacheprobe.ops.readout import BLOCK, Readout, best_of_blocks, read_logits
 
 
 class CompiledReadout:
-    """`read_logits` of bfloat16. Bits of a row depend on that row alone.
+    """Computes `read_logits` of bfloat16 logits. The bits of a row depend only on that row.
 
     Twin: ops.readout.read_logits: ids and ranks ==, numbers close(1e-5) since sums are reordered.
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: where the library is kept. Raises: CompilerError where it cannot be compiled, or is wrong."""
+        """folder: where the library is kept. Raises: CompilerError if the code cannot be compiled or gives wrong
+        results."""
         loaded, self.digest = library("readout.cpp", folder)
         self._run = loaded.cacheprobe_readout
         self._run.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_long] * 2 + [ctypes.c_int]
@@ -32,7 +34,7 @@ class CompiledReadout:
         return f"CompiledReadout({self.digest})"
 
     def __call__(self, logits: Tensor, target_token_ids: Tensor, top_k: int) -> Readout:
-        """logits [n, v], target_token_ids [n], -1 for none. Of other types than bfloat16: `read_logits`."""
+        """Returns the Readout of logits [n, v]; target_token_ids [n], -1 for none. Other dtypes go to `read_logits`."""
         if logits.dtype != torch.bfloat16:
             return read_logits(logits, target_token_ids, top_k)
         logits, targets = logits.contiguous(), target_token_ids.contiguous()
@@ -59,7 +61,7 @@ class CompiledReadout:
 
 
 class Compiled(NamedTuple):
-    """What this machine's compiler made."""
+    """The operations compiled on this machine."""
 
     product: CompiledProduct
     readout: CompiledReadout
@@ -68,12 +70,12 @@ class Compiled(NamedTuple):
 
 @cache
 def compiled(folder: Path) -> Compiled:
-    """Those of this process, kept in `folder`. Raises: CompilerError."""
+    """Returns this process's compiled operations, kept in `folder`. Raises: CompilerError."""
     return Compiled(CompiledProduct(folder), CompiledReadout(folder), CompiledBlock(folder))
 
 
 def _try(readout: CompiledReadout) -> None:
-    """A compiler can be wrong: rows with ties and with what cannot occur. Raises: CompilerError."""
+    """Compares the compiled readout with torch's on rows with ties and -inf logits. Raises: CompilerError."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).mul_(4).bfloat16()
     logits[1, 40:] = -torch.inf
     targets = torch.tensor([7, 30, -1])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import load_thinking, read_config
 from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
@@ -56,7 +56,7 @@ class Trained:
         return evaluate(self.model, self.items(operations, n, seed, **task), self.arm)
 
 
-def load_trained(folder: Path, preset: Preset, arm: str, seed: int) -> tuple[Trained, dict[str, Any]]:
+def load_trained(folder: Path, preset: Preset, arm: str, seed: int) -> tuple[Trained, TrainingRecord]:
     """A trained arm that `save_thinking` wrote, and its record.
 
     Raises: ModelError for a model that was saved without what its training came to.
@@ -64,6 +64,7 @@ def load_trained(folder: Path, preset: Preset, arm: str, seed: int) -> tuple[Tra
     record, lm = read_config(folder)["record"], load_thinking(folder)
     if lacking := [name for name in ("cpu_seconds", "cpu_seconds_to_99") if name not in record]:
         raise ModelError(f"the record of {folder} has no {lacking[0]!r}; delete the folder, and it is trained again")
+    assert "cpu_seconds" in record and "cpu_seconds_to_99" in record
     seconds = record["cpu_seconds"], record["cpu_seconds_to_99"], record.get("cpu_seconds_to_100")
     return Trained(lm.model, lm.tokenizer, preset, arm, seed, *seconds), record
 

@@ -1,0 +1,23 @@
+"""The record of a thought that a Thinking States model wrote for one cache row."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowThought:
+    """A thought that a forward wrote for one cache row (one sequence)."""
+
+    row: int
+    end: int
+    """Absolute position of the last token of the chunk that the thought was computed from."""
+    token_ids: tuple[int, ...]
+    has_ended: bool
+    """False if the thought was cut at the length limit."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each thought token, in nats."""
+    first_logits: Tensor
+    """Logits [v] of the first thought token."""
+    state: Tensor
+    """The chunk state [c, m] that is added to the next chunk."""

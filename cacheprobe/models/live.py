@@ -1,0 +1,13 @@
+"""Types of live objects of transformers and TransformerLens whose attributes those libraries leave untyped."""
+
+from typing import Any, TypeAlias
+
+LiveModule: TypeAlias = Any
+"""A live module of transformers or TransformerLens: torch types a module's attributes as Tensor | Module, so a type
+checker cannot follow `layer.self_attn.q_proj`. Each function that takes one checks the module's family first."""
+
+LiveConfig: TypeAlias = Any
+"""A transformers config: the fields depend on the architecture."""
+
+LiveTokenizer: TypeAlias = Any
+"""A tokenizer of transformers, or None: its encodings and decoded texts are unions that depend on the arguments."""
