@@ -1,1 +1,1 @@
-"""Captures states, lens readings and events while a run goes on."""
+"""Captures states, lens readings and events during a run."""

@@ -1,12 +1,14 @@
-"""From a recorder that has seen a whole run to its Trace."""
+"""Builds the Trace from a recorder, after the run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+
+from torch import Tensor
 
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
+from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import accuracy
 from cacheprobe.trace.tables import build as tables
@@ -17,12 +19,12 @@ from cacheprobe.trace.trace import Trace
 def assemble(
     recorder: Recorder,
     requests: Sequence[Request],
-    fingerprint: dict[str, Any],
+    fingerprint: Mapping[str, object],
     config: EngineConfig,
     capture: CaptureConfig,
-    meta: dict[str, Any],
+    meta: JsonDict,
 ) -> Trace:
-    """Read the last lens tiles, join the states, build the tables."""
+    """Returns the Trace: reads the last lens tiles, joins the states, builds the tables."""
     model = recorder.model
     tokens = {r.request_id: list(recorder.finished[r.request_id].committed) for r in requests}
     texts = {request_id: model.decode(token_ids) for request_id, token_ids in tokens.items()}
@@ -47,7 +49,7 @@ def assemble(
         thought_states=thought_states(thoughts) if thoughts else None,
         meta={
             **{name: value for name, value in meta.items() if name != "missing"},
-            "fingerprint": fingerprint,
+            "fingerprint": dict(fingerprint),
             "config": asdict(config),
             "capture": {**asdict(capture), "layers": list(recorder.layers)},
             "lens": recorder.lens.name,
@@ -66,9 +68,11 @@ def assemble(
     )
 
 
-def _thinking(model: CachedLM) -> dict[str, Any]:
-    """What a picture of thoughts asks of the model: where states enter and thoughts are read, and what S of the first
-    chunk is."""
+def _thinking(model: CachedLM) -> dict[str, object]:
+    """Returns the settings that a picture of thoughts needs: the layers where thoughts enter and are read, and the
+    states that are
+    added to the first chunk.
+    """
     config = getattr(model, "config", None)
     return {
         "l_in": getattr(config, "l_in", None),
@@ -78,8 +82,10 @@ def _thinking(model: CachedLM) -> dict[str, Any]:
     }
 
 
-def _unread(recorder: Recorder, columns: dict[str, Any]) -> dict[str, str]:
-    """Readings that a lens failed to give: of each such request, and of the whole run if there are no others."""
+def _unread(recorder: Recorder, columns: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns why readings are missing, for each request whose lens failed, and for the whole run if no request has
+    readings.
+    """
     errors = recorder.reader.errors if recorder.reader is not None else {}
     whole = {"Z": next(iter(errors.values()))} if errors and not columns else {}
     return whole | {f"Z of request {request_id}": why for request_id, why in errors.items()}
@@ -87,8 +93,8 @@ def _unread(recorder: Recorder, columns: dict[str, Any]) -> dict[str, str]:
 
 def _behaviour_or_why(
     recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]
-) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """(`behaviour`, {}) or, where a user's own task fails to score the texts, (None, why)."""
+) -> tuple[dict[str, float | None] | None, dict[str, str]]:
+    """Returns (`behaviour`, {}), or (None, {"behaviour": reason}) if a user's own task fails to score the texts."""
     try:
         return behaviour(recorder, requests, texts), {}
     except Exception as error:
@@ -96,14 +102,15 @@ def _behaviour_or_why(
         return None, {"behaviour": why}
 
 
-def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, Any] | None:
-    """How the model does on the task it was given: accuracy of the text, mass on the answers, chance.
+def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, float | None] | None:
+    """Returns the model's accuracy on the run's task, the probability of its answers, and chance.
 
     answer_mass: mean probability that the first generated token is one of the answers.
-    forced_accuracy: share of prompts where the right answer is the likelier of the two.
-    Both are null where the tokenizer starts the answers with one token, or joins them to the prompt.
-    None where no request came from a task, or where tasks with different answers, and so no common chance, are mixed.
-    Requests that were cancelled are left out.
+    forced_accuracy: share of prompts whose right answer is the most likely of the allowed answers.
+    Both are null if the tokenizer starts two answers with the same token, or joins an answer to the prompt.
+    Returns None if no request came from a task, or if tasks with different answers, so without a common chance, are
+    mixed.
+    Cancelled requests are left out.
     """
     ended = [r for r in requests if recorder.finished[r.request_id].reason != "cancelled"]
     asked = [r for r in ended if r.example is not None]

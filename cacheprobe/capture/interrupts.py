@@ -1,4 +1,4 @@
-"""Ctrl-C during a run: its requests end where they stand, and the trace of what was computed is handed over."""
+"""Handles Ctrl-C during a run: cancels its requests and returns the trace of what was computed."""
 
 import signal
 import sys
@@ -13,7 +13,7 @@ from cacheprobe.trace.trace import Trace
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C stopped a run. `trace` holds it so far: finished requests complete, the others ended as "cancelled"."""
+    """Raised after Ctrl-C stopped a run. `trace` holds the finished requests, and the others as "cancelled"."""
 
     def __init__(self, trace: Trace) -> None:
         ends = list(trace.meta["finish"].values())
@@ -34,10 +34,11 @@ class Stop:
 
 @contextmanager
 def cancelling(states: Sequence[SequenceState], says_so: bool) -> Iterator[Stop]:
-    """Let the first Ctrl-C cancel these requests, which end at the loop's next round; the second one ends at once.
+    """Lets the first Ctrl-C cancel these requests, which end at the loop's next round; a second Ctrl-C raises at once.
 
-    says_so: tell the user on stderr.  Does nothing outside the main thread, where Python receives no signals, and
-    nothing if the program has a handler of its own for Ctrl-C.
+    says_so: print a note on stderr.
+    Has no effect outside the main thread, where Python receives no signals, or if the program has its own Ctrl-C
+    handler.
     """
     stop = Stop()
     is_main = threading.current_thread() is threading.main_thread()
@@ -46,6 +47,7 @@ def cancelling(states: Sequence[SequenceState], says_so: bool) -> Iterator[Stop]
         return
 
     def cancel(number: int, frame: FrameType | None) -> None:
+        """Cancels all requests; the next Ctrl-C raises KeyboardInterrupt."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stop.is_asked = True
         for state in states:

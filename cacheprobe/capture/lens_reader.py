@@ -1,17 +1,16 @@
-"""Z: reads queued states through a lens in tiles of a fixed number of vectors.
+"""Reads queued states through a lens, in tiles of a fixed number of vectors (site Z).
 
-A row waits until the token that follows it is committed, since its rank is part of the record; rows whose position
-is never committed are read at the end, without a target. A tile always has the same height, so that a row's bits depend
-on itself alone (in bfloat16 nearly every row changes bits with the tile's height). Free places of a tile read its own
-vectors again, which must give the same bits there.
+A reading includes the rank of the next committed token. So a row waits until that token is committed; a row whose next
+position is never committed is read at the end, without a target. A tile always has the same height, so that a row's
+bits do not depend on other rows (in bfloat16 nearly every row's bits change with the tile's height). Free places of a
+tile read its own vectors again; the reader checks that both readings have the same bits.
 
-A lens may be a user's own. If it fails on a tile, each request's rows are read once more, at the same places of a tile
-whose other rows are zeros; a request whose rows fail then has no readings, and the others have the same as ever.
+A user's own lens may fail on a tile. Then each request's rows are read once more, at the same places of a tile whose
+other rows are zeros. A request whose rows fail again has no readings; the readings of the others do not change.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,9 @@ from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.readout import Readout, read_logits
 
 LENS_TILE = 480
-"""Vectors of one unembedding product: 16 tokens of 30 layers. Where its weights are widened first, few would pay it."""
+"""Vectors of one unembedding product: 16 tokens of 30 layers. A large tile is needed if the weights must first be
+widened
+to another dtype."""
 
 
 @dataclass(slots=True)
@@ -34,31 +35,35 @@ class Queued:
     states: Tensor
     """[layers, m], in the model's dtype."""
     layers: Tensor
-    """[layers] the block after which each stood."""
+    """[layers]: the block after which each state stood."""
     target: int = -1
     request_id: int = -1
     step: int = -1
 
 
 class LensReader:
-    """Queue of rows to read; readings come out as columns at the end."""
+    """Queues rows, reads them through the lens, and returns the readings as columns at the end."""
 
     def __init__(self, model: CachedLM, lens: Lens, top_k: int) -> None:
         self.model, self.lens, self.top_k = model, lens, top_k
-        compiled = getattr(model, "compiled", None)  # a model of our own kinds has none
+        compiled = getattr(model, "compiled", None)  # only some kinds of model have compiled functions
         self._read = compiled.readout if compiled else read_logits
         self._open: dict[int, list[Queued]] = {}
         self._ready: list[Queued] = []
         self._num_ready = 0
         self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Readout]] = []
         self.errors: dict[int, str] = {}
-        """By request: why it has no readings."""
+        """Reason why a request has no readings, by request."""
 
     def queue(self, request_id: int, queued: Queued) -> None:
+        """Adds a row whose next token is not committed yet."""
         self._open.setdefault(request_id, []).append(queued)
 
     def resolve(self, request_id: int, start: int, token_ids: tuple[int, ...], is_over: bool = False) -> None:
-        """Tokens at start.. are committed: rows before them know what followed. At the end the others never will."""
+        """Queues the rows whose next token is among `token_ids`, committed at positions start, start + 1, ...
+
+        is_over: the request has ended, so the remaining rows are read without a target.
+        """
         still_open = []
         for queued in self._open.get(request_id, []):
             offset = queued.position + 1 - start
@@ -71,7 +76,7 @@ class LensReader:
         self._open[request_id] = still_open
 
     def queue_resolved(self, queued: Queued) -> None:
-        """A row whose target is known, or known to be none."""
+        """Adds a row whose target is set (-1: none), and reads all full tiles."""
         if queued.request_id in self.errors:
             return
         self._ready.append(queued)
@@ -79,10 +84,11 @@ class LensReader:
         while self._num_ready >= LENS_TILE:
             self._read_tile()
 
-    def finish(self) -> dict[str, Any]:
-        """Read what is left; returns the columns: row, layer, target, and the Readout's, as one tensor each.
+    def finish(self) -> dict[str, Tensor]:
+        """Reads the rest; returns one tensor for each column: row, layer, target, and those of Readout.
 
-        Without the requests in `errors`: what was read of them before the lens failed would look like a whole reading.
+        Leaves out requests in `errors`: readings from before the lens failed would look complete.
+        Raises: RuntimeError if a request with queued rows has not ended.
         """
         left = [request_id for request_id, rows in self._open.items() if rows]
         if left:
@@ -101,7 +107,7 @@ class LensReader:
         return {name: column[~failed] for name, column in columns.items()} if not bool(failed.all()) else {}
 
     def _read_tile(self) -> None:
-        """Take up to LENS_TILE vectors off the queue and read them; a row's layers may fall into two tiles."""
+        """Takes up to LENS_TILE vectors from the queue and reads them; a row's layers may fall into two tiles."""
         taken = self._take()
         count = sum(len(q.layers) for q in taken)
         states = torch.zeros(LENS_TILE, self.model.d_model, dtype=self.model.dtype, device=self.model.device)
@@ -116,6 +122,7 @@ class LensReader:
         )
 
         def keep(readout: Readout, which: "slice | Tensor") -> None:
+            """Stores the readings of these places of the tile."""
             here = (owners[which], rows[which], layers[:count].cpu()[which], targets[:count].cpu()[which])
             self._parts.append((*here, Readout(*(column[which] for column in readout))))
 
@@ -143,7 +150,7 @@ class LensReader:
                 self._fail(taken, request_id, int(layers[place]), int(rows[place]), why)
 
     def _take(self) -> list[Queued]:
-        """Up to LENS_TILE vectors off the queue."""
+        """Returns up to LENS_TILE vectors from the queue."""
         taken: list[Queued] = []
         room = LENS_TILE
         while self._ready and room:
@@ -160,15 +167,15 @@ class LensReader:
     def _tried(
         self, states: Tensor, layers: Tensor, targets: Tensor, places: Sequence[int]
     ) -> "Readout | tuple[int, str]":
-        """What the lens says of a tile; or the first of `places` where it fails, and why."""
+        """Returns the lens's reading of a tile, or the first of `places` at which it fails, and the reason."""
         shape = (len(states), self.model.d_vocab)
         try:
             with torch.inference_mode():
-                logits: Any = self.lens.logits(self.model, states, layers)
+                logits: object = self.lens.logits(self.model, states, layers)
                 if not isinstance(logits, Tensor) or logits.shape != shape or not logits.is_floating_point():
                     return places[0], f"must return logits {list(shape)}, got {_described(logits)}"
                 readout = Readout(*(column.cpu() for column in self._read(logits, targets, self.top_k)))
-        except Exception as error:  # a user's own code: whatever it raises concerns its readings alone
+        except Exception as error:  # a user's own code may raise anything; only its readings are lost
             expected = f"expected were logits {list(shape)} of states {list(states.shape)}"
             return places[0], f"failed with {type(error).__name__}: {error!s:.200}; {expected}"
         is_number = readout.entropy_nats.isfinite() & readout.top_logprob_nats[:, 0].isfinite()
@@ -186,15 +193,17 @@ class LensReader:
         self._num_ready = sum(len(queued.layers) for queued in self._ready)
 
 
-def _described(value: Any) -> str:
-    """A lens's wrong answer in words: a tensor's shape and dtype, or the value itself."""
+def _described(value: object) -> str:
+    """Returns a text for a lens's wrong output: a tensor's shape and dtype, or the value itself."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     return f"{value!r:.60}"
 
 
 def _difference(readout: Readout, again: Tensor) -> str | None:
-    """Why a tile whose first vectors were read again at its end, in reverse, cannot be relied on; None where it can."""
+    """Returns why a tile is unreliable, if its first vectors, read again at its end in reverse, gave other bits; else
+    None.
+    """
     for name, column in zip(Readout._fields, readout, strict=True):
         if bitwise(column[again], column[LENS_TILE - 1 - again]):
             continue

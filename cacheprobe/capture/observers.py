@@ -1,14 +1,15 @@
-"""Observers that pass the word on: several at once, and a progress bar."""
+"""Defines observers that forward events to several observers, ignore them, or show progress."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from torch import Tensor
 
 from cacheprobe.core.progress import Progress
-from cacheprobe.core.records import Finished, Observer, StepRecord
+from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord, Thought
 
 
 class Tee:
-    """Every call to every observer, in order."""
+    """Forwards every event to every observer, in order."""
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers
@@ -18,7 +19,8 @@ class Tee:
             raise AttributeError(name)
         calls = [getattr(observer, name) for observer in self.observers]
 
-        def each(*args: Any) -> None:
+        def each(*args: object) -> None:
+            """Calls this method of every observer."""
             for call in calls:
                 call(*args)
 
@@ -27,39 +29,53 @@ class Tee:
 
 
 class Silent:
-    """An Observer that listens to nothing: what listens to a few calls inherits the rest."""
+    """An Observer that ignores all events; a subclass overrides the few that it needs."""
 
-    def before_forward(self, *args: Any, **named: Any) -> None: ...
+    def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
+        """Ignores the start of a pass."""
 
-    def after_forward(self, *args: Any, **named: Any) -> None: ...
+    def after_forward(self, record: ForwardRecord) -> None:
+        """Ignores a pass."""
 
-    def on_thought(self, *args: Any, **named: Any) -> None: ...
+    def on_thought(self, thought: Thought) -> None:
+        """Ignores a thought."""
 
-    def on_choice(self, *args: Any, **named: Any) -> None: ...
+    def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Tensor) -> None:
+        """Ignores the choice of a token."""
 
-    def on_commit(self, *args: Any, **named: Any) -> None: ...
+    def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
+        """Ignores committed tokens."""
 
-    def on_rollback(self, *args: Any, **named: Any) -> None: ...
+    def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
+        """Ignores rejected draft tokens."""
 
-    def on_give_up(self, *args: Any, **named: Any) -> None: ...
+    def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
+        """Ignores dropped draft tokens."""
 
-    def on_shared_prompt(self, *args: Any, **named: Any) -> None: ...
+    def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
+        """Ignores a shared prompt."""
 
-    def on_preempt(self, *args: Any, **named: Any) -> None: ...
+    def on_preempt(self, request_id: int, step: int) -> None:
+        """Ignores a preemption."""
 
-    def on_compared(self, *args: Any, **named: Any) -> None: ...
+    def on_compared(self, step: int, difference: str | None) -> None:
+        """Ignores a comparison."""
 
-    def on_failure(self, *args: Any, **named: Any) -> None: ...
+    def on_failure(self, step: int) -> None:
+        """Ignores a failed step."""
 
-    def on_ledger(self, *args: Any, **named: Any) -> None: ...
+    def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
+        """Ignores a change of provenance."""
 
-    def on_step(self, record: StepRecord) -> None: ...
+    def on_step(self, record: StepRecord) -> None:
+        """Ignores the record of a step."""
 
-    def on_finish(self, finished: Finished) -> None: ...
+    def on_finish(self, finished: Finished) -> None:
+        """Ignores the end of a request."""
 
 
 class StepLog(Silent):
-    """Keeps the records of the steps, the ends and the evictions, and nothing of the model's insides."""
+    """Keeps the records of steps, ends and preemptions, and no tensors."""
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
@@ -67,17 +83,20 @@ class StepLog(Silent):
         self.preemptions: list[tuple[int, int]] = []
 
     def on_step(self, record: StepRecord) -> None:
+        """Keeps the step's record."""
         self.steps.append(record)
 
     def on_finish(self, finished: Finished) -> None:
+        """Keeps how the request ended."""
         self.finished[finished.request_id] = finished
 
     def on_preempt(self, request_id: int, step: int) -> None:
+        """Keeps (request_id, step)."""
         self.preemptions.append((request_id, step))
 
 
 class ProgressBar(Silent):
-    """Committed tokens, rate and time left; `total_tokens` are the most that there can be."""
+    """Shows committed tokens, rate and time left. total_tokens: the most that can be committed."""
 
     def __init__(self, total_tokens: int, enabled: bool = True) -> None:
         self._shown = Progress(total_tokens, "generating", "tokens", enabled=enabled)
@@ -90,4 +109,5 @@ class ProgressBar(Silent):
         self._shown.__exit__(*exc)
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
+        """Counts the committed tokens."""
         self._shown.advance(len(token_ids))

@@ -1,6 +1,6 @@
-"""Keeps what the engine computes: every row's states, its role and status, and the queue of lens readings.
+"""Keeps what the engine computes: every row's states, role and status, and the queue of lens readings.
 
-A row whose input is a draft token has no role until the verdict; all others are labelled as they come.
+A row whose input is a draft token gets its role at the verdict; every other row gets its role at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ from cacheprobe.trace.rows import LedgerChange, RowRecord
 from cacheprobe.trace.state_store import Blocks, MemoryStore
 
 CHECK_EVERY = 16
-"""Passes between self-checks, beside the first of each phase."""
+"""Passes between self-checks; the first pass of each phase is checked too."""
 _LENS_CHECK_ROWS = 16
-"""Rows of a pass whose logits are compared with the lens, at most."""
+"""Maximum number of rows of a pass whose logits are compared with the lens."""
 
 
 @dataclass
 class Recorder:
-    """The Observer that becomes a Trace."""
+    """An Observer that collects what a Trace is built from."""
 
     model: CachedLM
     config: CaptureConfig
@@ -46,11 +46,11 @@ class Recorder:
     finished: dict[int, Finished] = field(default_factory=dict)
     thoughts: list[Thought] = field(default_factory=list)
     preemptions: list[tuple[int, int]] = field(default_factory=list)
-    """(request_id, step) of every eviction."""
+    """(request_id, step) of every preemption."""
     num_compared: int = 0
-    """Verify passes that were compared with themselves while they ran."""
+    """Number of verify passes that were computed twice and compared."""
     differences: list[str] = field(default_factory=list)
-    """Where such a pass differed from itself."""
+    """Where the two computations of a verify pass differed."""
 
     def __post_init__(self) -> None:
         dtype = getattr(torch, self.config.dtype) if self.config.dtype else self.model.dtype
@@ -63,7 +63,7 @@ class Recorder:
             r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()
         }
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
-        # of passes whose step is not reported yet, and may still fail
+        # counters and queues of the passes since the last report; their step may still fail
         self._num_settled = self._num_settled_thoughts = self._num_open_blocks = 0
         self._pending_reads: list[tuple[RowRecord, Queued]] = []
         self._pending_masses: dict[int, tuple[float, ...]] = {}
@@ -74,7 +74,7 @@ class Recorder:
         self._layers_below = _LayersBelow(self.layers)
 
     def wanted(self) -> list[tuple[str, int]]:
-        """(site, layer) pairs to listen to: the self-check needs all of them, whatever is kept."""
+        """Returns the (site, layer) pairs to hook. The self-check needs all of them, whichever are kept."""
         if not self.config.keeps_rows:
             return []
         entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
@@ -82,14 +82,14 @@ class Recorder:
         return entering + states + [(site, layer) for layer in self.layers for site in self.config.heads]
 
     def store(self) -> MemoryStore:
-        """All that was kept. To be asked for once, at the end."""
+        """Returns all kept states. Call it once, at the end, since it frees the blocks."""
         heads = self.head_blocks.joined() if self.head_blocks is not None else {}
         return MemoryStore({**self.blocks.joined(), **heads})
 
     # -- one pass
 
     def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
-        """Choose the rows to keep and open their blocks."""
+        """Chooses the rows to keep and opens their blocks."""
         device, width = self.model.device, self.model.d_model
         kept = [self._keeps(phase, row.position) for row in rows]
         reads = [self.reader is not None and self._reads(row) and k for row, k in zip(rows, kept, strict=True)]
@@ -108,12 +108,12 @@ class Recorder:
         self._seen_phases.add(phase)
 
     def on_state(self, site: str, layer: int, value: Tensor) -> None:
-        """The model's hook. A value that comes while no pass is open is not recorded: see `OpenPass`."""
+        """Takes a hook's value from the model. Outside an open pass the value is ignored: see `OpenPass`."""
         if self._now is not None:
             self._now.take(site, layer, value, self.model.device)
 
     def after_forward(self, record: ForwardRecord) -> None:
-        """Label the pass's rows, queue their lens readings, and check the capture."""
+        """Labels the pass's rows, queues their lens readings, and checks the captured states."""
         ran = self.model.n_layers if record.num_layers is None else record.num_layers
         now, self._now = self._now, None
         assert now is not None
@@ -183,7 +183,10 @@ class Recorder:
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
 
     def _settle(self) -> None:
-        """What was seen since the last report stands: nothing is committed before every choice of a step was made."""
+        """Confirms all rows since the last report: they belong to a step that did not fail.
+
+        Hands their lens readings on. The engine commits only after every choice of a step, so no failed step gets here.
+        """
         for row in self.rows[self._num_settled :]:
             if row.role == "prompt" and row.status == "committed":
                 self._prompt_rows.setdefault(row.request_id, []).append(row)
@@ -197,7 +200,7 @@ class Recorder:
         self._pending_masses.clear()
 
     def on_failure(self, step: int) -> None:
-        """See Observer. The step's earlier passes go with it: they will be run again."""
+        """Discards all passes since the last report; the engine runs them again."""
         for _ in range(self._num_open_blocks):
             self.blocks.drop_last()
             if self.head_blocks is not None:
@@ -212,7 +215,9 @@ class Recorder:
         self._now = None
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
-        """See Observer. The rows are the source's, vectors included; only what followed them differs."""
+        """Copies the prompt rows of the source, which share its vectors; only the next token of the last row
+        differs.
+        """
         reads = {queued.row: queued for queued in self._prompt_reads.get(source_id, ())}
         numbers = {id(row): number for number, row in enumerate(self.rows)} if reads else {}
         for row in list(self._prompt_rows.get(source_id, ())):
@@ -226,27 +231,27 @@ class Recorder:
             self.thoughts.append(replace(thought, request_id=request_id))
 
     def on_thought(self, thought: Thought) -> None:
-        """See Observer."""
+        """Keeps the thought."""
         self.thoughts.append(thought)
 
     def on_compared(self, step: int, difference: str | None) -> None:
-        """See Observer."""
+        """Counts the comparison and keeps its difference."""
         self.num_compared += 1
         if difference is not None:
             self.differences.append(f"step {step}: {difference}")
 
     def on_preempt(self, request_id: int, step: int) -> None:
-        """See Observer."""
+        """Keeps (request_id, step)."""
         self.preemptions.append((request_id, step))
 
-    # -- what became of it
+    # -- roles and status
 
     def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
-        """See Observer."""
+        """Marks the rows of these draft tokens as rolled_back."""
         self._drop(request_id, start, end, "rolled_back")
 
     def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
-        """See Observer."""
+        """Marks the rows of these draft tokens as given_up."""
         self._drop(request_id, start, end, "given_up")
 
     def _drop(self, request_id: int, start: int, end: int, status: str) -> None:
@@ -255,7 +260,9 @@ class Recorder:
                 row.role = row.status = status
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
-        """See Observer. Rows of accepted drafts: the verifier's are canonical, the drafter's are candidates."""
+        """Sets the roles of committed tokens. For an accepted draft the verifier's rows are canonical, the drafter's
+        candidates.
+        """
         self._settle()
         self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
         for row in self._undecided[request_id]:
@@ -267,23 +274,23 @@ class Recorder:
             self.reader.resolve(request_id, start, tuple(token_ids))
 
     def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Tensor) -> None:
-        """See Observer. The first generated token of a task's prompt tells how much of the mass its answers got."""
+        """Keeps the probability of each of the task's answers as the first generated token."""
         answers = self.answers.get(request_id)
         if answers and position == len(self.prompts[request_id]) and request_id not in self.answer_mass:
             probs = logits.float().softmax(-1)
             self._pending_masses[request_id] = tuple(float(probs[token]) for token in answers)
 
     def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
-        """See Observer."""
+        """Keeps the change of provenance."""
         self.ledger.append(LedgerChange(request_id, step, start, end, provenance))
 
     def on_step(self, record: StepRecord) -> None:
-        """See Observer."""
+        """Confirms the step's rows and keeps the step's record."""
         self._settle()
         self.steps.append(record)
 
     def on_finish(self, finished: Finished) -> None:
-        """See Observer."""
+        """Keeps how the request ended, and reads its remaining rows without a target."""
         self.finished[finished.request_id] = finished
         if self.reader is not None:
             end = len(self.prompts[finished.request_id]) + len(finished.committed)
@@ -291,7 +298,7 @@ class Recorder:
 
 
 class _LayersBelow(dict[int, Tensor]):
-    """The kept layers among the first so many, made once for each number."""
+    """Maps a number of layers to a tensor of the kept layers below it, built once for each number."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Facts and helpers that every other room uses: records, settings, hook names, files, progress."""
+"""Defines what every other folder uses: records, settings, hook names, files, progress."""

@@ -1,9 +1,9 @@
-"""Settings of a run, resolved once, frozen, and checked before anything is computed."""
+"""Checks the settings of a run once, before anything is computed, and freezes them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from cacheprobe.core.hook_names import HEAD_SITES, SITES
 from cacheprobe.core.values import flag, is_flag, whole_number
@@ -11,18 +11,19 @@ from cacheprobe.core.values import flag, is_flag, whole_number
 ACCEPTANCES = ("equality", "rejection")
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 DTYPES = (*RUN_DTYPES, "float64")
-"""float64 is for telling how far from the truth the others are; it takes twice the bytes of float32."""
+"""float64 serves as the reference that shows how exact the other dtypes are; it takes twice the bytes of float32."""
 
 
 class EngineOptions(TypedDict, total=False):
-    """How a run is computed: what `run`, `reference` and `stream` take as keywords beside what a user decides."""
+    """Settings of how a run is computed: the keywords of `run`, `reference` and `stream` that rarely change."""
 
     window: int | None
     """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16,
-    or what the model and the capacity allow.
-    With window=1 nothing is drafted: a verify pass is a decode of a fixed shape."""
+    or what the model and the capacity allow. With window=1 nothing is drafted: a verify pass is a decode of a fixed
+    shape."""
     group: int | None
-    """Requests of a verify pass (G); by default the first that gives every batch row the same bits on this machine."""
+    """Requests of a verify pass (G). By default the first number for which every batch index gives the same bits on
+    this machine."""
     capacity: int
     """Cache slots of each request, part of the schedule fingerprint; prompt + max_new_tokens + window must fit."""
     prefill_chunk: int | None
@@ -39,18 +40,19 @@ class EngineOptions(TypedDict, total=False):
     """Candidates before each verification: None for all that the window takes, a number, or "adaptive"."""
     acceptance: str
     """"equality", or "rejection" for speculative sampling of requests that are not deterministic."""
-    layers: "str | int | Iterable[Any]"
-    """Layers to keep states of: "all" or a list."""
+    layers: "str | int | Iterable[int]"
+    """Layers to keep states of: "all", a number or a list."""
     path: str
-    """"twin" (fast), "bridge" (TransformerLens), or "auto": the fast one unless something edits."""
+    """"twin" (fast forward), "bridge" (TransformerLens), or "auto": the fast forward unless an intervention edits
+    states."""
 
 
 RENAMED = {"kv_rows": "max_kv_tokens"}
-"""Options of an earlier version, and their names now."""
+"""Maps options of an earlier version to their names of today."""
 
 
-def require_known_options(given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises: TypeError for an option that does not exist, with its new name or the nearest one."""
+def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> None:
+    """Checks that every option exists. Raises: TypeError that names the option's new name, or the nearest one."""
     for name in given:
         if name not in (known := tuple(known)):
             near = RENAMED.get(name) or next(iter(get_close_matches(name, known, 1)), None)
@@ -60,30 +62,32 @@ def require_known_options(given: Mapping[str, Any], known: Iterable[str]) -> Non
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The fixed shapes of the loop. Window, group, capacity and the two of prefill are part of the fingerprint."""
+    """Fixed shapes of the engine's passes. window, group, capacity, prefill_chunk and prefill_group enter the
+    fingerprint.
+    """
 
     window: int = 16
-    """W: rows of a verify pass for each request, so at most W - 1 candidates are verified at once."""
+    """W: token positions of a verify pass for each request, so at most W - 1 candidates are verified at once."""
     group: int = 4
-    """G: requests of a verify pass; a pass is padded with dummies to exactly G x W."""
+    """G: requests of a verify pass. Dummy requests pad a pass to exactly G x W."""
     capacity: int = 512
-    """C: cache rows of each request. In passes of a fixed shape attention runs over all of them, masked."""
+    """C: cache positions of each request. In passes of a fixed shape, attention runs over all of them, masked."""
     prefill_chunk: int = 32
-    """Prompt tokens of a verified request are fed in chunks of this many."""
+    """Prompt tokens of a verified request that one prefill pass takes."""
     prefill_group: int = 1
-    """Verified prompts of one prefill pass; a pass is padded with dummies to exactly this many."""
+    """Verified prompts of one prefill pass. Dummy prompts pad a pass to exactly this many."""
     max_batch: int = 64
     """Requests in flight at once; the others wait."""
     max_kv_tokens: int | None = None
-    """Cache rows (token positions) in use at once, over all requests; the newest gives way where they run out. None
-    for no limit but max_batch x capacity."""
+    """Token positions in use in the cache at once, over all requests. If they run out, the newest request is preempted.
+    None: no limit but max_batch x capacity."""
     draft_length: "int | str | None" = None
     """Candidates before each verification: None for all that the window takes, a number, or "adaptive"."""
     acceptance: str = "equality"
-    """"equality": a candidate stays where the verifier chose the same token. "rejection": speculative sampling."""
+    """"equality": a candidate is accepted if the verifier chose the same token. "rejection": speculative sampling."""
     pad_prefill: bool = True
-    """Whether a prompt's last chunk is padded to the length of the others. Unpadded it costs less, and its shape is
-    still the prompt's alone; where several prompts share a pass they need one shape."""
+    """Whether a prompt's last chunk is padded to the length of the others. Without padding it costs less, and its shape
+    still depends on the prompt alone. Prompts that share a prefill pass need padding, because a pass has one shape."""
 
     def __post_init__(self) -> None:
         for name in ("window", "group", "capacity", "prefill_chunk", "prefill_group", "max_batch", "max_kv_tokens"):
@@ -108,9 +112,10 @@ class EngineConfig:
             raise ValueError(f"unknown acceptance {self.acceptance!r}; choose one of {', '.join(ACCEPTANCES)}")
 
     def rows_needed(self, num_prompt_tokens: int, max_new_tokens: int, num_cached: int = 0) -> int:
-        """Cache rows that a request may touch: pads are written past its length, in verify and in a padded prefill.
+        """Returns how many cache positions a request may write: pads go past its length, in verify and in a padded
+        prefill.
 
-        num_cached: prompt tokens that are not read, the chunks begin behind them.
+        num_cached: prompt tokens that are in the cache already; the chunks begin after them.
         """
         if not self.pad_prefill:
             return num_prompt_tokens + max_new_tokens + self.window
@@ -120,22 +125,22 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class CaptureConfig:
-    """What the recorder keeps."""
+    """Settings of what the recorder keeps."""
 
     sites: "str | None" = "STCZ"
-    """Any of S, T, C (states) and Z (lens readings at site S); None for tokens and events alone."""
+    """Sites to keep: letters of S, T, C (states) and Z (lens readings at site S); None for tokens and events alone."""
     heads: "str | Sequence[str]" = ()
-    """What to keep of every attention head: any of q, k, v, z and pattern. Patterns are had on the bridge alone."""
+    """Head activations to keep: one or more of q, k, v, z and pattern. Only the bridge gives patterns."""
     layers: tuple[int, ...] | None = None
     """Layers to keep; None for all."""
     positions: Sequence[int] | None = None
     """Absolute positions to keep; None for all."""
     phases: tuple[str, ...] | None = None
-    """Of prefill, decode, verify; None for all."""
+    """Phases to keep: one or more of prefill, decode, verify; None for all."""
     dtype: str | None = None
     """dtype of kept states; None for the model's own."""
     prompt_hypotheses: bool = False
-    """Z also for the prompt's rows before the last one."""
+    """Whether Z also reads the prompt's positions before the last one."""
     top_k: int = 5
     """Tokens in a lens reading."""
 
@@ -176,28 +181,30 @@ class CaptureConfig:
 
     @property
     def state_sites(self) -> tuple[str, ...]:
+        """Sites at which states are kept, in the order S, T, C."""
         return tuple(site for site in SITES if site in (self.sites or ""))
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether anything of a row is kept beside its token."""
+        """Whether states, head activations or lens readings are kept beside the tokens."""
         return bool(self.sites or self.heads)
 
     @property
     def reads_lens(self) -> bool:
+        """Whether a lens reads the states (site Z)."""
         return "Z" in (self.sites or "")
 
 
-def _joined_sites(sites: Any) -> str:
-    """The sites as one text; a list of them is joined."""
+def _joined_sites(sites: object) -> str:
+    """Returns the sites as one text; a list of them is joined."""
     listed = _listed("capture", [sites] if isinstance(sites, str) else sites, "a text of S, T, C and Z, or None")
     if not all(isinstance(site, str) for site in listed):
         raise ValueError(f"capture must be a text of S, T, C and Z, or None, got {sites!r:.60}")
     return "".join(listed)
 
 
-def _listed(name: str, given: Any, wanted: str) -> tuple[Any, ...]:
-    """One text, or several entries, as a tuple."""
+def _listed(name: str, given: object, wanted: str) -> tuple:
+    """Returns one text, or several entries, as a tuple. Raises: ValueError for anything else."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
@@ -205,8 +212,11 @@ def _listed(name: str, given: Any, wanted: str) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def resolve_layers(layers: "str | int | Iterable[Any] | None", n_layers: int) -> tuple[int, ...]:
-    """Sorted layer numbers, negative ones counted from the end; "all" and None mean every layer."""
+def resolve_layers(layers: object, n_layers: int) -> tuple[int, ...]:
+    """Returns sorted layer numbers >= 0 for a number, a list of numbers, "all" or None (every layer).
+
+    Negative numbers count from the last layer. Raises: ValueError for a layer that the model does not have.
+    """
     if layers is None or (isinstance(layers, str) and layers == "all"):
         return tuple(range(n_layers))
     if isinstance(layers, str | bytes):
@@ -221,11 +231,15 @@ def resolve_layers(layers: "str | int | Iterable[Any] | None", n_layers: int) ->
     return tuple(sorted({layer % n_layers for layer in wanted}))
 
 
-def pick_deterministic(deterministic: "bool | float | Iterable[Any]", n: int) -> frozenset[int]:
-    """Indices of the deterministic ones among n requests: all, none, a fraction (evenly spaced), or a list."""
-    given: Any = deterministic
-    if getattr(given, "ndim", None) == 0:  # one number or flag of numpy or torch
-        given = given.item()
+def pick_deterministic(deterministic: object, n: int) -> frozenset[int]:
+    """Returns the indices of the deterministic requests among n.
+
+    deterministic: True (all), False (none), a fraction (evenly spaced), or a list of indices or of n flags.
+    Raises: ValueError for anything else.
+    """
+    given = deterministic
+    if getattr(given, "ndim", None) == 0 and isinstance(item := getattr(given, "item", None), Callable):
+        given = item()  # one number or flag of numpy or torch
     if isinstance(given, bool):
         return frozenset(range(n)) if given else frozenset()
     if isinstance(given, int | float):

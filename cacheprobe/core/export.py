@@ -1,10 +1,10 @@
-"""The hypotheses table, filtered, as a file for other programs."""
+"""Filters the hypotheses table and writes it to a CSV or Parquet file."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from cacheprobe.core.files import write_whole
@@ -14,10 +14,10 @@ _FILTERS = {"request": "request_id", "layer": "layer", "site": "site", "status":
 
 
 def select_hypotheses(hypotheses: pd.DataFrame, **wanted: Sequence[object]) -> pd.DataFrame:
-    """The readings that fit every filter: request, layer, site, status, lens, each a list of which one must hold.
+    """Returns the readings that pass every filter: request, layer, site, status, lens, each a list of allowed values.
 
-    An empty list asks for nothing.
-    Raises: ValueError for a value that no reading has, and where no reading fits all of them.
+    An empty list filters nothing.
+    Raises: ValueError for a value that no reading has, and if no reading passes all filters.
     """
     chosen = hypotheses
     for name, values in wanted.items():
@@ -35,13 +35,13 @@ def select_hypotheses(hypotheses: pd.DataFrame, **wanted: Sequence[object]) -> p
 
 
 def require_ending(path: Path) -> None:
-    """Raises: ValueError for a file that is neither .csv nor .parquet."""
+    """Checks the file's ending. Raises: ValueError unless it is .csv or .parquet."""
     if path.suffix not in ENDINGS:
         raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; a table is written as {' or '.join(ENDINGS)}")
 
 
 def write_table(table: pd.DataFrame, path: Path) -> Path:
-    """Write a table as .csv or .parquet, whole or not at all. In CSV, lists are written as JSON.
+    """Writes a table as .csv or .parquet; after an error the earlier file is unchanged. CSV holds lists as JSON.
 
     Raises: ValueError for another ending.
     """
@@ -53,10 +53,11 @@ def write_table(table: pd.DataFrame, path: Path) -> Path:
     return write_whole(path, lambda beside: flat.to_csv(beside, index=False))
 
 
-def _listed(value: Any) -> str | None:
-    """A list as JSON; a thought has none."""
-    return json.dumps([_plain(number) for number in value]) if pd.api.types.is_list_like(value) else None
+def _listed(value: object) -> str | None:
+    """Returns a list as JSON; None for a thought, which has no list."""
+    return json.dumps([_plain(number) for number in value]) if isinstance(value, list | tuple | np.ndarray) else None
 
 
-def _plain(number: Any) -> object:
-    return number.item() if hasattr(number, "item") else number
+def _plain(number: object) -> object:
+    """Returns numpy's numbers as Python's."""
+    return number.item() if isinstance(number, np.generic) else number

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Writes files so that they appear complete or not at all."""
 
 import os
 import tempfile
@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, fill: Callable[[Path], object]) -> Path:
-    """Let `fill` write a file beside `path`, and put it in its place; after a failure `path` is as it was.
+    """Calls `fill` on a temporary file beside `path`, then renames it to `path`; after an error `path` is unchanged.
 
-    The folder is made where it is absent. The file beside it ends as `path` does, for what goes by endings.
+    The folder is created if it is absent. The temporary file has the ending of `path`, for writers that choose by
+    ending.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=f".tmp{path.suffix}")
@@ -26,7 +27,7 @@ def write_whole(path: Path, fill: Callable[[Path], object]) -> Path:
 
 
 def fsync(path: Path) -> None:
-    """A file's bytes, or a folder's names, are on the disk when this returns."""
+    """Returns once a file's bytes, or a folder's names, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

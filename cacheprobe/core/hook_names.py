@@ -1,4 +1,4 @@
-"""The one table of hook names: TransformerLens' names for the sites that cacheprobe reads."""
+"""Lists the TransformerLens hook names of the sites that cacheprobe reads. No other file spells them out."""
 
 SITES = ("S", "T", "C")
 """S: residual stream after a block; T: attention output; C: MLP output."""
@@ -6,24 +6,25 @@ SITES = ("S", "T", "C")
 SITE_HOOKS = {"S": "hook_resid_post", "T": "hook_attn_out", "C": "hook_mlp_out"}
 RESID_PRE = "hook_resid_pre"
 HEADS = "z"
-"""Site of what each head gives to T: the weighted sum of its values, before the output projection."""
+"""Site of each head's output before the output projection: its weighted sum of values."""
 PATTERN = "pattern"
-"""Site of the weights that each head gives to the positions up to its own."""
+"""Site of each head's attention weights over the positions up to the query's own."""
 HEAD_SITES = ("q", "k", "v", HEADS, PATTERN)
-"""Of attention heads. q and k: as they leave the projection, before any norm of theirs and before the rotation."""
+"""Sites of attention heads. q and k are taken right after their projection: before any q/k norm, before the rotation.
+"""
 _HOOKS = {**SITE_HOOKS, "pre": RESID_PRE, **{site: f"attn.hook_{site}" for site in HEAD_SITES}}
 ROTATED = ("hook_rot_q", "hook_rot_k")
 """Queries and keys after the rotary embedding."""
 
 INPUT_POINT, OUTPUT_POINT = "hook_in", "hook_out"
-"""The last part of a canonical name: where at a component of TransformerLens' bridge the hook sits."""
+"""Last part of a canonical hook name: the hook sits at the input or at the output of a component of the bridge."""
 
 
 def hook_name(site: str, layer: int) -> str:
-    """Full TransformerLens name of a site at a layer, such as the residual stream after block 3; "pre" enters it."""
+    """Returns the full TransformerLens name of a site at a layer; "pre" is the residual stream before the block."""
     return f"blocks.{layer}.{_HOOKS[site]}"
 
 
 def resid_pre_name(layer: int) -> str:
-    """Full TransformerLens name of the residual stream that enters a block."""
+    """Returns the full TransformerLens name of the residual stream that enters a block."""
     return f"blocks.{layer}.{RESID_PRE}"

@@ -1,8 +1,12 @@
-"""How a long job goes: a bar with rate and time left on a terminal, plain lines elsewhere. All of it on stderr."""
+"""Shows the progress of a long job on stderr: a bar on a terminal, plain lines otherwise."""
 
 import sys
 import time
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
 
 SECONDS_BETWEEN_LINES = 20.0
 
@@ -10,12 +14,12 @@ P = TypeVar("P", bound="Progress")
 
 
 class Progress:
-    """Enter it, and tell it how far the job is; where it is not enabled it says nothing. May be entered again: one bar
-    at a time is all that a terminal takes.
+    """Shows a job's progress while the `with` block runs; shows nothing if it is not enabled.
 
-    total: units of the job, `done` of which an earlier call did: they count for no rate.  doing, unit: as in
-    "generating" and "tokens".  says_end: the end is worth a line where there is no terminal, however soon it came; else
-    a job that is over before its first line was due says nothing there.
+    The same object may be entered again later. A terminal shows one bar at a time.
+    total: units of the job.  done: units that an earlier call finished; they do not count for the rate.
+    doing, unit: words such as "generating" and "tokens".
+    says_end: print a line at the end also for a short job without a terminal; by default such a job prints nothing.
     """
 
     def __init__(
@@ -26,8 +30,8 @@ class Progress:
         self._spent = 0.0
         self._began: float | None = None
         self._spoken = 0.0
-        self._bar: Any = None
-        self._task: Any = None
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
 
     def __enter__(self: P) -> P:
         self._began = time.monotonic()
@@ -36,11 +40,11 @@ class Progress:
         if self.enabled and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
+            from rich.progress import Progress as RichProgress
 
             name, note = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
             columns = (name, BarColumn(), MofNCompleteColumn(), note, TimeRemainingColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
             self._task = self._bar.add_task(self.doing, total=self.total, completed=self.done, note="")
         return self
@@ -52,18 +56,18 @@ class Progress:
             self._bar = None
 
     def advance(self, units: int = 1, note: str = "") -> None:
-        """So many units more are done. note: a few words beside the rate."""
+        """Adds finished units. note: a few words shown beside the rate."""
         self.at(self.done + units, note)
 
     def at(self, done: int, note: str = "") -> None:
-        """So many units are done in all."""
+        """Sets how many units are finished in all."""
         self.done = done
         if self._began is None:
             return
         now = time.monotonic()
         rate = (done - self._first) / max(self._seconds(), 1e-9)
         said = ", ".join(filter(None, (f"{_number(rate)} {self.unit}/s", note)))
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, note=said)
         elif self.enabled and (now - self._spoken > SECONDS_BETWEEN_LINES or (self.says_end and done >= self.total)):
             self._spoken = now
@@ -71,11 +75,11 @@ class Progress:
             self.say(f"{self.doing}: {done} of {self.total} {self.unit}, {said}, {left}")
 
     def _seconds(self) -> float:
-        """Between entering and leaving, all times together."""
+        """Returns the seconds spent inside the `with` block, over all entries."""
         return self._spent + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays above the bar."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False)
         elif self.enabled:

@@ -1,56 +1,59 @@
-"""Plug-ins: drafters, lenses, tasks and kernels, one file each, found by themselves.
+"""Finds plug-ins (drafters, lenses, tasks, kernels), which are one file each, by importing their folder.
 
-A kind is a folder of cacheprobe, or a package beside it. A file in it marks what it offers with
-`@register("drafters", "early_exit")`; the folder's files are imported at the first question about that kind. The
-folder's package may say in a mapping INSTEAD what to write for names that are known elsewhere.
+A kind of plug-in is a folder of cacheprobe, or a package beside it. A file in it marks a class or function with
+`@register("drafters", "early_exit")`. The folder's files are imported when a name of that kind is first looked up. The
+folder's package may define a mapping INSTEAD: for a name known from elsewhere, what to write here.
 """
 
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 P = TypeVar("P")
+Plugin: TypeAlias = Any
+"""A registered class or function. Its kind fixes its type; the registry serves all kinds."""
 
 BESIDE = {"kernels": "cacheprobe_kernels"}
 """Kinds that are a package of their own: cacheprobe runs without what they need."""
 
 _ONE_OF = {"lenses": "lens"}
-"""What one plug-in is called, of kinds whose plural has more than an s."""
+"""Singular of the kinds whose plural is not formed with an s."""
 
-_plugins: dict[str, dict[str, Any]] = {}
+_plugins: dict[str, dict[str, Plugin]] = {}
 _scanned: set[str] = set()
 
 
 def register(kind: str, name: str) -> Callable[[P], P]:
-    """Decorator: offer a class or function under `name`. A name belongs to one plug-in of its kind."""
+    """Returns a decorator that registers a class or function as `name`. Raises: ValueError if the name is taken."""
 
     def keep(plugin: P) -> P:
-        held = _plugins.setdefault(kind, {})
-        if name in held and _origin(held[name]) != _origin(plugin):  # the same one again: its file was reloaded
-            raise ValueError(f"two {kind} are named {name!r}: {_origin(held[name])} and {_origin(plugin)}; rename one")
-        held[name] = plugin
+        """Registers the plug-in and returns it unchanged."""
+        known = _plugins.setdefault(kind, {})
+        if name in known and _origin(known[name]) != _origin(plugin):  # equal origins: its file was reloaded
+            raise ValueError(f"two {kind} are named {name!r}: {_origin(known[name])} and {_origin(plugin)}; rename one")
+        known[name] = plugin
         return plugin
 
     return keep
 
 
-def available(kind: str) -> MappingProxyType[str, Any]:
-    """Every plug-in of a kind by name, in alphabetical order."""
+def available(kind: str) -> MappingProxyType[str, Plugin]:
+    """Returns every plug-in of a kind by name, in alphabetical order."""
     _scan(kind)
     return MappingProxyType(dict(sorted(_plugins.get(kind, {}).items())))
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Sorted names of the plug-ins of a kind."""
+    """Returns the sorted names of the plug-ins of a kind."""
     return tuple(available(kind))
 
 
-def find(kind: str, name: str) -> Any:
-    """The plug-in of that kind and name, with - or _ in it."""
+def find(kind: str, name: str) -> Plugin:
+    """Returns the plug-in of that kind and name; - and _ count as equal. Raises: ValueError for an unknown name."""
     plugins = available(kind)
     if (found := same_name(name, plugins)) is None:
         instead: dict[str, str] = getattr(importlib.import_module(_package(kind)), "INSTEAD", {})
@@ -63,14 +66,17 @@ def find(kind: str, name: str) -> Any:
 
 
 def same_name(name: str, among: Iterable[str]) -> str | None:
-    """The one of `among` that differs from `name` in - and _ at most; None where there is none."""
+    """Returns the entry of `among` that equals `name`, with - and _ taken as equal; None if there is none."""
     known = list(among)
     same = (other for other in known if other.replace("-", "_") == name.replace("-", "_"))
     return name if name in known else next(same, None)
 
 
-def make(kind: str, text: str, **options: Any) -> Any:
-    """NAME or NAME:key=value,... to the plug-in's object. Raises: ValueError where it cannot be made of them."""
+def make(kind: str, text: str, **options: object) -> Plugin:
+    """Returns the object that the plug-in makes for NAME or NAME:key=value,...
+
+    Raises: ValueError if the settings do not fit.
+    """
     name, _, listed = text.partition(":")
     options |= parse_options(listed, kind)
     plugin = find(kind, name)
@@ -81,8 +87,8 @@ def make(kind: str, text: str, **options: Any) -> Any:
         raise ValueError(f"{kind} {name!r} cannot be made from {options}: {error}") from error
 
 
-def _require_settings(plugin: Any, what: str, options: dict[str, Any]) -> None:
-    """Raises: ValueError for a setting that the plug-in does not have, and for one that it needs and is not given."""
+def _require_settings(plugin: Plugin, what: str, options: Mapping[str, object]) -> None:
+    """Checks the names of the settings. Raises: ValueError for an unknown setting and for a missing one."""
     fields = inspect.signature(plugin).parameters
     known = [name for name, field in fields.items() if field.kind in (field.POSITIONAL_OR_KEYWORD, field.KEYWORD_ONLY)]
     needed = [name for name in known if fields[name].default is inspect.Parameter.empty and name not in options]
@@ -97,9 +103,9 @@ def _require_settings(plugin: Any, what: str, options: dict[str, Any]) -> None:
         raise ValueError(f"{what} needs the setting {needed[0]!r}, as in NAME:{needed[0]}=...; {has}")
 
 
-def parse_options(listed: str, what: str) -> dict[str, Any]:
-    """key=value,... as a mapping; values are numbers, true or false where they read as such."""
-    options = {}
+def parse_options(listed: str, what: str) -> dict[str, object]:
+    """Returns key=value,... as a mapping; a value that reads as a number, true or false becomes one."""
+    options: dict[str, object] = {}
     for item in filter(None, listed.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
@@ -108,7 +114,7 @@ def parse_options(listed: str, what: str) -> dict[str, Any]:
     return options
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> bool | int | float | str:
     if text in ("true", "false"):
         return text == "true"
     for number in (int, float):
@@ -120,7 +126,7 @@ def _value(text: str) -> Any:
 
 
 def _scan(kind: str) -> None:
-    """Import the files of the kind's package, once; a file that does not import says so itself."""
+    """Imports the files of the kind's package, once; an error of an import is passed on."""
     if kind in _scanned:
         return
     package_name = _package(kind)
@@ -139,5 +145,5 @@ def _package(kind: str) -> str:
     return BESIDE.get(kind, f"cacheprobe.{kind}")
 
 
-def _origin(plugin: Any) -> str:
-    return f"{plugin.__module__}.{plugin.__qualname__}"
+def _origin(plugin: object) -> str:
+    return f"{plugin.__module__}.{getattr(plugin, '__qualname__', '')}"

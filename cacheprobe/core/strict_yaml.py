@@ -1,16 +1,18 @@
-"""YAML without tags that make objects, in which a name may stand once: of two, plain YAML takes the last."""
+"""Reads YAML that holds plain values only and names every key once; plain YAML would silently keep the last of two."""
 
-from typing import Any
+from collections.abc import Hashable
+
+import yaml
 
 
-def strict_loader() -> Any:
-    """A loader class for `yaml.load`."""
-    import yaml
+def strict_loader() -> type[yaml.SafeLoader]:
+    """Returns a loader class for `yaml.load` that refuses a key which is given twice."""
 
     class Strict(yaml.SafeLoader):
-        pass
+        """Loads plain values, without tags that build Python objects."""
 
-    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
+    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Hashable, object]:
+        """Returns the mapping. Raises: yaml.constructor.ConstructorError if it holds a key twice."""
         keys = [loader.construct_object(key) for key, _ in node.value]
         if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
             raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)

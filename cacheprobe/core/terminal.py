@@ -1,4 +1,4 @@
-"""Listings: small tables for a terminal, which are plain lines where the output goes elsewhere."""
+"""Prints small tables: drawn by rich on a terminal, as plain aligned lines otherwise."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -6,29 +6,29 @@ from typing import NamedTuple
 
 
 class Listing(NamedTuple):
-    """A title over rows of text. Texts from a run are made visible by whoever makes the listing."""
+    """A title above lines of text cells. The caller has already made white space in a run's texts visible."""
 
     title: str
     columns: tuple[str, ...]
-    """() for rows of a name and a value."""
+    """() if every line is a name and a value."""
     rows: Sequence[tuple[str, ...]]
     note: str = ""
-    """Stands instead of the rows where there are none, and below them otherwise."""
+    """Printed below the lines, or in their place if there are none."""
 
 
 def show(listings: Iterable[Listing]) -> None:
-    """Print them on stdout: drawn by rich on a terminal, else a line for each row with its columns aligned."""
+    """Prints the listings on stdout: drawn by rich on a terminal, else as lines with aligned columns."""
     draw = _draw if sys.stdout.isatty() else _write
     for listing in listings:
         draw(listing)
 
 
 def lines(listing: Listing) -> list[str]:
-    """The listing as plain lines."""
+    """Returns the listing as plain lines with aligned columns."""
     table = [listing.columns, *listing.rows] if listing.columns and listing.rows else list(listing.rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    told = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return [listing.title, *(f"  {line}" for line in told), *([f"  {listing.note}"] if listing.note else [])]
+    aligned = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return [listing.title, *(f"  {line}" for line in aligned), *([f"  {listing.note}"] if listing.note else [])]
 
 
 def _write(listing: Listing) -> None:

@@ -1,12 +1,12 @@
-"""The one visible form of a token, used in tables, pictures and on the command line."""
+"""Turns token texts into their visible form, for tables, pictures and the command line."""
 
 _SIGNS = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"}
 
 
 def visible(text: str) -> str:
-    """The text with its white space as signs, such as ␣A and ⏎; what cannot be printed (controls, bidi marks) as U+hex.
+    """Returns the text with white space as signs, such as ␣A and ⏎, and unprintable characters as <U+hex>.
 
-    An empty text is ∅. The visible form of a visible form is itself.
+    An empty text is ∅. A text in visible form does not change.
     """
     if not text:
         return "∅"

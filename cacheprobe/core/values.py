@@ -1,46 +1,50 @@
 """Checks single values that a user gave: whole numbers, numbers, flags and texts. Every error names the argument."""
 
 from operator import index
-from typing import Any, TypeAlias, Union
+from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, Union, cast
 
 Json: TypeAlias = Union[bool, int, float, str, list["Json"], dict[str, "Json"], None]  # noqa: UP007
 """A value as json.loads returns it."""
+JsonDict: TypeAlias = dict[str, Any]
+"""A JSON object, as json.loads returns it. The file's format fixes the types of its values, or the caller checks."""
+TableLine: TypeAlias = Any
+"""One line of a pandas table (of itertuples() or iloc): each column is an attribute. pandas gives it no useful type."""
 
 
-def whole_number(name: str, value: Any) -> int:
-    """Returns the value as Python's int; integers of numpy and torch are taken. Raises: ValueError naming it."""
+def whole_number(name: str, value: object) -> int:
+    """Returns the value as Python's int; takes integers of numpy and torch. Raises: ValueError that names `name`."""
     if not is_flag(value):
         try:
-            return index(value)
+            return index(cast(SupportsIndex, value))
         except (TypeError, ValueError):  # a tensor of several numbers raises either
             pass
     raise ValueError(f"{name} must be a whole number, got {value!r:.60}")
 
 
-def number(name: str, value: Any) -> float:
-    """Returns the value as Python's float. Raises: ValueError for flags, texts and what is no number."""
+def number(name: str, value: object) -> float:
+    """Returns the value as Python's float. Raises: ValueError for a flag, a text or anything else without a float."""
     if not is_flag(value) and not isinstance(value, str | bytes | bytearray):
         try:
-            return float(value)
+            return float(cast(SupportsFloat, value))
         except (TypeError, ValueError, OverflowError):
             pass
     raise ValueError(f"{name} must be a number, got {value!r:.60}")
 
 
-def flag(name: str, value: Any) -> bool:
-    """Returns the value as Python's bool; numpy's flags are taken. Raises: ValueError for anything else."""
+def flag(name: str, value: object) -> bool:
+    """Returns the value as Python's bool; takes numpy's flags. Raises: ValueError for anything else."""
     if not is_flag(value):
         raise ValueError(f"{name} must be True or False, got {value!r:.60}")
     return bool(value)
 
 
-def is_flag(value: Any) -> bool:
-    """Whether a value is True or False, of Python, numpy or torch: not the number 1 or 0."""
+def is_flag(value: object) -> bool:
+    """Returns whether a value is True or False, of Python, numpy or torch. The numbers 1 and 0 are not flags."""
     return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
 def require_encodable(name: str, text: str) -> None:
-    """Raises: ValueError for half of a surrogate pair, which stands for no character and which no tokenizer reads."""
+    """Checks that UTF-8 can encode the text. Raises: ValueError for half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

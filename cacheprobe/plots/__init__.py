@@ -1,4 +1,4 @@
-"""Pictures of a trace: pure functions from its tables to figures and HTML, and a report of all on one page."""
+"""Draws a trace: pure functions from its tables to figures and HTML, and a report on one page."""
 
 from cacheprobe.plots.attribution import attribution
 from cacheprobe.plots.carried import carried_figure, ways_figure

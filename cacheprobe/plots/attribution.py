@@ -1,4 +1,4 @@
-"""What gave a logit: by layer and site, and by head where heads are told apart."""
+"""Draws the logit attribution of one token: by layer and site, and by head if the table has heads."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -10,14 +10,15 @@ from cacheprobe.plots.text import markup, visible
 _COLOURS = {"T": "#2b6cb0", "C": "#a87900", "other": "#7b858f"}
 _WORDS = {"T": "T, attention", "C": "C, MLP", "T bias": "T, its bias", "embed": "the embedding", "rest": "the rest"}
 _SPREAD = ["#bd3127", "#f4a59d", "#f3f0f9", "#9cc0ea", "#2b6cb0"]
-"""Against and for; the middle is zero."""
+"""Colours from negative to positive shares; the middle is zero."""
 
 
 def attribution(table: pd.DataFrame) -> go.Figure:
-    """One row's logit of a token: bars by layer for T and C and what has no layer, and a map of the heads.
+    """Returns a figure of one logit's parts: bars by layer for T, C and parts without a layer, and a map of the heads.
 
-    table: as in `Trace.attribution`, of one token; or of two, and the first one's logit over the second's is drawn. The
-    bars sum to the logit; a layer's heads sum to its T, where that has no bias.
+    table: from `cp.analysis.attribution`, of one row and one token. With two tokens, the figure shows the first one's
+    logit
+    minus the second's. The bars sum to the logit; a layer's heads sum to its T, if T has no bias.
     Raises: ValueError for an empty table, and for more tokens or rows.
     """
     parts, what = _one_or_two(table)
@@ -69,7 +70,7 @@ def attribution(table: pd.DataFrame) -> go.Figure:
 
 
 def _one_or_two(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Parts of one logit, or of the difference of two, and what they are of, in words and escaped."""
+    """Returns the parts of one logit, or of the difference of two, and its name in words, escaped."""
     if table.empty:
         raise ValueError("the table is empty; cp.analysis.attribution(trace, request_id, position) fills it")
     if table.row.nunique() > 1:
@@ -84,7 +85,7 @@ def _one_or_two(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 
 def _places(names: list[str], last_layer: int) -> list[int]:
-    """The embedding before the first layer, all else behind the last one."""
+    """Returns x positions: the embedding before the first layer, all other parts after the last."""
     behind = iter(range(last_layer + 2, last_layer + 2 + 2 * len(names), 2))
     return [-2 if name == "embed" else next(behind) for name in names]
 

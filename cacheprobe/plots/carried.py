@@ -1,10 +1,10 @@
-"""How much of an answer a change carries: by layer and place of a patched state, and as shares of right answers."""
+"""Draws how far a patch moves the answer, by layer and place, and the share of right answers under each change."""
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.plots.intervals import error_bars, told
+from cacheprobe.plots.intervals import error_bars, interval_texts
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layout_template
 from cacheprobe.plots.text import markup
 
@@ -18,10 +18,12 @@ _TREATMENTS = {  # colour, dash
 
 
 def carried_figure(table: pd.DataFrame) -> go.Figure:
-    """Mean normalised logit difference by layer, a panel for each place and a line for each treatment.
+    """Returns the mean normalised logit difference by layer, a panel for each place and a line for each treatment.
 
-    table: as in `cacheprobe_analyses.coin_state_patch`: place, layer, treatment, n, nld, flips. 0 is the answer as it
-    was, 1 that of the question whose state was put in.  Raises: ValueError for an empty table.
+    table: from `cacheprobe_analyses.coin_state_patch`: place, layer, treatment, n, nld, flips. 0 is the unchanged
+    answer, 1
+    the answer of the question whose state was patched in.
+    Raises: ValueError for an empty table.
     """
     if table.empty:
         raise ValueError("the table of patches is empty; there is nothing to draw")
@@ -58,9 +60,9 @@ def carried_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def ways_figure(table: pd.DataFrame) -> go.Figure:
-    """Share of right answers for each way in which a model was changed, with 95 % intervals and chance as a line.
+    """Returns the share of right answers for each change of the model, with 95 % intervals and a line at chance.
 
-    table: as in `cacheprobe_analyses.state_or_attention`: way, share, low, high, right, examples, chance.
+    table: from `cacheprobe_analyses.state_or_attention`: way, share, low, high, right, examples, chance.
     Raises: ValueError for an empty table.
     """
     if table.empty:
@@ -69,7 +71,7 @@ def ways_figure(table: pd.DataFrame) -> go.Figure:
     figure.add_bar(
         x=[markup(way) for way in table.way], y=table.share.tolist(), error_y=error_bars(table, "share"),
         marker=dict(color=STATUS_STYLES["committed"]["color"]), showlegend=False,
-        customdata=told(table, "share", ".3f", right="right", examples="examples"),
+        customdata=interval_texts(table, "share", ".3f", right="right", examples="examples"),
         hovertemplate="%{x}: %{customdata}<extra></extra>",
     )  # fmt: skip
     chance = float(table.chance.iloc[0])

@@ -1,4 +1,4 @@
-"""Which cache rows carry the coin, as a picture: how far each change of a span, or of a row, brings the answer over."""
+"""Draws which cache rows carry the coin: how far each change of a span, or of a row, moves the answer."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -17,11 +17,11 @@ _TREATMENTS = {  # colour, texture
 
 
 def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int | None = None) -> go.Figure:
-    """Bars of the mean normalised logit difference: 0 as it was, 1 as the question with the other coin.
+    """Returns bars of the mean normalised logit difference: 0 is unchanged, 1 the answer with the other coin.
 
-    effects: as in `cacheprobe_analyses.coin_rows`: people, unit, where, treatment, n, total, flips.
-    unit: "span" or "row".  people: questions about this many alone; None for all.
-    Raises: ValueError where there is no such unit or number of people.
+    effects: from `cacheprobe_analyses.coin_rows`: people, unit, where, treatment, n, total, flips.
+    unit: "span" or "row".  people: only questions about this many people; None for all.
+    Raises: ValueError if no line has this unit and number of people.
     """
     chosen = effects[effects.unit == unit]
     if people is not None:

@@ -1,17 +1,16 @@
-"""Whole-run figures: where accepted and rejected drafts part, and the prediction depth of rows."""
-
-from typing import Any
+"""Draws figures of a whole run: agreement by layer for accepted and rejected drafts, and prediction depths."""
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.values import TableLine
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layer_ticks, layout_template
 from cacheprobe.plots.text import markup, shorten
 from cacheprobe.trace.tables.draft_verdicts import NOT_DRAFTED, parting, shares_by_verdict
 
 _MOST_POINTS = 600
-"""Rows drawn one by one; of more, only the outliers are."""
+"""Number of rows drawn one by one; with more rows, only the outliers are drawn."""
 _NARROW = dict(l=48, r=12, t=56, b=48)
 
 
@@ -25,13 +24,14 @@ _LINES = (
 
 
 def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
-    """At which layer accepted and rejected drafts part: the share of readings with a token as first choice, by layer.
+    """Returns, by layer, the share of readings whose most likely token is the committed or the drafted one.
 
     One line for positions whose draft was accepted, two for those whose draft was rejected (the committed token, and
-    the drafted one), and one for positions where nothing was drafted. Readings of the draft pass and of the verify pass
-    count alike. A draft that was never judged is in no line.
-    hypotheses: as in `Trace.hypotheses` or `Trace.read`; lines of thoughts are left out.
-    Raises: ValueError where no reading has a committed token.
+    the
+    drafted one), and one for positions without a draft. Readings of the draft pass and of the verify pass count alike.
+    Drafts that were never judged are left out.
+    hypotheses: from `Trace.hypotheses`; lines of thoughts are left out.
+    Raises: ValueError if no reading has a committed token.
     """
     shares = shares_by_verdict(hypotheses[hypotheses.site != "thought"])
     figure = Figure()
@@ -74,10 +74,14 @@ _BOXES = {
 
 
 def prediction_depth_figure(settling: pd.DataFrame) -> go.Figure:
-    """Prediction depth of each row: the layer from which its first choice stays what it is, by verdict and pass.
+    """Returns box plots of each row's prediction depth, by verdict and pass.
 
-    settling: as in `Trace.settling`. Rows of a draft pass stand apart: a drafter may stop at an early layer, and then
-    the depth cannot be above it. Drafts that were never judged, and rows fed one that was not committed, are left out.
+    The prediction depth is the first layer from which the most likely token stays that of the last layer.
+    settling: from `cp.analysis.prediction_depth`. Rows of a draft pass have boxes of their own: a drafter may stop at
+    an
+    early layer, which limits the depth. Left out are drafts that were never judged, and rows whose input was a draft
+    token
+    that was never committed.
     Raises: ValueError for a table without any other row.
     """
     known = settling[~settling.status.isin(FED_A_DRAFT_IN_VAIN) & (settling.verdict != "never_judged").fillna(True)]
@@ -132,7 +136,7 @@ def _settling_finding(settling: pd.DataFrame, group: pd.Series) -> str:
     return f"Median prediction depth: {', '.join(said)}" if said else "Prediction depth"
 
 
-def _hover(row: Any) -> str:
+def _hover(row: TableLine) -> str:
     return (
         f"request {row.request_id} · step {row.step} · {row.phase} · {row.status} · reads position {row.position}, "
         f"predicts {row.position + 1}<br>prediction depth: layer {row.prediction_depth}, {row.num_flips} changes of "

@@ -1,10 +1,10 @@
-"""Figures of draft against commit: which of two tokens each layer holds likelier, and when first choices are final."""
+"""Draws, by layer, the drafted against the committed token, and when the most likely token is final."""
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.plots.intervals import error_bars, told
+from cacheprobe.plots.intervals import error_bars, interval_texts
 from cacheprobe.plots.style import Figure, layer_ticks, layout_template
 from cacheprobe.plots.text import markup
 
@@ -14,9 +14,10 @@ _TIME = dict(template=layout_template(), height=400, margin=dict(l=48, r=12, t=9
 
 
 def final_choice_figure(table: pd.DataFrame) -> go.Figure:
-    """Share of rows whose first choice at a layer is their last layer's, a line for each kind of row.
+    """Returns the share of rows whose most likely token at a layer is their last layer's, a line for each kind of row.
 
     table: kind, layer, share, low, high (95 %), chance (share that equals another row's last choice).
+    Raises: ValueError for an empty table.
     """
     if table.empty:
         raise ValueError("the table of final choices is empty; read some rows")
@@ -27,7 +28,7 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
         t = table[table.kind == kind].sort_values("layer")
         figure.add_scatter(
             x=t.layer.tolist(), y=t.share.tolist(), name=kind, mode="lines+markers", line=dict(color=color, width=2),
-            error_y=error_bars(t, "share"), customdata=told(t, "share", ".1%", rows="rows"),
+            error_y=error_bars(t, "share"), customdata=interval_texts(t, "share", ".1%", rows="rows"),
             hovertemplate=f"{kind}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
@@ -46,9 +47,10 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def disagreement_figure(table: pd.DataFrame) -> go.Figure:
-    """By layer, how often a rejected draft token is held likelier than the token committed in its place.
+    """Returns, by layer, how often a rejected draft token is more likely than the token committed in its place.
 
     table: drafter, layer, share, low, high (95 %), control (the same for rejected tokens of other rows).
+    Raises: ValueError for an empty table.
     """
     if table.empty:
         raise ValueError("no draft was rejected, so there is nothing to draw")
@@ -61,7 +63,7 @@ def disagreement_figure(table: pd.DataFrame) -> go.Figure:
             x=t.layer.tolist(), y=t.share.tolist(), name="the rejected token", showlegend=column == 1,
             mode="lines+markers", line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=6),
             row=1, col=column,
-            error_y=error_bars(t, "share"), customdata=told(t, "share", ".1%", rejected="rejected drafts"),
+            error_y=error_bars(t, "share"), customdata=interval_texts(t, "share", ".1%", rejected="rejected drafts"),
             hovertemplate=f"{drafter}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(

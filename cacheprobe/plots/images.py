@@ -1,34 +1,34 @@
-"""Figures as PNG, SVG or PDF, drawn by kaleido in a chromium that is started once and kept until the program ends."""
+"""Writes figures as PNG, SVG or PDF with kaleido; its Chromium is started once and kept until the program ends."""
 
 import os
 import subprocess
 import textwrap
 from base64 import b64encode
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import Any
 
 import plotly.graph_objects as go
 
 FORMATS = ("png", "svg", "pdf")
 SCALE = 2
-"""Pixels of a PNG for each of a page."""
+"""Pixels of a PNG for each pixel of a page."""
 SECONDS = 90
-"""For one picture, the start of the browser included."""
+"""Longest time for one picture, the start of the browser included."""
 _QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
           "--disable-background-networking", "--disable-component-update", "--no-pdf-header-footer")  # fmt: skip
 _TITLE_COLUMN, _TITLE_LINE = 8.2, 22
-"""Pixels of a title's letter, on average, and of its line."""
+"""Average width of a title's letter, and height of a title's line, in pixels."""
 
 
 class ImageError(RuntimeError):
-    """Pictures cannot be drawn here; the message says what is missing and how to get it."""
+    """Raised if pictures cannot be drawn here; the message says what is missing and how to get it."""
 
 
 def browser_path() -> str | None:
-    """The chromium, or another of its family, that kaleido would start; None where there is none, or no kaleido."""
+    """Returns the Chromium or relative that kaleido would start; None if there is none, or no kaleido."""
     if find_spec("choreographer") is None:
         return None
     from choreographer.browsers.chromium import Chromium
@@ -38,7 +38,7 @@ def browser_path() -> str | None:
 
 
 def require_browser() -> None:
-    """Raises: ImageError unless kaleido and a chromium are here."""
+    """Checks that kaleido and a Chromium are installed. Raises: ImageError if not."""
     if find_spec("kaleido") is None:
         raise ImageError("pictures are drawn by kaleido, which is not here: pip install 'cacheprobe[dash]'")
     if browser_path() is None:
@@ -49,9 +49,10 @@ def require_browser() -> None:
 
 
 def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
-    """The figure as the content of a file: kind is png, svg or pdf. width: px, else the figure's own or 900.
+    """Returns the figure as the bytes of a file: kind is png, svg or pdf.
 
-    Raises: ImageError where it cannot be drawn; ValueError for another kind.
+    width: pixels; by default the figure's own, or 900.
+    Raises: ImageError if the figure cannot be drawn; ValueError for another kind.
     """
     if kind not in FORMATS:
         raise ValueError(f"unknown format {kind!r} of a picture; choose one of {', '.join(FORMATS)}")
@@ -62,6 +63,7 @@ def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
     options = {"format": kind, "scale": SCALE if kind == "png" else 1}
 
     def draw() -> bytes:
+        """Returns the picture that kaleido draws."""
         kaleido.start_sync_server(silence_warnings=True, mathjax=False, timeout=SECONDS)
         return kaleido.calc_fig_sync(shown.to_plotly_json(), opts=options)
 
@@ -69,9 +71,10 @@ def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
 
 
 def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
-    """An SVG file as the content of a PNG or PDF, where it stays lines and letters. width, height: its own, px.
+    """Returns an SVG file as the bytes of a PNG, or of a PDF that keeps lines and letters.
 
-    Raises: ImageError where it cannot be drawn.
+    width, height: of the SVG, in pixels.
+    Raises: ImageError if the file cannot be drawn.
     """
     if kind == "png":
         return image(_holding(markup, width, height), kind)
@@ -91,7 +94,7 @@ def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
 
 
 def _holding(markup: str, width: int, height: int) -> go.Figure:
-    """A figure that shows an SVG file and nothing else."""
+    """Returns a figure that shows only this SVG file."""
     source = "data:image/svg+xml;base64," + b64encode(markup.encode()).decode()
     whole = dict(xref="paper", yref="paper", x=0, y=1, sizex=1, sizey=1, sizing="stretch", source=source)
     bare = dict(margin=dict(t=0, b=0, l=0, r=0), xaxis_visible=False, yaxis_visible=False)
@@ -99,7 +102,7 @@ def _holding(markup: str, width: int, height: int) -> go.Figure:
 
 
 def _for_paper(figure: go.Figure, width: int) -> go.Figure:
-    """The same on white, its title in as many lines as it needs."""
+    """Returns the figure on white, with its title wrapped."""
     shown = go.Figure(figure)
     shown.update_layout(width=width, paper_bgcolor="white", plot_bgcolor="white")
     title = shown.layout.title.text
@@ -117,11 +120,15 @@ def _for_paper(figure: go.Figure, width: int) -> go.Figure:
     return shown
 
 
-def _within(seconds: float, draw: Any) -> bytes:
-    """What `draw` returns. A browser that dies leaves kaleido waiting for ever, so it waits in a thread of its own."""
-    held: list[Any] = []
+def _within(seconds: float, draw: Callable[[], bytes]) -> bytes:
+    """Returns the result of `draw`, run in a thread: if the browser dies, kaleido would wait without limit.
+
+    Raises: ImageError after `seconds`, and if `draw` fails.
+    """
+    held: list[bytes | BaseException] = []
 
     def job() -> None:
+        """Keeps the picture or the error."""
         try:
             held.append(draw())
         except BaseException as error:

@@ -1,22 +1,20 @@
-"""Values with their 95 % intervals: as error bars, and in words for the pointer."""
-
-from typing import Any
+"""Formats values with their 95 % intervals, as error bars and as hover texts."""
 
 import pandas as pd
 
 
-def error_bars(table: pd.DataFrame, value: str) -> dict[str, Any]:
-    """Thin bars from the columns low to high around `value`."""
+def error_bars(table: pd.DataFrame, value: str) -> dict[str, object]:
+    """Returns plotly's settings of thin error bars from the column low to high around `value`."""
     return dict(
         type="data", symmetric=False, array=(table.high - table[value]).tolist(),
         arrayminus=(table[value] - table.low).tolist(), thickness=1, width=0,
     )  # fmt: skip
 
 
-def told(table: pd.DataFrame, value: str, style: str, **counts: str) -> list[str]:
-    """For each line: the value, its interval, and how many it is over, as far as the table says so.
+def interval_texts(table: pd.DataFrame, value: str, style: str, **counts: str) -> list[str]:
+    """Returns a hover text for each line: the value, its interval, and the counts that the table has.
 
-    style: a format, such as .1%.  counts: what a column counts, by its name.
+    style: a format, such as .1%.  counts: column name -> the word for what the column counts.
     """
     out = []
     for line in table.to_dict("records"):

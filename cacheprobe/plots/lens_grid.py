@@ -1,13 +1,13 @@
-"""Layer by position: what every layer would have said, against what was committed."""
+"""Draws a layer x position grid: each layer's most likely token, compared with the committed token."""
 
 import textwrap
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.values import TableLine
 from cacheprobe.plots.lens_table import (
     BELOW,
     MARKS,
@@ -32,9 +32,9 @@ from cacheprobe.plots.text import markup, token_label, visible
 _CELL = (50, 19)
 """Pixels of a cell."""
 _GREY = "#b9bfc7"
-"""Of cells that are not compared; dark letters are read on it, on a light page and on a dark one."""
+"""Colour of cells that are not compared; dark letters are readable on it, on a light and on a dark page."""
 _LOWEST = 180
-"""Pixels: what the words beside the colours need."""
+"""Least height in pixels: the words beside the colour scale need it."""
 
 
 def lens_grid(
@@ -45,16 +45,17 @@ def lens_grid(
     include: Include = "committed",
     positions: range | None = None,
 ) -> go.Figure:
-    """Layer x position map of one request's lens readings Z.
+    """Returns a layer x position map of one request's lens readings Z.
 
-    hypotheses: as in `Trace.hypotheses`.  colour: log-probability of the committed token, the layer's entropy (both in
-    nats), or the committed token's rank (0 is first).  include: the canonical rows, or the candidates' and those rolled
-    back too, as columns of their own.  positions: of input tokens; all by default.
-    Cells name the layer's first choice; it is outlined in green where it is the committed token. The reading at
-    position p speaks of the token at p + 1. Below each column: p, the token read, → the token committed at p + 1.
-    layout.meta says which rows, positions and layers the cells are. Cells of rows that were fed a rejected or given-up
-    token are grey, except where they show the entropy: no committed token can be compared with them.
-    Raises: ValueError where nothing is selected.  Source: logit lens (nostalgebraist 2020).
+    hypotheses: from `Trace.hypotheses`.  colour: log-probability of the committed token, the layer's entropy (both in
+    nats), or the committed token's rank (0 is first).  include: the canonical rows, or also candidates' and rolled-back
+    rows, each as a column of its own.  positions: of input tokens; all by default.
+    A cell names the layer's most likely token, outlined in green if it is the committed token. The reading at position
+    p
+    predicts the token at p + 1. Below each column: p, the input token, → the token committed at p + 1.
+    layout.meta lists the rows, positions and layers of the cells. Cells of rows whose input was a rejected or given-up
+    token are grey, unless the colour is the entropy: no committed token can be compared with them.
+    Raises: ValueError if no reading is selected.  Source: logit lens (nostalgebraist 2020).
     """
     rows = select(hypotheses, request_id, include, positions)
     columns = columns_of(rows)
@@ -102,12 +103,13 @@ def lens_grid(
 
 
 def grid_width(figure: go.Figure) -> int:
-    """Pixels below which a grid's tokens can no longer be read; a page scrolls it sideways then."""
+    """Returns the least width in pixels at which a grid's tokens are readable; a narrower page scrolls the grid."""
     return _CELL[0] * len(figure.data[0].x) + 150
 
 
 def _heatmap(rows: pd.DataFrame, columns: pd.DataFrame, layers: np.ndarray, scale: Scale) -> go.Heatmap:
     def grid(values: pd.Series) -> np.ndarray:
+        """Returns [layers, columns]: the value of each cell."""
         table = rows.assign(value=values).pivot(index="layer", columns="column", values="value")
         return table.reindex(index=layers, columns=columns.index).to_numpy()
 
@@ -140,7 +142,7 @@ def _heatmap(rows: pd.DataFrame, columns: pd.DataFrame, layers: np.ndarray, scal
 
 
 def _taken_out(heat: go.Heatmap) -> list[go.Heatmap | go.Scatter]:
-    """Grey cells, with the texts that `heat` had there, where a reading has nothing to be coloured by; their legend."""
+    """Returns grey cells, with the texts of `heat`, for readings without a value for the colour, and their legend."""
     texts = np.asarray(heat.text, dtype=object)
     is_grey = np.isnan(np.asarray(heat.z, dtype=float)) & (texts != "")
     if not is_grey.any():
@@ -158,14 +160,15 @@ def _taken_out(heat: go.Heatmap) -> list[go.Heatmap | go.Scatter]:
 
 
 def _blank_where_missing(texts: np.ndarray) -> np.ndarray:
-    """A layer that a drafter did not run has no text; plotly would print "null"."""
+    """Replaces missing texts by "", since plotly would print "null" for a layer that a drafter did not run."""
     return np.where(pd.isna(texts), "", texts)
 
 
 def _hover(rows: pd.DataFrame) -> pd.Series:
-    """Provenance and numbers of every cell, tokens in full."""
+    """Returns the hover text of every cell: row, tokens in full, numbers."""
 
-    def line(row: Any) -> str:
+    def line(row: TableLine) -> str:
+        """Returns the hover text of one reading."""
         choice = f"first choice <b>{markup(visible(row.token))}</b>, log p {row.logprob_nats:.2f} nats"
         if row.status in FED_A_DRAFT_IN_VAIN:
             target = NOTHING_TO_COMPARE
@@ -186,7 +189,7 @@ def _hover(rows: pd.DataFrame) -> pd.Series:
 
 
 def _outlines(rows: pd.DataFrame, layers: np.ndarray) -> go.Scatter:
-    """One box around every run of layers whose first choice is the committed token."""
+    """Returns one box around every run of layers whose most likely token is the committed one."""
     places = {layer: place for place, layer in enumerate(layers)}
     x: list[float | None] = []
     y: list[float | None] = []
@@ -203,7 +206,7 @@ def _outlines(rows: pd.DataFrame, layers: np.ndarray) -> go.Scatter:
 
 
 def _status_marks(columns: pd.DataFrame, num_layers: int) -> list[go.Scatter]:
-    """A bar over the columns that are not canonical."""
+    """Returns a bar above each column that is not canonical."""
     marks = []
     for status, name in MARKS.items():
         places = columns.index[columns.status == status]

@@ -1,11 +1,12 @@
-"""Lens readings of one request as columns of a grid: which rows, in what order, and what each cell is coloured by."""
+"""Selects and orders lens readings of one request for a grid, and computes the values of its colours."""
 
-from typing import Any, Literal, NamedTuple, SupportsIndex
+from typing import Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 import pandas as pd
 
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.values import TableLine
 from cacheprobe.plots.text import columns_of as width_of
 from cacheprobe.plots.text import token_label, visible
 
@@ -13,7 +14,7 @@ Measure = Literal["logprob", "entropy", "rank"]
 Include = Literal["committed", "all"]
 
 TOKEN_COLUMNS = 6
-"""Of a token in a cell or below a column."""
+"""Width of a token in a cell or below a column."""
 SIGNS = {"committed": "", "candidate": "◇ ", "rolled_back": "✗ ", "given_up": "⊘ "}
 MARKS = {
     "candidate": "◇ computed again by the verifier",
@@ -22,21 +23,23 @@ MARKS = {
 }
 NOTHING_TO_COMPARE = "fed a draft that was never committed, so no committed token can be compared with it"
 NOT_COMPARED = "not compared with a committed token"
-"""Of the grey cells: the row was fed a rejected or given-up token, or nothing was committed next."""
+"""Legend of the grey cells: the row's input was a rejected or given-up token, or no next token was committed."""
 BELOW = "position, token read → token to predict, the one committed next"
-"""What stands below a column, in this order; see `column_label`."""
+"""Explains the lines below a column; see `column_label`."""
 _FLOOR_NATS = -12.0
-"""Log-probabilities below this share one colour: what matters happens above."""
+"""Log-probabilities below this value share one colour."""
 _RANKS = (0, 9, 99, 999, 9999)
 
 
 def reads_and_predicts(position: SupportsIndex) -> str:
-    """Where a row stands, in the words that every picture uses."""
+    """Returns the positions of a row's input and of its prediction, in the words that every picture uses."""
     return f"reads position {int(position)}, predicts {int(position) + 1}"
 
 
-def column_words(column: Any) -> str:
-    """What a row was fed, and the token committed next, in full. column: a line of the readings. Not yet escaped."""
+def column_words(column: TableLine) -> str:
+    """Returns a row's input token and the next committed token, in full, not escaped. column: a line of the
+    readings.
+    """
     read = f"read {visible(column.read_token)}"
     if column.status in FED_A_DRAFT_IN_VAIN:
         return f"{read}, {'a rejected token' if column.status == 'rolled_back' else 'a draft that was given up'}"
@@ -45,10 +48,10 @@ def column_words(column: Any) -> str:
     return f"{read} → predicts {visible(column.committed_token)}"
 
 
-def column_label(column: Any) -> tuple[str, str, str]:
-    """Lines below a column: its sign and position, the token read, and → the token committed next. Not yet escaped.
+def column_label(column: TableLine) -> tuple[str, str, str]:
+    """Returns the lines below a column: sign and position, input token, → the token committed next. Not escaped.
 
-    Tokens are cut to fit. A dash stands where nothing was committed, or nothing that can be compared.
+    Tokens are cut to fit. A dash replaces the next token if none was committed, or none can be compared.
     """
     is_none = pd.isna(column.committed_token) or column.status in FED_A_DRAFT_IN_VAIN
     following = "—" if is_none else token_label(column.committed_token, TOKEN_COLUMNS)
@@ -58,7 +61,9 @@ def column_label(column: Any) -> tuple[str, str, str]:
 
 
 class Scale(NamedTuple):
-    """What cells are coloured by. values: by reading, NaN where there is none.  ticks: values and their names."""
+    """Values that colour the cells, with their range. values: by reading, NaN for none.  ticks: values and
+    their names.
+    """
 
     title: str
     values: pd.Series
@@ -69,10 +74,11 @@ class Scale(NamedTuple):
 
 
 def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
-    """Log-probability of the committed token, the layer's entropy (both in nats), or that token's rank (0 is first).
+    """Returns the scale of a colour: log-probability of the committed token or entropy (nats), or that token's rank (0
+    is first).
 
-    A row that was fed a rejected or given-up token has an entropy alone: no committed token can be compared with it.
-
+    For a row whose input was a rejected or given-up token, only the entropy has a value: no committed token can be
+    compared with it.
     Raises: ValueError for another colour.
     """
     is_known = rows["rank"].notna() & ~rows.status.isin(FED_A_DRAFT_IN_VAIN)
@@ -94,7 +100,9 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
 
 
 def finding(rows: pd.DataFrame, request_id: int) -> str:
-    """From which layer on the first choice is the committed token, as a sentence: the median over canonical rows."""
+    """Returns a sentence: from which layer on the most likely token is the committed one (median over canonical
+    rows).
+    """
     known = rows[(rows.status == "committed") & rows.agrees.notna()]
     if known.empty:
         return f"Request {request_id}: no committed token to compare with"
@@ -106,8 +114,8 @@ def finding(rows: pd.DataFrame, request_id: int) -> str:
 
 
 def _agrees_from(readings: pd.DataFrame) -> list[float]:
-    """Of each row the first layer from which all first choices are the committed token; infinity where none is."""
-    since: dict[Any, float] = {}
+    """Returns, for each row, the first layer from which the most likely token is the committed one, or infinity."""
+    since: dict[int, float] = {}
     columns = (readings[name].tolist() for name in ("layer", "row", "agrees"))
     for layer, row, agrees in sorted(zip(*columns, strict=True)):
         since[row] = min(since.get(row, np.inf), float(layer)) if agrees else np.inf
@@ -115,7 +123,7 @@ def _agrees_from(readings: pd.DataFrame) -> list[float]:
 
 
 def select(hypotheses: pd.DataFrame, request_id: int, include: Include, positions: range | None) -> pd.DataFrame:
-    """The readings to show. Raises: ValueError where nothing is selected, or for another include."""
+    """Returns the readings to show. Raises: ValueError if none is selected, or for another include."""
     if include not in ("committed", "all"):
         raise ValueError(f"unknown include {include!r}; it is 'committed' or 'all'")
     own = hypotheses[hypotheses.request_id == request_id]
@@ -134,13 +142,15 @@ def select(hypotheses: pd.DataFrame, request_id: int, include: Include, position
 
 
 def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line for each column of the picture: by position, the canonical row first, then as they were computed."""
+    """Returns one line for each column of the picture: by position, the canonical row first, then in order of
+    computation.
+    """
     order = rows.status.map({"committed": 0, "candidate": 1, "rolled_back": 2, "given_up": 2})
     columns = rows.assign(order=order).drop_duplicates("row").sort_values(["position", "order", "step", "row"])
     return columns.reset_index(drop=True)
 
 
 def runs_of(layers: list[int]) -> list[tuple[int, int]]:
-    """Unbroken runs of sorted numbers, first and last of each."""
+    """Returns the first and last number of each unbroken run of these sorted numbers."""
     starts = [n for n in layers if n - 1 not in layers]
     return list(zip(starts, [n for n in layers if n + 1 not in layers], strict=True))

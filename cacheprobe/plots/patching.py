@@ -1,10 +1,11 @@
-"""A patching grid as a picture: layers up, positions across, and a mark where the answer turned over."""
+"""Draws a patching grid: layers up, positions across, with marks for changed answers."""
 
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layout_template
 from cacheprobe.plots.text import markup, token_label, visible
 
@@ -14,24 +15,41 @@ _SAID = {
 }
 _TURNED = {"flip": "the answer turns over", "is_top": "the answer is the first choice again"}
 _COLUMNS = 10
-"""Of a token's label."""
+"""Width of a token's label."""
 _MOST_TICKS = 16
 _LOWEST = 340
-"""Pixels: what the words beside the colours need."""
+"""Least height in pixels: the words beside the colour scale need it."""
 
 
-def patching_grid(grid: Any, *, value: str | None = None, head: int | None = None) -> go.Figure:
-    """Heat map of one number of a grid, layers up, positions across.
+@runtime_checkable
+class PatchingResult(Protocol):
+    """The parts of a `cp.patching` result that are drawn."""
 
-    grid: as `cp.patching` returns it, of which the table and meta alone are read; or such a table, which may come from
-    a file.  value: a column, by default nld or effect.
-    head: one head of a grid by heads; without it, the mean over heads, as over the samples of a tracing. Marks stand
-    where more than half of what a cell is the mean of turned the answer over.
-    Raises: ValueError for a column or head that the table has not, and for an empty table.
+    @property
+    def table(self) -> pd.DataFrame:
+        """One line for each patched cell."""
+        ...
+
+    @property
+    def meta(self) -> JsonDict:
+        """Settings of the patching; `value` names the column to draw."""
+        ...
+
+
+def patching_grid(
+    grid: PatchingResult | pd.DataFrame, *, value: str | None = None, head: int | None = None
+) -> go.Figure:
+    """Returns a heat map of one column of a grid, layers up, positions across.
+
+    grid: a result of `cp.patching`, or its table, which may come from a file.  value: a column; by default nld or
+    effect.
+    head: one head of a grid by heads; by default the mean over heads. Samples of causal tracing are averaged too. A
+    cell is
+    marked if the answer changed in more than half of the values that it averages.
+    Raises: ValueError for an unknown column or head, and for an empty table.
     """
-    table = grid if isinstance(grid, pd.DataFrame) else grid.table
+    table, own = (grid, "") if isinstance(grid, pd.DataFrame) else (grid.table, grid.meta["value"])
     if value is None:
-        own = "" if isinstance(grid, pd.DataFrame) else grid.meta["value"]
         value = str(own or next((name for name in _SAID if name in table.columns), "nld"))
     if value not in table.columns or not pd.api.types.is_numeric_dtype(table[value]):
         raise ValueError(f"unknown column {value!r}; a picture shows numbers, the table has {', '.join(table.columns)}")
@@ -95,7 +113,9 @@ def patching_grid(grid: Any, *, value: str | None = None, head: int | None = Non
 
 
 def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
-    """One line for each layer and position: the mean of the number, the share that turned, and words about both."""
+    """Returns one line for each layer and position: the mean value, the share that changed the answer, and a hover
+    text.
+    """
     name = next((name for name in _TURNED if name in table.columns), None)
     turned = table[name].astype(float) if name else 0.0
     grouped = table.assign(value=table[value].astype(float), turned=turned).groupby(["layer", "position"])

@@ -1,27 +1,29 @@
-"""Figures of probes: accuracy by layer and place beside its baselines, and how well rollbacks are foreseen."""
+"""Draws probes: accuracy by layer and place with its baselines, and how well states predict rollbacks."""
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.plots.intervals import error_bars, told
+from cacheprobe.plots.intervals import error_bars, interval_texts
 from cacheprobe.plots.style import Figure, layer_ticks, layout_template
 from cacheprobe.plots.text import markup, shorten
 
 _SITES = {"S": ("#7c5fbd", "circle", "S, residual stream"), "T": ("#2b8cbe", "diamond", "T, attention output"),
           "C": ("#c2702b", "square", "C, MLP output")}  # fmt: skip
 _PANEL_COLUMNS = 22
-"""Of the name over a panel."""
+"""Width of the name above a panel."""
 _BASELINES = {"untrained": ("#7b858f", "dash"), "embedding": ("#7b858f", "dot"), "majority": ("#7b858f", "solid")}
 _CONTROLS = {"position": ("position alone", "dash"), "margin": ("margin alone", "dot"),
              "shuffled": ("labels shuffled", "solid")}  # fmt: skip
 
 
 def probe_figure(table: pd.DataFrame) -> go.Figure:
-    """Held-out accuracy by layer, a panel for each place and a line for each site, with 95 % intervals.
+    """Returns held-out accuracy by layer, a panel for each place and a line for each site, with 95 % intervals.
 
-    table: as in `cacheprobe.probes.ProbeResult`. Grey lines are what is found without the states: by the untrained
-    model (of the first site), in the words alone, and by the commonest class.
+    table: from `cacheprobe.probes.ProbeResult`. Grey lines are baselines without the trained states: the untrained
+    model (of
+    the first site), the word embeddings, and the most common class.
+    Raises: ValueError for an empty table.
     """
     if table.empty:
         raise ValueError("the table of probes is empty; fit some")
@@ -37,7 +39,7 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
                 x=t.layer.tolist(), y=t.accuracy.tolist(), name=name, legendgroup=site, showlegend=column == 1,
                 mode="lines+markers", line=dict(color=color, width=2), marker=dict(symbol=symbol, size=6),
                 error_y=error_bars(t, "accuracy"),
-                customdata=told(t, "accuracy", ".3f", examples="examples", groups="groups"),
+                customdata=interval_texts(t, "accuracy", ".3f", examples="examples", groups="groups"),
                 hovertemplate=f"{site}, layer %{{x}}, {_place(at, place)}: %{{customdata}}<extra></extra>",
                 row=1, col=column,
             )  # fmt: skip
@@ -60,16 +62,18 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def _place(at: str, place: object, most: int = 200) -> str:
-    """In at most so many columns, escaped."""
+    """Returns the name of a place, cut to `most` columns and escaped."""
     if at == "event":
         return f"operation {place}"
     return "prompt's last token" if place == -1 else markup(shorten(f"{at} {place}", most))
 
 
 def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
-    """AUROC by layer of telling that a draft will be rolled back, a panel for each drafter, beside its controls.
+    """Returns the AUROC by layer of predicting a rollback from states, a panel for each drafter, with its controls.
 
-    table: as in `cacheprobe.probes.RollbackPrediction`, of one or more drafters.  unit: its lines, draft or candidate.
+    table: from `cacheprobe.probes.RollbackPrediction`, of one or more drafters.  unit: lines to draw, draft or
+    candidate.
+    Raises: ValueError if the table has no line of this unit.
     """
     rows = table[table.unit == unit] if len(table) else table
     if rows.empty:
@@ -82,7 +86,7 @@ def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.F
         figure.add_scatter(
             x=t.layer.tolist(), y=t.auroc.tolist(), name="states", showlegend=column == 1, mode="lines+markers",
             line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=7), row=1, col=column,
-            error_y=error_bars(t, "auroc"), customdata=told(t, "auroc", ".3f"),
+            error_y=error_bars(t, "auroc"), customdata=interval_texts(t, "auroc", ".3f"),
             hovertemplate=f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         for name in _CONTROLS:

@@ -1,10 +1,10 @@
-"""How a model works out a state, as a picture: what probes read by layer, and how far a patched prefix must reach."""
+"""Draws how a model computes a state: what probes read by layer, and how long a patched prefix must be."""
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.plots.intervals import error_bars, told
+from cacheprobe.plots.intervals import error_bars, interval_texts
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layout_template
 
 _LABELS = {
@@ -16,14 +16,15 @@ _KINDS = {"same": "of the same parity", "other": "of the other parity"}
 
 
 def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Figure:
-    """Probes of state and parity by layer; and the mean effect of patched prefixes by layer and position, a panel for
-    each kind of pair.
+    """Returns probes of state and parity by layer, and the mean effect of patched prefixes by layer and position.
 
-    probes: label, layer, place, accuracy, low, high, majority, as of one model; its largest place is drawn. Those of
-    the label "halves", where there are any, are means with the worst and the best of several probes.
-    patches: kind ("same" or "other": the parity of the action in which two texts differ), layer, position, nld; none
-    where no pair was patched.
-    Raises: ValueError for a table of probes that is empty.
+    Each kind of pair has a panel.
+    probes: label, layer, place, accuracy, low, high, majority, of one model; its largest place is drawn. Lines of the
+    label
+    "halves", if any, are means with the worst and the best of several probes.
+    patches: kind ("same" or "other": the parity of the action in which two texts differ), layer, position, nld; may be
+    empty.
+    Raises: ValueError for an empty table of probes.
     """
     if probes.empty:
         raise ValueError("the table of probes is empty; give the lines of one model")
@@ -39,7 +40,7 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
             x=t.layer.tolist(), y=t.accuracy.tolist(), name=name, mode="lines+markers", row=1, col=1,
             line=dict(color=style["color"], dash=style["dash"], width=2), marker=dict(symbol=style["symbol"], size=7),
             error_y=error_bars(t, "accuracy"),
-            customdata=told(t, "accuracy", ".3f", examples="examples", groups="groups"),
+            customdata=interval_texts(t, "accuracy", ".3f", examples="examples", groups="groups"),
             hovertemplate=f"{name}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(

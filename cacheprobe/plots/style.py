@@ -1,16 +1,16 @@
-"""The one place for colours, patterns and the settings of plotly.
+"""Defines the colours, patterns and plotly settings of all pictures.
 
 Blue prefill, yellow candidate or provisional row, green accepted or verified, red rejected, hatched pending, grey other
 requests. Each has a texture or a sign beside its colour, so that no picture needs colour vision.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import SupportsInt
 
 import plotly.graph_objects as go
 
 FIGURE_CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
-"""Of every figure, on a page or in a notebook; the upload button stays off."""
+"""plotly's settings of every figure, on a page or in a notebook; the upload button stays off."""
 
 SANS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", "Liberation Sans", sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace'
@@ -43,40 +43,43 @@ _SCALES = {
 
 
 class Figure(go.Figure):
-    """A figure that is shown with FIGURE_CONFIG wherever it is shown: plotly's own has a button that sends the data
-    away."""
+    """A plotly figure that always uses FIGURE_CONFIG. Without it, plotly shows a button that sends the data away."""
 
-    def show(self, *args: Any, **settings: Any) -> Any:
+    def show(self, *args: object, **settings: object) -> object:
+        """Shows the figure, as plotly's method of that name."""
         return super().show(*args, **_configured(settings))
 
-    def to_html(self, *args: Any, **settings: Any) -> str:
+    def to_html(self, *args: object, **settings: object) -> str:
+        """Returns the figure as HTML, as plotly's method of that name."""
         return super().to_html(*args, **_configured(settings))
 
-    def write_html(self, *args: Any, **settings: Any) -> Any:
+    def write_html(self, *args: object, **settings: object) -> object:
+        """Writes the figure to an HTML file, as plotly's method of that name."""
         return super().write_html(*args, **_configured(settings))
 
     def _repr_mimebundle_(
-        self, include: Any = None, exclude: Any = None, validate: bool = True, **settings: Any
-    ) -> Any:
+        self, include: object = None, exclude: object = None, validate: bool = True, **settings: object
+    ) -> object:
         return super()._repr_mimebundle_(include, exclude, validate, **_configured(settings))
 
     def _ipython_display_(self) -> None:
         self.show()
 
 
-def layer_ticks(layers: Iterable[Any], most: int = 8) -> dict[str, Any]:
-    """Of an axis of layers, which are whole numbers: every one, or every second, fifth, tenth where there are many."""
+def layer_ticks(layers: Iterable[SupportsInt], most: int = 8) -> dict[str, int]:
+    """Returns plotly's ticks of an axis of layers: every layer, or every second, fifth, tenth ... if there are many."""
     places = sorted({int(layer) for layer in layers})
     span = places[-1] - places[0]
     return {"tick0": places[0], "dtick": next(step for step in (1, 2, 5, 10, 20, 50, 10**6) if span <= step * most)}
 
 
-def _configured(settings: dict[str, Any]) -> dict[str, Any]:
-    return {**settings, "config": {**FIGURE_CONFIG, **(settings.get("config") or {})}}
+def _configured(settings: Mapping[str, object]) -> dict[str, object]:
+    config = settings.get("config")
+    return {**settings, "config": {**FIGURE_CONFIG, **(config if isinstance(config, Mapping) else {})}}
 
 
 def layout_template(*, dark: bool = False) -> go.layout.Template:
-    """What figures look like on a light or a dark page. Violet grids: no colour of the words above means a number."""
+    """Returns plotly's template for a light or a dark page. Values are violet, since the other colours are words."""
     ink = _DARK if dark else _LIGHT
     axis = {"gridcolor": ink["line"], "linecolor": ink["line"], "zeroline": False, "ticks": "", "automargin": True}
     axis["title"] = {"font": {"size": 13}}
@@ -154,7 +157,7 @@ DIAGRAM_CSS = f"""
 """
 
 SHADES = 20
-"""Steps from the lightest to the darkest violet of the cells that are drawn without plotly: classes v0 to v19."""
+"""Steps from the lightest to the darkest violet, for cells drawn without plotly: classes v0 to v19."""
 
 
 def _shades(dark: bool) -> list[str]:
@@ -175,11 +178,11 @@ _DARKER_HALF = "".join(f".cp svg .v{i} text{{fill:var(--paper)}}" for i in range
 SHADE_CSS = (
     f"{_shade_rules('', dark=False)}@media (prefers-color-scheme:dark){{{_shade_rules('', dark=True)}}}{_DARKER_HALF}"
 )
-"""Of these classes, as the browser prefers."""
+"""Rules of these classes, light or dark as the browser prefers."""
 
 THEME_CSS = "".join(
     f":root[data-theme={theme}] .cp{{{_variables(colours)}color-scheme:{theme}}}"
     + _shade_rules(f":root[data-theme={theme}] ", dark=theme == "dark")
     for theme, colours in (("light", _LIGHT), ("dark", _DARK))
 )
-"""For a page with a switch of its own: data-theme of the document stands before what the browser prefers."""
+"""Rules for a page with its own switch: the document's data-theme overrides the browser's preference."""

@@ -1,8 +1,8 @@
-"""A sweep as small multiples: one curve by layer for each pair of values of two axes."""
+"""Draws a sweep as small multiples: one curve by layer for each pair of values of two axes."""
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeVar
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -12,7 +12,7 @@ from cacheprobe.plots.style import STATUS_STYLES, Figure, layer_ticks, layout_te
 from cacheprobe.plots.text import markup, shorten
 
 MOST = 8
-"""Values of an axis that are drawn."""
+"""Largest number of values of an axis that are drawn."""
 _SAID = {
     "agrees_mean": "share of first choices that are the committed token",
     "rank_median": "median rank of the committed token",
@@ -21,13 +21,14 @@ _SAID = {
 }
 _SHARES = {"agrees_mean"}
 _NAME = 18
-"""Letters beside a panel, along its height."""
+"""Letters of the name beside a panel."""
 NONE = "none"
 _PARTS = re.compile(r"\d+|\D+")
+T = TypeVar("T")
 
 
-def in_order(values: Iterable[Any]) -> list[Any]:
-    """Values of an axis as they are drawn: layer=9 before layer=10, numbers before texts."""
+def in_order(values: Iterable[T]) -> list[T]:
+    """Returns the values of an axis in drawing order: layer=9 before layer=10, numbers before texts."""
     return sorted(values, key=lambda value: [(*_number(part), part) for part in _PARTS.findall(str(value))])
 
 
@@ -36,10 +37,10 @@ def _number(part: str) -> tuple[bool, int]:
 
 
 def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agrees_mean") -> go.Figure:
-    """A panel for each value of the axis `rows` (down) and `columns` (across): `value` by layer, the mean over
-    the cells of a panel, of committed rows.
+    """Returns a panel for each value of the axis `rows` (down) and `columns` (across), with `value` by layer.
 
-    layers: as in `Sweep.layers`.  value: one of its numbers, by default agrees_mean.
+    A curve is the mean over the cells of its panel, of committed rows.
+    layers: from `Sweep.layers`.  value: one of its numbers, by default agrees_mean.
     Raises: ValueError for an unknown column, one axis given twice, more than 8 values of an axis, and an empty table.
     """
     if rows == columns:

@@ -1,4 +1,7 @@
-"""Token texts for pictures. They are user data: made visible, cut to fit, and escaped before they meet any markup."""
+"""Prepares token texts for pictures: makes white space visible, cuts to fit, and escapes for markup.
+
+Texts come from users, so every text is escaped before it becomes part of markup.
+"""
 
 import unicodedata
 from collections.abc import Mapping
@@ -12,17 +15,17 @@ _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def plain(text: str) -> str:
-    """For a terminal: on one line, its spaces as they are, and nothing in it that a terminal would act on."""
+    """Returns the text on one line for a terminal: spaces stay, control characters become visible."""
     return visible(text).replace("␣", " ")
 
 
 def columns_of(text: str) -> int:
-    """Width of a text in columns of a monospaced font."""
+    """Returns the width of a text in columns of a monospaced font."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def shorten(text: str, width: int) -> str:
-    """The text in at most `width` columns, with an ellipsis where something was cut."""
+    """Returns the text in at most `width` columns, with an ellipsis if it was cut."""
     if columns_of(text) <= width:
         return text
     kept = ""
@@ -34,21 +37,22 @@ def shorten(text: str, width: int) -> str:
 
 
 def token_label(text: str, width: int) -> str:
-    """A token for a picture: visible, cut to fit; not yet escaped."""
+    """Returns a token for a picture: visible and cut to fit, not escaped."""
     return shorten(visible(text), width)
 
 
 def markup(text: str) -> str:
-    """Escaped for HTML, SVG and plotly's own pseudo-HTML, which would otherwise act on <b> or drop <|im_start|>."""
+    """Returns the text escaped for HTML, SVG and plotly, which would otherwise read <b> or <|im_start|> as a tag."""
     return escape(str(text), quote=True)
 
 
 def subscript(number: int) -> str:
+    """Returns the number in subscript digits."""
     return str(number).translate(_SUBSCRIPTS)
 
 
 def token_texts(rows: pd.DataFrame, hypotheses: pd.DataFrame | None = None) -> dict[int, str]:
-    """Token id -> text, of every token that the tables of a trace name."""
+    """Returns token id -> text, for every token in the tables of a trace."""
     pairs = [rows[["token_id", "token"]]]
     if hypotheses is not None:
         committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
@@ -59,5 +63,5 @@ def token_texts(rows: pd.DataFrame, hypotheses: pd.DataFrame | None = None) -> d
 
 
 def text_of(texts: Mapping[int, str], token_id: int) -> str:
-    """A token's text; its id in brackets where no table names it."""
+    """Returns a token's text; "<id>" if no table names the token."""
     return texts.get(token_id, f"<{token_id}>")

@@ -1,1 +1,1 @@
-"""Traces: tables and states of one run, saved, loaded and migrated."""
+"""Holds the tables and states of one run; saves, loads and migrates them."""

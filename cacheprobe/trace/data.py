@@ -1,8 +1,8 @@
-"""The fields of a trace, and the look-ups that tables, files and analyses share."""
+"""Defines the fields of a trace, and the look-ups that tables, files and analyses share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import pandas as pd
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, PATTERN
 from cacheprobe.core.records import STATUSES, Request
+from cacheprobe.core.values import JsonDict
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
@@ -22,62 +23,67 @@ SITE_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"
 
 @dataclass
 class TraceData:
-    """What a run computed, as fields. `Trace` is what a user holds."""
+    """Fields of a run's results. Users hold a `Trace`, which adds the methods."""
 
     requests: tuple[Request, ...]
     tokens: Mapping[int, Sequence[int]]
-    """Committed token ids by request, the prompt not included."""
+    """Committed token ids by request, without the prompt."""
     texts: Mapping[int, str]
     row_table: pd.DataFrame = field(repr=False)
     hypothesis_table: pd.DataFrame | None = field(repr=False)
     event_table: pd.DataFrame = field(repr=False)
     ledger_table: pd.DataFrame = field(repr=False)
     store: StateStore = field(repr=False)
-    meta: dict[str, Any] = field(repr=False)
+    meta: JsonDict = field(repr=False)
     """fingerprint, config, capture, checks, behaviour, drafter, lens, finish reasons, model source."""
     model: CachedLM | None = field(default=None, repr=False)
     thought_table: pd.DataFrame | None = field(default=None, repr=False)
     thought_states: Tensor | None = field(default=None, repr=False)
-    """[n, c, m]: what each thought added to the next chunk, by its number in `thoughts()`."""
+    """[n, c, m]: states that each thought added to the next chunk, by its number in `thoughts()`."""
     interventions: Sequence[Intervention] = field(default=(), repr=False)
-    """What changed the run. Their vectors are not saved: a loaded trace has a record of them in its meta alone."""
+    """Interventions of the run. Their vectors are not saved: a loaded trace has only their description in `meta`."""
     kept_rows: Mapping[int, KVSnapshot] = field(default_factory=dict, repr=False)
-    """By request, of those that asked for it; they are not saved."""
+    """KVSnapshot by request, for requests with keep_rows=True; not saved."""
     token_table: pd.DataFrame | None = field(default=None, repr=False)
-    """Columns token_id and token, of every token that the run names; None where an older version stored the run."""
+    """Columns token_id and token, one line for every token that the run names; None if an older version stored
+    the run."""
     reading_of_import: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
-    """Reads the kept states by the logit lens, for an import without lens readings, if its model is there."""
+    """Reads the kept states by the logit lens, for an import without lens readings whose model is loaded."""
     judged_readings: pd.DataFrame | None = field(default=None, init=False, repr=False, compare=False)
-    """The readings with their verdicts, made when they are first asked for."""
+    """Readings with the verdicts of drafts, computed at the first call of `hypotheses`."""
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
-        """The schedule that the bits of this run depend on."""
+    def fingerprint(self) -> JsonDict:
+        """Everything that the run's bits depend on: model, dtype, device, shapes of passes, settings."""
         return self.meta["fingerprint"]
 
     @property
     def num_drafted(self) -> int:
-        """Candidates that reached the verifier."""
+        """Number of drafted tokens that reached the verifier."""
         return int(self.event_table.draft_token_ids.map(len).sum())
 
     @property
     def num_rolled_back(self) -> int:
+        """Number of draft tokens that the verifier did not accept."""
         return int(self.event_table.num_rolled_back.sum())
 
     @property
     def missing(self) -> dict[str, str]:
-        """What this trace does not have, and why: of an import, or of a run that an older version stored."""
+        """Data that this trace lacks, each with the reason: in an import, or in a run that an older version stored."""
         return dict(self.meta.get("missing", {}))
 
     @property
     def token_texts(self) -> Mapping[int, str]:
-        """The visible form of every token that the run names, by token id."""
+        """Visible form of every token that the run names, by token id."""
         if self.token_table is None:
             self.token_table = token_texts_of(self.row_table, self.hypothesis_table)
         return dict(zip(self.token_table.token_id.tolist(), self.token_table.token.tolist(), strict=True))
 
     def rows(self, request_id: SupportsIndex | None = None, status: str | None = None) -> pd.DataFrame:
-        """A copy of a request's rows, or of all: of every status, or of one, such as committed or rolled_back."""
+        """Returns a copy of the rows table, of one request or of all, with every status or with one.
+
+        Raises: KeyError for an unknown request, ValueError for an unknown status.
+        """
         table = self.row_table
         if request_id is not None:
             self._require(request_id)
@@ -87,16 +93,22 @@ class TraceData:
         return table[table.status == status].copy() if status else table.copy()
 
     def thoughts(self) -> pd.DataFrame:
-        """Thoughts of a Thinking States model, one row for each chunk; as in `trace.tables.thoughts.thoughts_table`."""
+        """Returns the thoughts of a Thinking States model, one line for each chunk; columns as in
+        `tables.thoughts.thoughts_table`.
+
+        Raises: ValueError for another kind of model.
+        """
         if self.thought_table is None:
             name = self.fingerprint["model"]
             raise ValueError(f"{name} wrote no thoughts; only a Thinking States model does, after whole chunks")
         return self.thought_table.copy()
 
     def vectors(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
-        """States [n, m] of the given rows (a table from `rows()`, or row numbers) at one site and layer.
+        """Returns states [n, m] of the given rows at one site and layer; [n, h, d] at q, k, v and z.
 
-        layer: -1 is the last. At q, k, v and z [n, h, d]. Patterns differ in length from row to row: `pattern_rows`.
+        layer: negative numbers count from the last.  rows: a table from `rows()`, or row numbers.
+        Raises: ValueError for states that were not kept, and for patterns, whose length differs between rows: see
+        `pattern_rows`.
         """
         if site == PATTERN:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
@@ -104,7 +116,10 @@ class TraceData:
         return held[places]
 
     def _stored(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> tuple[Tensor, Tensor]:
-        """All that is stored of a site and layer, and the place [n] of each given row in it. Raises: ValueError."""
+        """Returns all stored states of a site and layer, and the index [n] of each given row in them.
+
+        Raises: ValueError if a row has no state there, KeyError for an unknown row.
+        """
         layer = layer_number(layer, self.row_table)
         self._require_site(site, layer)
         numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
@@ -127,9 +142,9 @@ class TraceData:
         return self.store.all_of(site, layer), torch.tensor(about.state_index.to_numpy())
 
     def pattern_rows(self, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> list[Tensor]:
-        """Attention weights of the given rows, whatever their status: [h, p + 1] over positions 0 to p for each.
+        """Returns attention weights [h, p + 1] over positions 0 to p, one tensor for each given row, of any status.
 
-        What a rolled-back row gave to a position that was rolled back too, it gave to the candidate that stood there.
+        A rolled-back row attended to the candidates that stood before it at that time, not to the committed tokens.
         """
         flat, places = self._stored(PATTERN, layer, rows)
         stored = self.row_table[self.row_table.state_index >= 0]  # a shared prompt's rows share their states
@@ -138,11 +153,11 @@ class TraceData:
         return [flat[starts[i] : starts[i + 1]].view(heads, -1) for i in places.tolist()]
 
     def kept(self, site: str, layer: SupportsIndex, rows: pd.DataFrame) -> "Tensor | list[Tensor]":
-        """One tensor for each row, of whatever was captured."""
+        """Returns one tensor for each row, from `vectors` or, at site "pattern", from `pattern_rows`."""
         return self.pattern_rows(layer, rows) if site == PATTERN else self.vectors(site, layer, rows)
 
-    def thoughts_said(self, request_id: SupportsIndex) -> list[tuple]:
-        """(chunk, token ids, log-probabilities) of the request's committed thoughts, in order."""
+    def thoughts_said(self, request_id: SupportsIndex) -> list[tuple[int, list[int], list[float]]]:
+        """Returns (chunk, token ids, log-probabilities) of the request's committed thoughts, in order."""
         assert self.thought_table is not None
         table = self.thought_table
         mine = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
@@ -173,5 +188,6 @@ class TraceData:
             raise ValueError(f"layer {layer} was not captured; this run kept layers {list(self.store.layers)}")
 
     def require_there(self, what: str) -> None:
+        """Checks that the trace has this data. Raises: ValueError with the recorded reason if it does not."""
         if reason := self.missing.get(what):
             raise ValueError(f"this trace has no {what}: {reason}")

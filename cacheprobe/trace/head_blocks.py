@@ -1,6 +1,6 @@
-"""What attention heads held, as it comes in: a tensor for each pass, site and layer, joined once at the end.
+"""Collects activations of attention heads: one tensor for each pass, site and layer, joined at the end of the run.
 
-Patterns are ragged: of a row at position p, only the weights on positions 0 to p are kept.
+Patterns are ragged: a row at position p keeps only its weights on positions 0 to p.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from cacheprobe.core.hook_names import PATTERN
 
 @dataclass
 class HeadBlock:
-    """What heads held in one pass, of the rows that are kept."""
+    """Head activations of one pass, for the rows that are kept."""
 
     dtype: torch.dtype
     index: Tensor
-    """[n] b x width + slot."""
+    """[n]: batch_index x width + slot of each kept row."""
     positions: Tensor
-    """[n] absolute."""
+    """[n] absolute positions."""
     held: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def size(self, site: str) -> int:
-        """Entries of one head: rows, or the weights of all rows."""
+        """Returns the number of entries of one head: of rows, or of weights of all rows."""
         return len(self.index) if site != PATTERN else int((self.positions + 1).sum())
 
     def keep(self, site: str, layer: int, value: Tensor) -> None:
-        """Copy the kept rows of [b, t, h, d], or of a pattern [b, h, t, s] over the cache's slots."""
+        """Copies the kept rows from [b, t, h, d], or from a pattern [b, h, t, s] over the cache's slots."""
         if site == PATTERN:
             width = value.shape[2]
             rows = value[self.index // width, :, self.index % width]  # [n, h, s]
@@ -40,23 +40,23 @@ class HeadBlock:
 
 
 class HeadBlocks:
-    """Sites q, k, v and z as [n, h, d] for each layer, and patterns as one flat tensor."""
+    """Head activations of a run: sites q, k, v and z as [n, h, d] for each layer, patterns as one flat tensor."""
 
     def __init__(self, sites: Sequence[str], layers: Sequence[int], dtype: torch.dtype) -> None:
         self.sites, self.layers, self.dtype = tuple(sites), tuple(layers), dtype
         self._passes: list[HeadBlock] = []
 
     def open(self, index: Tensor, positions: Sequence[int]) -> HeadBlock:
-        """A block for a pass of whose rows these are kept: place in the pass, batch before slots, and position."""
+        """Returns a new block for a pass. index, positions: of its kept rows, ordered by batch index, then slot."""
         self._passes.append(HeadBlock(self.dtype, index, torch.tensor(positions, device=index.device)))
         return self._passes[-1]
 
     def drop_last(self) -> None:
-        """Forget the newest pass, which failed."""
+        """Discards the newest pass, which failed."""
         self._passes.pop()
 
     def joined(self) -> dict[tuple[str, int], Tensor]:
-        """[n, h, d] by site and layer, a pattern flat; NaN where a pass ended before the layer."""
+        """Returns [n, h, d] by site and layer, a pattern flat; NaN for a pass that ended before the layer."""
         return {(site, layer): self._joined(site, layer) for site in self.sites for layer in self.layers}
 
     def _joined(self, site: str, layer: int) -> Tensor:
@@ -69,15 +69,17 @@ class HeadBlocks:
         heads = 1 if site != PATTERN else len(like) // one.size(PATTERN)
 
         def absent(one: HeadBlock) -> Tensor:
+            """Returns NaN for a pass that did not reach the layer."""
             return torch.full((heads * one.size(site), *shape), torch.nan, dtype=self.dtype)
 
         return torch.cat([absent(one) if tensor is None else tensor for one, tensor in held])
 
 
 def ragged_starts(positions: Tensor, numel: int) -> tuple[Tensor, int]:
-    """Where each row of a flat pattern begins, [n + 1], and its heads, from the rows' positions in stored order.
+    """Returns the offset of each row in a flat pattern, [n + 1], and the number of heads.
 
-    Raises: ValueError where the tensor is no pattern of these rows.
+    positions: of the rows, in stored order.  numel: entries of the flat pattern.
+    Raises: ValueError if the number of entries does not fit these rows.
     """
     lengths = positions + 1
     total = int(lengths.sum())

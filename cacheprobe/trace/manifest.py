@@ -1,10 +1,13 @@
-"""The manifest of a saved run: its commit point, read and checked without opening anything else. Loads no torch."""
+"""Reads and checks the manifest of a saved run. A save writes the manifest last, so a run without one is incomplete.
+
+Loads no torch.
+"""
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.migrate import NEWEST, OLDEST, migrated
 
 FORMAT_VERSION = NEWEST
@@ -12,13 +15,13 @@ MANIFEST = "manifest.json"
 
 
 class TraceError(ValueError):
-    """A directory that holds no readable trace; the message says why and what to do."""
+    """Raised for a directory without a readable trace; the message says why and what to do."""
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """What a run's manifest says, as today's version would say it: see `trace.migrate`.
+def read_manifest(directory: Path) -> JsonDict:
+    """Returns a run's manifest, migrated to today's format by `trace.migrate`.
 
-    Raises: TraceError for a directory without one, or of a version that this code does not know.
+    Raises: TraceError for a directory without a manifest, or with a format version that this code does not know.
     """
     path = directory / MANIFEST
     if not directory.is_dir():
@@ -45,7 +48,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def runs_in(folder: Path) -> list[str]:
-    """Names of the runs inside a folder, in order; if there are none, those of its folders (shards/x of a sweep)."""
+    """Returns the sorted names of the runs inside a folder; if there are none, of the runs in its folders (shards/x of
+    a sweep).
+    """
     for pattern in (f"*/{MANIFEST}", f"*/*/{MANIFEST}"):
         if found := sorted(path.parent.relative_to(folder).as_posix() for path in folder.glob(pattern)):
             return found
@@ -57,8 +62,8 @@ def _listed(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
-def require_whole(directory: Path, manifest: dict[str, Any]) -> None:
-    """Raises: TraceError where a file that the manifest names is missing or cut short."""
+def require_whole(directory: Path, manifest: JsonDict) -> None:
+    """Checks that every file of the manifest is there. Raises: TraceError for a file that is missing or cut short."""
     for name, size in manifest["files"].items():
         path = directory / name
         if not path.exists():
@@ -70,22 +75,22 @@ def require_whole(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def sha256_of_file(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
+    """Returns the SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_of_manifest(manifest: dict[str, Any]) -> str:
-    """SHA-256 of what a manifest says, without its own checksum."""
+def sha256_of_manifest(manifest: JsonDict) -> str:
+    """Returns the SHA-256 of a manifest's content without its own checksum."""
     said = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def damaged_files(directory: Path) -> tuple[int, list[str]]:
-    """(number of files compared with the checksums in the manifest, what is wrong with each that differs).
+    """Returns (number of files compared with their checksums, one sentence for each file that differs).
 
     A run of trace format 3 or older has no checksums: 0 files are compared.
-    Raises: TraceError where `read_manifest` does, and where a file is missing or cut short.
+    Raises: TraceError for an unreadable manifest, and for a file that is missing or cut short.
     """
     manifest = read_manifest(directory)
     require_whole(directory, manifest)

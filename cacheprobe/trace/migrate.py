@@ -1,4 +1,4 @@
-"""From the manifest of an older trace format to today's, one version at a time. Loads no torch, and writes nothing.
+"""Migrates the manifest and tables of an older trace format to today's, one version at a time. Loads no torch.
 
     1   tokens, rows, readings, events, ledger, states at S, T and C
     2   arrivals, samples and preemptions; log-probabilities of committed tokens; thoughts
@@ -7,20 +7,20 @@
     5   the texts of all tokens that the run names; status given_up, of drafts without a verdict; visible tokens
     6   the setting max_kv_tokens, named kv_rows before
 
-A stored run stays as it is on the disk; it is read as today's would be, and what its version did not record is listed
-in `meta["missing"]`, so that asking for it is an error and not an empty answer. `Trace.save` writes today's format.
+The files on the disk do not change. What an older version did not record is listed in `meta["missing"]`, so a request
+for it raises an error and does not return an empty answer. `Trace.save` writes today's format.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import pandas as pd
 
 from cacheprobe.core.config import RENAMED
 from cacheprobe.core.token_text import visible
+from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.token_history import token_history
 
-Manifest = dict[str, Any]
+Manifest = JsonDict
 
 _NO_LOGPROBS = "trace format 1 did not record them; run it again"
 
@@ -33,25 +33,25 @@ def _from_1(old: Manifest) -> Manifest:
 
 
 def _from_2(old: Manifest) -> Manifest:
-    """Some fields came in the course of version 2, so a run of that version may have them or not."""
+    """Adds fields that came in the course of version 2, so a run of that version may have them or not."""
     later = {"errors": {}, "thought_layer": None, "thinking": None, "cache_row_bytes": None}
     capture = {"heads": (), **old["meta"]["capture"]}
     return {**old, "format_version": 3, "heads": [], "meta": {**later, **old["meta"], "capture": capture}}
 
 
 def _from_3(old: Manifest) -> Manifest:
-    """No checksums were stored, so damage on the disk cannot be noticed by them; no pass was compared with itself."""
+    """Adds empty checksums and self-checks: version 3 stored neither."""
     meta = {"self_checks": {"compared": 0, "differences": []}, **old["meta"]}
     return {**old, "format_version": 4, "meta": meta, "sha256": {}, "manifest_sha256": None}
 
 
 def _from_4(old: Manifest) -> Manifest:
-    """The tables are migrated as they are read: see `migrated_rows` and `migrated_readings`."""
+    """Raises the version only: `migrated_rows` and `migrated_readings` migrate the tables when they are read."""
     return {**old, "format_version": 5}
 
 
 def _from_5(old: Manifest) -> Manifest:
-    """The setting `max_kv_tokens` was named kv_rows."""
+    """Renames the setting kv_rows to max_kv_tokens."""
     config = {RENAMED.get(name, name): value for name, value in old["meta"]["config"].items()}
     return {**old, "format_version": 6, "meta": {**old["meta"], "config": config}}
 
@@ -59,18 +59,20 @@ def _from_5(old: Manifest) -> Manifest:
 _STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5}
 
 OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1
-"""Trace formats that can be read. NEWEST is what is written."""
+"""Trace formats that can be read. `Trace.save` writes NEWEST."""
 
 
 def migrated(manifest: Manifest) -> Manifest:
-    """The manifest as today's version would have written it. Its version must be one of OLDEST to NEWEST."""
+    """Returns the manifest in today's format. Its version must be one of OLDEST to NEWEST."""
     while manifest["format_version"] < NEWEST:
         manifest = _STEPS[manifest["format_version"]](manifest)
     return manifest
 
 
 def migrated_events(events: pd.DataFrame) -> pd.DataFrame:
-    """The events table with every column of today: log-probabilities are empty lists where none were recorded."""
+    """Returns the events table with all of today's columns; log-probabilities that were not recorded are empty
+    lists.
+    """
     if "committed_logprobs_nats" in events.columns:
         return events
     at = events.columns.get_loc("committed_token_ids") + 1
@@ -85,10 +87,11 @@ def migrated_events(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int]) -> pd.DataFrame:
-    """The rows table of a run before format 5: tokens in their visible form, and `given_up` told from `rolled_back`.
+    """Returns the rows table of a run before format 5 with visible tokens, and with the status `given_up`.
 
-    A rolled-back row was given up if the newest draft token at its position had no verdict. Rows of verify passes had
-    one, since the rows of a failed pass were never kept.
+    Before format 5, given-up rows had the status `rolled_back`. A decode row was given up if the newest draft token at
+    its
+    position had no verdict. Rows of verify passes always had one, since rows of a failed pass were never kept.
     """
     history = token_history(events)
     position = history.place + history.request_id.map(prompt_lengths)
@@ -103,7 +106,7 @@ def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapp
 
 
 def migrated_readings(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Readings or thoughts of a run before format 5, with the role and status of its migrated rows."""
+    """Returns readings or thoughts of a run before format 5, with the role and status of their migrated rows."""
     about = rows.set_index("row").loc[readings.row]
     there = [name for name in ("token", "committed_token") if name in readings.columns]
     tokens = {name: readings[name].map(visible, na_action="ignore") for name in there}

@@ -1,4 +1,4 @@
-"""Where a run may be saved: checked before anything is computed, and before anything is written. Loads no torch."""
+"""Checks whether a run may be saved in a directory, before anything is computed or written. Loads no torch."""
 
 import json
 from itertools import chain, count
@@ -7,14 +7,14 @@ from pathlib import Path
 from cacheprobe.trace.manifest import MANIFEST, TraceError
 
 KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens")
-"""What the names of a run's data files begin with."""
+"""First part of the names of a run's data files."""
 
 
 def require_free(directory: Path, overwrite: bool = False) -> None:
-    """Check that a run may be saved in this directory: it is absent, empty, or left by a save that did not end.
+    """Checks that a run may be saved in this directory: it is absent, empty, or left by an unfinished save.
 
-    overwrite: it may hold a run too, which the new one replaces.
-    Raises: TraceError for a file, for a directory with a run unless `overwrite`, and for one with files of others.
+    overwrite: the directory may hold a run too, which the new one replaces.
+    Raises: TraceError for a file, for a directory with a run unless `overwrite`, and for one with other files.
     """
     if not directory.exists():
         return
@@ -36,21 +36,21 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
 
 
 def free_beside(directory: Path) -> Path:
-    """The directory, or NAME-stopped, NAME-stopped-2 and so on beside it: the first that holds no run."""
+    """Returns `directory`, or else NAME-stopped, NAME-stopped-2 and so on beside it: the first that holds no run."""
     numbers = (f"-{n}" for n in count(2))
     beside = (directory.with_name(f"{directory.name}-stopped{number}") for number in chain([""], numbers))
     return next(place for place in chain([directory], beside) if not (place / MANIFEST).exists())
 
 
 def is_of_a_run(name: str) -> bool:
-    """Whether a file of this name may belong to a saved run, or is its report."""
+    """Returns whether a file of this name may belong to a saved run, or is the run's report."""
     stem = name.removesuffix(".tmp")
     is_data = stem.endswith((".parquet", ".safetensors")) and stem.startswith(tuple(f"{kind}-" for kind in KINDS))
     return is_data or stem in (MANIFEST, "report.html")
 
 
 def _described(directory: Path) -> str:
-    """The model and number of requests of the run in this directory, or that its manifest cannot be read.
+    """Returns the model and number of requests of the run in this directory, or a note that its manifest is unreadable.
 
     Raises: TraceError if manifest.json is another program's.
     """

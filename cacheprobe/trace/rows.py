@@ -1,11 +1,11 @@
-"""The records that a trace's tables of rows and of the ledger are made of."""
+"""Defines the records that become a trace's tables of rows and of the ledger."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class RowRecord:
-    """One row of one pass: a token, where it stood, and what became of it."""
+    """One token of one pass: its position, and later its role and status."""
 
     request_id: int
     step: int
@@ -14,14 +14,14 @@ class RowRecord:
     token_id: int
     num_layers: int
     state_index: int
-    """Place among the stored vectors, -1 where a filter dropped it."""
+    """Index among the stored vectors; -1 if a filter dropped the row."""
     role: str = ""
     status: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerChange:
-    """Cache rows start..end-1 of a request took this provenance in this step."""
+    """Change of the provenance of cache rows start..end-1 of a request in one step."""
 
     request_id: int
     step: int

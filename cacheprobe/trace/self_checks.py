@@ -1,22 +1,21 @@
-"""The capture's own controls: every run shows that what it kept is what the model computed."""
+"""Checks in every run that the captured states are those that the model computed."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.models.settings import product_dtype
 
 
 class CaptureError(RuntimeError):
-    """The capture contradicts the model. Nothing read from such a run can be trusted."""
+    """Raised if captured states contradict the model. Do not trust any reading from such a run."""
 
 
 @dataclass
 class Check:
-    """One identity, over all that was checked: the largest error in units of what is allowed."""
+    """One identity, and the largest error found so far relative to its tolerance."""
 
     name: str
     dtype: str
@@ -26,7 +25,7 @@ class Check:
     """Largest error as a fraction of the tolerance: at most 1."""
 
     def add(self, error: Tensor, allowed: Tensor, step: int) -> None:
-        """Record errors [..] against what is allowed [..]. Raises: CaptureError beyond the tolerance, or on NaN."""
+        """Records errors [..] against allowed errors [..]. Raises: CaptureError beyond the tolerance, or on NaN."""
         fraction = torch.where(error == 0, 0.0, error / allowed)
         worst = float(fraction.max()) if fraction.numel() else 0.0
         if worst != worst:
@@ -42,15 +41,18 @@ class Check:
 
 
 def residual_check(dtype: torch.dtype) -> Check:
+    """Returns the check that a block's output is its input plus attention output plus MLP output."""
     tolerance = "4 eps (|pre| + |T| + |C|)"
     return Check("resid_post = resid_pre + T + C", _name(dtype), tolerance)
 
 
 def check_residual(check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: Tensor, step: int) -> None:
-    """post against pre + attn + mlp, elementwise, in the model's dtype.
+    """Compares post with pre + attn + mlp, elementwise, in the model's dtype.
 
-    Each of the two additions rounds once, and architectures add in different orders; two orders differ by at most
-    2 eps of the terms' magnitudes, four allow for fused additions.
+    Each of the two additions rounds once, and architectures add in different orders. Two orders differ by at most 2 eps
+    of
+    the terms' magnitudes; 4 eps allow for fused additions.
+    Raises: CaptureError beyond that.
     """
     eps = torch.finfo(post.dtype).eps
     magnitude = pre.float().abs() + attn.float().abs() + mlp.float().abs()
@@ -60,15 +62,17 @@ def check_residual(check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: T
 
 
 def lens_check(dtype: torch.dtype) -> Check:
+    """Returns the check that the logit lens at the last layer gives the model's own logits."""
     return Check(
         "last layer's Z = the model's own output", _name(dtype), f"{_lens_rtol(dtype):.2g} of the largest logit"
     )
 
 
 def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) -> None:
-    """Logits [n, v] read from the last layer's S against those that the model gave.
+    """Compares logits [n, v], read from the last layer's S, with the logits that the model gave.
 
-    Not bitwise: the two products have different numbers of rows, and sums are reordered.
+    They need not be bitwise equal: the two matrix products have different numbers of rows, so sums are reordered.
+    Raises: CaptureError beyond the tolerance.
     """
     scale = model_logits.float().abs().amax(-1, keepdim=True)
     error = (logits.float() - model_logits.float()).abs()
@@ -84,9 +88,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def self_checks_text(meta: Mapping[str, Any]) -> str:
-    """How often verify passes were compared with themselves, for a repr; empty where none was."""
-    held: dict[str, Any] = meta.get("self_checks") or {"compared": 0}
-    if not held["compared"]:
+def self_checks_text(meta: JsonDict) -> str:
+    """Returns how often verify passes were computed twice and compared, for a repr; '' if none was."""
+    counts: JsonDict = meta.get("self_checks") or {"compared": 0}
+    if not counts["compared"]:
         return ""
-    return f"; verified against itself {held['compared']:,} times, {len(held['differences'])} differences"
+    return f"; verified against itself {counts['compared']:,} times, {len(counts['differences'])} differences"

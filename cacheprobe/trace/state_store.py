@@ -1,4 +1,4 @@
-"""Captured state vectors by (site, layer): in memory, or in safetensors shards opened when asked."""
+"""Stores captured state vectors by (site, layer): in memory, or in safetensors shards that are opened when needed."""
 
 from collections.abc import Mapping, Sequence
 from operator import index
@@ -18,16 +18,16 @@ class StateStore(Protocol):
 
     sites: tuple[str, ...]
     heads: tuple[str, ...]
-    """Sites of attention heads: [n, h, d] each; a pattern is flat, row by row the weights [h, p + 1] of position p."""
+    """Sites of attention heads: [n, h, d] each. A pattern is flat: row by row, the weights [h, p + 1] of position p."""
     layers: tuple[int, ...]
 
     def all_of(self, site: str, layer: int) -> Tensor:
-        """Every stored vector of this site and layer, [n, m]; of heads as said above."""
+        """Returns every stored vector of this site and layer: [n, m], or for heads as in `heads`."""
         ...
 
 
 class MemoryStore:
-    """A run's states, as the recorder left them."""
+    """States of a run in memory, as the recorder collected them."""
 
     def __init__(self, states: Mapping[tuple[str, int], Tensor]) -> None:
         self._states = dict(states)
@@ -37,11 +37,12 @@ class MemoryStore:
         self.layers = tuple(sorted({layer for _, layer in states}))
 
     def all_of(self, site: str, layer: int) -> Tensor:
+        """Returns every stored vector of this site and layer: [n, m], or for heads as in `StateStore.heads`."""
         return self._states[site, layer]
 
 
 class ShardStore:
-    """A saved run's states. Each (site, layer) is one tensor in one of the shards, read when first asked for."""
+    """States of a saved run. Each (site, layer) is one tensor in one of the shards, read at its first use."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class ShardStore:
         self._held: dict[str, Tensor] = {}
 
     def all_of(self, site: str, layer: int) -> Tensor:
+        """Returns every stored vector of this site and layer, as `MemoryStore.all_of`; reads the shard at first use."""
         from safetensors import safe_open
 
         key = tensor_key(site, layer)
@@ -77,20 +79,21 @@ class ShardStore:
 
 
 def tensor_key(site: str, layer: int) -> str:
+    """Returns the name of a (site, layer) in the shards, such as "S.3"."""
     return f"{site}.{layer}"
 
 
 def layer_number(layer: SupportsIndex, rows: pd.DataFrame) -> int:
-    """The layer as stored: negative numbers count from the last layer that any of these rows went through."""
+    """Returns the layer as stored: negative numbers count from the last layer that any of these rows passed."""
     number = index(layer)
     depth = int(max(rows.num_layers, default=0)) if number < 0 else 0
     return number + depth if number >= -depth else number
 
 
 class Blocks:
-    """States as they come in: one [layers, n, m] block for each pass and site, joined once at the end.
+    """Collects states during a run: one [layers, n, m] block for each pass and site, joined at the end.
 
-    Hooks copy straight into the block of the pass at hand, so nothing aliases the model's tensors.
+    Hooks copy into the block of the current pass, so no block aliases the model's tensors.
     """
 
     def __init__(self, sites: Sequence[str], layers: Sequence[int], dtype: torch.dtype) -> None:
@@ -101,7 +104,7 @@ class Blocks:
         self._blocks: dict[str, list[Tensor]] = {site: [] for site in sites}
 
     def open(self, num_rows: int, width: int) -> dict[str, Tensor]:
-        """New blocks for a pass, filled with NaN: a layer that does not run stays marked as such."""
+        """Returns new blocks for a pass, by site, filled with NaN: a layer that does not run stays NaN."""
         new = {s: torch.full((len(self.layers), num_rows, width), torch.nan, dtype=self.dtype) for s in self.sites}
         for site, block in new.items():
             self._blocks[site].append(block)
@@ -110,13 +113,13 @@ class Blocks:
         return new
 
     def drop_last(self) -> None:
-        """Forget the blocks of the newest pass, which failed."""
+        """Discards the blocks of the newest pass, which failed."""
         self.num_rows -= self._opened.pop()
         for blocks in self._blocks.values():
             blocks.pop()
 
     def joined(self) -> dict[tuple[str, int], Tensor]:
-        """All blocks as one [n, m] tensor for each (site, layer); the blocks are let go site by site."""
+        """Returns all blocks as one [n, m] tensor for each (site, layer). Frees the blocks site by site."""
         states: dict[tuple[str, int], Tensor] = {}
         for site in self.sites:
             blocks = self._blocks.pop(site)

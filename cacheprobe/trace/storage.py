@@ -1,14 +1,15 @@
-"""The only on-disk format: safetensors shards, Parquet tables, and a manifest that is written last.
+"""Saves and loads runs in the only on-disk format: safetensors shards, Parquet tables, and a manifest written last.
 
     run/
-      manifest.json                  the commit point: names the files that belong to the run, with sizes and SHA-256
+      manifest.json                  written last: names the files of the run, with sizes and SHA-256
       states-<id>-00000.safetensors  one tensor [n, m] for each (site, layer), shards of about 1 GB; of attention heads
-                                     [n, h, d], and of patterns one flat tensor (StateStore.heads says how)
+                                     [n, h, d], and of patterns one flat tensor (see StateStore.heads)
       rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet, tokens-<id>.parquet
       thoughts-<id>.parquet and .safetensors  of a Thinking States model
 
-Every file is written beside its place, flushed to the disk and renamed. Files carry an id of their own, so that saving
-over a run leaves the old one whole until the manifest is replaced; what no manifest names is swept afterwards.
+Every file is written under a temporary name, flushed to the disk and renamed. File names carry an id. So saving over a
+run leaves the old one complete until the new manifest replaces the old. Then files that the manifest does not name are
+deleted.
 """
 
 import json
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from torch import Tensor
 
 from cacheprobe.core.files import fsync
 from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import example_from_record, example_record
 from cacheprobe.trace.data import TraceData
@@ -40,7 +43,7 @@ from cacheprobe.trace.state_store import ShardStore, tensor_key
 
 SHARD_BYTES = 10**9
 ROW_GROUP = 2**14
-"""Lines of a Parquet row group: who asks for one request of a long run reads little more than its lines."""
+"""Lines of a Parquet row group. Reading one request of a long run then reads little more than its own lines."""
 _TABLES = {
     "rows": "row_table",
     "hypotheses": "hypothesis_table",
@@ -53,12 +56,14 @@ _THOUGHT_STATES = "thoughts-{}.safetensors"
 
 
 def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, overwrite: bool = False) -> Path:
-    """Write a trace into `directory`, which is made if absent.
+    """Writes a trace into `directory`, which is created if absent.
 
-    run_id: what file names end with; drawn at random, so that an earlier run there stays whole until the end. A given
-        one makes the files' names a function of the caller's, for a directory that holds nothing yet.
-    overwrite: replace a run that `directory` holds, and remove the report that was drawn of it.
-    Raises: TraceError, with nothing written, for a file, a directory with a run, and one with files of others.
+    run_id: last part of file names; random by default, so that an earlier run there stays complete until the end. With
+    a
+        given id the names are reproducible; use one only for a directory without a run.
+    overwrite: replace a run in `directory`, and delete the report that was drawn of it.
+    Raises: TraceError, before anything is written, for a file, for a directory with a run, and for one with other
+    files.
     """
     require_free(directory, overwrite)
     directory.mkdir(parents=True, exist_ok=True)
@@ -66,13 +71,14 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
     files: dict[str, int] = {}
     checksums: dict[str, str] = {}
 
-    def write(name: str, fill: Callable[[Path], Any]) -> None:
+    def write(name: str, fill: Callable[[Path], object]) -> None:
+        """Writes one file and records its size and checksum."""
         _write_whole(directory / name, fill)
         files[name] = (directory / name).stat().st_size
         checksums[name] = sha256_of_file(directory / name)
 
     shards = _write_states(trace, run_id, write)
-    assert trace.token_texts  # makes the table of tokens, where the run has none
+    assert trace.token_texts  # builds the table of tokens if the run has none
     for name, attribute in _TABLES.items():
         table = getattr(trace, attribute)
         if table is not None:
@@ -107,24 +113,24 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
 
 
 def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
-    """Returns the fields of a saved trace by name. Raises: TraceError, as `load_trace`."""
+    """Returns the fields of a saved trace by name, as keywords of `Trace`. Raises: TraceError, as `load_trace`."""
     manifest = read_manifest(directory)
     require_whole(directory, manifest)
     run_id = manifest["run_id"]
-    held: dict[str, Any] = {
+    fields: dict[str, pd.DataFrame | None] = {
         attribute: pd.read_parquet(directory / f"{name}-{run_id}.parquet")
         if f"{name}-{run_id}.parquet" in manifest["files"]
         else None
         for name, attribute in _TABLES.items()
     }
-    held["event_table"] = migrated_events(held["event_table"])
+    fields["event_table"] = migrated_events(fields["event_table"])
     requests = tuple(_request_from_json(item) for item in manifest["requests"])
-    if held["token_table"] is None:
+    if fields["token_table"] is None:
         lengths = {request.request_id: request.num_prompt_tokens for request in requests}
-        held["row_table"] = migrated_rows(held["row_table"], held["event_table"], lengths)
+        fields["row_table"] = migrated_rows(fields["row_table"], fields["event_table"], lengths)
         for name in ("hypothesis_table", "thought_table"):
-            if held[name] is not None:
-                held[name] = migrated_readings(held[name], held["row_table"])
+            if (table := fields[name]) is not None:
+                fields[name] = migrated_readings(table, fields["row_table"])
     return dict(
         requests=requests,
         tokens={item["request_id"]: item["committed_token_ids"] for item in manifest["requests"]},
@@ -133,11 +139,11 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
         meta=manifest["meta"],
         model=model,
         thought_states=_thought_states(directory / _THOUGHT_STATES.format(run_id)),
-        **held,
+        **fields,
     )
 
 
-def _thought_states(path: Path) -> Any:
+def _thought_states(path: Path) -> Tensor | None:
     if not path.exists():
         return None
     from safetensors.torch import load_file
@@ -145,14 +151,15 @@ def _thought_states(path: Path) -> Any:
     return load_file(path)["states"]
 
 
-def _write_states(trace: TraceData, run_id: str, write: Callable[[str, Callable[[Path], None]], None]) -> list[str]:
+def _write_states(trace: TraceData, run_id: str, write: Callable[[str, Callable[[Path], object]], None]) -> list[str]:
     from safetensors.torch import save_file
 
     shards: list[str] = []
-    batch: dict[str, Any] = {}
+    batch: dict[str, Tensor] = {}
     held_bytes = 0
 
     def flush() -> None:
+        """Writes the collected tensors as one shard."""
         nonlocal batch, held_bytes
         if batch:
             name = f"states-{run_id}-{len(shards):05d}.safetensors"
@@ -171,8 +178,8 @@ def _write_states(trace: TraceData, run_id: str, write: Callable[[str, Callable[
     return shards
 
 
-def _write_whole(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Let `fill` write a temporary sibling, flush it to the disk, and rename it into place."""
+def _write_whole(path: Path, fill: Callable[[Path], object]) -> None:
+    """Calls `fill` on a temporary file beside `path`, flushes it to the disk, and renames it."""
     temporary = path.with_name(path.name + ".tmp")
     fill(temporary)
     fsync(temporary)
@@ -186,7 +193,7 @@ def _sweep(directory: Path, kept: set[str]) -> None:
             path.unlink()
 
 
-def _request_to_json(trace: TraceData, request: Request) -> dict[str, Any]:
+def _request_to_json(trace: TraceData, request: Request) -> JsonDict:
     example = request.example
     return {
         "request_id": request.request_id,
@@ -202,7 +209,7 @@ def _request_to_json(trace: TraceData, request: Request) -> dict[str, Any]:
     }
 
 
-def _request_from_json(item: dict[str, Any]) -> Request:
+def _request_from_json(item: JsonDict) -> Request:
     prompt = item["prompt"] if isinstance(item["prompt"], str) else tuple(item["prompt"])
     sampling = item["sampling"]
     return Request(

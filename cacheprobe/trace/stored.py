@@ -1,8 +1,7 @@
-"""A saved run for who looks at a little of it at a time: tables read when asked for, and no tensor. Loads no torch."""
+"""Reads the tables of a saved run one by one, without torch and without the states."""
 
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -10,19 +9,19 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cacheprobe.core.token_text import visible
+from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import TraceError, read_manifest, require_whole
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows
 from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
 
 _REQUESTS_HELD = 8
-"""Readings of so many requests stay in memory, in Arrow's compact form."""
+"""Number of requests whose readings stay in memory, in Arrow's compact form."""
 
 
 class StoredRun:
-    """The tables of one saved run, each read once; lens readings by request.
+    """Tables of one saved run, each read once; lens readings are read by request.
 
-    Columns are those of `trace.tables` and `trace.thoughts`. Raises: TraceError, when it is made, for a directory
-    that holds no whole run.
+    Columns are those of `trace.tables`. Raises: TraceError, when created, for a directory without a complete run.
     Twin: `load_trace(directory)`, whose tables hold the same lines, ==.
     """
 
@@ -30,9 +29,10 @@ class StoredRun:
         self.directory = Path(directory)
         self._manifest = read_manifest(self.directory)
         require_whole(self.directory, self._manifest)
-        self.meta: dict[str, Any] = self._manifest["meta"]
-        self.requests: list[dict[str, Any]] = self._manifest["requests"]
-        """request_id, prompt, prompt_token_ids, is_deterministic, committed_token_ids, text, example and others."""
+        self.meta: JsonDict = self._manifest["meta"]
+        self.requests: list[JsonDict] = self._manifest["requests"]
+        """One object for each request: request_id, prompt, prompt_token_ids, is_deterministic, committed_token_ids,
+        text, example and others."""
         self.sites = tuple(self._manifest["sites"])
         self.layers = tuple(self._manifest["layers"])
         self._held = lru_cache(maxsize=_REQUESTS_HELD)(self._read_readings)
@@ -41,32 +41,35 @@ class StoredRun:
         return f"StoredRun({self.directory.name}: {len(self.requests)} requests of {self.fingerprint['model']})"
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonDict:
+        """Everything that the run's bits depend on, as in `Trace.fingerprint`."""
         return self.meta["fingerprint"]
 
-    def request(self, request_id: int) -> dict[str, Any]:
-        """Raises: KeyError for a request that the run does not have."""
+    def request(self, request_id: int) -> JsonDict:
+        """Returns the stored object of one request. Raises: KeyError for a request that the run does not have."""
         if not 0 <= request_id < len(self.requests):
             raise KeyError(f"no request {request_id} in this run; it has 0 to {len(self.requests) - 1}")
         return self.requests[request_id]
 
     @cached_property
     def rows(self) -> pd.DataFrame:
+        """Rows table: one line for each token of each pass."""
         rows = self._whole("rows")
         return rows if self._path("tokens") else migrated_rows(rows, self.events, self._prompt_lengths)
 
     @cached_property
     def events(self) -> pd.DataFrame:
+        """Events table: one line for each request in each step."""
         return migrated_events(self._whole("events"))
 
     @cached_property
     def ledger(self) -> pd.DataFrame:
-        """Changes of cache rows; `trace.tables.ledgers.ledger_at` plays them."""
+        """Changes of cache rows; `trace.tables.ledgers.ledger_at` applies them up to a step."""
         return self._whole("ledger")
 
     @cached_property
     def thoughts(self) -> pd.DataFrame | None:
-        """None where the model writes none."""
+        """Thoughts of a Thinking States model; None for another model."""
         if not self._path("thoughts"):
             return None
         thoughts = self._whole("thoughts")
@@ -74,12 +77,13 @@ class StoredRun:
 
     @property
     def has_readings(self) -> bool:
+        """Whether the run holds lens readings."""
         return self._path("hypotheses") is not None
 
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
-        """Lens readings of one request, as in `Trace.readings(include_rolled_back=True)`; of some positions, if given.
+        """Returns the lens readings of one request, rolled-back rows included; of some positions only, if given.
 
-        Raises: ValueError where the run read no lens.
+        Raises: ValueError if the run has no lens readings.
         """
         table = self._held(request_id)
         if positions is not None:
@@ -99,7 +103,7 @@ class StoredRun:
 
     @cached_property
     def token_texts(self) -> dict[int, str]:
-        """The visible form of every token that the run names, by token id."""
+        """Visible form of every token that the run names, by token id."""
         if self._path("tokens") is not None:
             table = self._whole("tokens")
             return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))

@@ -1,9 +1,9 @@
-"""The trace: one run's requests, states, hypotheses, events and ledger, in memory or read from disk."""
+"""Defines the trace: requests, states, hypotheses, events and ledger of one run, in memory or read from disk."""
 
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import pandas as pd
 import torch
@@ -34,21 +34,22 @@ MOVED = {
     "fork": "fork",
     "to_activation_cache": "to_activation_cache",
 }
-"""Methods that a trace had, and the function of `cp.analysis` that computes the same."""
+"""Former methods of a trace, each with the function of `cp.analysis` that computes the same."""
 
 
 @dataclass(repr=False)
 class Trace(TraceData):
-    """What a run computed, believed, committed and threw away.
+    """Tables and states of one run: committed tokens, lens readings, drafts and cache events.
 
-    A row is one token of one pass, at the absolute position of that token; a reading of it speaks of the next one.
-    Every position has one canonical row, of status `committed`: prompt + generated - 1 of them for each request, since
-    the newest token has none yet.
+    A row is one token of one pass, at that token's absolute position p. Its state and lens reading predict the token at
+    p + 1. Every position has one canonical row, of status `committed`. So a request has prompt + generated - 1
+    canonical
+    rows: the newest token has none yet.
     """
 
-    if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pass
+    if not TYPE_CHECKING:  # hidden from the type checker, which would otherwise accept every misspelt name
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             if name in MOVED:
                 raise AttributeError(f"trace.{name}(...) is now cp.analysis.{MOVED[name]}(trace, ...)")
             return object.__getattribute__(self, name)  # raises the error of a property again
@@ -63,28 +64,34 @@ class Trace(TraceData):
         return text + self_checks_text(self.meta) + ")"
 
     def committed(self, request_id: SupportsIndex) -> list[int]:
-        """The request's committed token ids, without its prompt."""
+        """Returns the request's committed token ids, without its prompt."""
         self._require(request_id)
         return list(self.tokens[int(request_id)])
 
     def text(self, request_id: SupportsIndex) -> str:
-        """The committed tokens as text."""
+        """Returns the committed tokens as text."""
         self._require(request_id)
         return self.texts[int(request_id)]
 
     def logprobs(self, request_id: SupportsIndex) -> list[float]:
-        """Log-probability, in nats, of each committed token under the logits that chose it, before any processor."""
+        """Returns the log-probability, in nats, of each committed token under the unprocessed logits that chose it."""
         self._require(request_id)
         self.require_there("log-probabilities")
         events = self.event_table[self.event_table.request_id == request_id]
         return [float(nats) for step in events.committed_logprobs_nats for nats in step]
 
     def events(self) -> pd.DataFrame:
-        """One row for every request in every step; columns as in `trace.tables.build.events_table`."""
+        """Returns a copy of the events: one line for each request in each step; columns as in
+        `trace.tables.build.events_table`.
+        """
         return self.event_table.copy()
 
     def ledger(self, request_id: SupportsIndex, step: SupportsIndex | None = None) -> pd.DataFrame:
-        """Cache rows of a request after `step` (default: its last): position, provenance, step of the last write."""
+        """Returns a request's cache rows after `step` (default: its last): position, provenance, step of the last
+        write.
+
+        Raises: ValueError for an unknown step.
+        """
         self._require(request_id)
         self.require_there("ledger")
         steps = self.event_table.step
@@ -93,36 +100,45 @@ class Trace(TraceData):
         return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
 
     def hypotheses(self, include_rolled_back: bool = False) -> pd.DataFrame:
-        """Every lens reading, one row for each layer x position x step, beside the draft that was judged there.
+        """Returns every lens reading, one line for each layer x position x step, beside the draft token for that
+        position.
 
         Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
-        `trace.tables.draft_verdicts.with_verdicts`; `read_token`, which the row was fed; top_tokens, the texts of
-        top_token_ids. Thoughts stand among them, at site "thought". The logit lens reads an import without readings.
-        include_rolled_back: also rows that were fed a rejected draft token, or one that was given up. They follow a
-            text that was never committed, so nothing committed can be compared with their prediction.
+        `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's input token; top_tokens, the texts of
+        top_token_ids. Thoughts are among them, at site "thought". For an import without readings, the logit lens reads
+        its
+        states.
+        include_rolled_back: also return rows whose input was a rejected or given-up draft token. They follow a text
+        that was
+            never committed, so their prediction cannot be compared with committed tokens.
         """
         return hypotheses_of(self, include_rolled_back)
 
     def states(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
-        """The canonical states of a request, [position, m]: prompt + generated - 1 rows in order of position."""
+        """Returns the canonical states of a request, [position, m]: prompt + generated - 1 rows in order of
+        position.
+        """
         return self.vectors(site, layer, self._canonical(request_id))
 
     def heads(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
-        """q, k, v or z of every head at a request's canonical rows, [position, h, d], in order of position.
+        """Returns q, k, v or z of every head at a request's canonical rows, [position, h, d], in order of position.
 
-        q and k: as they leave the projection, before any norm of theirs and before the rotation; k and v have as many
-        heads as the cache. z is what enters the output projection, whose sum over heads, with its bias, is T where no
-        norm follows. Raises: ValueError for a site that is none of these, or that was not kept.
+        q and k are taken right after their projection: before any q/k norm and before the rotation. k and v have as
+        many heads
+        as the cache. z enters the output projection; its projected sum over heads, with the bias, is T if no norm
+        follows.
+        Raises: ValueError for another site, or one that was not kept.
         """
         if site not in HEAD_SITES:
             raise ValueError(f"unknown site {site!r} of heads; they are {', '.join(HEAD_SITES)}")
         return self.vectors(site, layer, self._canonical(request_id))
 
     def pattern(self, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
-        """Attention weights of a request's canonical rows, [h, t, t]: query position by position attended to.
+        """Returns attention weights [h, t, t] of a request's canonical rows: query position by attended position.
 
-        Zero above the diagonal, and where a sliding window or a mask hides. Raises: ValueError where a position was not
-        computed (cached rows that the request went on from) or not kept; see `pattern_rows`.
+        Weights are zero above the diagonal, and for positions hidden by a sliding window or a mask.
+        Raises: ValueError if a position was not kept, or not computed because it came from cached rows; see
+        `pattern_rows`.
         """
         rows = self._canonical(request_id)
         kept = self.pattern_rows(layer, rows)
@@ -137,7 +153,7 @@ class Trace(TraceData):
         return square
 
     def digest(self, request_id: SupportsIndex) -> str:
-        """SHA-256 over the committed tokens, their log-probabilities, thoughts, and what was kept of canonical rows."""
+        """Returns the SHA-256 over committed tokens, log-probabilities, thoughts, and kept states of canonical rows."""
         rows = self._canonical(request_id)
         spoken: tuple = (self.committed(request_id), self.logprobs(request_id))
         if self.thought_table is not None:
@@ -152,13 +168,13 @@ class Trace(TraceData):
         return digest.hexdigest()
 
     def save(self, directory: "str | Path", *, overwrite: bool = False) -> Path:
-        """Write the trace whole, or leave the directory as it was; a run there is replaced only with `overwrite`."""
+        """Writes the trace; after an error the directory is unchanged. Replaces a run there only with `overwrite`."""
         return save_trace(self, Path(directory), overwrite=overwrite)
 
 
 def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
-    """Opens a saved trace. Tables are read now, states when first asked for.
+    """Opens a saved trace. Reads its tables now, and its states at their first use.
 
-    Raises: TraceError for a directory without a manifest, of another version, or with a file missing or cut short.
+    Raises: TraceError for a directory without a manifest, of an unknown version, or with a file missing or cut short.
     """
     return Trace(**load_fields(Path(directory), model))

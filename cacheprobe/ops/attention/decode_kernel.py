@@ -4,10 +4,12 @@ Indices are cast to unsigned numbers: numba would otherwise let negative indices
 slow.
 """
 
+from collections.abc import Callable
 from typing import no_type_check
 
 import numpy as np
 from numba import carray, cfunc, config, njit, types  # pyright: ignore[reportPrivateImportUsage]
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload
 
 if config.DISABLE_JIT:  # pyright: ignore[reportAttributeAccessIssue]
@@ -254,7 +256,7 @@ def _run(call, q, keys, values, mask, out) -> None:
         _take(call.ctypes.data + 21 * 8)
 
 
-def _compiled(function):
+def _compiled(function: Callable[..., None]) -> CFunc:
     """Compiles for calls by address, and caches the result on disk if numba has a folder to write to."""
     try:
         return cfunc(types.void(types.voidptr), cache=True)(function)

@@ -1,1 +1,1 @@
-"""Diagrams as SVG: the KV cache, verify windows, timelines and cards of tokens."""
+"""Draws diagrams as SVG: the KV cache, verify windows, timelines and cards of tokens."""

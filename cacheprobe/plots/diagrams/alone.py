@@ -1,4 +1,4 @@
-"""Diagrams as SVG files: no HTML around them, and colours written out, so that other programs draw them too."""
+"""Writes diagrams as SVG files without HTML, with colours written out, so that other programs can show them."""
 
 import re
 import textwrap
@@ -12,7 +12,7 @@ from cacheprobe.plots.text import columns_of
 
 _MARGIN, _HEAD, _LINE = 16, 44, 18
 _LETTER = 7.0
-"""Pixels of a letter at 13 px, on average."""
+"""Average width of a letter at 13 px, in pixels."""
 _DARK = re.compile(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}")
 _RULE = re.compile(r"([^{}]+)\{([^{}]*)\}")
 _OF_PAGES = re.compile(r"\.(panels?|legend|thoughts|wide|note)\b|svg$")
@@ -20,7 +20,7 @@ _OWN_CSS = f".cp text{{font:12px {SANS}}}.cp .title{{font-size:17px;font-weight:
 
 
 class Drawing(NamedTuple):
-    """A whole SVG file."""
+    """A whole SVG file, with its size in pixels."""
 
     markup: str
     width: int
@@ -28,7 +28,7 @@ class Drawing(NamedTuple):
 
 
 def panels_alone(title: str, panels: Sequence[Panel], keys: Sequence[tuple[str, str]]) -> Drawing:
-    """Panels side by side under a title, above the keys to their colours and signs; as in `diagram`."""
+    """Returns panels side by side under a title, above the legend of colours and signs; as in `diagram`."""
     gap, wide = 28, max(_size(panel.picture)[0] for panel in panels)
     heights = [_size(panel.picture)[1] for panel in panels]
     said = [_wrapped(_plain(panel.sentence), wide) for panel in panels]
@@ -50,7 +50,7 @@ def panels_alone(title: str, panels: Sequence[Panel], keys: Sequence[tuple[str, 
 def picture_alone(
     title: str, picture: str, keys: Sequence[tuple[str, str]], note: str, *, styles: str = "", textures: str = ""
 ) -> Drawing:
-    """One picture under a title, above a note and its keys.
+    """Returns one picture under a title, above a note and its legend.
 
     styles, textures: of this picture, beside those of every diagram.
     """
@@ -91,7 +91,7 @@ def _whole(
 
 
 def _css(more: str) -> str:
-    """The rules for strokes, on white, with every colour in place of its name."""
+    """Returns the style rules for strokes on white, with every colour in place of its name."""
     rules = [(s.strip(), body) for s, body in _RULE.findall(_DARK.sub("", DIAGRAM_CSS + more))]
     named = dict(pair for s, body in rules if s == ".cp" for pair in re.findall(r"(--[\w-]+):([^;]+)", body))
     kept = [(s, body) for s, body in rules if s != ".cp" and not _OF_PAGES.search(s)]
@@ -107,7 +107,7 @@ def _size(picture: str) -> tuple[float, float]:
 
 
 def _inner(picture: str) -> str:
-    """What stands inside the outermost <svg>; "" of nothing."""
+    """Returns the content of the outermost <svg>; "" for an empty text."""
     return picture.partition(">")[2].rpartition("</svg>")[0]
 
 
@@ -116,7 +116,7 @@ def _moved(x: float, y: float, strokes: str) -> str:
 
 
 def _plain(sentence: str) -> str:
-    """Markup without its tags; what was escaped stays so."""
+    """Returns the markup without its tags; escaped text stays escaped."""
     return re.sub(r"<[^>]*>", "", sentence)
 
 
@@ -125,5 +125,5 @@ def _wrapped(text: str, width: float) -> list[str]:
 
 
 def _escaped(x: float, y: float, content: str, classes: str, anchor: str = "start") -> str:
-    """A text that is markup already."""
+    """Returns an SVG text element whose content is markup already."""
     return f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}">{content}</text>'

@@ -1,4 +1,4 @@
-"""The KV cache of one request after a step: the cylinder by provenance, and its rows one by one."""
+"""Draws the KV cache of one request after a step: the cylinder by provenance, and its rows one by one."""
 
 import pandas as pd
 
@@ -16,12 +16,14 @@ def cache_picture(
     pending: int | None = None,
     truncated: int = 0,
 ) -> Markup:
-    """The cache rows of one request as a cylinder and as a strip, by provenance: blue prefill, yellow provisional,
-    green verified, grey decoded and never verified. Tips say which step wrote them.
+    """Returns the cache rows of one request as a cylinder and as a strip, by provenance.
 
+    Blue prefill, yellow provisional, green verified, grey decoded and never verified. Tips name the step that wrote a
+    row.
     ledger: trace.ledger(request_id, step).  request_id, step: named in the picture; rows that the step wrote are
     underlined.  pending: position of a committed token whose row is not written yet, drawn hatched.  truncated: rows
-    that the step cut off again, drawn below the cylinder as a ghost, as `Window.num_truncated` counts them.
+    that
+    the step removed again, drawn below the cylinder as an outline; `Window.num_truncated` counts them.
     Raises: ValueError for a ledger without rows.  Source: figure of LLM-42 (arXiv 2601.17768).
     """
     return cache_piece(ledger, "", request_id=request_id, step=step, pending=pending, truncated=truncated).alone
@@ -36,7 +38,7 @@ def cache_piece(
     pending: int | None = None,
     truncated: int = 0,
 ) -> Piece:
-    """Of `cache_picture`. memory: markup about all requests."""
+    """Returns the parts of `cache_picture`. memory: markup about the cache of all requests."""
     whose = "the request" if request_id is None else f"request {request_id}"
     if ledger.empty:
         raise ValueError(f"the ledger is empty: {whose} holds no cache rows then; give a step at which it does")

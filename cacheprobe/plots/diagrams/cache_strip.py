@@ -1,4 +1,4 @@
-"""The cache rows of one request, one by one, as they stood after a step; and the memory that all requests hold."""
+"""Draws the cache rows of one request, one by one, after a step; and names the memory that all requests hold."""
 
 from itertools import groupby
 
@@ -19,11 +19,11 @@ def cache_strip(
     pending: int | None = None,
     per_line: int = 48,
 ) -> str:
-    """SVG: a cell for each row in order of position, lines of `per_line`, by provenance; tips tell which step wrote it.
+    """Returns SVG: a cell for each cache row in order of position, by provenance, in lines of `per_line`.
 
-    ledger: as in `Trace.ledger`, after a step.  request_id: named in the tips.  step: rows that it wrote are
+    ledger: as in `Trace.ledger`, after a step.  request_id: named in the tips.  step: rows that this step wrote are
     underlined.  pending: position of the committed token whose row is not written yet, drawn hatched.
-    Runs of rows that are alike, and were written by one step, are one shape.
+    Neighbouring rows of one provenance and one step are one shape; its tip names the step.
     """
     cells = list(zip(ledger.position.tolist(), ledger.provenance, ledger.step.tolist(), strict=True))
     if pending is not None:
@@ -55,9 +55,9 @@ def cache_strip(
 def memory_sentence(
     own_rows: int, all_rows: int, num_requests: int, capacity: int, row_bytes: int | None, *, has_ended: bool = False
 ) -> str:
-    """What the cache holds after a step, in rows and, where a row's size is known, in bytes; markup.
+    """Returns a sentence, as markup, on the cache after a step: in rows and, if a row's size is known, in bytes.
 
-    has_ended: the request ended before, and its rows are shown as they were then.
+    has_ended: the request ended before this step; its rows are shown as they were at its end.
     """
     own = (
         f"This request has ended, and gave its {own_rows} rows back"

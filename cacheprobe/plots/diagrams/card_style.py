@@ -1,4 +1,4 @@
-"""Styles of pictures and cards that stand on a page of ours or alone, beside those of the diagrams."""
+"""Defines styles of pictures and cards that are shown alone or on a cacheprobe page."""
 
 from cacheprobe.plots.style import MONO
 
@@ -60,4 +60,4 @@ CARD_CSS = f"""
 .cp .sites small{{color:var(--muted);font-weight:400}}
 .cp .sites p{{margin:0;font-size:13.5px;overflow-wrap:anywhere}}
 """
-"""In a notebook the page's own rules for tables, code and headings are undone."""
+"""Style rules; they also undo a notebook's own rules for tables, code and headings."""

@@ -1,4 +1,4 @@
-"""The KV cache of one request as a cylinder, with its rows counted beside it."""
+"""Draws the KV cache of one request as a cylinder, with its rows counted beside it."""
 
 from collections.abc import Iterable
 
@@ -21,7 +21,7 @@ _WIDTH = 84
 
 
 def cache_counts(ledger: pd.DataFrame) -> dict[str, int]:
-    """Cache rows by provenance, as in `Trace.ledger`; provenances that hold none are left out."""
+    """Returns the number of cache rows by provenance, without zeros. Raises: ValueError for an unknown provenance."""
     counts = ledger.provenance.value_counts()
     if unknown := set(counts.index) - set(PROVENANCE_STYLES):
         raise ValueError(f"unknown provenance {sorted(unknown)[0]!r}; known are {', '.join(PROVENANCE_STYLES)}")
@@ -31,10 +31,10 @@ def cache_counts(ledger: pd.DataFrame) -> dict[str, int]:
 def cylinder_strokes(
     title: Iterable[str], ledger: pd.DataFrame, *, step: int | None = None, truncated: int = 0
 ) -> list[str]:
-    """Cylinder and counts, within 280 x CACHE_HEIGHT px. The tips of its bands say when their rows were written.
+    """Returns the strokes of cylinder and counts, within 280 x CACHE_HEIGHT px.
 
-    title: its lines.  step: rows written by this step are counted apart.  truncated: rows that were cut off, drawn
-    below the cylinder as a ghost.
+    title: its lines.  step: rows written by this step are counted separately.  truncated: rows that were removed again,
+    drawn below the cylinder as an outline. The tip of a band names the steps that wrote its rows.
     """
     counts = cache_counts(ledger)
     new = {} if step is None else cache_counts(ledger[ledger.step == step])
@@ -47,7 +47,7 @@ def cylinder_strokes(
             texture=PROVENANCE_STYLES[name][1],
             height=_height(name, count),
             rows=count if count <= 8 and name != "prefill" else 0,
-            tip=_told(ledger, name, count),
+            tip=_band_tip(ledger, name, count),
         )
         for name, count in counts.items()
     ]
@@ -70,14 +70,14 @@ def cylinder_strokes(
 
 
 def swatch(x: float, y: float, colour: str, texture: str | None) -> str:
-    """A small box of one colour and texture."""
+    """Returns a small box of one colour and texture."""
     if colour == "gone":
         return f'<rect x="{x:g}" y="{y:g}" width="18" height="13" rx="3" class="box red-stroke gone"/>'
     return svg.box(x, y, 18, 13, colour, texture, radius=3)
 
 
-def _told(ledger: pd.DataFrame, name: str, count: int) -> str:
-    """Where the rows of one provenance stand, and the steps that wrote them."""
+def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:
+    """Returns the tip of a band: positions of its rows, and the steps that wrote them."""
     rows = f"{count} cache row{'s' * (count != 1)}"
     if name == "truncated":
         return f"{rows} cut off again in this step"
@@ -93,7 +93,7 @@ def _told(ledger: pd.DataFrame, name: str, count: int) -> str:
 
 
 def _height(name: str, rows: int) -> float:
-    """Not to scale, so that three rows are still seen beside a long prompt."""
+    """Returns the height of a band, not to scale, so that three rows are visible beside a long prompt."""
     if name == "prefill":
         return 56
     return min(rows * 9, 34 if name in ("verified", "decoded") else 30)

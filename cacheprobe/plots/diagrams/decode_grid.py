@@ -1,9 +1,10 @@
-"""The grid of requests by generated tokens, as it stood after one step; each cell by its top-two margin."""
+"""Draws the grid of requests by generated tokens after one step; textures show each token's top-two margin."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
+from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
 from cacheprobe.plots.diagrams.frame import Markup, Piece
@@ -16,7 +17,7 @@ TOKEN_PITCH = 56
 _CELL, _ROW, _TOP = 52, 30, 38
 _COLOURS = {"candidate": "yellow", "committed": "green", "pending": "green", "rolled_back": "red"}
 SIGNS = {"candidate": "◇", "committed": "", "pending": "○", "rolled_back": "✗"}
-"""In a corner of a cell, whose texture is its margin's."""
+"""Sign in a corner of a cell, by state; the texture shows the margin."""
 
 STATES_LEGEND = (
     ("yellow", None, f"{SIGNS['candidate']} candidate"),
@@ -32,7 +33,7 @@ GRID_LEGEND = (
 
 
 MOST_PLACES = 40
-"""Tokens of a request in one picture."""
+"""Largest number of tokens of a request in one picture."""
 _NOTE = (
     "Generated tokens by request. A column +4 → +5 holds the fifth one, which the row that reads the fourth predicts; "
     "+0 is the prompt's last token. Texture tells how close the two best tokens were when it was chosen. A bold edge: "
@@ -49,13 +50,16 @@ def decode_grid(
     places: range | None = None,
     chosen: tuple[int, int] | None = None,
 ) -> Markup:
-    """Generated tokens by request, as they stood after one step: candidates, committed, rolled back by this very step;
-    a cell's texture by the margin between the two best tokens of its pass. Tips say since when a token stands.
+    """Returns generated tokens by request after one step: candidates, committed, rolled back by this step.
 
-    events: as in `Trace.events`, of the whole run.  token_texts: as from `token_texts`.  requests, places: which to
-    draw; by default the first 16, and the first 40 generated tokens; 0 is the first.  chosen: (request, place) to
-    frame; the title speaks of that request, else of all that are drawn.
-    Raises: ValueError for an empty table, and for requests and steps that it does not have.
+    A cell's texture shows the margin between the two best tokens of its pass. Its tip names the step that brought the
+    token.
+    events: from `Trace.events`, of the whole run.  token_texts: from `token_texts`.  requests, places: which to draw;
+    by
+    default the first 16 requests and the first 40 generated tokens (0 is the first).  chosen: (request, place) to
+    frame;
+    the title then describes that request, else all requests drawn.
+    Raises: ValueError for an empty table, and for requests and steps that the table does not have.
     Source: figure of LLM-42 (arXiv 2601.17768), the decode grid.
     """
     there = sorted(int(r) for r in events.request_id.unique())
@@ -89,14 +93,16 @@ def decode_piece(
     verified: Mapping[int, bool],
     chosen: tuple[int, int] | None = None,
 ) -> Piece:
-    """Of `decode_grid`. history, standing: as from `token_history`, after the step."""
+    """Returns the parts of `decode_grid`. history: from `token_history`.  standing: from `standing_at`, after
+    the step.
+    """
     whose = list(requests) if chosen is None else [chosen[0]]
     own = standing[standing.request_id.isin(whose)].state.value_counts()
     done = int(own.get("committed", 0) + own.get("pending", 0))
     said = [f"{done} token{'s' * (done != 1)} committed"]
     if waiting := int(own.get("candidate", 0)):
         said.append(f"{waiting} still candidate{'s' * (waiting != 1)}")
-    # not those that still stand: in place of the first one stands what was recovered
+    # counted in the history: `standing` shows the recovered token in place of the first rejected one
     lost = history.request_id.isin(whose) & (history.settled == step) & (history.outcome == "rolled_back")
     if lost.any():
         said.append(f"{lost.sum()} rolled back now")
@@ -116,10 +122,10 @@ def decode_picture(
     chosen: tuple[int, int] | None = None,
     step: int | None = None,
 ) -> str:
-    """SVG of some requests and token places. Cells carry data-request and data-place.
+    """Returns SVG of some requests and token places. Cells carry data-request and data-place.
 
-    standing: as from `token_history.standing_at`.  verified: by request, whether a verifier ever speaks of it; the
-    others are grey.  chosen: (request, place) to frame.  step: tokens that it brought have a bold edge.
+    standing: from `token_history.standing_at`.  verified: by request, whether its tokens are ever verified; the other
+    requests are grey.  chosen: (request, place) to frame.  step: tokens that this step brought have a bold edge.
     """
     shown = standing[standing.request_id.isin(list(requests)) & standing.place.isin(places)]
     width, height = LABEL_WIDTH + TOKEN_PITCH * len(places) + 4, _TOP + _ROW * len(requests) + 2
@@ -142,7 +148,7 @@ def decode_picture(
     return svg.picture(width, height, label, parts, style=f"width:{width}px;max-width:none")
 
 
-def _cell(line, x: float, y: float, token: str, is_verified: bool, step: int | None) -> str:
+def _cell(line: TableLine, x: float, y: float, token: str, is_verified: bool, step: int | None) -> str:
     colour = _COLOURS[line.state] if is_verified else "grey"
     known = pd.notna(line.margin_nats)
     margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if known else "margin not known"

@@ -1,4 +1,4 @@
-"""The decode panel: T0, what was proposed after it, and the grid of requests by tokens."""
+"""Draws the decode panel: the newest committed token T0, the proposed tokens, and the grid of requests by tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import pandas as pd
 
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import CACHE_HEIGHT, cylinder_strokes
-from cacheprobe.plots.diagrams.panels import WIDTH, Panel, abridged, step_note, told
+from cacheprobe.plots.diagrams.panels import WIDTH, Panel, abridged, step_note, token_tip
 
 SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5
 """A choice is drawn solid from the first margin on, dotted below the second."""
@@ -20,7 +20,7 @@ class Drawn(NamedTuple):
     name: str
     text: str
     step: int | None
-    """That proposed or committed it; None of T0, whose step is another window's."""
+    """Step that proposed or committed the token; None for T0, whose step belongs to another window."""
     position: int
 
 
@@ -28,10 +28,9 @@ def decode_panel(
     events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: Drawn, columns: Sequence[Drawn],
     *, is_verified: bool = True,
 ) -> Panel:  # fmt: skip
-    """What was proposed after T0, above the grid of requests by tokens.
+    """Returns the panel with the tokens proposed after T0, above the grid of requests by tokens.
 
-    newest: T0.  is_verified: False where the tokens of this request are committed as they are decoded; they are grey
-    then.
+    newest: T0.  is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
     """
     colour, texture = ("yellow", "provisional") if is_verified else ("grey", None)
     kind = "candidate" if is_verified else "committed as decoded"
@@ -41,13 +40,15 @@ def decode_panel(
     places = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
     top = CACHE_HEIGHT + 14
     parts = cylinder_strokes(["KV cache", "after decode"], ledger)
-    parts.append(svg.chip(8, top, 64, "T₀", newest.text, "green", tip=told(request_id, newest.position, "committed")))
+    parts.append(
+        svg.chip(8, top, 64, "T₀", newest.text, "green", tip=token_tip(request_id, newest.position, "committed"))
+    )
     for x, index in places:
         if index < 0:
             parts.append(svg.text(x + width / 2, top + 24, f"+ {-index}", "muted", "middle"))
             continue
         token = columns[index]
-        tip = told(request_id, token.position, kind, token.step)
+        tip = token_tip(request_id, token.position, kind, token.step)
         parts.append(svg.chip(x, top, width, token.name, token.text, colour, texture, tip=tip))
     steps = [columns[index].step if index >= 0 else None for index in shown]
     grid, height = _grid(events, request_id, steps, [x for x, _ in places], width, top + 54, colour)
@@ -73,7 +74,7 @@ def _grid(
     top: float,
     colour: str,
 ) -> tuple[list[str], float]:
-    """Requests x tokens, each cell by the margin of its choice; and where the picture ends."""
+    """Returns the strokes of requests x tokens, each cell by the margin of its choice, and the y where they end."""
     if not places:
         return [], top
     cells = events[events.step.isin([step for step in steps if step is not None])]
@@ -110,7 +111,7 @@ def _grid(
 
 
 def margin_texture(margin: float, colour: str) -> str | None:
-    """Of a cell of yellow, green or grey: none where the choice was settled, crossed, or dotted where it was not."""
+    """Returns the texture of a yellow, green or grey cell: None for a large margin, then crossed, then dotted."""
     if pd.isna(margin) or margin >= SETTLED_NATS:
         return None
     return f"crossed-{colour}" if margin >= CONTESTED_NATS else f"dotted-{colour}"

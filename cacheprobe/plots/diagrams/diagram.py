@@ -1,4 +1,4 @@
-"""The picture of one verify window from a real run: prefill, decode, verify, then rollback or none."""
+"""Draws one verify window of a run: prefill, decode, verify, then rollback or no rollback."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,11 +31,11 @@ def window_diagram(
     *,
     is_deterministic: bool = False,
 ) -> Markup:
-    """One verify window as four panels, each an SVG of its own, which stack where there is no room beside each other.
+    """Returns one verify window as four panels, each an SVG of its own; on a narrow page they are stacked.
 
-    Tips name request, position and step of every token, and which steps wrote the cache rows.
+    Tips name request, position and step of every token, and the steps that wrote the cache rows.
     window: one of `find_windows(trace.events(), request_id)`.  events: the same table, for the other requests.
-    ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: as from `token_texts`.
+    ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: from `token_texts`.
     Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.
     """
     panels = window_phases(window, events, ledgers, token_texts, is_deterministic=is_deterministic)
@@ -45,11 +45,11 @@ def window_diagram(
 def decoded_diagram(
     request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
 ) -> Markup:
-    """A request that is never verified, as two panels: prefill, and the tokens that were committed as decoded.
+    """Returns a request that is never verified as two panels: prefill, and the tokens committed as decoded.
 
-    events: as in `Trace.events`.  ledgers: trace.ledger(request_id, step) after its last prefill step, and at its end.
-    token_texts: as from `token_texts`.
-    Raises: ValueError for a request that decoded nothing, and for one that has verify windows.
+    events: from `Trace.events`.  ledgers: trace.ledger(request_id, step) after its last prefill step, and at its end.
+    token_texts: from `token_texts`.
+    Raises: ValueError for a request that decoded no token, and for one that has verify windows.
     """
     own = events[events.request_id == request_id]
     if own.empty or not own.committed_token_ids.map(len).any():
@@ -62,7 +62,7 @@ def decoded_diagram(
 
 
 def window_finding(window: Window) -> str:
-    """What came of a window, as a sentence."""
+    """Returns a sentence on a window's verdict."""
     drafted, kept = len(window.draft_token_ids), window.num_accepted
     if window.is_rollback:
         said = f"{drafted - kept} of {drafted} candidates {'was' if drafted - kept == 1 else 'were'} rolled back"
@@ -74,7 +74,7 @@ def window_finding(window: Window) -> str:
 
 
 def decoded_finding(own: pd.DataFrame) -> str:
-    """own: events of one request that is never verified."""
+    """Returns a sentence on a request that is never verified. own: its events."""
     count = int(own.committed_token_ids.map(len).sum())
     tokens = f"{count} token{'s' * (count != 1)}"
     return f"Request {own.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
@@ -88,7 +88,7 @@ def window_phases(
     *,
     is_deterministic: bool = False,
 ) -> list[Panel]:
-    """The panels of `window_diagram`, in order."""
+    """Returns the panels of `window_diagram`, in order."""
     after_prefill, after_decode, after_verify = ledgers
     drafted = [
         Drawn(token_name(i + 1, candidate=True), text_of(token_texts, token_id), step, window.start + i)
@@ -107,13 +107,13 @@ def window_phases(
 def decoded_phases(
     request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
 ) -> list[Panel]:
-    """Prefill and decode of a request that is never verified.
+    """Returns the prefill and decode panels of a request that is never verified.
 
     ledgers: after its last prefill step, and at its end.
     """
     after_prefill, after_decode = ledgers
     own = events[events.request_id == request_id]
-    # one that gave way was read again, and that pass committed nothing
+    # a preempted request has a second prefill pass, which commits no token
     first = next(int(ids[-1]) for ids in own[own.phase == "prefill"].committed_token_ids if len(ids))
     decoded = [
         (int(token_id), int(event.step))
@@ -134,23 +134,23 @@ def decoded_phases(
 
 
 def side_by_side(panels: Sequence[Panel]) -> str:
-    """Panels as HTML without styles and legend, for a page that has them."""
+    """Returns panels as HTML without styles and legend, for a page that has them."""
     return f'<div class="panels">{"".join(panel.html for panel in panels)}</div>'
 
 
 def legend() -> str:
-    """What each colour, texture and sign means, as HTML."""
+    """Returns the meaning of each colour, texture and sign, as HTML."""
     return key_list(keys())
 
 
 def key_list(listed: Sequence[tuple[str, str]]) -> str:
-    """Keys and their meanings as an HTML list."""
+    """Returns drawn signs and their meanings as an HTML list."""
     items = [f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{said}</li>' for drawn, said in listed]
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def keys() -> list[tuple[str, str]]:
-    """The strokes of each colour, texture and sign, within 26 x 18 px, and what they mean."""
+    """Returns (strokes within 26 x 18 px, meaning) for each colour, texture and sign."""
     items = []
     for colour, texture, sign, meaning in _LEGEND:
         drawn = swatch(1, 2, colour, texture) + (svg.mark(10, 8.5, sign, 0.7) if sign else "")

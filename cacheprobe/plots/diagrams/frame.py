@@ -1,4 +1,4 @@
-"""What a picture of ours needs around it: a title and a note on a page, and its styles too where it stands alone."""
+"""Puts a title, a note and styles around a picture, for a page or for a notebook."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from cacheprobe.plots.text import markup
 
 
 class Markup(str):
-    """A piece of HTML that a notebook shows as a picture. Its text is the HTML, to be written to a file."""
+    """HTML that a notebook shows as a picture. As a str it is the HTML, which can be written to a file."""
 
     finding: str
-    """What it shows, as plain text."""
+    """What the picture shows, as plain text."""
 
     def __new__(cls, html: str, finding: str = "") -> "Markup":
         made = super().__new__(cls, html)
@@ -23,28 +23,28 @@ class Markup(str):
         return str(self)
 
     def __repr__(self) -> str:
-        """Short: a notebook keeps it beside the picture."""
+        """Returns a short text, because a notebook keeps it beside the picture."""
         return f"Markup({self.finding!r}, {len(self)} characters of HTML)"
 
 
 class Piece(NamedTuple):
-    """A picture with what is said of it."""
+    """A picture with its title and note."""
 
     title: str
     """Plain text."""
     note: str
     """Markup; "" for none."""
     body: str
-    """Markup: the picture, and the keys to its colours."""
+    """Markup: the picture and its legend."""
 
     @property
     def html(self) -> str:
-        """For a page that has the styles."""
+        """HTML for a page that has the styles."""
         return f"<h2>{markup(self.title)}</h2>{self._said}{self.body}"
 
     @property
     def alone(self) -> Markup:
-        """With the styles that it needs, and text that can be read on a page of any colour."""
+        """HTML with its styles, readable on a page of any colour."""
         return Markup(framed(f"<h3>{markup(self.title)}</h3>{self._said}{self.body}"), self.title)
 
     @property
@@ -53,5 +53,5 @@ class Piece(NamedTuple):
 
 
 def framed(body: str) -> str:
-    """Markup with the styles and textures that it needs to stand alone."""
+    """Returns the markup with the styles and textures that it needs to stand alone."""
     return f'<div class="cp alone"><style>{DIAGRAM_CSS}{SHADE_CSS}{CARD_CSS}</style>{svg.TEXTURES}{body}</div>'

@@ -1,11 +1,10 @@
-"""The lens grid as SVG, for a page that is leafed through: the same cells as `lens_grid`, drawn without plotly."""
-
-from typing import Any
+"""Draws the lens grid as SVG: the same cells as `lens_grid`, without plotly, for a page with many of them."""
 
 import numpy as np
 import pandas as pd
 
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import swatch
 from cacheprobe.plots.diagrams.frame import Markup, Piece
@@ -31,7 +30,7 @@ from cacheprobe.plots.style import SHADES
 from cacheprobe.plots.text import markup, token_label, visible
 
 LABEL_WIDTH, PITCH, WIDEST = 30, 50, 76
-"""Pixels: of the layers' names, and from one column to the next, at least and at most."""
+"""Pixels: width of the layers' names, and least and largest width of a column."""
 _ROW, _TOP, _BELOW = 19, 10, 57
 SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
 _TINTS = {"candidate": "yellow", "rolled_back": "red", "given_up": "grey"}
@@ -49,8 +48,9 @@ def lens_picture(
     include: Include = "committed",
     positions: range | None = None,
 ) -> Markup:
-    """Layer x position map of one request's lens readings Z: the cells of `lens_grid` without plotly, as the dashboard
-    draws them. Arguments and errors are those of `lens_grid`.
+    """Returns a layer x position map of one request's lens readings Z, as the dashboard draws it.
+
+    Arguments, cells and errors are those of `lens_grid`.
     """
     shown = select(hypotheses, request_id, include, positions)
     first, last = int(shown.position.min()), int(shown.position.max())
@@ -73,13 +73,14 @@ def readings_picture(
     width: float = 0,
     has_tips: bool = False,
 ) -> str:
-    """SVG of one request's lens readings, layers upwards, and its key. Arguments and cells are those of `lens_grid`.
+    """Returns SVG of one request's lens readings, layers upwards, and its legend.
 
-    Columns carry data-row, data-position and data-born, the step that computed them, and stand at data-x; cells carry
-    data-layer. What a pointer finds stands in data-says, for the page to show at once; has_tips: the browser shows it
-    by itself instead. The frame of class `cursor` is for the page to move, to a
+    Arguments and cells are those of `lens_grid`. A column carries data-row, data-position and data-born (the step that
+    computed the row), and starts at data-x; a cell carries data-layer. Hover texts are in data-says, for the page to
+    show
+    at once; with has_tips the browser shows them by itself. The page can move the frame of class `cursor`: across to a
     column's data-x, and up from data-low by data-row-height for each of data-layers.
-    width: pixels to fill, where columns can be stretched to them.
+    width: pixels to fill, if columns can be stretched so far.
     """
     rows = select(readings, request_id, include, positions)
     columns = columns_of(rows)
@@ -106,14 +107,14 @@ def readings_picture(
 
 
 def _shades(scale: Scale) -> list[int]:
-    """By reading: from 0 to SHADES - 1; -1 where there is no value."""
+    """Returns a shade from 0 to SHADES - 1 for each reading; -1 for a reading without a value."""
     share = ((scale.values - scale.low) / (scale.high - scale.low)).clip(0, 1)
     share = 1 - share if scale.is_reversed else share
     return [-1 if np.isnan(s) else min(int(s * SHADES), SHADES - 1) for s in share.to_numpy(dtype=float)]
 
 
 def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
-    """By row: its readings upwards, each a tuple of what `_READ` names and its shade."""
+    """Returns, by row, its readings from the first layer up: the columns of `_READ` and the shade."""
     found: dict[int, list[tuple]] = {}
     rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(FED_A_DRAFT_IN_VAIN))
     for row, *cell in zip(*(rows[name].tolist() for name in _READ), shades, strict=True):
@@ -122,7 +123,7 @@ def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
 
 
 def _column(
-    column: Any, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
+    column: TableLine, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
 ) -> str:
     says = f"{column_words(column)}\nrequest {column.request_id} · step {column.step} · {column.phase}\n"
     says += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
@@ -138,10 +139,10 @@ def _column(
         said = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
         said += f"{target if committed is not None else none}\nentropy {entropy:.2f} nats"
         y = heights[layer]
-        told = "" if has_tips else f' data-says="{markup(said)}"'
+        says_cell = "" if has_tips else f' data-says="{markup(said)}"'
         tip = f"<title>{markup(says)}\n{markup(said)}</title>" if has_tips else ""
         parts.append(
-            f'<g class="pick v{shade}" data-layer="{layer}"{told}>{tip}<rect x="1" y="{y + 1}" '
+            f'<g class="pick v{shade}" data-layer="{layer}"{says_cell}>{tip}<rect x="1" y="{y + 1}" '
             f'width="{pitch - 1}" height="{_ROW - 1}"/><text class="token" x="{middle} y="{y + 14}">'
             f"{markup(token_label(token, TOKEN_COLUMNS))}</text></g>"
         )
@@ -163,7 +164,7 @@ def _column(
 
 
 def _key(scale: Scale, columns: pd.DataFrame) -> str:
-    """The shades from the first to the last tick, and the marks of columns that are shown."""
+    """Returns the legend: the shades from the first to the last tick, and the marks of the columns shown."""
     cells = "".join(f'<g class="v{i}"><rect x="{i * 10}" width="10" height="12"/></g>' for i in range(SHADES))
     width = 10 * SHADES
     ticks = []

@@ -1,4 +1,4 @@
-"""Phases of one verify window, each as a panel: heading, picture, one sentence. `decode_panel` has its own file."""
+"""Draws the phases of one verify window, each as a panel: heading, picture, one sentence. See also `decode_panel`."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ _VERDICTS = {  # colour, texture, sign of the verifier's token
 
 
 class Panel(NamedTuple):
-    """A phase: heading and note are ours; the sentence is markup, its tokens escaped by whoever wrote it."""
+    """One phase. heading and note are plain; sentence is markup, with its tokens already escaped."""
 
     heading: str
     note: str
@@ -30,12 +30,13 @@ class Panel(NamedTuple):
 
     @property
     def html(self) -> str:
+        """The panel as an HTML section."""
         head = f"<h4>{self.heading} <small>{self.note}</small></h4>"
         return f'<section class="{self.classes}">{head}{self.picture}<p>{self.sentence}</p></section>'
 
 
 def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, name: str) -> Panel:
-    """The prompt's pass: this request in blue, the others in grey, the cache all blue."""
+    """Returns the panel of the prompt's passes: this request in blue, the others in grey."""
     passes = events[(events.phase == "prefill") & events.step.isin(_steps(events, request_id, "prefill"))]
     beside = passes.request_id.nunique() - 1
     others = events.request_id.nunique() - 1
@@ -66,7 +67,7 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
 
 
 def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
-    """What the verifier was fed, what it answered, and the verdict on each."""
+    """Returns the panel with the verifier's inputs, its own tokens, and the verdicts."""
     inputs = (window.newest_token_id, *window.draft_token_ids)
     y = 34.0
     parts = [
@@ -87,7 +88,7 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
         fed_sign = "cross" if is_wrong else None
         request, at, name = window.request_id, window.start - 1 + index, token_name(index, candidate=index > 0)
         kind = "committed before" if index == 0 else "fed after a wrong one" if is_wrong else "candidate"
-        fed_tip, own_tip = (told(request, at, kind, window.step), told(request, at + 1, verdict, window.step))
+        fed_tip, own_tip = (token_tip(request, at, kind, window.step), token_tip(request, at + 1, verdict, window.step))
         own = text_of(texts, window.target_token_ids[index])
         parts += [
             svg.chip(8, y, 70, name, text_of(texts, inputs[index]), *fed, sign=fed_sign, tip=fed_tip),
@@ -104,7 +105,7 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
 
 
 def _compared(window: Window, index: int) -> str:
-    """T1 (=T1′), T2 (≠T2′), or T3 where there is nothing it should equal."""
+    """Returns T1 (=T1′), T2 (≠T2′), or T3 if it is not compared."""
     name = token_name(index + 1)
     if index > window.num_accepted or index >= len(window.draft_token_ids):
         return name
@@ -129,7 +130,7 @@ def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
 
 
 def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]) -> Panel:
-    """No rollback, or rollback: the sequence and the cache that are left."""
+    """Returns the panel after the verdict, "No rollback" or "Rollback": the remaining sequence and cache."""
     back = window.is_rollback
     title = (
         ["KV cache restored", "to the final", "accepted token"] if back else ["KV cache after", "accepting all tokens"]
@@ -137,11 +138,11 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     parts = cylinder_strokes(title, ledger, step=window.step, truncated=window.num_truncated)
     last = len(window.committed_token_ids)
     request, start = window.request_id, window.start - 1
-    before = told(request, start, "committed before this window")
+    before = token_tip(request, start, "committed before this window")
     chips = [_Chip("T₀", text_of(texts, window.newest_token_id), "green", tip=before)]
     for i, (token_id, verdict) in enumerate(zip(window.committed_token_ids, window.verdicts, strict=False), 1):
         kind = "committed; its cache row is not written yet" if i == last else "committed"
-        texture, tip = "pending" if i == last else None, told(request, start + i, kind, window.step)
+        texture, tip = "pending" if i == last else None, token_tip(request, start + i, kind, window.step)
         chips.append(_Chip(token_name(i), text_of(texts, token_id), "green", texture, _VERDICTS[verdict][2], tip))
     y = CACHE_HEIGHT + 26
     parts.append(svg.text(8, y, "sequence", "small muted"))
@@ -150,7 +151,7 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     dropped = [
         _Chip(
             token_name(i, candidate=True), text_of(texts, token_id), "red", sign="cross",
-            tip=told(request, start + i, "rolled back", window.step),
+            tip=token_tip(request, start + i, "rolled back", window.step),
         )
         for i, token_id in enumerate(window.draft_token_ids, 1)
         if i > window.num_accepted
@@ -181,7 +182,7 @@ class _Chip(NamedTuple):
 
 
 def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], float]:
-    """Chips in rows of five, `limit` places in all. Returns the strokes and where they end."""
+    """Returns the strokes of chips in rows of five, `limit` places in all, and the y where they end."""
     width, gap, places = 48, 6, abridged(len(chips), limit)
     parts = []
     for place, index in enumerate(places):
@@ -195,9 +196,9 @@ def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], fl
 
 
 def abridged(count: int, limit: int, around: int | None = None) -> list[int]:
-    """Which of `count` things to draw in `limit` places: the first, those next to `around`, the last.
+    """Returns which of `count` items to draw in `limit` places: the first, those next to `around`, the last.
 
-    A gap that hides n things takes a place and is given as -n.
+    A gap that hides n items takes a place and is given as -n.
     """
     if count <= limit:
         return list(range(count))
@@ -213,13 +214,13 @@ def abridged(count: int, limit: int, around: int | None = None) -> list[int]:
     return shown
 
 
-def told(request_id: int, position: int, kind: str, step: int | None = None) -> str:
-    """What a token's tip says beside its name and text."""
+def token_tip(request_id: int, position: int, kind: str, step: int | None = None) -> str:
+    """Returns the part of a token's tip that follows its name and text."""
     return f"{kind}; request {request_id}, position {position}" + ("" if step is None else f", step {step}")
 
 
 def token_name(index: int, *, candidate: bool = False) -> str:
-    """T1 the verifier's, T1′ a candidate."""
+    """Returns T1 for the verifier's first token, T1′ for the first candidate."""
     return f"T{subscript(index)}{'′' * candidate}"
 
 
@@ -236,7 +237,7 @@ def _steps(events: pd.DataFrame, request_id: int, phase: str) -> list[int]:
 
 
 def step_note(steps: Sequence[int] | pd.Series) -> str:
-    """The steps that a panel shows, for its heading."""
+    """Returns the steps that a panel shows, for its heading."""
     numbers = sorted({int(step) for step in steps})
     if not numbers:
         return ""

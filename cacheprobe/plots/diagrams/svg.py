@@ -1,6 +1,6 @@
-"""Strokes of the diagrams, as SVG text: token chips, the cache cylinder, arrows, signs. Coordinates in pixels.
+"""Draws the strokes of the diagrams as SVG text: token chips, the cache cylinder, arrows, signs.
 
-Every text argument is escaped here, and nowhere else.
+Coordinates are in pixels. Every text argument is escaped here and nowhere else.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from cacheprobe.plots.text import columns_of, markup, token_label
 _TOKEN_COLUMN = 6.7
 """Width of a column of the 11 px monospaced font, rounded up."""
 
-# One texture for each word. Their strokes take the colour of the word from the page's variables.
+# One texture for each kind. Its strokes take their colour from the page's variables.
 _TEXTURES = {
     "ruled-blue": ("blue", 6, 5, '<path d="M0 2.5h6" stroke-width=".9" opacity=".45"/>'),
     "provisional": ("yellow", 8, 6, '<path d="M1 2h4M5 5h4M-3 5h4" stroke-width="1.1" opacity=".55"/>'),
@@ -35,10 +35,11 @@ TEXTURES = (
     )
     + "</defs></svg>"
 )
-"""Definitions that the shapes below refer to: once for each page or fragment."""
+"""Definitions of the textures that the shapes below refer to; needed once on each page or fragment."""
 
 
 def text(x: float, y: float, content: str, classes: str = "", anchor: str = "start") -> str:
+    """Returns a text element at (x, y)."""
     return f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}">{markup(content)}</text>'
 
 
@@ -46,7 +47,7 @@ def box(
     x: float, y: float, width: float, height: float, colour: str, texture: str | None = None, *,
     radius: float = 5, tip: str = "",
 ) -> str:  # fmt: skip
-    """A rounded rectangle; `tip` is shown when the pointer rests on it."""
+    """Returns a rounded rectangle; `tip` is shown when the pointer rests on it."""
     shape = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}"'
     title = f"<title>{markup(tip)}</title>" if tip else ""
     filled = f'<rect {shape} class="texture" style="fill:url(#cp-{texture})"/>' if texture else ""
@@ -57,7 +58,7 @@ def chip(
     x: float, y: float, width: float, name: str, token: str, colour: str, texture: str | None = None, *,
     sign: str | None = None, tip: str = "",
 ) -> str:  # fmt: skip
-    """A token: its name (T1) above its text, 40 px high. Its whole text stands in the tip."""
+    """Returns a token, 40 px high: its name (T1) above its text. The tip holds the whole text."""
     halo = f"halo on-{colour}"
     label = token_label(token, int((width - 6) / _TOKEN_COLUMN))
     brief = " brief" if columns_of(label) <= 3 else ""  # a lone comma is hard to see
@@ -73,13 +74,13 @@ def chip(
 
 
 def badge(x: float, y: float, sign: str) -> str:
-    """A sign on a small disc, over the corner of a chip."""
+    """Returns a sign on a small disc, for the corner of a chip."""
     colour = "red" if sign == "cross" else "green"
     return f'<circle cx="{x:g}" cy="{y:g}" r="7" class="box {colour}"/>{mark(x, y, sign, 0.7)}'
 
 
 def mark(x: float, y: float, sign: str, scale: float = 1.0) -> str:
-    """A check, cross, plus or turn centred on (x, y): accepted, rejected, bonus, recovered."""
+    """Returns a check, cross, plus or turn centred on (x, y): accepted, rejected, bonus, recovered."""
     path = {
         "check": "M-5 0-1.5 4 5-4",
         "cross": "M-4-4 4 4M4-4-4 4",
@@ -91,7 +92,7 @@ def mark(x: float, y: float, sign: str, scale: float = 1.0) -> str:
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    """A straight arrow, horizontal or vertical."""
+    """Returns a straight arrow, horizontal or vertical."""
     size = 4
     if y1 == y2:
         head = f"M{x2 - size:g} {y2 - size:g} {x2:g} {y2:g} {x2 - size:g} {y2 + size:g}"
@@ -102,19 +103,19 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 class Band(NamedTuple):
-    """Of a cylinder."""
+    """One band of a cylinder."""
 
     colour: str
     """"gone" for an empty outline."""
     texture: str | None
     height: float
     rows: int
-    """To rule off; 0 for none."""
+    """Number of rows to draw lines between; 0 for no lines."""
     tip: str = ""
 
 
 def cylinder(x: float, y: float, width: float, bands: list[Band]) -> str:
-    """The KV cache, its bands from the top."""
+    """Returns the KV cache as a cylinder, its bands from the top."""
     rx, ry = width / 2, 9
     parts = []
     top = y
@@ -141,7 +142,7 @@ def cylinder(x: float, y: float, width: float, bands: list[Band]) -> str:
 
 
 def picture(width: float, height: float, label: str, parts: list[str], *, style: str = "") -> str:
-    """One SVG that scales with its place, within the limits of `style`; `label` is read out instead of it."""
+    """Returns one SVG that scales with its place, within the limits of `style`; screen readers read `label`."""
     limits = f' style="{style}"' if style else ""
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}"{limits} role="img" aria-label="{markup(label)}" '

@@ -1,21 +1,21 @@
-"""A run step by step: requests down, steps across, each cell by its phase and by what the verifier decided."""
+"""Draws a run step by step: requests down, steps across, cells by phase and verdict."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import pandas as pd
 
+from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import swatch
 from cacheprobe.plots.diagrams.frame import Markup, Piece
 
 LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
-"""Pixels: of the requests' names, and from one step to the next, at least and at most."""
+"""Pixels: width of the requests' names, and least and largest width of a step."""
 MOST_STEPS, MOST_REQUESTS = 80, 16
-"""Of one picture: more is not seen at once."""
+"""Largest numbers of steps and of requests in one picture."""
 _ROW, _TOP = 30, 30
 _OWN = 8
-"""Height of the band of the verifier's own token."""
+"""Height of the band of the verifier's own token, in pixels."""
 
 TIMELINE_LEGEND = (
     ("blue", "ruled-blue", "prefill"),
@@ -28,7 +28,7 @@ TIMELINE_LEGEND = (
     ("grey", "dotted-grey", "other request, never verified: decode"),
 )
 _RARE = {"verified", "ruled-grey", "dotted-grey"}
-"""Textures that are explained where they are drawn."""
+"""Textures that the legend explains only if they are drawn."""
 
 
 def timeline(
@@ -39,12 +39,14 @@ def timeline(
     chosen: int | None = None,
     step: int | None = None,
 ) -> Markup:
-    """Requests by step: blue prefill, yellow candidates, green accepted, red rolled back, hatched the verifier's own
-    token; grey, a request that no verifier ever speaks of. Tips say what each pass did.
+    """Returns requests by step.
 
-    events: as in `Trace.events`.  requests, steps: which to draw; by default the first 16 and the first 80.
-    chosen: a request to name in bold.  step: to frame.
-    Raises: ValueError for an empty table, and for requests and steps that it does not have.
+    Blue prefill, yellow candidates, green accepted, red rolled back, hatched the verifier's own token, grey a request
+    that
+    is never verified. Tips describe each pass.
+    events: from `Trace.events`.  requests, steps: which to draw; by default the first 16 and the first 80.
+    chosen: a request to name in bold.  step: a step to frame.
+    Raises: ValueError for an empty table, and for requests and steps that the table does not have.
     """
     there = sorted(int(r) for r in events.request_id.unique())
     wanted = there[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
@@ -73,8 +75,12 @@ def timeline_piece(
     width: float = 0,
     note: str = "",
 ) -> Piece:
-    """Of `timeline`. events: of the requests that are drawn, whole.  there, whole: all requests and steps of the run.
-    finding: as from `timeline_finding`, of the whole run.  note: markup that follows what is shown."""
+    """Returns the parts of `timeline`. events: all events of the requests that are drawn.
+
+    there, whole: all requests and steps of the run.  finding: from `timeline_finding`, of the whole run.  note: markup
+    that
+    follows the description.
+    """
     said = f"All {len(there)} requests, " if len(requests) == len(there) else (
         f"Requests {requests[0]} to {requests[-1]} of {len(there)}, " if len(requests) > 1 else
         f"Request {requests[0]} of {len(there)}, "
@@ -88,7 +94,7 @@ def timeline_piece(
 
 
 def timeline_finding(events: pd.DataFrame) -> str:
-    """How much of what was drafted was accepted, and who lost most."""
+    """Returns a sentence: the share of draft tokens that was accepted, and the request with most rollbacks."""
     verdicts = events[events.phase == "verify"]
     lost = verdicts.groupby("request_id").num_rolled_back.sum()
     if verdicts.empty:
@@ -112,15 +118,19 @@ def timeline_picture(
     at: int | None = None,
     width: float = 0,
 ) -> str:
-    """SVG of the given requests and steps. Cells carry data-request and data-step; the frame at a step has class
-    `cursor`, and the picture says where steps stand (data-first, data-pitch, data-left), so that it can be moved.
+    """Returns SVG of the given requests and steps.
 
-    events: as in `Trace.events`, all of each request that is drawn: it is grey where no verifier ever speaks of it.
+    Cells carry data-request and data-step. The frame at a step has class `cursor`; data-first, data-pitch and data-left
+    of
+    the picture tell where steps are, so that a page can move the frame.
+    events: as in `Trace.events`, all of each request that is drawn: a request that is never verified is grey.
     chosen: the request to name in bold.  at: the step to frame.
-    width: pixels to fill, where the steps can be stretched to them.
-    A verify pass is one cell: below what was accepted of the draft (green) and what was rolled back (red, crossed), by
-    their shares; above, hatched, the token of the verifier's own, whose cache row is written by the next pass. A
-    request that gave way and came back has verify passes without a verdict: its rows are rebuilt.
+    width: pixels to fill, if the steps can be stretched so far.
+    A verify pass is one cell. Below, by their shares: the accepted part of the draft (green) and the rolled-back part
+    (red,
+    crossed). Above, hatched: the verifier's own token, whose cache row the next pass writes. A preempted request has
+    verify
+    passes without a verdict, which rebuild its cache rows.
     """
     shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
     spoken = set(events.request_id[events.phase == "verify"].tolist())
@@ -160,7 +170,7 @@ def timeline_picture(
 
 
 def key(items: Sequence[tuple[str, str | None, str]]) -> str:
-    """A list of swatches: (colour, texture, meaning)."""
+    """Returns an HTML list of swatches: (colour, texture, meaning)."""
     listed = "".join(
         f'<li><svg viewBox="0 0 22 17" aria-hidden="true">{swatch(1, 2, colour, texture)}</svg>{meaning}</li>'
         for colour, texture, meaning in items
@@ -168,8 +178,8 @@ def key(items: Sequence[tuple[str, str | None, str]]) -> str:
     return f'<ul class="legend">{listed}</ul>'
 
 
-def step_words(event: Any) -> str:
-    """One event in a few words: its phase, and what came of it."""
+def step_words(event: TableLine) -> str:
+    """Returns one event in a few words: its phase and its result."""
     if event.phase == "prefill":
         return "prefill" + (": first token committed" if len(event.committed_token_ids) else "")
     if event.phase == "decode":
@@ -183,29 +193,33 @@ def step_words(event: Any) -> str:
     return f"verify: {accepted} of {drafted} accepted" + (f", {lost} rolled back" if lost else "")
 
 
-def _cell(event: Any, x: float, y: float, width: float, *, is_other: bool) -> str:
+def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool) -> str:
     tip = f"request {event.request_id}, step {event.step}; {step_words(event)}"
     if pd.notna(event.draft_start):
         first = int(event.draft_start)
         tip += f"; positions {first} to {first + len(event.target_token_ids) - 1}"
-    whole: dict[str, Any] = dict(radius=3, tip=tip)
+
+    def drawn(top: float, tall: float, colour: str, texture: str | None) -> str:
+        """Returns a box of the cell with its tip."""
+        return svg.box(x, top, width, tall, colour, texture, radius=3, tip=tip)
+
     if event.phase == "prefill":
-        return svg.box(x, y, width, 24, *(("grey", "ruled-grey") if is_other else ("blue", "ruled-blue")), **whole)
+        return drawn(y, 24, *(("grey", "ruled-grey") if is_other else ("blue", "ruled-blue")))
     if event.phase == "decode":
-        drafted = len(event.proposed_token_ids) > 0
-        return svg.box(x, y, width, 24, *(("yellow", "provisional") if drafted else ("grey", "dotted-grey")), **whole)
+        is_draft = len(event.proposed_token_ids) > 0
+        return drawn(y, 24, *(("yellow", "provisional") if is_draft else ("grey", "dotted-grey")))
     if pd.isna(event.num_accepted):
-        return svg.box(x, y, width, 24, "green", "verified", **whole)
+        return drawn(y, 24, "green", "verified")
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
     has_own = len(event.committed_token_ids) > accepted
     if not drafted:
-        return svg.box(x, y, width, 24, "green", "pending", **whole)
+        return drawn(y, 24, "green", "pending")
     own = _OWN if has_own else 0
     room = 24 - own
     kept = room * accepted / drafted
-    parts = [svg.box(x, y, width, own, "green", "pending", **whole)] if own else []
+    parts = [drawn(y, own, "green", "pending")] if own else []
     if kept < room:
-        parts.append(svg.box(x, y + own, width, room - kept, "red", "rolled-back", **whole))
+        parts.append(drawn(y + own, room - kept, "red", "rolled-back"))
     if kept:
-        parts.append(svg.box(x, y + 24 - kept, width, kept, "green", None, **whole))
+        parts.append(drawn(y + 24 - kept, kept, "green", None))
     return "".join(parts)

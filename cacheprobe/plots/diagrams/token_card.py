@@ -1,13 +1,13 @@
-"""What every layer would have said at one row: its first choices, when they settled, and what became of the draft."""
+"""Draws the card of one row: each layer's most likely tokens, the prediction depth, and the verdict on the draft."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from cacheprobe.analysis.layer_choices import settling
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.plots.diagrams.frame import Markup, Piece
 from cacheprobe.plots.lens_table import reads_and_predicts
 from cacheprobe.plots.report.insight import insight
@@ -16,7 +16,7 @@ from cacheprobe.plots.text import token_texts as known_texts
 from cacheprobe.trace.tables.token_history import Fate, fates_at, fates_of_row, token_history
 
 _COLUMNS = 7
-"""Of a token in the ladder."""
+"""Width of a token in the table of layers."""
 _VERDICTS = {
     "accepted": "accepted", "rolled_back": "rolled back", "recovered": "recovered", "bonus": "bonus",
     "committed": "committed as computed", "given_up": "given up before a verdict",
@@ -33,13 +33,13 @@ def token_card(
     row: int | None = None,
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
-    """What every layer would have said at one position: the first choices of each, when they settled, how often they
-    changed, and what was drafted at the next position with the verdict that it got.
+    """Returns the card of one position: each layer's most likely tokens, the prediction depth, and the draft's verdict.
 
-    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: of this position, a
-    candidate's or a rolled-back one; by default the canonical row.  token_texts: as from `token_texts`; lesser choices
-    that no table names stand as their ids.
-    Raises: ValueError where there is no such reading.
+    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: a candidate's or a
+    rolled-back
+    row of this position; by default the canonical row.  token_texts: from `token_texts`; tokens that no table names are
+    shown as "<id>".
+    Raises: ValueError if the row has no reading.
     """
     own = hypotheses[(hypotheses.request_id == request_id) & (hypotheses.position == position)]
     own = own[(own.site != "thought") & ((own.status == "committed") if row is None else (own.row == row))]
@@ -66,16 +66,18 @@ def token_card(
 
 def card_parts(
     readings: pd.DataFrame,
-    settled: Mapping[str, Any],
+    settled: JsonDict,
     fates: Sequence[Fate],
     token_texts: Mapping[int, str],
     input_token: str,
 ) -> tuple[str, str]:
-    """Title as plain text, and markup of one row's card. Lines of the ladder carry data-layer.
+    """Returns the title as plain text, and the markup of one row's card. Its lines carry data-layer.
 
-    readings: the row's lines of the hypotheses table.  settled: its line of
-    `analysis.layer_choices.settling`.  fates: what was drafted and committed at the next position, in order.
-    token_texts: of all choices; those that are not in it stand as their ids.  input_token: the row's own.
+    readings: the row's lines of the hypotheses table.  settled: its line of `analysis.layer_choices.settling`.  fates:
+    the
+    tokens drafted and committed at the next position, in order.  token_texts: of all choices; a missing token is shown
+    as
+    "<id>".  input_token: the row's own.
     Raises: ValueError for readings of more than one row, or of none.
     """
     if readings.row.nunique() != 1:
@@ -84,7 +86,7 @@ def card_parts(
     one = table.iloc[0]
     status = one.status.replace("_", " ")
     if one.status in FED_A_DRAFT_IN_VAIN:
-        fates = ()  # what stood next followed another text
+        fates = ()  # the next token was committed after another text
     facts = [
         ("read", f"<code>{markup(visible(input_token))}</code> at position {one.position} of request {one.request_id}"),
         ("predicts", f"position {one.position + 1}"),
@@ -97,7 +99,7 @@ def card_parts(
     return _title(one, settled), f'<dl class="facts">{listed}</dl>{_ladder(table, token_texts)}'
 
 
-def _title(one: Any, settled: Mapping[str, Any]) -> str:
+def _title(one: TableLine, settled: JsonDict) -> str:
     said = visible(one.token)
     since = settled["prediction_depth"]
     if one.status in FED_A_DRAFT_IN_VAIN:

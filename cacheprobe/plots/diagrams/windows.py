@@ -1,9 +1,10 @@
-"""Verify windows, found in the events table: what was drafted, what the verifier said, and from which steps."""
+"""Finds verify windows in the events table: the draft, the verifier's tokens, and the steps that made them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
+
+from cacheprobe.core.values import TableLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,22 +14,22 @@ class Window:
     request_id: int
     step: int
     start: int
-    """Absolute position of T1', the first candidate; T0 stands one before."""
+    """Absolute position of T1', the first candidate. T0 is at the position before."""
     newest_token_id: int
-    """T0, the last token committed before this window: its cache row is written in it."""
+    """T0, the last token committed before this window; this window writes its cache row."""
     draft_token_ids: tuple[int, ...]
-    """T1', T2', ..."""
+    """Candidates T1', T2', ..."""
     target_token_ids: tuple[int, ...]
-    """T1, T2, ...: the verifier's own tokens, one for each row that it was fed."""
+    """T1, T2, ...: the verifier's own tokens, one for each of its input tokens."""
     committed_token_ids: tuple[int, ...]
     num_accepted: int
     finish: str | None
     batch_shape: tuple[int, int]
-    """Requests and rows of the verify pass, dummies and pads included."""
+    """Requests and token slots of the verify pass, dummies and pads included."""
     prefill_steps: tuple[int, ...]
-    """Passes that read the request's prompt."""
+    """Steps that computed the request's prompt."""
     decode_steps: tuple[int, ...]
-    """The step that proposed each candidate."""
+    """Step that proposed each candidate."""
 
     def __post_init__(self) -> None:
         n, drafted, committed = self.num_accepted, len(self.draft_token_ids), len(self.committed_token_ids)
@@ -40,16 +41,17 @@ class Window:
 
     @property
     def is_full_match(self) -> bool:
-        """Something was drafted, and all of it was accepted."""
+        """Whether there was a draft, and all of it was accepted."""
         return 0 < len(self.draft_token_ids) == self.num_accepted
 
     @property
     def is_rollback(self) -> bool:
+        """Whether some candidates were not accepted."""
         return self.num_accepted < len(self.draft_token_ids)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """For each of the verifier's tokens: accepted, then recovered or bonus, then rejected."""
+        """Verdict on each of the verifier's tokens: accepted, then recovered or bonus, then rejected."""
         own = "recovered" if self.is_rollback else "bonus"
         committed = len(self.committed_token_ids)
         return tuple(
@@ -59,17 +61,17 @@ class Window:
 
     @property
     def num_truncated(self) -> int:
-        """Cache rows that the pass wrote and that were cut off again."""
+        """Number of cache rows that the pass wrote and that were removed again."""
         return len(self.target_token_ids) - len(self.committed_token_ids)
 
     @property
     def ledger_steps(self) -> tuple[int, int, int]:
-        """The steps after which the cache is drawn: last prefill, last before the verify pass, the verify pass."""
+        """Steps after which the cache is drawn: last prefill, last before the verify pass, the verify pass."""
         return self.prefill_steps[-1], self.step - 1, self.step
 
 
 def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
-    """Every verify window of a request, in order; none where it was never verified.
+    """Returns every verify window of a request, in order; none if the request was never verified.
 
     events: as in `Trace.events`.  Raises: ValueError for a request that no event names.
     """
@@ -84,11 +86,11 @@ def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
     for event in own.itertuples():
         if event.phase == "prefill":
             prefill_steps.append(int(event.step))
-            proposed = []  # an evicted request is read again; what it had drafted is drafted anew
+            proposed = []  # a preempted request is computed again, and drafts anew
         elif event.phase == "decode":
             proposed += [int(event.step)] * len(event.proposed_token_ids)
-        elif pd.notna(event.num_accepted):  # else a pass that rebuilds its rows, and decides nothing
-            # a draft that met a failed pass was given up, and stands before the one that was judged
+        elif pd.notna(event.num_accepted):  # null for a pass that only rebuilds cache rows
+            # a draft of a failed pass was given up; its tokens come before those of the judged draft
             given_up = len(proposed) - len(event.draft_token_ids)
             windows.append(_window(event, newest, tuple(prefill_steps), tuple(proposed[given_up:])))
             proposed = []
@@ -97,7 +99,7 @@ def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
     return tuple(windows)
 
 
-def _window(event: Any, newest: int, prefill_steps: tuple[int, ...], decode_steps: tuple[int, ...]) -> Window:
+def _window(event: TableLine, newest: int, prefill_steps: tuple[int, ...], decode_steps: tuple[int, ...]) -> Window:
     return Window(
         request_id=int(event.request_id),
         step=int(event.step),
@@ -115,12 +117,14 @@ def _window(event: Any, newest: int, prefill_steps: tuple[int, ...], decode_step
 
 
 def accepted_whole(windows: tuple[Window, ...]) -> Window | None:
-    """The window to show for a full match: the longest draft, the earliest of those."""
+    """Returns the best example of a full match: the longest draft, the earliest of those; None if there is none."""
     return max((w for w in windows if w.is_full_match), key=lambda w: (len(w.draft_token_ids), -w.step), default=None)
 
 
 def rolled_back(windows: tuple[Window, ...]) -> Window | None:
-    """The window to show for a rollback: one that accepted something, the longest draft, the earliest of those."""
+    """Returns the best example of a rollback: partly accepted if possible, the longest draft, the earliest; None if
+    none.
+    """
     return max(
         (w for w in windows if w.is_rollback),
         key=lambda w: (w.num_accepted > 0, len(w.draft_token_ids), -w.step),
@@ -129,9 +133,10 @@ def rolled_back(windows: tuple[Window, ...]) -> Window | None:
 
 
 def pick_request(events: pd.DataFrame) -> int:
-    """The request that shows most: both kinds of windows, with the longest full match and then a partial rollback."""
+    """Returns the request that shows most: both kinds of windows, the longest full match, then a partial rollback."""
 
     def score(request_id: int) -> tuple[bool, int, bool, bool, int]:
+        """Returns the sort key of a request."""
         windows = find_windows(events, request_id)
         full, back = accepted_whole(windows), rolled_back(windows)
         drafted = len(full.draft_token_ids) if full else 0

@@ -1,1 +1,1 @@
-"""The report of a request as one page, and its figures as files."""
+"""Writes the report of a request as one page, and its figures as files."""

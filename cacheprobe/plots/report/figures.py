@@ -1,4 +1,4 @@
-"""The figures of the report by name, and the same as files."""
+"""Draws the figures of the report by name, and writes them as files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
 
 MOST_POSITIONS = 48
-"""Columns of the lens grid; each more costs the browser a cell for every layer."""
+"""Largest number of columns of the lens grid; each column costs the browser a cell for every layer."""
 
 
 def write_figures(
     trace: "Trace", directory: "str | Path", kind: str = "png", request_id: int | None = None, *, progress: bool = True
 ) -> list[Path]:
-    """Write every figure of the report of one request as a file of its own, each whole or not at all.
+    """Writes every figure of the report of one request as a file of its own; an error leaves no partial file.
 
     kind: png, svg or pdf.  request_id: by default the report's.
-    Raises: ValueError for another kind, KeyError for a request that the trace does not have, ImageError where kaleido
-    or a chromium is missing, before anything is written. Diagrams as SVG need neither.
+    Raises, before anything is written: ValueError for another kind, KeyError for a request that the trace does not
+    have,
+    ImageError if kaleido or a Chromium is missing. Diagrams as SVG need neither.
     """
     if kind not in FORMATS:
         raise ValueError(f"unknown format {kind!r} of figures; choose one of {', '.join(FORMATS)}")
@@ -54,7 +55,9 @@ def write_figures(
 
 
 def report_figures(trace: "Trace", request_id: int) -> dict[str, go.Figure]:
-    """Figures of the lens readings by name: lens-grid, lens-grid-all, drafts, settling. Those that the run has."""
+    """Returns those figures of the lens readings that the run has, by name: lens-grid, lens-grid-all, drafts,
+    settling.
+    """
     if trace.hypothesis_table is None:
         return {}
     readings, (shown, _) = lens_readings(trace, include_rolled_back=True), shown_positions(trace, request_id)
@@ -68,14 +71,16 @@ def report_figures(trace: "Trace", request_id: int) -> dict[str, go.Figure]:
 
 
 def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:
-    """Positions of the lens grid, and how many there are in all: those that predict the generated tokens."""
+    """Returns the positions of the lens grid and their full number: the positions that predict the generated tokens."""
     first = len(trace.requests[request_id].prompt_token_ids) - 1
     count = len(trace.committed(request_id))
     return range(first, first + min(count, MOST_POSITIONS)), count
 
 
 def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
-    """Diagrams by name: accepted-whole, rolled-back, or decoded where the request was never verified; thoughts."""
+    """Returns diagrams by name: accepted-whole, rolled-back, or decoded for a request that was never verified;
+    thoughts.
+    """
     events, texts = trace.events(), token_texts(trace.row_table, trace.hypothesis_table)
     drawings = {
         name: panels_alone(f"Request {request_id}, {said}", panels, keys())
@@ -88,9 +93,9 @@ def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
 
 
 def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, list[Panel]]]:
-    """(name, what it shows, panels): the window accepted whole and the one rolled back that show most, if any.
+    """Yields (name, title, panels): the best example of a window accepted whole, and of one rolled back, if any.
 
-    Of a request that was never verified, its decoding, unless it failed before.
+    For a request that was never verified, yields its decoding instead, unless it failed before its first token.
     """
     events = trace.events()
     windows = find_windows(events, request_id)
@@ -107,7 +112,7 @@ def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Ite
 
 
 def span(window: Window) -> str:
-    """The positions that a window speaks of, in words."""
+    """Returns the positions of a window's input tokens, in words."""
     return f"positions {window.start - 1} to {window.start + len(window.target_token_ids) - 2}"
 
 

@@ -1,31 +1,32 @@
-"""One token in a sentence or two: what was drafted, what was committed, and which layers had said so."""
+"""Describes one token in a sentence or two: drafted, committed, and predicted from which layers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
+from cacheprobe.core.values import TableLine
 from cacheprobe.plots.lens_table import runs_of
 from cacheprobe.plots.text import shorten, text_of, visible
 from cacheprobe.trace.tables.token_history import Fate, fates_at, fates_of_row, token_history
 
 _COLUMNS = 24
-"""Of a token in the sentence."""
+"""Width of a token in the sentence."""
 
 
 class Place(NamedTuple):
-    """A token of a run that a sentence can be about."""
+    """A token of a run that a sentence can describe."""
 
     request_id: int
     step: int
     position: int
-    """Of the row whose reading speaks of the token; the token stands at the next one."""
+    """Position of the row that predicts the token; the token itself is at the next position."""
 
 
 def opening(events: pd.DataFrame) -> Place | None:
-    """What to look at first: the first rollback that accepted something, else any rollback, else any verify pass; None
-    where no request was verified.
+    """Returns the best token to look at first; None if no request was verified.
 
+    It is the first partly accepted rollback, else any rollback, else any verify pass.
     events: as in `Trace.events`.
     """
     verdicts = events[(events.phase == "verify") & events.num_accepted.notna()]
@@ -37,18 +38,19 @@ def opening(events: pd.DataFrame) -> Place | None:
     return None
 
 
-def _own(event: Any) -> int:
-    """Which of the tokens that a verify pass committed to speak of: the verifier's own, or the last one."""
+def _own(event: TableLine) -> int:
+    """Returns the index of the verifier's own token among those that the pass committed, or of the last one."""
     return min(int(event.num_accepted), len(event.committed_token_ids) - 1)
 
 
 def first_insight(
     hypotheses: pd.DataFrame | None, rows: pd.DataFrame, events: pd.DataFrame, token_texts: Mapping[int, str]
 ) -> str:
-    """A sentence about what `opening` names; "" where there is nothing to say. Plain text.
+    """Returns a sentence, as plain text, about the token that `opening` chooses; "" if there is none.
 
-    hypotheses, rows, events: as in `Trace.readings`, `Trace.row_table` and `Trace.events`, of one request or more; None
-    where no lens was read.  token_texts: as from `token_texts`.
+    hypotheses, rows, events: from `cp.analysis.lens_readings` (None without a lens), `Trace.row_table` and
+    `Trace.events`,
+    of one request or more.  token_texts: from `token_texts`.
     """
     at = opening(events)
     if at is None:
@@ -73,11 +75,13 @@ def insight(
     *,
     step: int | None = None,
 ) -> str:
-    """What became of the tokens at one place, and what the layers of a row that predicts them had said. Plain text.
+    """Returns, as plain text, the outcome of the tokens at one place, and the layers that predicted them.
 
-    readings: that row's lines of the hypotheses table; without any, layers are not spoken of.  rows: all rows at its
-    position, which tell from which layer a draft was read.  fates: as from `fates_at`.  step: that computed the row,
-    whose own draft is spoken of then; by default the last draft that was rolled back.
+    readings: lines of the hypotheses table of the predicting row; without any, layers are not mentioned.  rows: all
+    rows at
+    its position; they show at which layer an early drafter stopped.  fates: from `fates_at`.  step: the step that
+    computed
+    the row, whose own draft is then described; by default the last draft that was rolled back.
     """
     lost = next((fate for fate in reversed(fates) if fate.outcome == "rolled_back"), None)
     if step is not None:
@@ -90,10 +94,10 @@ def insight(
     return ". ".join(parts)
 
 
-def insight_in_vain(readings: pd.DataFrame, row: Any) -> str:
-    """What a row was fed and predicted whose draft token was never committed. Plain text.
+def insight_in_vain(readings: pd.DataFrame, row: TableLine) -> str:
+    """Returns, as plain text, the input and prediction of a row whose draft token was never committed.
 
-    readings: the row's own lines; without any, layers are not spoken of.  row: its line of the rows table.
+    readings: the row's own lines; without any, layers are not mentioned.  row: its line of the rows table.
     """
     kind = "a rejected draft or one behind it" if row.status == "rolled_back" else "a draft that was given up"
     said = (
@@ -131,7 +135,7 @@ def _became(
 
 
 def _drafted(draft: Fate, rows: pd.DataFrame) -> str:
-    """When, and from which layer where the pass that drafted it stopped early: that layer's choice is the draft."""
+    """Returns when a token was drafted, and at which layer if its pass stopped early."""
     ran = rows.num_layers[rows.step == draft.born]
     stopped = len(ran) and ran.iloc[0] < rows.num_layers.max()
     return f"drafted in step {draft.born}" + (f" from layer {ran.iloc[0] - 1}" if stopped else "")

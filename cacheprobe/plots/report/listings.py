@@ -1,8 +1,8 @@
-"""What a run holds, as listings for a terminal: the run as a whole, and one of its requests."""
+"""Lists a run, or one of its requests, for a terminal."""
 
 import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -23,13 +23,13 @@ _PHASES = ("prefill", "decode", "verify")
 
 
 def run_listings(trace: "Trace") -> list[Listing]:
-    """The run: how it was made, its fingerprint, its requests, verdicts, and agreement by layer."""
-    held = [Listing("run", (), _about(trace))]
+    """Returns the listings of a run: settings, fingerprint, requests, verdicts, and agreement by layer."""
+    listings = [Listing("run", (), _about(trace))]
     if command := trace.meta.get("command"):
         origin = f", settings from {command['config']}" if command["config"] else ""
-        held.append(Listing(f"cacheprobe {command['name']}{origin}", (), _pairs(command["settings"])))
+        listings.append(Listing(f"cacheprobe {command['name']}{origin}", (), _pairs(command["settings"])))
     return [
-        *held,
+        *listings,
         Listing("fingerprint", (), _pairs(trace.fingerprint)),
         _requests(trace),
         Listing("verdicts", (), _verdicts(trace.events()), "" if trace.num_drafted else "nothing was drafted"),
@@ -38,7 +38,7 @@ def run_listings(trace: "Trace") -> list[Listing]:
 
 
 def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
-    """One request in detail: what it was asked, its windows, rows, cache and layers, and its thoughts if it has any.
+    """Returns the listings of one request: prompt, windows, rows, cache, layers, and thoughts if any.
 
     Raises: KeyError for a request that the trace does not have.
     """
@@ -83,7 +83,7 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
 
 
 def _cache(trace: "Trace", request_id: int) -> Listing:
-    """Cache rows of a request at its end by provenance; of an import that has no ledger, why there is none."""
+    """Returns a request's cache rows at its end by provenance; for an import without a ledger, the reason."""
     if "ledger" in trace.missing:
         return Listing("cache at its end", (), [], plain(trace.missing["ledger"]))
     return Listing("cache at its end", (), _pairs(trace.ledger(request_id).provenance.value_counts().to_dict()))
@@ -147,7 +147,7 @@ def _requests(trace: "Trace") -> Listing:
 
 
 def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
-    """Tokens and passes of the verifier."""
+    """Returns counts of the verifier's tokens and passes."""
     verify = events[events.phase == "verify"]
     drafted, lost = verify.draft_token_ids.map(len), verify.num_rolled_back.fillna(0)
     counts = {
@@ -164,7 +164,7 @@ def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
-    """Shares by layer and status; of one request, or of all."""
+    """Returns the shares of agreeing readings by layer and status, of one request or of all."""
     if trace.hypothesis_table is None:
         return Listing(title, (), [], "this run read no lens; with Z among the captured sites it does")
     readings = lens_readings(trace)
@@ -203,7 +203,7 @@ def _finish(trace: "Trace", request_id: int) -> str:
 
 
 def _ending(text: str) -> str:
-    """The end of a text, which is what tells prompts apart that begin with the same worked examples."""
+    """Returns the end of a text, since prompts with the same worked examples differ only there."""
     return text if columns_of(text) <= _WIDTH else "…" + shorten(text[::-1], _WIDTH)[:-1][::-1]
 
 
@@ -211,11 +211,11 @@ def _counts(column: pd.Series) -> str:
     return ", ".join(f"{count:,} {str(name).replace('_', ' ')}" for name, count in column.value_counts().items())
 
 
-def _pairs(values: dict[Any, Any] | Iterable[tuple[Any, Any]]) -> list[tuple[str, str]]:
-    return [(plain(str(name)), _said(value)) for name, value in dict(values).items()]
+def _pairs(values: Mapping[str, object]) -> list[tuple[str, str]]:
+    return [(plain(str(name)), _said(value)) for name, value in values.items()]
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

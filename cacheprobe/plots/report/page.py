@@ -1,4 +1,6 @@
-"""One self-contained HTML page: styles, plotly.js once, figures that follow the page's width and colour scheme."""
+"""Builds one self-contained HTML page: styles, plotly.js once, figures that follow the page's width and colour
+scheme.
+"""
 
 import json
 
@@ -9,7 +11,7 @@ from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.style import DIAGRAM_CSS, FIGURE_CONFIG, MONO, layout_template
 from cacheprobe.plots.text import markup
 
-# Nothing may be fetched: the page is whole, and says so to the browser.
+# The page needs no other file, so the policy forbids the browser to fetch any.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 )
@@ -60,7 +62,7 @@ _THEME_SCRIPT = """
 
 
 def page(title: str, body: str) -> str:
-    """The whole document. The body is markup; the title is escaped here."""
+    """Returns the whole document. The body is markup; the title is escaped here."""
     templates = json.dumps({name: layout_template(dark=name == "dark").to_plotly_json() for name in ("light", "dark")})
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -73,9 +75,9 @@ def page(title: str, body: str) -> str:
 
 
 def figure_block(figure: go.Figure, name: str, note: str, *, min_width: int = 0) -> str:
-    """A figure under its own title, which wraps as a heading where the figure's could not.
+    """Returns a figure under its own title as a heading, which can wrap.
 
-    name: of its element, unique on the page.  note: markup.  min_width: pixels; narrower pages scroll it sideways.
+    name: id of its element, unique on the page.  note: markup.  min_width: pixels; a narrower page scrolls the figure.
     """
     heading = figure.layout.title.text
     shown = go.Figure(figure).update_layout(title=None)
@@ -91,13 +93,17 @@ def figure_block(figure: go.Figure, name: str, note: str, *, min_width: int = 0)
 
 
 def table(columns: list[str], rows: list[list[object]]) -> str:
-    """A plain table; columns of numbers to the right, with their heads; everything escaped. Of more than two columns it
-    scrolls on a narrow page."""
+    """Returns an HTML table with everything escaped; columns of numbers are aligned right.
+
+    With more than two columns, a narrow page scrolls it.
+    """
 
     def is_number(value: object) -> bool:
+        """Returns whether the value is a number and not a flag."""
         return isinstance(value, int | float) and not isinstance(value, bool)
 
     def text(value: object) -> str:
+        """Returns the value as escaped text; numbers with three digits or thousands separators."""
         if not is_number(value):
             return markup(str(value))
         return f"{value:,.3g}" if isinstance(value, float) else f"{value:,}"

@@ -1,13 +1,13 @@
-"""A request's prompt with its answer marked."""
+"""Shows a request's prompt with its answer marked."""
 
 from collections.abc import Mapping
-from typing import Any
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.text import markup, text_of
 
 
-def prompt_block(request: Mapping[str, Any], token_texts: Mapping[int, str]) -> str:
-    """Markup. request: as in `StoredRun.requests`; a prompt of token ids is shown as their texts."""
+def prompt_block(request: JsonDict, token_texts: Mapping[int, str]) -> str:
+    """Returns markup of prompt and answer. request: as in `StoredRun.requests`; token ids are shown as their texts."""
     prompt = request["prompt"]
     if not isinstance(prompt, str):
         shown = "".join(text_of(token_texts, int(token_id)) for token_id in request["prompt_token_ids"])

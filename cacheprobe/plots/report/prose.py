@@ -1,7 +1,8 @@
-"""The report's sentences about a run, as markup; every text from the run is escaped."""
+"""Writes the report's sentences about a run, as markup with every text of the run escaped."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.text import markup
 
 if TYPE_CHECKING:
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def run_sentence(trace: "Trace", request_id: int) -> str:
-    """The model and the shape of the run, in plain words."""
+    """Returns the model, the number of passes and the drafter, in plain words."""
     finger, note = trace.fingerprint, trace.meta["weights_note"]
     phases = trace.event_table.drop_duplicates("step").phase.value_counts()
     steps = ", ".join(f"{int(phases.get(phase, 0))} {phase}" for phase in ("prefill", "decode", "verify"))
@@ -32,8 +33,10 @@ def run_sentence(trace: "Trace", request_id: int) -> str:
     return said + f"This page follows request {request_id}, which is {kind}."
 
 
-def behaviour_sentences(behaviour: dict[str, Any] | None) -> list[str]:
-    """How the model does on its task, and what may be said from it. Empty where the prompts came from no task."""
+def behaviour_sentences(behaviour: JsonDict | None) -> list[str]:
+    """Returns the model's accuracy on its task in words, with a warning if it is not above chance; [] without a
+    task.
+    """
     if not behaviour:
         return []
     b = behaviour
@@ -52,8 +55,8 @@ def behaviour_sentences(behaviour: dict[str, Any] | None) -> list[str]:
     return [said]
 
 
-def is_above_chance(behaviour: dict[str, Any]) -> bool:
-    """Whether the interval of the accuracy lies above chance; not where either is unknown."""
+def is_above_chance(behaviour: JsonDict) -> bool:
+    """Returns whether the interval of the accuracy lies above chance; False if either is unknown."""
     low, chance = behaviour["accuracy_low"], behaviour["chance"]
     return low is not None and chance is not None and low > chance
 

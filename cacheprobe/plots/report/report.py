@@ -1,4 +1,4 @@
-"""The report: one page about one request of a run, from the trace's own tables."""
+"""Writes the report: one page about one request of a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def write_report(trace: "Trace", path: "str | Path", request_id: int | None = None, *, progress: bool = False) -> Path:
-    """Write the report of one request to `path`, whole or not at all.
+    """Writes the report of one request to `path`; after an error the file is unchanged.
 
     request_id: by default one that shows both a window accepted whole and one rolled back, if any does.
     progress: show a bar on a terminal.
@@ -39,7 +39,7 @@ def write_report(trace: "Trace", path: "str | Path", request_id: int | None = No
 
 
 def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> str:
-    """The report as one HTML document that needs no network."""
+    """Returns the report as one HTML document that needs no network."""
     if request_id not in trace.tokens:
         raise KeyError(f"no request {request_id} in this trace; it has {sorted(trace.tokens)}")
     has_lens, has_thoughts = trace.hypothesis_table is not None, trace.thought_table is not None
@@ -69,7 +69,7 @@ def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 
 def _seen(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
-    """What the request thought, where it did; else what became of a draft of its."""
+    """Returns a sentence about the request's thoughts, if it has any; else about the verdict on one of its drafts."""
     events = trace.events()
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
         return thoughts_finding(story_of(trace.thoughts(), trace.row_table, events, request_id, texts))
@@ -120,7 +120,7 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 
 def _elsewhere(trace: "Trace", request_id: int) -> str:
-    """Which other requests have windows of each kind, or that the run has none."""
+    """Returns which other requests have windows of each kind, or that the run has none."""
     events = trace.events()
     there = set(events.request_id)  # not one that was cancelled before it began
     windows = {r: find_windows(events, r) for r in trace.tokens if r != request_id and r in there}
@@ -166,6 +166,7 @@ def _lens(trace: "Trace", request_id: int) -> str:
     }
 
     def block(name: str) -> str:
+        """Returns a figure with its note."""
         wide = grid_width(figures[name]) if name.startswith("lens") else 0
         return figure_block(figures[name], name, notes[name], min_width=wide)
 

@@ -1,19 +1,19 @@
-"""Two runs side by side: which requests differ, where first, and what differs between their schedules."""
+"""Compares two runs: which requests differ and from which token on, and how their schedules differ."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pandas as pd
 
 from cacheprobe.analysis.comparison import RequestDifference, compare_requests
 from cacheprobe.core.records import fingerprint_differences
+from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.diagrams.frame import Markup, Piece
 from cacheprobe.plots.report.page import table
 from cacheprobe.plots.text import markup, text_of, visible
 from cacheprobe.plots.text import token_texts as known_texts
 
 _AROUND = 24
-"""Tokens shown before and after the first difference."""
+"""Number of tokens shown before and after the first difference."""
 
 UNCOMPARED = "log-probabilities are not compared: a run recorded none"
 
@@ -26,16 +26,17 @@ def comparison(
     request_id: int | None = None,
     *,
     names: tuple[str, str] = ("ours", "theirs"),
-    fingerprints: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+    fingerprints: tuple[Mapping[str, object], Mapping[str, object]] | None = None,
     token_texts: tuple[Mapping[int, str], Mapping[int, str]] = ({}, {}),
 ) -> Markup:
-    """Two runs beside each other: which requests committed other tokens or other log-probabilities, and the answers of
-    one request, token by token, with the first that differs framed.
+    """Returns a comparison of two runs: which requests differ, and both answers of one request token by token.
 
+    The first differing token is framed. Requests are compared by committed tokens and log-probabilities.
     rows, events: (ours, theirs), as trace.row_table and trace.events().  request_id: by default the first that differs.
-    fingerprints: trace.fingerprint of both, to list what differs between the schedules.  token_texts: as from
-    `token_texts`, of tokens that rows do not name, such as the last one committed.
-    Raises: ValueError for a request that neither run has, and for tables without one.
+    fingerprints: trace.fingerprint of both, to list how the schedules differ.  token_texts: from `token_texts`, for
+    tokens
+    that rows do not name, such as the last one committed.
+    Raises: ValueError for a request that neither run has, and for empty tables.
     """
     pair = [_requests(r, e) for r, e in zip(rows, events, strict=True)]
     found = compare_requests(pair[0], pair[1], *events)
@@ -60,8 +61,8 @@ def comparison(
     return Piece(comparison_title(found), "", "".join(parts)).alone
 
 
-def _requests(rows: pd.DataFrame, events: pd.DataFrame) -> list[dict[str, Any]]:
-    """By request: prompt_token_ids and committed_token_ids, from the tables alone."""
+def _requests(rows: pd.DataFrame, events: pd.DataFrame) -> list[JsonDict]:
+    """Returns prompt_token_ids and committed_token_ids of each request, from the tables alone."""
     prompts = rows[rows.role == "prompt"].drop_duplicates(["request_id", "position"], keep="last")
     asked = prompts.sort_values("position").groupby("request_id").token_id.agg(list)
     given = events.sort_values("step").groupby("request_id").committed_token_ids.agg(
@@ -72,7 +73,7 @@ def _requests(rows: pd.DataFrame, events: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def about_request(one: RequestDifference) -> str:
-    """How one request fared, in a sentence."""
+    """Returns a sentence on how one request differs."""
     if one.what == "equal":
         return f"Request {one.request_id} is the same in both, log-probabilities included"
     if one.what == "tokens alone":
@@ -84,8 +85,8 @@ def about_request(one: RequestDifference) -> str:
     return f"Request {one.request_id}: {one.what} differ from generated token {one.place + 1} on"
 
 
-def comparison_title(differences: Sequence[Any]) -> str:
-    """What the comparison found, as a sentence. differences: as from `analysis.comparison.compare_requests`."""
+def comparison_title(differences: Sequence[RequestDifference]) -> str:
+    """Returns a sentence on all requests. differences: from `analysis.comparison.compare_requests`."""
     count, apart = len(differences), [d for d in differences if d.what != "equal"]
     if not apart:
         return f"All {count} requests committed the same tokens, with the same log-probabilities bit for bit"
@@ -100,8 +101,8 @@ def comparison_title(differences: Sequence[Any]) -> str:
     )  # fmt: skip
 
 
-def fingerprint_block(differences: Sequence[tuple[str, Any, Any]], names: tuple[str, str]) -> str:
-    """The fields in which two schedules differ, as a table, or that they are equal. Markup."""
+def fingerprint_block(differences: Sequence[tuple[str, object, object]], names: tuple[str, str]) -> str:
+    """Returns, as markup, a table of the settings in which two schedules differ, or a note that they are equal."""
     if not differences:
         return "<p class='note'>Both ran under one schedule fingerprint: their bits can be compared.</p>"
     count = len(differences)
@@ -113,10 +114,10 @@ def fingerprint_block(differences: Sequence[tuple[str, Any, Any]], names: tuple[
     )
 
 
-def request_list(differences: Sequence[Any], chosen: int, *, tag: str = "button") -> str:
-    """A button for each request, with how it compares; they carry data-request. Markup.
+def request_list(differences: Sequence[RequestDifference], chosen: int, *, tag: str = "button") -> str:
+    """Returns, as markup, a button for each request, with how it compares; buttons carry data-request.
 
-    tag: of those buttons, where there is no page that hears them.
+    tag: "span" on a page without click handlers.
     """
     items = []
     for d in differences:
@@ -139,7 +140,7 @@ def token_columns(
     whose: str,
     start: int,
 ) -> str:
-    """Both answers, token by token, around the first difference, which is marked. Markup; tokens carry data-place.
+    """Returns, as markup, both answers around the first difference, which is marked; tokens carry data-place.
 
     whose: the request, for the tips.  start: position of the first generated token.
     """

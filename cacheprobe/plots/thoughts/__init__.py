@@ -1,1 +1,1 @@
-"""Pictures of the thoughts of a Thinking States model."""
+"""Draws the thoughts of a Thinking States model."""

@@ -1,11 +1,11 @@
-"""One chunk of a Thinking States model in numbers: its S, what T wrote of it, and what C made of that."""
+"""Draws one chunk of a Thinking States model in numbers: its state S, its thought Z, and the next state."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.diagrams.frame import Markup, Piece
 from cacheprobe.plots.text import markup, visible
 from cacheprobe.plots.thoughts.columns import Column, Story, story_of
@@ -18,16 +18,18 @@ def thought_card(
     request_id: int,
     position: int,
     *,
-    thinking: Mapping[str, Any] | None = None,
+    thinking: JsonDict | None = None,
     step: int | None = None,
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
-    """One chunk of a Thinking States model in numbers: its S, what T wrote of it as Z, and what C made of that; above
-    them, what was thought of every chunk.
+    """Returns one chunk of a Thinking States model in numbers, below a list of all chunks' thoughts.
 
+    The numbers are those of its state S, of the thought Z that the thinking block T wrote, and of the state that the
+    compression block C made of Z.
     thoughts, rows, events: trace.thoughts(), trace.row_table and trace.events().  position: any of the chunk's tokens;
-    the last chunk that was thought about stands for one without a thought.  thinking: trace.meta["thinking"].
-    step: of the chunk's thoughts the one of this step, where it has one; else the committed one.
+    for
+    a chunk without a thought, the last chunk with one is shown.  thinking: trace.meta["thinking"].
+    step: choose the chunk's thought of this step, if it has one; else the committed thought.
     Raises: ValueError for a request without thoughts.
     """
     story = story_of(thoughts, rows, events, request_id, token_texts)
@@ -36,12 +38,12 @@ def thought_card(
 
 
 def chunk_parts(
-    story: Story, position: int, thinking: Mapping[str, Any], step: int | None = None, *, tag: str = "button"
+    story: Story, position: int, thinking: JsonDict, step: int | None = None, *, tag: str = "button"
 ) -> tuple[str, str]:
-    """Title as plain text, and markup: a button for each thought (data-position, of its chunk's last token, and
-    data-step), and S, T, Z and C of the chosen one. tag: of those buttons, where there is no page that hears them.
+    """Returns the title as plain text, and markup: a button for each thought, and S, T, Z and C of the chosen one.
 
-    story: as from `thoughts_columns.story_of`.
+    Buttons carry data-position (of the chunk's last token) and data-step. tag: "span" on a page without click handlers.
+    story: from `columns.story_of`.
     """
     columns = [column for column in story.columns if column.thought is not None]
     chunk = next((c.chunk for c in columns if position <= c.tokens[-1].position), columns[-1].chunk)
@@ -73,7 +75,7 @@ def _button(column: Column, is_chosen: bool, tag: str) -> str:
     )
 
 
-def _sites(column: Column, thinking: Mapping[str, Any]) -> str:
+def _sites(column: Column, thinking: JsonDict) -> str:
     thought, source = column.thought, column.source
     read = " ".join(markup(visible(token.text)) for token in column.tokens)
     if source is not None and thinking.get("feeds_back", True):

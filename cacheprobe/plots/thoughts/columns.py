@@ -1,15 +1,18 @@
-"""The chunks of one request as columns of a picture: what was read, which state was added, what was thought of it."""
+"""Cuts one request into chunks, the columns of a picture: input tokens, added state, thought."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
+from cacheprobe.core.values import TableLine
 from cacheprobe.plots.text import text_of
 
 
 class Token(NamedTuple):
+    """A token of a chunk, with its position."""
+
     position: int
     text: str
     kind: str
@@ -18,19 +21,20 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One chunk, as it was committed or as it was once and rolled back."""
+    """One chunk: as it was committed, or as it was computed and rolled back."""
 
     chunk: int
-    """Counted from 0, as in the thoughts table; the paper's number is one more."""
+    """Number of the chunk, from 0, as in the thoughts table; the paper's number is one more."""
     tokens: tuple[Token, ...]
     is_rolled_back: bool = False
-    thought: Any = None
-    """Its row of the thoughts table; None where nobody thought about this chunk."""
-    source: Any = None
-    """The thought whose state is added to this chunk; None in the first, and where none is."""
+    thought: TableLine = None
+    """Its line of the thoughts table; None if the chunk has no thought."""
+    source: TableLine = None
+    """The thought whose state is added to this chunk; None for the first chunk, and if no state is added."""
 
     @property
     def has_answer(self) -> bool:
+        """Whether the chunk holds generated tokens."""
         return any(token.kind != "prompt" for token in self.tokens)
 
 
@@ -39,13 +43,16 @@ class Story(NamedTuple):
 
     columns: list[Column]
     num_filler: int
-    """Columns in front that hold nothing but one token again and again, such as pads, and say nothing."""
+    """Number of leading columns that hold only one repeated token, such as pads, and have no words in their
+    thoughts."""
     answer: tuple[str, ...]
-    """Texts of the committed tokens, without the end."""
+    """Texts of the committed tokens, without the end token."""
 
 
 def own_thoughts(thoughts: pd.DataFrame, request_id: int) -> pd.DataFrame:
-    """Raises: ValueError for a request without thoughts, naming those that have some."""
+    """Returns the thoughts of one request. Raises: ValueError for a request without thoughts, naming those that have
+    some.
+    """
     own = thoughts[thoughts.request_id == request_id]
     if own.empty:
         having = sorted({int(r) for r in thoughts.request_id})
@@ -60,9 +67,10 @@ def story_of(
     request_id: int,
     token_texts: Mapping[int, str] | None = None,
 ) -> Story:
-    """Cut a request's tokens into chunks, and give each the thoughts that read it and that act on it.
+    """Cuts a request's tokens into chunks, and adds to each the thought about it and the thought that acts on it.
 
-    What was read and rolled back stands before what was committed in its place.
+    A rolled-back chunk comes before the committed chunk in its place.
+    Raises: ValueError for a request without thoughts or rows.
     """
     own = own_thoughts(thoughts, request_id)
     fed = rows[rows.request_id == request_id].sort_values("step", kind="stable")
@@ -95,8 +103,8 @@ def _sequence(fed: pd.DataFrame, answer_ids: Sequence[int], texts: dict[int, str
     return sequence
 
 
-def _as_read(fed: pd.DataFrame, thought: Any) -> tuple[Token, ...]:
-    """The tokens that a thought was made from, which later ones may have replaced."""
+def _as_read(fed: pd.DataFrame, thought: TableLine) -> tuple[Token, ...]:
+    """Returns the tokens that a thought was made from, even if other tokens were committed in their place later."""
     seen = fed[(fed.position >= thought.start) & (fed.position <= thought.end) & (fed.step <= thought.step)]
     seen = seen.drop_duplicates("position", keep="last").sort_values("position")
     kinds = {"prompt": "prompt", "rolled_back": "rolled_back"}
@@ -114,7 +122,7 @@ def _end_ids(own: pd.DataFrame) -> set[int]:
     return {int(thought.token_ids[-1]) for thought in own[own.has_ended].itertuples()}
 
 
-def _last(thoughts: pd.DataFrame, status: str | None = None) -> Any:
+def _last(thoughts: pd.DataFrame, status: str | None = None) -> TableLine:
     found = thoughts[thoughts.status == status] if status else thoughts
     return None if found.empty else next(found.iloc[[-1]].itertuples())
 
@@ -130,31 +138,32 @@ def _num_filler(columns: Sequence[Column]) -> int:
     return count if count > 1 or len(columns[0].tokens) > 1 else 0
 
 
-def words_of(thought: Any) -> tuple[str, ...]:
-    """What it says, token by token, without its end; () where it is empty."""
+def words_of(thought: TableLine) -> tuple[str, ...]:
+    """Returns the thought's tokens as texts, without its end token; () for an empty thought."""
     tokens = list(thought.tokens)
     return tuple(tokens[:-1] if thought.has_ended else tokens)
 
 
 def changes_of_mind(columns: Sequence[Column]) -> list[int]:
-    """Places in `columns` whose thought says something other than the last one that said anything; the first included.
+    """Returns the indices in `columns` whose thought differs from the last non-empty one; the first is included.
 
-    Rolled-back ones change nothing.
+    Rolled-back columns are skipped.
     """
-    found, held = [], None
+    found, last_words = [], None
     for place, column in enumerate(columns):
         words = words_of(column.thought) if column.thought is not None and not column.is_rolled_back else ()
-        if words and words != held:
+        if words and words != last_words:
             found.append(place)
-            held = words
+            last_words = words
     return found
 
 
 def chosen(story: Story, most: int) -> list[int | range]:
-    """Which columns to draw in `most` places: their indices, and ranges of those that a gap stands for.
+    """Returns which columns to draw in `most` places: their indices, and a range for each gap.
 
-    The end of the prompt, the start of the answer, changes of mind and what was rolled back come first, then what
-    disagrees with the true state, then the rest in the order in which it was read.
+    Priority: the end of the prompt, the start of the answer, changes of mind and rolled-back columns; then thoughts
+    that
+    disagree with the true state; then the rest in reading order.
     """
     columns, filler = story.columns, story.num_filler
     every = list(range(filler, len(columns)))

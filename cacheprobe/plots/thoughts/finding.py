@@ -1,4 +1,4 @@
-"""What the picture of thoughts shows, in a sentence computed from its columns."""
+"""Computes the sentence above the picture of thoughts."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,9 @@ from cacheprobe.plots.thoughts.columns import Story, changes_of_mind, words_of
 
 
 def finding(story: Story) -> str:
-    """How often the thought changes its mind, whether it ends on the answer, and what of it is wrong; plain text."""
+    """Returns, as plain text, how often the thought changes, whether it ends on the answer, and how much of it is
+    wrong.
+    """
     thoughts = [c.thought for c in story.columns if c.thought is not None and not c.is_rolled_back]
     while_reading = "while the prompt is read"
     if any(thought.phase != "prefill" for thought in thoughts):
@@ -42,7 +44,9 @@ def finding(story: Story) -> str:
 
 
 def _final_state(story: Story) -> str | None:
-    """The true state at the end of the prompt, where that is one word, which an answer can be held to."""
+    """Returns the true state at the end of the prompt, if it is one word that can be compared with the answer; else
+    None.
+    """
     read = [column for column in story.columns if not column.has_answer]
     thought = read[-1].thought if read else None
     if thought is None or pd.isna(thought.true_state) or len(thought.true_state.split()) != 1:
@@ -55,7 +59,7 @@ def _times(count: int) -> str:
 
 
 def _is_about(words: Sequence[str], answer: Sequence[str]) -> bool:
-    """Whether the answer starts with the thought, or the thought ends with the answer."""
+    """Returns whether the answer starts with the thought, or the thought ends with the answer."""
     said, given = ([text.strip() for text in texts] for texts in (words, answer))
     return given[: len(said)] == said or said[-len(given) :] == given
 

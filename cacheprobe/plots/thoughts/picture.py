@@ -1,10 +1,10 @@
-"""The picture of a Thinking States model at work on one request: chunks, states, thoughts, and the cache."""
+"""Draws a Thinking States model at work on one request: chunks, states, thoughts, and the cache."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import pandas as pd
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.alone import Drawing, picture_alone
 from cacheprobe.plots.diagrams.cylinder import swatch
@@ -29,9 +29,9 @@ from cacheprobe.plots.thoughts.strokes import (
 )
 
 MOST_PLACES = 13
-"""Chunks in one picture, gaps included."""
+"""Largest number of chunks in one picture, gaps included."""
 THOUGHT_COLUMNS = ["chunk", "read", "thought", "log-probability, nats", "true state", "agrees", "norm", "status"]
-"""Of `thought_lines`."""
+"""Columns of `thought_lines`."""
 
 
 def thoughts_picture(
@@ -41,19 +41,22 @@ def thoughts_picture(
     ledger: pd.DataFrame,
     request_id: int = 0,
     *,
-    thinking: Mapping[str, Any] | None = None,
+    thinking: JsonDict | None = None,
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
-    """What a Thinking States model thought of each chunk of one request, and where each thought went.
+    """Returns a picture of a Thinking States model's thoughts about each chunk of one request.
 
-    Below, the tokens in chunks; on each the state S that is added at L_in; above it the thinking block T, which writes
-    the thought Z of the chunk at L_out, and the compression block C, which makes of it the next chunk's S. To the left
+    From the bottom: the tokens in chunks, and the state S that is added to each chunk at L_in. Above: the thinking
+    block T,
+    which writes the chunk's thought Z at L_out, and the compression block C, which turns Z into the next chunk's S.
+    Left:
     the KV cache by provenance. S and Z are numbered as in the paper, from 1: the thought of the first chunk is Z_2.
-    Values stand in the tips. Thoughts that were rolled back are drawn as columns of their own.
+    Tips
+    hold the values. Rolled-back thoughts are columns of their own.
 
     thoughts, rows, events, ledger: trace.thoughts(), trace.row_table, trace.events() and trace.ledger(request_id).
     thinking: trace.meta["thinking"]; by default a model whose states are fed back and whose S_1 is zero.
-    token_texts: of tokens that neither rows nor thoughts name, such as the last one committed; as from `token_texts`.
+    token_texts: of tokens that neither rows nor thoughts name, such as the last one committed; from `token_texts`.
     Raises: ValueError for a request without thoughts.
     Source: figure of Thinking States (arXiv 2602.08332), the coin.
     """
@@ -61,8 +64,8 @@ def thoughts_picture(
     return Markup(framed(thoughts_block(story, ledger, thinking)), finding(story))
 
 
-def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: Mapping[str, Any] | None = None) -> str:
-    """Title, picture and legend with the styles of its own, for a page that has those of the diagrams."""
+def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None = None) -> str:
+    """Returns title, picture and legend with their own styles, for a page that has the styles of the diagrams."""
     settings = _settings(thinking)
     title = finding(story)
     shown = chosen(story, MOST_PLACES)
@@ -76,19 +79,19 @@ def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: Mapping[str, An
     )
 
 
-def thoughts_alone(story: Story, ledger: pd.DataFrame, thinking: Mapping[str, Any] | None = None) -> Drawing:
-    """The picture as an SVG file of its own."""
+def thoughts_alone(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None = None) -> Drawing:
+    """Returns the picture as an SVG file."""
     settings, title, shown = _settings(thinking), finding(story), chosen(story, MOST_PLACES)
     picture, note = _picture(story, shown, ledger, settings, title), _notes(story, shown, settings)
     return picture_alone(markup(title), picture, _keys(story), note, styles=STYLES, textures=WAITING)
 
 
-def _settings(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
+def _settings(thinking: JsonDict | None) -> JsonDict:
     return {"l_in": None, "l_out": None, "feeds_back": True, "learned_first_state": False, **(thinking or {})}
 
 
 def thought_lines(story: Story) -> list[list[object]]:
-    """The picture's values for a table, a line for each thought; log-probability: of the whole thought."""
+    """Returns the picture's values, a line for each thought; log-probability is that of the whole thought."""
     lines: list[list[object]] = []
     for column in story.columns:
         thought = column.thought
@@ -113,9 +116,7 @@ def _spaced(tokens: Iterable[str]) -> str:
     return " ".join(visible(token) for token in tokens)
 
 
-def _picture(
-    story: Story, shown: list[int | range], ledger: pd.DataFrame, settings: Mapping[str, Any], title: str
-) -> str:
+def _picture(story: Story, shown: list[int | range], ledger: pd.DataFrame, settings: JsonDict, title: str) -> str:
     levels = Levels.of([story.columns[place] for place in shown if isinstance(place, int)])
     parts, x = [], float(CACHE_WIDTH)
     width = x + sum(PITCH if isinstance(place, int) else GAP_WIDTH for place in shown) + MARGIN
@@ -143,9 +144,9 @@ def _picture(
 
 
 def _fed(story: Story, shown: list[int | range], place: int) -> list[int]:
-    """How many columns to the right each one stands that gets this column's state, up to the next gap.
+    """Returns how many columns to the right each column is that takes this column's state, up to the next gap.
 
-    A gap gets it where what follows is not drawn.
+    A gap counts if the column that takes the state is hidden in it.
     """
     own, found = story.columns[place].thought.thought, []
     for distance, other in enumerate(shown[shown.index(place) + 1 :], 1):
@@ -157,7 +158,7 @@ def _fed(story: Story, shown: list[int | range], place: int) -> list[int]:
     return found
 
 
-def _notes(story: Story, shown: list[int | range], settings: Mapping[str, Any]) -> str:
+def _notes(story: Story, shown: list[int | range], settings: JsonDict) -> str:
     columns = story.columns
     said = []
     drawn = sum(isinstance(place, int) for place in shown)

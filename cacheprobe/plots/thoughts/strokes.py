@@ -1,21 +1,22 @@
-"""Strokes of the thoughts picture, by level from the bottom: chunk, state, blocks, T and C, thought; and the cache."""
+"""Draws the levels of the thoughts picture from the bottom: chunk, state, blocks, T and C, thought; and the cache."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import pandas as pd
 
+from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import PROVENANCE_STYLES, cache_counts, swatch
 from cacheprobe.plots.text import markup, shorten, subscript, token_label, visible
 from cacheprobe.plots.thoughts.columns import Column, words_of
 
 CACHE_WIDTH, PITCH, GAP_WIDTH, MARGIN = 150, 84, 52, 60
-"""Of the cache, of a column and its gutter, of a gap, and of the levels' names; px."""
+"""Pixels: width of the cache, of a column with its gutter, of a gap, and of the levels' names."""
 
 _WIDTH, _CHIP, _LINE = 72, 64, 20
 _LEFT, _RIGHT = 17, 54
-"""Centres of a column's halves: S and T, plus and C."""
+"""Centres of a column's halves: S and T on the left, plus and C on the right."""
 _MOST_TOKENS, _MOST_WORDS, _MOST_BOXES = 8, 4, 6
 
 STYLES = (
@@ -34,7 +35,7 @@ STYLES = (
     ".cp .note sup{line-height:0}.cp .thoughts h3{margin:14px 0 10px;font-size:17px;line-height:1.35}"
     ".cp .wide{overflow-x:auto;max-width:100%;padding:2px 0 6px}"
 )
-"""Of this picture alone, beside those of every diagram."""
+"""Style rules of this picture, beside those of every diagram."""
 
 WAITING = (
     '<svg width="0" height="0" style="position:absolute;width:0;height:0" aria-hidden="true"><defs>'
@@ -43,15 +44,15 @@ WAITING = (
     '<pattern id="cp-undone" width="6" height="6" patternUnits="userSpaceOnUse"><g class="red-stroke" fill="none">'
     '<path d="M-1-1 7 7M5-1 7 1M-1 5 1 7" stroke-width="1.1" opacity=".6"/></g></pattern></defs></svg>'
 )
-"""Textures of this picture alone."""
+"""Textures of this picture."""
 
 
 class Levels(NamedTuple):
-    """Heights, px from the top."""
+    """Height of each level, in pixels from the top."""
 
     thought_end: float
     blocks: float
-    """T and C begin."""
+    """Top of T and C."""
     l_out: float
     backbone: float
     l_in: float
@@ -61,6 +62,7 @@ class Levels(NamedTuple):
 
     @classmethod
     def of(cls, columns: Sequence[Column]) -> "Levels":
+        """Returns the heights for these columns: longer thoughts and chunks need more."""
         said = [min(len(column.thought.tokens), _MOST_WORDS + 1) for column in columns if column.thought is not None]
         read = max(min(len(column.tokens), _MOST_TOKENS + 1) for column in columns)
         end = 26.0 + max(said, default=1) * _LINE + 6
@@ -69,8 +71,8 @@ class Levels(NamedTuple):
         )
 
 
-def level_strokes(levels: Levels, x: float, width: float, settings: Mapping[str, Any]) -> list[str]:
-    """Where thoughts are read and where states are added."""
+def level_strokes(levels: Levels, x: float, width: float, settings: JsonDict) -> list[str]:
+    """Returns the lines at which thoughts are read and states are added."""
     parts = []
     for y, name, layer in ((levels.l_out, "out", settings["l_out"]), (levels.l_in, "in", settings["l_in"])):
         block = "" if layer is None else f"block {layer - 1 if name == 'out' else layer}"
@@ -86,10 +88,10 @@ def level_strokes(levels: Levels, x: float, width: float, settings: Mapping[str,
     return parts
 
 
-def column_strokes(levels: Levels, x: float, column: Column, settings: Mapping[str, Any], *, is_new: bool) -> list[str]:
-    """One chunk from its tokens up to its thought.
+def column_strokes(levels: Levels, x: float, column: Column, settings: JsonDict, *, is_new: bool) -> list[str]:
+    """Returns the strokes of one chunk, from its tokens up to its thought.
 
-    is_new: it changes the model's mind, and is framed more strongly.
+    is_new: the thought differs from the one before, and gets a stronger frame.
     """
     name = subscript(column.chunk + 1)
     parts = _chunk(levels.tokens, x, column)
@@ -111,7 +113,7 @@ def column_strokes(levels: Levels, x: float, column: Column, settings: Mapping[s
 
 
 def state_paths(levels: Levels, x: float, distances: Sequence[int], *, is_lost: bool) -> list[str]:
-    """From C down the gutter to the S of every column that gets its state, by how many columns further they stand."""
+    """Returns paths from C to the S of every column that takes its state. distances: columns to the right."""
     start, gutter, y, end = x + _RIGHT + _LEFT + 1, x + _RIGHT + _LEFT + 7, levels.blocks + 13, levels.state + 13
     rail = levels.state - (9 if is_lost else 5)
     kind = "path lost" if is_lost else "path"
@@ -125,7 +127,7 @@ def state_paths(levels: Levels, x: float, distances: Sequence[int], *, is_lost: 
 
 
 def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler: bool, leads_on: bool) -> list[str]:
-    """In place of chunks that are not drawn.  leads_on: the next drawn column has a state from one of them."""
+    """Returns the strokes in place of hidden chunks. leads_on: the next drawn column takes a state from one of them."""
     count, centre = len(hidden), x + (GAP_WIDTH - 12) / 2
     said = f"{count} of {visible(hidden[0].tokens[0].text)}" if is_filler else f"{count} more"
     first, last = hidden[0].tokens[0].position, hidden[-1].tokens[-1].position
@@ -143,7 +145,7 @@ def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler
 
 
 def cache_strokes(levels: Levels, ledger: pd.DataFrame) -> list[str]:
-    """Keys and values as two rows of boxes, each for some cache rows of one provenance, in order."""
+    """Returns keys and values as two rows of boxes, each box for some cache rows of one provenance, in order."""
     counts = cache_counts(ledger)
     runs = _boxes(ledger)
     top, width = levels.backbone - 40, CACHE_WIDTH - 26
@@ -190,7 +192,7 @@ def _chunk(y: float, x: float, column: Column) -> list[str]:
     return parts
 
 
-def _state(y: float, x: float, column: Column, settings: Mapping[str, Any], name: str) -> list[str]:
+def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) -> list[str]:
     where = "L_in" if settings["l_in"] is None else f"what enters block {settings['l_in']}"
     source = column.source
     first, last = column.tokens[0].position, column.tokens[-1].position
@@ -236,7 +238,7 @@ def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[
 
 
 def _said(bottom: float, x: float, column: Column, name: str, *, is_new: bool) -> list[str]:
-    """The thought itself: its words in blue, its end, and whether it is true."""
+    """Returns the strokes of the thought: its words in blue, its end, and whether it agrees with the true state."""
     thought, lost = column.thought, column.is_rolled_back
     chips = [(word, "red" if lost else "blue") for word in words_of(thought)]
     chips.append(("<EOS>", "red" if lost else "plain") if thought.has_ended else ("cut…", "plain"))
@@ -254,7 +256,7 @@ def _said(bottom: float, x: float, column: Column, name: str, *, is_new: bool) -
     return [_tipped(_thought_tip(thought, name), parts)]
 
 
-def _thought_tip(thought: Any, name: str) -> str:
+def _thought_tip(thought: TableLine, name: str) -> str:
     read = f"positions {int(thought.start)} to {int(thought.end)}"
     lines = [f"Z{name}, the thought of chunk {int(thought.chunk)} ({read})"]
     lines += [f"{token!r}: {nats:.3g} nats" for token, nats in zip(thought.tokens, thought.logprobs_nats, strict=True)]
@@ -267,14 +269,14 @@ def _thought_tip(thought: Any, name: str) -> str:
     return "\n".join(lines)
 
 
-def _passed(thought: Any) -> str:
-    """The pass that a thought was written in."""
+def _passed(thought: TableLine) -> str:
+    """Returns the request, step, phase and status of a thought."""
     status = thought.status.replace("_", " ")
     return f"request {int(thought.request_id)}, step {int(thought.step)}, {thought.phase}, {status}"
 
 
-def _plainly(thought: Any) -> str:
-    """A thought in a tip, which is escaped where it is drawn."""
+def _plainly(thought: TableLine) -> str:
+    """Returns a thought's words for a tip, not escaped."""
     return " ".join(visible(token) for token in thought.tokens)
 
 
@@ -287,7 +289,7 @@ def _boxed(
     x: float, y: float, width: float, height: float, colour: str, texture: str | None, label: str, tip: str,
     classes: str = "strong", *, radius: float = 5,
 ) -> str:  # fmt: skip
-    """A box with its text on it; the tip is shown over both."""
+    """Returns a box with a text; the tip covers both."""
     halo = f"{classes} halo on-{colour.split()[0]}"
     drawn = svg.box(x, y, width, height, colour, texture, radius=radius)
     return _tipped(tip, [drawn, svg.text(x + width / 2, y + height / 2 + 4, label, halo, "middle")])
@@ -298,13 +300,13 @@ def _tipped(tip: str, parts: Sequence[str]) -> str:
 
 
 def _boxes(ledger: pd.DataFrame) -> list[tuple[str, int, int]]:
-    """(provenance, first position, last position) of each box: at most _MOST_BOXES, at least one for each run."""
-    runs: list[list[Any]] = []
+    """Returns (provenance, first position, last position) of each box: at most _MOST_BOXES, at least one for
+    each run.
+    """
+    runs: list[tuple[str, int, int]] = []
     for row in ledger.sort_values("position").itertuples():
-        if runs and runs[-1][0] == row.provenance:
-            runs[-1][2] = row.position
-        else:
-            runs.append([row.provenance, row.position, row.position])
+        first = runs.pop()[1] if runs and runs[-1][0] == row.provenance else row.position
+        runs.append((row.provenance, first, row.position))
     runs = runs[-_MOST_BOXES:]
     while len(runs) < min(_MOST_BOXES, len(ledger)):
         longest = max(range(len(runs)), key=lambda i: runs[i][2] - runs[i][1])
@@ -312,5 +314,5 @@ def _boxes(ledger: pd.DataFrame) -> list[tuple[str, int, int]]:
         if first == last:
             break
         middle = (first + last) // 2
-        runs[longest : longest + 1] = [[provenance, first, middle], [provenance, middle + 1, last]]
+        runs[longest : longest + 1] = [(provenance, first, middle), (provenance, middle + 1, last)]
     return [(str(provenance), int(first), int(last)) for provenance, first, last in runs]

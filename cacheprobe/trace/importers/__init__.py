@@ -1,1 +1,1 @@
-"""Imports what other programs kept of a generation."""
+"""Imports generations of other programs as traces."""

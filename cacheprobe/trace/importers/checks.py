@@ -1,4 +1,4 @@
-"""Whether states that another program kept are those of a model that is here: compared before they are believed."""
+"""Checks that imported states are those of a model that is loaded here, before they are used."""
 
 import torch
 from torch import Tensor
@@ -7,17 +7,18 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.importers.common import Generation, ImportRefused
 
 FARTHEST = 0.1
-"""Of the length of a state, in the mean over a prompt. The same block in 16 bits lies within some hundredths on another
-machine; the block before or behind it, some tenths away."""
+"""Largest accepted distance, as a share of a state's length, averaged over a prompt. The same block in 16 bits on
+another
+machine differs by some hundredths; the block before or after it, by some tenths."""
 _LONGEST = 64
-"""Tokens of the prompt that are run again."""
+"""Number of prompt tokens that are computed again."""
 
 
 def require_states_of(model: CachedLM, one: Generation) -> None:
-    """Run the first tokens of this prompt through the model, and hold each layer's states to its own.
+    """Runs the first tokens of this prompt through the model, and compares each layer's states with the imported ones.
 
     Raises: ImportRefused for another width, for tokens outside its vocabulary, and for states of another layer or of
-    other weights, naming the layer that they are nearest to.
+    other weights; the message names the nearest layer.
     """
     if bad := [token for token in (*one.prompt, *one.generated) if not 0 <= token < model.d_vocab]:
         raise ImportRefused(f"token id {bad[0]} is outside the vocabulary of {model.name}, {model.d_vocab}")
@@ -47,11 +48,12 @@ def _distance(theirs: Tensor, ours: Tensor) -> float:
 
 
 def _states(model: CachedLM, token_ids: tuple[int, ...]) -> list[Tensor]:
-    """S [t, m] of every layer."""
+    """Returns S [t, m] of every layer."""
     cache = model.new_cache(1, len(token_ids))
     kept: dict[int, Tensor] = {}
 
     def keep(site: str, layer: int, value: Tensor) -> None:
+        """Copies the states of a layer."""
         kept[layer] = value[0].clone()
 
     with model.capturing([("S", layer) for layer in range(model.n_layers)], keep):

@@ -1,11 +1,11 @@
-"""From what another program kept of a generation to a Trace: the same tables, and a list of what it does not have.
+"""Builds a Trace from what another program stored of a generation, and lists the data that it lacks.
 
-Nothing was drafted there, so every row is canonical. A row's position is that of its input token, as everywhere.
+Nothing was drafted there, so every row is canonical. A row's position is that of its input token, as in all traces.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import pandas as pd
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.hook_names import HEAD_SITES
 from cacheprobe.core.records import Request, SamplingParams, StepRecord
+from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.rows import LedgerChange, RowRecord
 from cacheprobe.trace.state_store import MemoryStore
@@ -21,8 +22,17 @@ from cacheprobe.trace.tables import build as tables
 from cacheprobe.trace.trace import Trace
 
 
+@runtime_checkable
+class Decoder(Protocol):
+    """A tokenizer, as far as an import needs one."""
+
+    def decode(self, token_ids: Sequence[int], *, clean_up_tokenization_spaces: bool) -> str:
+        """Returns the text of these tokens."""
+        ...
+
+
 class ImportRefused(ValueError):
-    """What was given cannot be read as a trace; the message says what was expected, and the remedy."""
+    """Raised for data that cannot be read as a trace; the message says what was expected, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -32,34 +42,38 @@ class Generation:
     prompt: tuple[int, ...]
     generated: tuple[int, ...]
     states: Mapping[int, Tensor]
-    """By layer, [n, m]: the residual stream after the block, of the first n positions of prompt and generated."""
+    """By layer, [n, m]: the residual stream after the block, at the first n positions of prompt and generated
+    tokens."""
     logprobs: tuple[float, ...] = ()
-    """Of the generated tokens, in nats; empty where they are not known."""
+    """Log-probabilities of the generated tokens, in nats; empty if unknown."""
     margins: tuple[float, ...] = ()
-    """Likewise, nats between the two best tokens of each choice."""
+    """Nats between the two best tokens of each choice; empty if unknown."""
     finish: str = "unknown"
 
     @property
     def num_rows(self) -> int:
+        """Number of positions with states."""
         return len(next(iter(self.states.values())))
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the generations come from, and what their program does not tell."""
+    """The program that made the generations, and the data that it does not store."""
 
     program: str
     name: str
-    """Of the model."""
+    """Name of the model."""
     n_layers: int
-    """Blocks of the model, or as many as are known of."""
+    """Blocks of the model, or of its known part."""
     missing: Mapping[str, str]
     has_steps: bool
-    """Whether the program says which passes there were."""
+    """Whether the program stores which passes it ran."""
 
 
-def text_maker(model: CachedLM | None, tokenizer: Any) -> Any:
-    """Two functions of token ids: each one's own text, and the text of all. "<17>" where there is no tokenizer."""
+def text_maker(
+    model: CachedLM | None, tokenizer: Decoder | None
+) -> tuple[Callable[[Sequence[int]], list[str]], Callable[[Sequence[int]], str]]:
+    """Returns two functions of token ids: the list of their texts, and their joint text; "<17>" without a tokenizer."""
     if tokenizer is not None:
         return (
             lambda ids: [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids],
@@ -70,10 +84,12 @@ def text_maker(model: CachedLM | None, tokenizer: Any) -> Any:
     return lambda ids: [f"<{i}>" for i in ids], lambda ids: " ".join(f"<{i}>" for i in ids)
 
 
-def imported_trace(generations: Sequence[Generation], origin: Origin, model: CachedLM | None, tokenizer: Any) -> Trace:
-    """The trace of these generations, one request each, in their order.
+def imported_trace(
+    generations: Sequence[Generation], origin: Origin, model: CachedLM | None, tokenizer: Decoder | None
+) -> Trace:
+    """Returns the trace of these generations, one request each, in their order.
 
-    A request's prompt is its text if a tokenizer is known, special tokens included, else its token ids.
+    A request's prompt is its text, special tokens included, if a tokenizer is known; else its token ids.
     """
     token_texts, decode = text_maker(model, tokenizer)
     has_text = tokenizer is not None or getattr(model, "tokenizer", None) is not None
@@ -124,7 +140,7 @@ def _rows(number: int, one: Generation, n_layers: int) -> list[RowRecord]:
 
 
 def _steps(generations: Sequence[Generation]) -> list[StepRecord]:
-    """A prefill of all prompts, then a decode for every further token of whoever still goes on."""
+    """Returns a prefill of all prompts, then one decode for each further token of the requests that go on."""
     steps = []
     for step in range(max(max(len(one.generated), 1) for one in generations)):
         there = [n for n, one in enumerate(generations) if step < len(one.generated) or step == 0]
@@ -156,7 +172,7 @@ def _ledger(generations: Sequence[Generation]) -> list[LedgerChange]:
 
 def _meta(
     generations: Sequence[Generation], origin: Origin, capture: CaptureConfig, dtype: str, model: CachedLM | None
-) -> dict[str, Any]:
+) -> JsonDict:
     heads = dict.fromkeys(HEAD_SITES, f"{origin.program} keeps no attention heads")
     unread = "no lens was read at the import; cp.analysis.read_states(trace, lens, model=model) reads one from S"
     return {

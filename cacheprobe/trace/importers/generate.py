@@ -1,15 +1,13 @@
-"""Hugging Face's `generate(..., output_hidden_states=True, return_dict_in_generate=True)` as a Trace.
+"""Imports Hugging Face's `generate(..., output_hidden_states=True, return_dict_in_generate=True)` as a Trace.
 
-What such an output holds: `sequences` [b, prompt + new]; `hidden_states`, for each pass a tensor [b, t, m] of what
-enters block 0, 1, ..., and a last one that stands behind the final norm; with output_logits=True `logits`, for each
-pass [b, v]. So S of every block but the last is there, and T, C and heads are not. `scores` are logits after
-processors: not used.
+Such an output holds `sequences` [b, prompt + new]. `hidden_states` has, for each pass, tensors [b, t, m]: the input of
+block 0, 1, ..., and at last the output of the final norm. With output_logits=True, `logits` has [b, v] for each pass.
+So S of every block but the last is there; T, C and heads are not. `scores` are logits after processors, and not used.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch import Tensor
 from cacheprobe.engine.choosing import describe
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.importers.checks import require_states_of
-from cacheprobe.trace.importers.common import Generation, ImportRefused, Origin, imported_trace
+from cacheprobe.trace.importers.common import Decoder, Generation, ImportRefused, Origin, imported_trace
 from cacheprobe.trace.trace import Trace
 
 _ASK = "generate(..., return_dict_in_generate=True, output_hidden_states=True, output_logits=True)"
@@ -26,30 +24,37 @@ _PROGRAM = "Hugging Face's generate"
 
 @dataclass(frozen=True)
 class _Outputs:
-    """The tensors of an output, on the CPU, their shapes checked."""
+    """Tensors of an output, on the CPU, with checked shapes."""
 
     sequences: Tensor
     states: list[list[Tensor]]
-    """By pass and block, [b, t, m]; the last one stands behind the final norm."""
+    """By pass and block, [b, t, m]; the last tensor of a pass is the output of the final norm."""
     logits: list[Tensor] | None
     mask: Tensor
-    """[b, prompt]: 1 where a token is no padding."""
+    """[b, prompt]: 1 for a token that is not padding."""
 
     @property
     def prompt_length(self) -> int:
+        """Number of prompt slots, padding included."""
         return self.states[0][0].shape[1]
 
 
 def trace_of_generate(
-    outputs: Any,
+    outputs: object,
     *,
-    attention_mask: Any = None,
+    attention_mask: object = None,
     stop_token_ids: "Iterable[int] | None" = None,
     model: CachedLM | None = None,
-    tokenizer: Any = None,
+    tokenizer: Decoder | None = None,
     name: str | None = None,
 ) -> Trace:
-    """See `cacheprobe.import_generate`."""
+    """Returns the trace of a `generate` output, or of a safetensors file with the same tensors.
+
+    attention_mask: [b, prompt] of the call; needed for several sequences.  stop_token_ids: tokens that ended a
+    sequence;
+    by default the model's.  model: also checks that the states are this model's.
+    Raises: ImportRefused for anything that is not such an output.
+    """
     given = _read(outputs, attention_mask)
     count = len(given.sequences)
     if stop_token_ids is None:
@@ -79,7 +84,7 @@ def trace_of_generate(
 
 
 def _generation(given: _Outputs, row: int, stops: frozenset[int]) -> Generation:
-    """One sequence, its padding taken off at both ends."""
+    """Returns one sequence, without its padding at both ends."""
     start = given.prompt_length - int(given.mask[row].sum())
     text = given.sequences[row].tolist()
     prompt, generated = text[start : given.prompt_length], text[given.prompt_length :]
@@ -103,8 +108,10 @@ def _generation(given: _Outputs, row: int, stops: frozenset[int]) -> Generation:
     )
 
 
-def _read(outputs: Any, attention_mask: Any) -> _Outputs:
-    """Raises: ImportRefused for what is no such output, or of a search or draft whose rows are no single text."""
+def _read(outputs: object, attention_mask: object) -> _Outputs:
+    """Returns the checked tensors. Raises: ImportRefused for anything else, and for beam search or assisted
+    decoding.
+    """
     held = _from_file(Path(outputs)) if isinstance(outputs, str | Path) else outputs
     if getattr(held, "beam_indices", None) is not None:
         raise ImportRefused("beams change places from pass to pass, so rows are no single text; use num_beams=1")
@@ -143,7 +150,7 @@ def _shown(lengths: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What a file held, under the names of an output of generate."""
+    """Tensors of a file, under the names of an output of generate."""
 
     sequences: Tensor
     hidden_states: list[list[Tensor]]
@@ -152,7 +159,7 @@ class _Stored:
 
 
 def _from_file(path: Path) -> _Stored:
-    """A safetensors file with sequences, hidden_states.PASS.BLOCK, logits.PASS and attention_mask."""
+    """Reads a safetensors file with sequences, hidden_states.PASS.BLOCK, logits.PASS and attention_mask."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

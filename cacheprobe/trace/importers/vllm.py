@@ -1,11 +1,12 @@
-"""Hidden-state dumps of vLLM as a Trace: what its ExampleHiddenStatesConnector writes, one safetensors file a request.
+"""Imports vLLM's hidden-state dumps (ExampleHiddenStatesConnector: one safetensors file for each request) as a Trace.
 
 A file holds `hidden_states` [tokens, layers, m] and `token_ids` [tokens]. The layers are those of the setting
-`eagle_aux_hidden_state_layer_ids`, which the file does not name, in the order in which they run: id k is the residual
-stream that enters block k, so S of layer k - 1 here; the number of blocks is the last block's, before the final norm.
-Tokens are the prompt's; where the request said include_output_tokens, the generated ones but the last follow.
+`eagle_aux_hidden_state_layer_ids`, in ascending order; the file does not name them. Id k is the residual stream that
+enters block k, so S of layer k - 1 here. The id equal to the number of blocks is the last block's output, before the
+final norm. Tokens are the prompt's; with include_output_tokens in the request, all generated ones but the last follow.
 
-vLLM writes a file after it has given the output, and holds an exclusive lock on NAME.lock until it is whole.
+vLLM writes a file after it has returned the output, and holds an exclusive lock on NAME.lock until the file is
+complete.
 Source: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py, `load_hidden_states`.
 """
 
@@ -13,33 +14,38 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.importers.checks import require_states_of
-from cacheprobe.trace.importers.common import Generation, ImportRefused, Origin, imported_trace
+from cacheprobe.trace.importers.common import Decoder, Generation, ImportRefused, Origin, imported_trace
 from cacheprobe.trace.trace import Trace
 
 _PROGRAM = "vLLM"
 _SETTING = "eagle_aux_hidden_state_layer_ids"
 _KEYS = ("hidden_states", "token_ids")
 SECONDS_TO_WAIT = 60.0
-"""For a file that vLLM is at; its own loader waits without end."""
+"""Longest wait for a file that vLLM is still writing; vLLM's own loader waits without limit."""
 
 
 def trace_of_vllm(
-    outputs: Any,
+    outputs: object,
     layers: Iterable[int],
     *,
     num_prompt_tokens: "int | Iterable[int] | None" = None,
     model: CachedLM | None = None,
-    tokenizer: Any = None,
+    tokenizer: Decoder | None = None,
     name: str | None = None,
 ) -> Trace:
-    """See `cacheprobe.import_vllm`."""
+    """Returns the trace of vLLM's dumps: paths, a folder, or vLLM's outputs that name the files.
+
+    layers: the setting eagle_aux_hidden_state_layer_ids.  num_prompt_tokens: of each file, or one number for all; by
+    default all tokens are the prompt's.  model: also checks that the states are this model's.
+    Raises: ImportRefused for another layout.
+    """
     ids = _layer_ids(layers)
     items = _as_list(outputs)
     if isinstance(num_prompt_tokens, int) or num_prompt_tokens is None:
@@ -68,6 +74,17 @@ def trace_of_vllm(
     return trace
 
 
+class _Completion(Protocol):
+    token_ids: Sequence[int]
+
+
+class _RequestOutput(Protocol):
+    """The fields of vLLM's RequestOutput that are read here."""
+
+    prompt_token_ids: Sequence[int]
+    outputs: Sequence[_Completion]
+
+
 def _layer_ids(layers: Iterable[int]) -> list[int]:
     ids = [int(layer) for layer in layers]
     if not ids or ids != sorted(set(ids)) or ids[0] < 0:
@@ -80,10 +97,10 @@ def _layer_ids(layers: Iterable[int]) -> list[int]:
     return ids
 
 
-def _as_list(outputs: Any) -> list[Any]:
-    """Paths or vLLM outputs; a folder stands for its files, in the order of their names."""
+def _as_list(outputs: object) -> list[object]:
+    """Returns paths or vLLM outputs as a list; a folder is replaced by its files, in the order of their names."""
     items = list(outputs) if isinstance(outputs, Iterable) and not isinstance(outputs, str | Path) else [outputs]
-    found: list[Any] = []
+    found: list[object] = []
     for item in items:
         if isinstance(item, str | Path) and Path(item).is_dir():
             inside = sorted(Path(item).glob("*.safetensors"))
@@ -97,7 +114,7 @@ def _as_list(outputs: Any) -> list[Any]:
     return found
 
 
-def _generation(item: Any, ids: Sequence[int], num_prompt_tokens: int | None) -> Generation:
+def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None) -> Generation:
     if isinstance(item, str | Path):
         states, tokens = _read(Path(item), len(ids))
         prompt_length = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
@@ -107,13 +124,14 @@ def _generation(item: Any, ids: Sequence[int], num_prompt_tokens: int | None) ->
     params = getattr(item, "kv_transfer_params", None)
     if not isinstance(params, Mapping) or "hidden_states_path" not in params:
         raise ImportRefused(f"a {type(item).__name__} names no hidden_states_path; give vLLM's outputs, or its files")
-    if len(item.outputs) != 1:
-        raise ImportRefused(f"an output with {len(item.outputs)} samples has one file for all; ask for n=1")
+    output = cast(_RequestOutput, item)
+    if len(output.outputs) != 1:
+        raise ImportRefused(f"an output with {len(output.outputs)} samples has one file for all; ask for n=1")
     path = Path(params["hidden_states_path"])
     states, tokens = _read(path, len(ids))
-    prompt, generated = list(item.prompt_token_ids), list(item.outputs[0].token_ids)
+    prompt, generated = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
     if tokens == prompt:
-        generated = generated[:1]  # of the others there is no row
+        generated = generated[:1]  # the file has no states for the others
     elif tokens != prompt + generated[:-1]:
         raise ImportRefused(f"{path} is of other tokens than the output that names it: {tokens[:8]}, {prompt[:8]}")
     return _split(states, prompt, generated, ids)
@@ -126,9 +144,9 @@ def _split(states: Tensor, prompt: Sequence[int], generated: Sequence[int], ids:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """Wait until vLLM has written this file, where it keeps a lock beside it.
+    """Waits until vLLM has finished this file, if a lock file lies beside it.
 
-    Raises: ImportRefused where that takes longer than SECONDS_TO_WAIT.
+    Raises: ImportRefused after SECONDS_TO_WAIT.
     """
     try:
         lock = path.with_name(path.name + ".lock").open("rb")
@@ -147,8 +165,8 @@ def _whole(path: Path) -> Iterator[None]:
         yield
 
 
-def _is_shared(lock: Any) -> bool:
-    """Whether the writer has let go of a lock; its readers share it until they close it."""
+def _is_shared(lock: IO[bytes]) -> bool:
+    """Returns whether the writer has released the lock. If so, this process shares it until it closes the file."""
     import fcntl
 
     try:
@@ -159,7 +177,9 @@ def _is_shared(lock: Any) -> bool:
 
 
 def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
-    """States [t, l, m] and token ids of a file. Raises: ImportRefused for another layout, naming what was expected."""
+    """Returns states [t, l, m] and token ids of a file. Raises: ImportRefused for another layout, naming the expected
+    one.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

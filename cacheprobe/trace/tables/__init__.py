@@ -1,1 +1,1 @@
-"""Tables of a trace: rows, readings, verdicts of drafts, thoughts, events and the ledger."""
+"""Builds the tables of a trace: rows, readings, verdicts on drafts, thoughts, events and the ledger."""

@@ -1,11 +1,11 @@
-"""From what the recorder holds to tidy pandas tables. Columns are documented where they are made."""
+"""Builds pandas tables from the recorder's records. Each function documents the columns of its table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
 
 import numpy as np
 import pandas as pd
+from torch import Tensor
 
 from cacheprobe.core.records import StepRecord
 from cacheprobe.core.token_text import visible
@@ -18,13 +18,16 @@ EVENT_COLUMNS = [
     "draft_token_ids", "target_token_ids", "num_accepted", "num_rolled_back", "committed_token_ids",
     "committed_logprobs_nats", "recovered_token_id", "bonus_token_id", "finish", "margin_nats",
 ]  # fmt: skip
-"""Of `events_table`, also where a run had no step: every request was cancelled before it began."""
+"""Columns of `events_table`, also for a run without steps, whose requests were all cancelled before they began."""
 
 
 def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
-    """One row for every token of every pass: row, request_id, step, phase, role, status, position, token_id, token (in
-    its visible form), num_layers (that ran), state_index (place among the stored vectors; -1 where a filter dropped
-    it)."""
+    """Returns one line for every token of every pass.
+
+    Columns: row, request_id, step, phase, role, status, position, token_id, token (visible form), num_layers (that
+    ran),
+    state_index (index among the stored vectors; -1 if a filter dropped the row).
+    """
     table = pd.DataFrame([asdict(row) for row in rows], columns=[field.name for field in fields(RowRecord)])
     table.insert(0, "row", np.arange(len(table)))
     table.insert(7, "token", texts_of(table.token_id.to_numpy(), token_texts))
@@ -32,14 +35,15 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
 
 
 def hypotheses_table(
-    columns: dict[str, Any], rows: pd.DataFrame, lens: str, token_texts: TokenTexts, site: str = "S"
+    columns: Mapping[str, Tensor], rows: pd.DataFrame, lens: str, token_texts: TokenTexts, site: str = "S"
 ) -> pd.DataFrame:
-    """One row for every lens reading: layer x position x pass.
+    """Returns one line for every lens reading: layer x position x pass.
 
-    A row at position p reads the token at p and predicts the one at p + 1. token_id, token, logprob_nats: the layer's
-    first choice; top_token_ids, top_logprob_nats: its first five; entropy_nats; committed_token_id, committed_token:
-    what was committed at p + 1, null where nothing was; rank, committed_logprob_nats: that token's place and
-    log-probability in this layer's reading; agrees: whether the first choice is the committed token.
+    A row at position p has the token at p as input and predicts the token at p + 1. token_id, token, logprob_nats: the
+    layer's most likely token; top_token_ids, top_logprob_nats: its five most likely tokens; entropy_nats.
+    committed_token_id, committed_token: the token committed at p + 1, null if there is none; rank,
+    committed_logprob_nats:
+    that token's rank and log-probability in this reading; agrees: whether it is the most likely token.
     """
     about = rows.set_index("row").loc[columns["row"].numpy()]
     target, top = columns["target"].numpy(), columns["top_token_ids"].numpy()
@@ -69,10 +73,13 @@ def hypotheses_table(
 
 
 def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
-    """One row for every request in every step: step, phase, batch_rows, batch_slots, request_id, seconds,
-    draft_start, draft_token_ids, target_token_ids, num_accepted, finish (verify); proposed_token_ids (decode of a
-    draft); committed_token_ids and their committed_logprobs_nats under the model's own logits; recovered_token_id,
-    bonus_token_id; margin_nats (smallest of the step's choices)."""
+    """Returns one line for every request in every step.
+
+    Columns: step, phase, batch_rows, batch_slots, request_id, seconds; draft_start, draft_token_ids, target_token_ids,
+    num_accepted, finish (of a verify); proposed_token_ids (of a decode of a draft); committed_token_ids and their
+    committed_logprobs_nats under the model's unprocessed logits; recovered_token_id, bonus_token_id; margin_nats (the
+    smallest of the step's choices).
+    """
     records = []
     for step in steps:
         committed, proposed = dict(step.committed), dict(step.proposed)
@@ -109,19 +116,19 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
 
 
 def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
-    """One row for every change: request_id, step, start, end, provenance of cache rows start..end-1."""
+    """Returns one line for every change: request_id, step, start, end, provenance of cache rows start..end-1."""
     columns = [field.name for field in fields(LedgerChange)]
     return pd.DataFrame([asdict(change) for change in changes], columns=columns)
 
 
 def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:
-    """Each token's visible form, decoding every distinct id once."""
+    """Returns the visible form of each token [n]; decodes every distinct id once."""
     distinct, inverse = np.unique(token_ids, return_inverse=True)
     return np.array([visible(text) for text in token_texts(distinct.tolist())], dtype=object)[inverse]
 
 
 def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
-    """As `tokens_table`, of the tokens whose texts these tables hold; for runs that stored no table of tokens."""
+    """Returns a tokens table from the texts in these tables, for runs stored without one."""
     parts = [rows[["token_id", "token"]]]
     if hypotheses is not None:
         committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
@@ -134,13 +141,13 @@ def tokens_table(
     rows: pd.DataFrame,
     tokens: Mapping[int, Sequence[int]],
     events: pd.DataFrame,
-    columns: Mapping[str, Any],
+    columns: Mapping[str, Tensor],
     token_texts: TokenTexts,
 ) -> pd.DataFrame:
-    """One row for every token that the run names: token_id, token (in its visible form).
+    """Returns one line for every token that the run names: token_id, token (visible form).
 
-    Named are tokens that were fed, committed, drafted or chosen by the verifier, and every choice of a reading.
-    tokens: committed ids by request.  columns: as from `LensReader.finish`, {} where no lens was read.
+    These are the tokens that were fed, committed, drafted or chosen by the verifier, and every choice of a reading.
+    tokens: committed ids by request.  columns: from `LensReader.finish`, {} without a lens.
     """
     listed = [*tokens.values(), *(ids for name in _EVENT_IDS for ids in events[name])]
     parts = [rows.token_id.to_numpy(), *(np.asarray(ids, dtype=np.int64) for ids in listed)]

@@ -1,7 +1,8 @@
-"""What became of every drafted token, beside the readings of the position that it was drafted for."""
+"""Finds the verdict on every drafted token, and adds it to the readings of the position that the token was
+drafted for.
+"""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -12,17 +13,17 @@ from cacheprobe.trace.tables.token_history import token_history
 VERDICT_COLUMNS = ["drafted_token_id", "drafted_token", "verdict", "prediction_depth"]
 """Columns that `with_verdicts` adds to the readings."""
 NOT_DRAFTED = "not_drafted"
-"""Group of the readings of positions for which the row's pass had no draft."""
+"""Group of the readings whose pass had no draft token for the predicted position."""
 READ_COLUMNS = ["read_token_id", "read_token"]
 """Columns that `with_read_tokens` adds to the readings."""
 
 
 def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
-    """One line for each drafted token: request_id, place, drafted_token_id, born, judged, verdict.
+    """Returns one line for each drafted token: request_id, place, drafted_token_id, born, judged, verdict.
 
-    place: 0 is the first generated token.  born: the step that drafted it.  judged: the step of its verify pass, null
-    where it reached none.  verdict: "accepted"; "rejected", the first of its draft that the verifier did not choose;
-    "never_judged", where it stood behind a rejected token or its draft was given up.
+    place: 0 is the first generated token.  born: the step that drafted the token.  judged: the step of its verify pass,
+    null if it reached none.  verdict: "accepted"; "rejected", the first of its draft that the verifier did not choose;
+    "never_judged", if it followed a rejected token or its draft was given up.
     events: as in `Trace.events`.
     """
     history = token_history(events)
@@ -48,13 +49,14 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
 def with_verdicts(
     readings: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int], token_texts: Mapping[int, str]
 ) -> pd.DataFrame:
-    """The readings with the columns drafted_token_id, drafted_token, verdict, prediction_depth and top_tokens.
+    """Returns the readings with the columns drafted_token_id, drafted_token, verdict, prediction_depth and top_tokens.
 
-    A row at position p predicts position p + 1. Its drafted token is the one that stood there as a draft in the row's
-    own pass: the pass that drafted it, or the verify pass that judged it. Null where nothing was drafted.
+    A row at position p predicts position p + 1. Its drafted token is the draft token at p + 1 in the row's own pass:
+    the
+    pass that drafted the token, or the verify pass that judged it. It is null if there was no draft token.
     prediction_depth: as in `prediction_depths`.  top_tokens: the texts of top_token_ids.
     readings: one lens and site, as in `trace.tables.build.hypotheses_table`.  prompt_lengths: tokens by request.
-    token_texts: by token id; a token that is not in it stands as "<id>".
+    token_texts: by token id; a missing token is shown as "<id>".
     """
     readings = readings.drop(columns=[*VERDICT_COLUMNS, "top_tokens"], errors="ignore")
     drafts = drafts_table(events)
@@ -84,7 +86,7 @@ def with_verdicts(
 
 
 def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """The readings with the columns read_token_id and read_token: the token that the row was fed, at its own position.
+    """Returns the readings with the columns read_token_id and read_token: the row's input token, at the row's position.
 
     rows: as in `trace.tables.build.rows_table`.
     """
@@ -96,9 +98,9 @@ def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame
     return readings
 
 
-def _ids(held: Any) -> list[int]:
-    """Token ids as a list; a thought has none."""
-    return [int(token) for token in held] if pd.api.types.is_list_like(held) else []
+def _ids(cell: object) -> list[int]:
+    """Returns a cell's token ids as a list; [] for a thought, whose cell is null."""
+    return [int(token) for token in cell] if isinstance(cell, Iterable) else []
 
 
 def _text(token_texts: Mapping[int, str], token_id: int) -> str:
@@ -109,7 +111,8 @@ def _text(token_texts: Mapping[int, str], token_id: int) -> str:
 
 
 def prediction_depths(readings: pd.DataFrame) -> pd.Series:
-    """For each reading: the first layer from which its row's first choice stays that of the last layer read.
+    """Returns, for each reading, the first layer from which its row's most likely token equals that of the last layer
+    read.
 
     Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
     Twin: tests.measures_slowly.prediction_depth_slowly, ==.
@@ -129,11 +132,12 @@ def prediction_depths(readings: pd.DataFrame) -> pd.Series:
 
 
 def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
-    """The readings that can be compared with the committed token, with no null among their verdicts.
+    """Returns the readings that can be compared with a committed token; a missing verdict becomes "not_drafted".
 
-    Left out are rows after which nothing was committed, and rows fed a rejected token or a draft that was given up:
-    they follow a text that was never committed.
-    Raises: ValueError where none is left.
+    Leaves out rows without a committed next token, and rows whose input was a rejected or given-up draft token: they
+    follow
+    a text that was never committed.
+    Raises: ValueError if no reading remains.
     """
     known = readings[readings.agrees.notna() & ~readings.status.isin(FED_A_DRAFT_IN_VAIN)]
     if known.empty:
@@ -142,10 +146,10 @@ def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
 
 
 def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
-    """By layer and verdict: rows, and the shares of them whose first choice is the committed or the drafted token.
+    """Returns, by layer and verdict, the shares of rows whose most likely token is the committed or the drafted one.
 
     Columns: layer, verdict (accepted, rejected, never_judged, not_drafted), rows, committed_first, drafted_first (null
-    where nothing was drafted).
+    without a draft token).
     Twin: tests.measures_slowly.shares_by_verdict_slowly, close(1e-9).
     """
     known = by_verdict(readings)
@@ -156,7 +160,9 @@ def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
 
 
 def parting(shares: pd.DataFrame) -> str:
-    """One sentence about `shares_by_verdict`: where rejected drafts lose to the committed token, as a first choice."""
+    """Returns one sentence about `shares_by_verdict`: from which layer the committed token leads over a
+    rejected draft.
+    """
     rejected = shares[shares.verdict == "rejected"].set_index("layer")
     if len(rejected):
         wins = rejected.committed_first > rejected.drafted_first

@@ -1,4 +1,4 @@
-"""The hypotheses of a trace: every lens reading, beside the committed token and the draft that was judged there."""
+"""Builds the hypotheses of a trace: every lens reading, with the committed token and the verdict on its draft."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame:
-    """As in `Trace.hypotheses`. Raises: ValueError where the run read no lens and wrote no thoughts."""
+    """Returns the table of `Trace.hypotheses`. Raises: ValueError if the run read no lens and wrote no thoughts."""
     spoken = None
     if trace.thought_table is not None:
         spoken = as_hypotheses(trace.thought_table, trace.meta["thought_layer"], trace.token_texts)

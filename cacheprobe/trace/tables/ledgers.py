@@ -1,4 +1,4 @@
-"""The ledger's changes, played up to a step: which cache rows a request held, and how many there were. No torch."""
+"""Applies the ledger's changes up to a step: which cache rows a request held, and how many. Loads no torch."""
 
 from typing import SupportsIndex
 
@@ -6,7 +6,9 @@ import pandas as pd
 
 
 def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame:
-    """One request's cache rows after `step` (None: at the end): position, provenance, step of the last write."""
+    """Returns one request's cache rows after `step` (None: at the end): position, provenance, step of the last
+    write.
+    """
     held: dict[int, tuple[str, int]] = {}
     for change in changes.itertuples():
         if step is not None and change.step > step:
@@ -22,9 +24,9 @@ def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame
 
 
 def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
-    """Cache rows held after every step in which some request's number of rows changed: request_id, step, rows.
+    """Returns the number of cache rows held after every step that changed it: request_id, step, rows.
 
-    changes: the ledger table of a run. A request that gave its rows back holds none from then on.
+    changes: the ledger table of a run. A request that freed its cache rows holds none from then on.
     Twin: `ledger_at` of each request and step, ==.
     """
     records = []

@@ -1,7 +1,7 @@
-"""Thoughts of a Thinking States model: a table of their own, and lines of the hypotheses table."""
+"""Builds the table of a Thinking States model's thoughts, and their lines in the hypotheses table."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import SupportsInt
 
 import pandas as pd
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from cacheprobe.core.records import Request, Thought
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
+from cacheprobe.tasks.base import Example
 
 THOUGHT_LENS = "thinking block"
 
@@ -21,17 +22,20 @@ def thoughts_table(
     tokens: Mapping[int, Sequence[int]],
     model: CachedLM,
 ) -> pd.DataFrame:
-    """One row for each chunk that was thought about, in every pass that did.
+    """Returns one line for each thought: each chunk that ended, in every pass that computed it.
 
-    thought (its number, and its place among the thought states), request_id, step, phase, role, status and row (those
-    of the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions
-    of the chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit),
-    said (its words without the end, "" where it is empty), logprobs_nats;
+    thought (its number, and its index among the thought states), request_id, step, phase, role, status and row (those
+    of
+    the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions of
+    the
+    chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit), said (its
+    words without the end token, "" if it has none), logprobs_nats;
     first_token_id, first_logprob_nats, entropy_nats of the choice of its first token; committed_token_id, the first
-    token of the request's answer, with its rank and committed_logprob_nats in that choice;
-    true_state: the task's state once the chunk was read, null where the prompt is from no task;
-    agrees: whether what it said last is that state, or what the task has to say of it; null where either is missing;
-    state_norm: Euclidean norm of all c x m numbers that it adds to the next chunk.
+    token
+    of the request's answer, with its rank and committed_logprob_nats in that choice;
+    true_state: the task's state after the chunk, null for a prompt without a task;
+    agrees: whether its last words are that state, or the task's own thought for it; null if either is missing;
+    state_norm: Euclidean norm of all c x m numbers that the thought adds to the next chunk.
     """
     about = rows.set_index(["request_id", "step", "position"])
     by_request = {request.request_id: request for request in requests}
@@ -80,15 +84,16 @@ def thoughts_table(
 
 
 def thought_states(thoughts: Sequence[Thought]) -> Tensor:
-    """[n, c, m]: what each thought adds to the next chunk."""
+    """Returns [n, c, m]: the states that each thought adds to the next chunk."""
     return torch.stack([thought.state for thought in thoughts]).clone()
 
 
 def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, str]) -> pd.DataFrame:
-    """Thoughts as lines of the hypotheses table: what was believed at l_out, beside the first token of the answer.
+    """Returns thoughts as lines of the hypotheses table: read at l_out, compared with the answer's first token.
 
-    site: "thought".  layer: l_out.  token: the thought's first token; an empty thought is its end alone, and agrees
-    with nothing.
+    site: "thought".  layer: l_out.  token: the thought's first token. An empty thought consists of its end token alone,
+    and
+    its `agrees` is null.
     """
     is_empty = thoughts.token_ids.map(len) == 1
     agrees = pd.array(thoughts.first_token_id == thoughts.committed_token_id, dtype="boolean")
@@ -113,19 +118,22 @@ def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, 
     )
 
 
-def _text(token_texts: Mapping[int, str], token_id: Any) -> str | None:
+def _text(token_texts: Mapping[int, str], token_id: SupportsInt) -> str | None:
     return None if pd.isna(token_id) else token_texts.get(int(token_id), f"<{token_id}>")
 
 
 def _rank(logits: Tensor, token_id: int) -> int:
-    """Tokens that come before it, lowest id first among equal ones."""
+    """Returns how many tokens rank before this one; among equal logits the lower id ranks first."""
     values = logits.numpy()
     return int((values > values[token_id]).sum() + (values[:token_id] == values[token_id]).sum())
 
 
-def says_state(said: str, true_state: str | None, example: Any) -> bool | None:
-    """Whether a thought's words end in the task's state, or what the task says of it; None where either is missing."""
-    if not said or true_state is None:
+def says_state(said: str, true_state: str | None, example: Example | None) -> bool | None:
+    """Returns whether a thought's words end in the task's state, or in the task's own thought for that state.
+
+    None if `said` is empty or the state is unknown.
+    """
+    if not said or true_state is None or example is None:
         return None
     question = example.question
     known = zip(question.states, question.thoughts, strict=True) if question.thoughts else ()
@@ -134,7 +142,7 @@ def says_state(said: str, true_state: str | None, example: Any) -> bool | None:
 
 
 def _true_states(request: Request, model: CachedLM) -> Sequence[str | None]:
-    """By absolute position of the prompt: the task's state once that token was read."""
+    """Returns the task's state after each prompt token, by absolute position; () without a task."""
     if request.example is None:
         return ()
     try:

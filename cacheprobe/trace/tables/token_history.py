@@ -1,4 +1,4 @@
-"""Every token that a run proposed or committed, with the steps between which it stood: what a replay is drawn from."""
+"""Lists every token that a run proposed or committed, with the steps at which it was proposed and decided."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,13 +9,15 @@ COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "settled", 
 
 
 def token_history(events: pd.DataFrame) -> pd.DataFrame:
-    """One line for each token of each request, candidates included, in the order in which they came.
+    """Returns one line for each token of each request, candidates included, in order of time.
 
-    place: 0 is the first generated token.  born: the step that proposed or committed it.  settled: the step that
-    decided about it; null while nobody has.  outcome: committed (as it was computed), accepted, recovered, bonus,
-    rolled_back, or given_up before a verdict, by a request that was evicted (settled when it is read again) or a pass
-    that failed (settled when it drafts again, or is verified without a draft); null while nobody has decided.
-    margin_nats: between the two best tokens of its pass, the smallest of a verify pass; null where no model chose.
+    place: 0 is the first generated token.  born: the step that proposed or committed the token.  settled: the step that
+    decided about it; null while its verdict is open.  outcome: committed (without a verdict), accepted, recovered,
+    bonus,
+    rolled_back, or given_up; null while open. A draft is given up if its request was preempted (settled when the prompt
+    is
+    computed again) or a pass failed (settled when the request drafts again, or is verified without a draft).
+    margin_nats: between the two best tokens of its pass, the smallest of a verify pass; null if no model chose.
     events: as in `Trace.events`.
     """
     lines: list[tuple] = []
@@ -28,17 +30,17 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
                 for token in proposed:
                     waiting.append((request_id, place + len(waiting), int(token), margin, step))
                 continue
-            if phase == "prefill":  # an evicted request is read again; what it had drafted is drafted anew
+            if phase == "prefill":  # a preempted request is computed again, and drafts anew
                 lines += [(*line, step, "given_up") for line in waiting]
                 waiting = []
             if phase == "verify" and pd.isna(accepted):
-                continue  # its cache rows are rebuilt: nothing is decided
+                continue  # this pass only rebuilds cache rows, and decides no token
             if phase != "verify":
                 for i, token in enumerate(committed):
                     lines.append((request_id, place + i, int(token), margin, step, step, "committed"))
             else:
                 count = int(accepted)
-                # a draft that met a failed pass was given up, and stands before the one that was judged
+                # a draft of a failed pass was given up; its tokens come before those of the judged draft
                 given_up, judged = waiting[: len(waiting) - len(drafted)], waiting[len(waiting) - len(drafted) :]
                 since = judged[0][-1] if judged else step
                 lines += [(*line, since, "given_up") for line in given_up]
@@ -56,11 +58,11 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
-    """What stands at each place after `step`, one line for each request and place, with a column `state`.
+    """Returns the tokens at each place after `step`, one line for each request and place, with a column `state`.
 
-    state: candidate, rolled_back (by this very step; those of earlier steps are gone, and so are drafts that were given
-    up), pending (committed, and its
-    cache row not written yet: the newest of its request), or committed.
+    state: candidate; rolled_back (by this step; tokens rolled back earlier are left out, as are given-up drafts);
+    pending
+    (committed, but its cache row is not written yet: the newest of its request); or committed.
     """
     there = history[history.born <= step]
     decided = (there.settled <= step).fillna(False)
@@ -70,7 +72,7 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     decided, lost = decided[there.index], lost[there.index]
     state = pd.Series("candidate", index=there.index).mask(decided, "committed").mask(lost, "rolled_back")
     there = there.assign(state=state)
-    # what was committed stands before what was rolled back there, and the newer before the older
+    # a committed token replaces a rolled-back one at its place, and a newer token an older one
     order = there.assign(rank=there.state.map({"rolled_back": 0, "candidate": 1, "committed": 1}))
     last = order.sort_values(["request_id", "place", "rank", "born"], kind="stable").drop_duplicates(
         ["request_id", "place"], keep="last"
@@ -84,7 +86,7 @@ _KEPT = ("accepted", "recovered", "bonus", "committed")
 
 
 class Fate(NamedTuple):
-    """A token that once stood where the reading looks, and what became of it."""
+    """A token that was proposed or committed at one place, and its outcome."""
 
     token_id: int
     born: int
@@ -93,7 +95,10 @@ class Fate(NamedTuple):
 
 
 def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
-    """What stood at one place of a request, in order. history: as from `token_history`, of that request alone."""
+    """Returns the tokens of one place of a request, in order of time.
+
+    history: as from `token_history`, of that request alone.
+    """
     there = history[history.place == place].sort_values("born", kind="stable")
     return [
         Fate(int(t.token_id), int(t.born), None if pd.isna(t.settled) else int(t.settled),
@@ -103,8 +108,8 @@ def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
 
 
 def fates_of_row(fates: Sequence[Fate], step: int) -> list[Fate]:
-    """Those of one row's prediction: the draft that was drafted or judged in the row's step, and what was committed.
+    """Returns the tokens that one row's prediction concerns: drafted or judged in the row's step, or committed.
 
-    fates: as from `fates_at`, of the position that the row predicts.  step: that computed the row.
+    fates: as from `fates_at`, of the position that the row predicts.  step: the step that computed the row.
     """
     return [fate for fate in fates if step in (fate.born, fate.settled) or fate.outcome in _KEPT]

@@ -1,0 +1,109 @@
+"""Defines the sampling settings of a request."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from cacheprobe.core.values import number, require_encodable, whole_number
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Settings of how a request chooses its tokens. A field left at None takes the run's value, then the default.
+
+    Order, as in Hugging Face: repetition penalty, temperature, top_k, top_p, min_p. Every one of them is a function of
+    the committed tokens alone, so a rollback has no state to restore. Among equal logits the lower token id ranks
+    first.
+    """
+
+    temperature: float | None = None
+    """0 is greedy; otherwise logits are divided by it before keyed Gumbel noise is added. Default 0."""
+    seed: int | None = None
+    """Seed of the noise. Default: derived from the run's seed and the request's index."""
+    max_new_tokens: int | None = None
+    """Maximum number of tokens to commit. Default 32."""
+    stop_token_ids: "Iterable[int] | int | None" = None
+    """Token ids that end the request; the stop token is kept. Default: the model's own; (): none."""
+    top_k: int | None = None
+    """Draw from this many of the likeliest tokens. Default 0: from all."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that together hold this much probability, at least one. Default 1: from all."""
+    min_p: float | None = None
+    """Draw from the tokens with at least this share of the likeliest one's probability. Default 0: from all."""
+    repetition_penalty: float | None = None
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output. Default 1: no penalty."""
+    stop: "Iterable[str] | None" = None
+    """Texts that end the request; the token that completes one is kept as the last. Default (): none."""
+    n: int | None = None
+    """Number of samples of the prompt. Each is a request with its own seed; they share one prefill. Default 1."""
+
+    def __new__(cls, *args: object, **settings: object) -> "SamplingParams":
+        for name in settings.keys() - cls.__dataclass_fields__.keys():
+            raise ValueError(
+                f"{name} is no sampling setting here: what changes logits must be a function of the committed tokens "
+                f"alone, so that it can be rolled back; there are {', '.join(cls.__dataclass_fields__)}"
+            )
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            if getattr(self, name) is not None:  # numpy's numbers are welcome, and become Python's
+                object.__setattr__(self, name, kind(name, getattr(self, name)))
+        for name, (is_allowed, wanted) in _LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not is_allowed(value):
+                raise ValueError(f"{name} must be {wanted}, got {value}")
+        if self.stop_token_ids is not None:
+            object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        if self.stop is not None:
+            object.__setattr__(self, "stop", _stop_texts(self.stop))
+
+    def over(self, fallback: "SamplingParams") -> "SamplingParams":
+        """Returns these settings, with `fallback`'s value for every field that is None."""
+        mine = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(fallback, **{name: value for name, value in mine.items() if value is not None})
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is chosen: temperature 0 or None."""
+        return not self.temperature
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are used unchanged, apart from the temperature."""
+        return not self.top_k and self.top_p in (None, 1) and not self.min_p and self.repetition_penalty in (None, 1)
+
+
+_KINDS = {
+    "temperature": number, "seed": whole_number, "max_new_tokens": whole_number, "top_k": whole_number,
+    "top_p": number, "min_p": number, "repetition_penalty": number, "n": whole_number,
+}  # fmt: skip
+_LIMITS = {
+    "temperature": (lambda x: 0 <= x < float("inf"), "a finite number >= 0"),
+    "seed": (lambda x: x >= 0, "a non-negative integer"),
+    "max_new_tokens": (lambda x: x >= 1, "at least 1"),
+    "top_k": (lambda x: x >= 0, "at least 0 (0 draws from all tokens)"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "between 0 and 1"),
+    "repetition_penalty": (lambda x: 0 < x < float("inf"), "a finite number above 0"),
+    "n": (lambda x: x >= 1, "at least 1"),
+}
+
+
+def _stop_token_ids(given: object) -> tuple[int, ...]:
+    """Returns one token id or several as a tuple. The run checks later whether the vocabulary has them."""
+    listed = given if isinstance(given, Iterable) and getattr(given, "ndim", 1) else (given,)
+    ids = tuple(whole_number("stop_token_ids: a token id", token_id) for token_id in listed)
+    if min(ids, default=0) < 0:
+        raise ValueError(f"stop_token_ids must hold token ids from 0 on, got {min(ids)}; () stops at none")
+    return ids
+
+
+def _stop_texts(given: object) -> tuple[str, ...]:
+    """Returns one stop text or several as a tuple. Raises: ValueError for an empty text and for other types."""
+    listed = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    texts = tuple(text for text in listed if isinstance(text, str) and text)
+    if len(texts) != len(listed):
+        raise ValueError(f"stop must hold texts of at least one character, got {given!r:.60}")
+    for text in texts:
+        require_encodable("stop", text)
+    return texts
