@@ -2,8 +2,8 @@
 
 A page's blocks run from top to bottom in one namespace, in an empty folder, on a CPU. The name "smollm2-135m" stands
 for a tiny random model with the words of coin-flip questions and SmolLM2's number of layers; with an adapter it is
-SmolLM2 itself. A page that links to `quickstart.md#names-in-the-examples` begins with the block that stands there. A block that cannot run here
-says why in its first line, as one of REASONS.
+SmolLM2 itself. A page that links to `quickstart.md#names-in-the-examples` begins with the block that stands there. A
+block that cannot run here says why in its first line, as one of REASONS.
 """
 
 import re
