@@ -1,8 +1,8 @@
 """Every example of the README and of the docs runs: Python blocks page by page, and the flags of every command.
 
 A page's blocks run from top to bottom in one namespace, in an empty folder, on a CPU. The name "smollm2-135m" stands
-for a tiny random model with the words of coin-flip questions and SmolLM2's number of layers; with an adapter it is
-SmolLM2 itself. A page that links to `quickstart.md#names-in-the-examples` begins with the block that stands there. A
+for a tiny random model that knows the words of coin-flip questions and has SmolLM2's number of layers; with an adapter
+it is SmolLM2 itself. A page that links to `quickstart.md#names-in-the-examples` has the names of the block there. A
 block that cannot run here says why in its first line, as one of REASONS.
 """
 
