@@ -1,7 +1,8 @@
 """Settings of a tuned lens's training, checked before anything is loaded."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+
+from cacheprobe.core.values import Json
 
 
 @dataclass(frozen=True)
@@ -45,5 +46,5 @@ class TunedLensSettings:
         """Of a step, counted from 0: PyTorch's momentum multiplies it by 1 / (1 - momentum), which is undone here."""
         return self.learning_rate * (1 - self.momentum) * (1 - step / self.steps)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Json]:
         return asdict(self)

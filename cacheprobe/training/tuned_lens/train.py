@@ -1,12 +1,13 @@
 """One training of a tuned lens: the translators step down the KL divergence to the model's own output."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import Lens, LensError
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
@@ -35,12 +36,12 @@ class States(NamedTuple):
 
 def states_of(model: CachedLM, texts: Tensor) -> States:
     """Texts [b, t] read in one forward; n = b x t."""
-    heard: dict[int, Tensor] = {}
+    captured: dict[int, Tensor] = {}
     sites = [("S", layer) for layer in range(model.n_layers - 1)]
     cache = model.new_cache(*texts.shape)
-    with model.capturing(sites, lambda site, layer, value: heard.__setitem__(layer, value.flatten(0, 1).clone())):
+    with model.capturing(sites, lambda site, layer, value: captured.__setitem__(layer, value.flatten(0, 1).clone())):
         logits = model.forward(texts, cache, range(len(texts)), [0] * len(texts))
-    layers = torch.stack([heard[layer] for layer in range(model.n_layers - 1)])
+    layers = torch.stack([captured[layer] for layer in range(model.n_layers - 1)])
     return States(layers, logits.flatten(0, 1).float().log_softmax(-1))
 
 
@@ -103,7 +104,7 @@ class TunedLensTrainer:
         moved.backward(gradient.view_as(moved))
         return kl.view(layers, tokens).mean(1)
 
-    def lens(self, about: dict[str, Any] | None = None) -> TunedLens:
+    def lens(self, about: dict[str, Json] | None = None) -> TunedLens:
         """The lens as it stands."""
         return TunedLens(self.weights.detach().clone(), self.biases.detach().clone(), self.unembedding, about or {})
 
