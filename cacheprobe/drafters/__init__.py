@@ -1,4 +1,4 @@
-"""Drafters: plug-ins that propose tokens. One file each. The verifier trusts none of them."""
+"""Drafters: plug-ins that propose tokens, one file each. The verifier checks every proposed token."""
 
 from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.fast_path import FastPath

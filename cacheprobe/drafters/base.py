@@ -1,4 +1,4 @@
-"""What a drafter offers, and what the engine lends it."""
+"""The interface of a drafter, and of the engine functions that a drafter may call."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Protocol, runtime_checkable
@@ -11,64 +11,65 @@ from cacheprobe.models.base import CachedLM
 
 @runtime_checkable
 class DraftContext(Protocol):
-    """The engine's side: forwards that are recorded and accounted for, and each request's own way to choose."""
+    """The engine functions that a drafter may call: recorded forwards, and each request's own token choice."""
 
     model: CachedLM
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Feed each request's newest token in one batch, writing its cache row.
+        """Feeds each request's newest token in one batch, writing keys and values to the request's cache row.
 
-        Returns logits [b, v], or the residual stream [b, m] after `num_layers` blocks where that is given.
+        Returns logits [b, v], or the residual stream [b, m] after `num_layers` blocks if given.
         """
         ...
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """The token that this request would take from logits [v], by its own settings and keyed noise.
+        """Returns the token that this request would choose from logits [v], with its own settings and keyed noise.
 
-        drafted: candidates of the same `extend` that stand between the request's newest token and this one.
+        drafted: draft tokens of the same `extend` call that stand between the request's newest token and this one.
         """
         ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes continuations. Candidates are hints: any tokens at all change the cost and never the output.
+    """Proposes draft tokens. The verifier checks them, so wrong tokens change the cost of a run but never its output.
 
-    One that does not run the verified model, or stops before its end, says so: see `drafted_layers`. A call that does
-    not return in time ends the requests that it was for: see `deadline_seconds`.
+    A drafter that does not run the verified model, or stops before its last block, declares `drafted_layers`. A call
+    that exceeds `deadline_seconds` ends its requests.
     """
 
     name: ClassVar[str]
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """The next candidate tokens of each request, at least one; none where its draft should be verified now."""
+        """Returns the next draft tokens of each request; an empty list if the request's draft should be verified
+        now."""
         ...
 
     def release(self, state: SequenceState) -> None:
-        """The request has left its cache row: forget what was kept for it."""
+        """Forgets what was stored for a request, which has left its cache row."""
         ...
 
     def check(self, model: CachedLM) -> None:
-        """Raise ValueError where this drafter cannot serve this model."""
+        """Raises: ValueError if this drafter cannot draft for this model."""
         ...
 
 
 def drafted_layers(drafter: Drafter, model: CachedLM) -> int:
-    """How many of the model's blocks a drafter runs to draft, which is where interventions can reach its drafts.
+    """Returns how many of the model's blocks the drafter runs; interventions reach its drafts only in these blocks.
 
-    Its attribute `drafted_layers`, 0 where it runs another model or none; all of them where it does not say.
+    Reads the attribute `drafted_layers` (0 for a drafter that runs another model or none); all blocks if absent.
     """
-    told = getattr(drafter, "drafted_layers", None)
-    return model.n_layers if told is None else told
+    declared = getattr(drafter, "drafted_layers", None)
+    return model.n_layers if declared is None else declared
 
 
 DEADLINE_SECONDS = 60.0
-"""For one call of a drafter's, passes of the verified model apart."""
+"""Default limit for one call of a drafter, without the time of the verified model's passes."""
 
 
 def deadline_seconds(drafter: Drafter) -> float | None:
-    """How long one call of a user's own drafter may take: its attribute `deadline_seconds`, 60 where it has none.
+    """Returns the time limit of one call of a user's drafter: its attribute `deadline_seconds`, 60 if absent.
 
-    None for no deadline; the drafter then runs in the thread that called `cp.run`, and not in one of its own.
+    None means no deadline; the drafter then runs in the thread that called `cp.run`, otherwise in a thread of its own.
     """
     return getattr(drafter, "deadline_seconds", DEADLINE_SECONDS)

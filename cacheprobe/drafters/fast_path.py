@@ -1,4 +1,4 @@
-"""The fast path itself as a drafter: one decode step of the whole batch, in whatever shape the traffic has."""
+"""Drafts with ordinary batched decode steps, which are not batch-invariant."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from cacheprobe.models.base import CachedLM
 @register("drafters", "fast_path")
 @dataclass(frozen=True)
 class FastPath:
-    """All layers, batched with every other request: right nearly always, and deterministic never.
+    """Drafts with all layers, batched with every other request: almost always right, but not batch-invariant.
 
     Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
     """
@@ -21,11 +21,12 @@ class FastPath:
     name: ClassVar[str] = "fast_path"
 
     def check(self, model: CachedLM) -> None:
-        """Every model has a fast path."""
+        """Accepts every model."""
 
     def release(self, state: SequenceState) -> None:
-        """Nothing is kept for a request."""
+        """Does nothing: no state is stored for a request."""
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        """Returns one draft token for each request, from one decode step."""
         logits = context.feed_newest(states)
         return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]

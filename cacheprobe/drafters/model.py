@@ -1,4 +1,4 @@
-"""A smaller model as a drafter: it reads the same text with a cache of its own and writes the candidates."""
+"""Drafts with a smaller model, which reads the same text with its own cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ _PROBE_TEXTS = (
     "def f(x):\n    return {'a': [x, -1.5e-3]}  # ok\n\t\n",
     " Größe, naïve, 東京, Ελλάδα, привет, 🙂 ",
 )
-"""Words, numbers, code, blanks and scripts: where tokenizers of different models part."""
+"""Words, numbers, code, spaces and scripts, on which tokenizers of different models differ."""
 
 _FEED_WIDTH = 64
-"""Tokens of one text that are fed at once: prompts come in pieces, so that no pass grows with the longest."""
+"""Tokens of one text that are fed at once. Prompts are fed in pieces, so that no pass grows with the longest prompt."""
 
 _CAPACITY_STEP = 128
 
@@ -32,18 +32,17 @@ _CAPACITY_STEP = 128
 @register("drafters", "draft_model")
 @dataclass(frozen=True)
 class DraftModel:
-    """Drafts with another, smaller model of the same tokenizer, all requests in one batch, token by token.
+    """Drafts with another, smaller model that has the same tokenizer; all requests in one batch, token by token.
 
-    It takes each token as the request would, by `DraftContext.choose`: with the same noise as the verifier, so that at
-    any temperature it is right as often as the two models agree. Its passes are not captured, nor counted as steps:
-    they are another model's.
+    Tokens are chosen by `DraftContext.choose`, with the same noise as the verifier's, so at any temperature the draft
+    is right whenever the two models agree. The smaller model's passes are neither captured nor counted as steps.
     Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192).
     Twin: tests.equivalence.greedy_continuation, == in float32, whatever was accepted and rolled back before.
     """
 
     model: CachedLM
     length: int = 4
-    """Candidates before each verification, at most: the engine's window and draft_length may want fewer."""
+    """Maximum draft tokens before each verification; the engine's window and draft_length may set a lower limit."""
     name: ClassVar[str] = "draft_model"
     drafted_layers: ClassVar[int] = 0
     _reader: "_Reader" = field(init=False, repr=False, compare=False)
@@ -57,7 +56,8 @@ class DraftModel:
         object.__setattr__(self, "_reader", _Reader(self.model))
 
     def check(self, model: CachedLM) -> None:
-        """Refuse the verifier's own weights, and a model that means other texts by its token ids."""
+        """Raises: ValueError for a draft model that shares the verifier's weights, or whose token ids mean other
+        texts."""
         ours = self.model
         if _weights(ours) is _weights(model):
             raise ValueError(
@@ -80,9 +80,11 @@ class DraftModel:
         self._reader.model, _ = choose_path(ours)  # of the hooks that it has now
 
     def release(self, state: SequenceState) -> None:
+        """Forgets the request's text in the draft model's cache."""
         self._reader.forget(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        """Returns up to `length` draft tokens for each request."""
         proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
         growing = [state for state in states if self._room(state) > 0]
         while growing:
@@ -98,7 +100,7 @@ class DraftModel:
         return list(proposals.values())
 
     def _room(self, state: SequenceState) -> int:
-        """Candidates that may still be added to a draft, before any of this call."""
+        """Returns how many tokens may still be added to a request's draft."""
         limit = min(self.length, state.num_left - 1)
         if state.draft_cap is not None:
             limit = min(limit, state.draft_cap)
@@ -108,7 +110,7 @@ class DraftModel:
 
 
 class _Reader:
-    """The draft model's own cache: a row for each request, holding what was fed of it. Grows with the traffic."""
+    """The draft model's own cache: one row for each request, with the tokens that were fed. Grows as needed."""
 
     def __init__(self, model: CachedLM) -> None:
         self.model = model
@@ -116,13 +118,14 @@ class _Reader:
         self.fed: WeakKeyDictionary[SequenceState, _Fed] = WeakKeyDictionary()
 
     def forget(self, state: SequenceState) -> None:
+        """Frees a request's cache row."""
         self.fed.pop(state, None)
 
     def next_logits(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Float[Tensor, "v"]]:
-        """Logits [v] after the last token of each text; only what was not fed before is computed.
+        """Returns logits [v] after the last token of each text; computes only the tokens that were not fed before.
 
-        What was fed and has been rolled back is cut off here: its cache slots stay, stale, and are masked until they
-        are written again.
+        Tokens that were fed and then rolled back are dropped here; their cache slots stay stale and masked until
+        written again.
         """
         self._make_room(texts)
         for state, text in texts.items():
@@ -137,7 +140,8 @@ class _Reader:
         return logits
 
     def _feed(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Tensor]:
-        """One pass, padded on the right: the next tokens of each text. Logits [v] after those that it completes."""
+        """Runs one pass over the next tokens of each text, padded on the right. Returns logits [v] of the texts that
+        are complete."""
         assert self.cache is not None
         fed = [self.fed[state] for state in texts]
         starts = [len(one.token_ids) for one in fed]
@@ -157,7 +161,7 @@ class _Reader:
         }
 
     def _make_room(self, texts: Mapping[SequenceState, Sequence[int]]) -> None:
-        """A row for every text, and a cache that holds the longest with the pads behind it."""
+        """Gives every text a cache row, and enlarges the cache to hold the longest text and its pads."""
         for state in texts:
             if state not in self.fed:
                 taken = {one.row for one in self.fed.values()}
@@ -179,20 +183,20 @@ class _Reader:
 
 @dataclass
 class _Fed:
-    """A request's row in the draft model's cache, and the tokens that it holds."""
+    """A request's row in the draft model's cache, and the tokens that the row holds."""
 
     row: int
     token_ids: list[int] = field(default_factory=list)
 
 
 def _weights(model: CachedLM) -> object:
-    """What two forms of one model have in common."""
+    """Returns the object that all forms of one model (bridge, fast forward) share."""
     model = getattr(model, "origin", model)
     return getattr(model, "bridge", model)
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Returns the length of the longest common prefix."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n

@@ -1,4 +1,4 @@
-"""Prompt lookup as a drafter: what followed the newest tokens when they last stood in the text. Runs no model."""
+"""Drafts by prompt lookup: proposes what followed the newest tokens earlier in the text. Runs no model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,20 +15,21 @@ from cacheprobe.models.base import CachedLM
 @register("drafters", "ngram")
 @dataclass(frozen=True)
 class NGram:
-    """Says token by token what most often followed the longest run of newest tokens that stands earlier in the text.
+    """Finds the longest earlier occurrences of the newest tokens, and drafts their most frequent continuation, token by
+    token.
 
-    Prompt, output and the candidates so far are the text, so text that repeats is drafted as repeating. Of equally
-    frequent continuations the latest is taken.
+    The text is prompt, output and the draft so far, so a draft can repeat itself. Among equally frequent continuations,
+    the latest is chosen.
     Source: prompt lookup decoding (Saxena 2023), with the vote of SuffixDecoding (arXiv 2411.04975, section 4) in place
     of a single occurrence.  Twin: tests.equivalence.ngram_draft_slowly, ==.
     """
 
     max_ngram: int = 8
-    """Newest tokens to look for, at most."""
+    """Maximum number of newest tokens to search for."""
     min_ngram: int = 1
-    """Newest tokens that must be found; fewer draft nothing."""
+    """Minimum number of newest tokens that must be found; with fewer, no token is drafted."""
     length: int = 8
-    """Candidates before each verification."""
+    """Draft tokens before each verification."""
     name: ClassVar[str] = "ngram"
     drafted_layers: ClassVar[int] = 0
     _indices: "WeakKeyDictionary[SequenceState, _Index]" = field(
@@ -42,12 +43,14 @@ class NGram:
             raise ValueError(f"NGram(length={self.length}) would draft nothing; give at least 1")
 
     def check(self, model: CachedLM) -> None:
-        """Every model's own tokens can be copied."""
+        """Accepts every model: copying tokens works with every vocabulary."""
 
     def release(self, state: SequenceState) -> None:
+        """Forgets the index of a request's text."""
         self._indices.pop(state, None)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        """Returns up to `length` draft tokens for each request; [] if a draft is already open."""
         return [[] if state.draft else self._draft(state) for state in states]
 
     def _draft(self, state: SequenceState) -> list[int]:
@@ -67,7 +70,8 @@ class NGram:
         return text[num_given:]
 
     def _vote(self, text: Sequence[int], ends: Iterable[int]) -> int | None:
-        """The token to follow; ends: after each occurrence of the newest token, ascending, itself included."""
+        """Returns the next token. ends: index after each occurrence of the newest token, ascending, including the
+        newest itself."""
         longest = self.min_ngram
         votes: dict[int, tuple[int, int]] = {}
         for end in ends:
@@ -84,13 +88,14 @@ class NGram:
 
 
 class _Index:
-    """Where each token of a text stands; the text only grows."""
+    """Positions of each token in a text that only grows."""
 
     def __init__(self) -> None:
         self.ends_of: dict[int, list[int]] = {}
         self.num_read = 0
 
     def grow(self, text: Sequence[int]) -> None:
+        """Adds the tokens that the text has gained."""
         for end in range(self.num_read + 1, len(text) + 1):
             self.ends_of.setdefault(text[end - 1], []).append(end)
         self.num_read = len(text)

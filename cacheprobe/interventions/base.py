@@ -1,4 +1,5 @@
-"""One change of a request's states, said by absolute position. Knows nothing about passes, slots or models."""
+"""One change of a request's states, given by absolute position. This file contains no code for passes, slots or
+models."""
 
 import hashlib
 from collections.abc import Iterable
@@ -18,43 +19,45 @@ ACTIONS = ("replace", "add")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Intervention:
-    """States of one request are changed wherever these positions are computed: drafts, verification, recomputation.
+    """Changes states of one request whenever these positions are computed: in drafts, verification and recomputation.
 
-    Make one with `zero`, `mean`, `resample`, `add`, `replace` or `swap`. What the cache holds of a position follows
-    from its changed states in the layers above, as in a forward without a cache.
+    Create one with `zero`, `mean`, `resample`, `add`, `replace` or `swap`. In the layers above, the cached keys and
+    values of a position follow from its changed states, as in a forward without a cache.
     """
 
     name: str
-    """What made it, such as "zero"."""
+    """The function that created it, such as "zero"."""
     action: str
     """"replace" or "add"."""
     vectors: Tensor = field(repr=False)
-    """[n, w] in float32, or in float64 as given: one for all positions, one for each, or, with `seed`, those to draw
-    from. w is d_model, the head's width, or 1 for the same number everywhere."""
+    """[n, w] in float32, or in float64 if given so: one for all positions, one for each position, or, with `seed`,
+    those to choose from. w is d_model, the head's width, or 1 for the same number in every dimension."""
     request_id: int
-    """As the trace numbers them."""
+    """The request's number in the trace."""
     site: str
     """S, T, C, or "pre": the residual stream that enters the block."""
     layer: int
     positions: Any = None
-    """Absolute positions of input tokens, a number or several (a tuple once it is made); the prompt's first is 0. None
-    for every one that is computed."""
+    """Absolute positions of input tokens, a number or several (stored as a tuple); the prompt's first is 0. None for
+    every computed position."""
     head: int | None = None
-    """At site T: change what this head gives to the output projection, [d_head], and not the whole of T."""
+    """At site T: changes only what this head gives to the output projection, [d_head], instead of the whole of T."""
     phases: "str | Iterable[str] | None" = None
     """Of prefill (prompts), decode (drafts of the fast path, and all tokens of requests that are never verified) and
     verify; None for all."""
     steps: Any = None
-    """Steps of the run, likewise; None for all. Rows that an eviction took away are rewritten as they were."""
+    """Steps of the run in which to act; None for all. Positions recomputed after a preemption repeat their earlier
+    changes."""
     own_fingerprint: bool = False
-    """Must be said where the request is deterministic: it is comparable only with runs of the same interventions."""
+    """Must be True for a deterministic request: its results are comparable only with runs of the same interventions."""
     seed: int | None = None
-    """Each position takes one of `vectors`, drawn from noise keyed by (seed, position)."""
+    """If set, each position takes one of `vectors`, chosen by noise keyed by (seed, position)."""
     num_prompt_tokens: int | None = None
-    """The length that the request's prompt must have, where `positions` mean something for that length alone."""
+    """Required length of the request's prompt, if `positions` are meaningful for that length only."""
 
     def __post_init__(self) -> None:
-        def keep(name: str, value: Any) -> None:
+        def keep(name: str, value: object) -> None:
+            """Sets a field of the frozen dataclass."""
             object.__setattr__(self, name, value)
 
         keep("vectors", _checked(self.vectors, str(self)))
@@ -82,11 +85,11 @@ class Intervention:
 
     @property
     def place(self) -> tuple[str, int]:
-        """(site, layer) of the hook that it acts through."""
+        """(site, layer) of the hook through which this intervention acts."""
         return self.site if self.head is None else HEADS, self.layer
 
     def vectors_at(self, positions: list[int]) -> Tensor:
-        """[len, w]: the vector of each of these positions."""
+        """Returns the vector of each of these positions, [len, w]."""
         if self.seed is not None:
             n = len(self.vectors)
             return self.vectors[[int(uniform_noise(self.seed, p, 1, RESAMPLE_STREAM)[0] * n) for p in positions]]
@@ -95,22 +98,23 @@ class Intervention:
         assert isinstance(self.positions, tuple)
         return self.vectors[[self.positions.index(p) for p in positions]]
 
-    def record(self) -> dict[str, Any]:
-        """All of it for a manifest, the vectors as their SHA-256."""
+    def record(self) -> dict[str, object]:
+        """Returns all fields for a manifest, with the SHA-256 of the vectors instead of the vectors."""
         names = ("name", "action", "request_id", "site", "layer", "positions", "head", "phases", "steps", "seed")
         held = {name: getattr(self, name) for name in names}
         listed = {name: list(value) if isinstance(value, tuple) else value for name, value in held.items()}
         return {**listed, "vectors_sha256": hashlib.sha256(self.vectors.numpy().tobytes()).hexdigest()}
 
 
-def as_wide(vectors: Any) -> Tensor:
-    """As float32; a tensor of float64, such as the states of a model in float64, as it is."""
+def as_wide(vectors: object) -> Tensor:
+    """Returns vectors as float32; a float64 tensor, such as the states of a float64 model, stays float64."""
     made = torch.as_tensor(vectors)
     return made if isinstance(vectors, Tensor) and made.dtype == torch.float64 else made.float()
 
 
-def _checked(vectors: Any, what: str) -> Tensor:
-    """[n, w] finite float32 or float64 on the CPU, of its own."""
+def _checked(vectors: object, what: str) -> Tensor:
+    """Returns a copy as finite [n, w] float32 or float64 on the CPU. Raises: ValueError for other shapes, NaN or
+    infinity."""
     made = as_wide(vectors).detach().to("cpu", copy=True)
     made = made[None] if made.dim() == 1 else made
     if made.dim() != 2 or not made.numel():

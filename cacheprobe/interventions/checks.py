@@ -1,7 +1,6 @@
-"""Whether an intervention can act as said on this model and this request: asked before anything is computed."""
+"""Checks that an intervention can act on this model and this request, before the run."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,16 +14,18 @@ class Drafting:
     """How a run drafts for the requests that are verified."""
 
     drafter: str
-    """Its name."""
+    """The drafter's name."""
     layers: int
-    """Blocks of the model that its drafts run through, see `drafters.base.drafted_layers`."""
+    """Number of the model's blocks that the drafts run through, see `drafters.base.drafted_layers`."""
     window: int
 
 
-def require_hooks(model: Any) -> None:
-    """Raises: ModelError for a model of another's making that nothing can act on."""
+def require_hooks(model: object) -> None:
+    """Raises: ModelError for a custom model without `editing`, which interventions need."""
     if not hasattr(model, "editing"):
-        raise ModelError(f"{model.name} has no `editing`, so interventions cannot act on it; see CachedLM")
+        raise ModelError(
+            f"{getattr(model, 'name', model)} has no `editing`, so interventions cannot act on it; see CachedLM"
+        )
 
 
 def check_model(one: Intervention, model: CachedLM) -> None:
@@ -45,9 +46,10 @@ def check_model(one: Intervention, model: CachedLM) -> None:
 
 
 def check_request(one: Intervention, state: SequenceState, drafting: Drafting | None = None) -> None:
-    """Raises: ValueError for positions or phases that the request never computes, and for a promise that it breaks.
+    """Raises: ValueError for positions or phases that the request never computes, and for settings that break
+    determinism.
 
-    drafting: None for the oracle, which drafts nothing and takes what its run was given.
+    drafting: None for the oracle (the uncached reference run), which drafts no tokens.
     """
     request, prompt = state.request, state.request.num_prompt_tokens
     assert state.sampling.max_new_tokens is not None
@@ -89,7 +91,8 @@ def check_request(one: Intervention, state: SequenceState, drafting: Drafting | 
 def _possible_phases(
     one: Intervention, state: SequenceState, last: int, drafting: Drafting | None
 ) -> tuple[set[str], str]:
-    """Phases in which its hook can fire at one of its positions, and why it cannot in a draft, if that is so.
+    """Returns the phases in which the hook can fire at one of its positions, and why it cannot in a draft ("" if it
+    can).
 
     last: the last position that the request computes.
     """
@@ -107,7 +110,7 @@ def _possible_phases(
 
 
 def _undrafted(one: Intervention, drafting: Drafting, first: int, last: int) -> str:
-    """Why no draft computes the first of these positions at its layer; empty where one can."""
+    """Returns why no draft computes the first of these positions at its layer; "" if a draft can."""
     if drafting.window == 1:
         return "a window of 1 drafts nothing"
     if not drafting.layers:

@@ -1,13 +1,13 @@
-"""Interventions under the cache: before every pass, the slots where their positions are about to be computed.
+"""Applies interventions over the cache: before every pass, finds the token slots that hold their positions.
 
-In a decode pass slot 0 is the newest token, so a hook by index would hit another position in every pass. Here each
-pass says which request and which absolute position every slot holds.
+In a decode pass, slot 0 is the newest token, so a hook that uses the slot index would change a different position in
+every pass. Here each pass lists the request and the absolute position of every slot.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,26 +26,27 @@ class Slot(NamedTuple):
     slot: int
     position: int
     phase: str
-    """Of the token and not of the pass: prefill for a prompt's, decode for whatever is not final or never verified."""
+    """Phase of the token, not of the pass: prefill for a prompt token, decode for a draft or a token that is never
+    verified."""
 
 
 class _Hit(NamedTuple):
     number: int
-    """Of the intervention."""
+    """Index of the intervention."""
     b: Tensor
     t: Tensor
     positions: list[int]
 
 
 def token_phase(state: SequenceState, position: int, pass_phase: str) -> str:
-    """Which phase a token belongs to: what rides along, or is rebuilt, keeps the one that it would have had."""
+    """Returns the phase of a token. A token that another phase's pass recomputes keeps its own phase."""
     if position < state.request.num_prompt_tokens:
         return "prefill"
     return pass_phase if state.is_verified else "decode"
 
 
 class Editor:
-    """The interventions of one run. `aim` before a forward, `edit` inside it, `rest` after it."""
+    """Applies the interventions of one run. Call `aim` before a forward, `edit` inside it, and `rest` after it."""
 
     def __init__(
         self,
@@ -54,9 +55,9 @@ class Editor:
         states: Sequence[SequenceState],
         drafting: Drafting | None = None,
     ) -> None:
-        """drafting: of the run; None for the oracle's.
+        """drafting: how the run drafts; None for the oracle (the uncached reference run).
 
-        Raises: ValueError for an intervention that could not act as said; ModelError for a model without hooks.
+        Raises: ValueError for an intervention that could never act as specified; ModelError for a model without hooks.
         """
         require_hooks(model)
         self.interventions = tuple(interventions)
@@ -69,21 +70,23 @@ class Editor:
         for state in states:
             state.is_edited |= any(one.request_id == state.request_id for one in self.interventions)
         self.applied: list[set[tuple[int, int]]] = [set() for _ in self.interventions]
-        """(step, position) wherever each one acted."""
+        """For each intervention, the (step, position) pairs at which it acted."""
         self.rewritten: dict[int, frozenset[int]] = {}
-        """Layer -> slots of this pass, by number, where the residual stream is not what the blocks made of it."""
+        """Layer -> slots of this pass, by number, whose residual stream differs from what the blocks computed."""
         self._written: list[set[int]] = [set() for _ in self.interventions]
-        """Positions whose last visible write was changed, for a rebuild after an eviction."""
+        """For each intervention, the positions whose last visible write was changed; needed to recompute after a
+        preemption."""
         self._aimed: dict[tuple[str, int], list[_Hit]] = {}
         self._step = -1
 
     @property
     def sites(self) -> list[tuple[str, int]]:
-        """Hooks needed."""
+        """The hooks that the interventions need."""
         return sorted({one.place for one in self.interventions})
 
     def aim(self, step: int, slots: Sequence[Slot], is_hidden: bool) -> None:
-        """The pass to come holds these tokens. is_hidden: it rewrites what an eviction took away."""
+        """Prepares for the next pass, which holds these tokens. is_hidden: the pass recomputes positions after a
+        preemption."""
         self._step, self._aimed = step, {}
         rewritten: dict[int, set[int]] = {}
         for number, one in enumerate(self.interventions):
@@ -109,13 +112,14 @@ class Editor:
         return slot.position in self._written[number] if is_hidden else self._step in one.steps
 
     def rest(self) -> None:
-        """No pass of the engine is under way: forwards of others are left alone."""
+        """Ends the engine's pass, so that forwards of other callers are not changed."""
         self._aimed = {}
 
     def edit(self, site: str, layer: int, value: Tensor) -> Tensor | None:
-        """See StateEdit. Slots that no intervention names keep their bits.
+        """Returns the activation with the interventions applied, None if unchanged (a StateEdit). Other slots keep
+        their bits.
 
-        Raises: ValueError where a result is not finite in the model's dtype.
+        Raises: ValueError if a result is not finite in the model's dtype.
         """
         hits = self._aimed.get((site, layer))
         if not hits:
@@ -131,14 +135,14 @@ class Editor:
             self.applied[hit.number].update((self._step, position) for position in hit.positions)
         return value
 
-    # -- what is told of it
+    # -- reports
 
     def unused(self) -> list[Intervention]:
-        """Those that never acted, such as at positions that were not reached."""
+        """Returns the interventions that never acted, for example because their positions were not reached."""
         return [one for one, applied in zip(self.interventions, self.applied, strict=True) if not applied]
 
-    def record(self) -> list[dict[str, Any]]:
-        """For a manifest: each intervention, and the distinct positions and passes that it acted on."""
+    def record(self) -> list[dict[str, object]]:
+        """Returns, for a manifest, each intervention and the number of distinct positions and of writes."""
         return [
             {
                 **one.record(),
@@ -150,15 +154,17 @@ class Editor:
 
 
 def digests(interventions: Iterable[Intervention]) -> dict[int, str]:
-    """SHA-256 of every changed request's interventions, in their order: its own part of the fingerprint."""
-    texts: dict[int, list[Any]] = {}
+    """Returns the SHA-256 of each changed request's interventions, in their order, as that request's part of the
+    fingerprint."""
+    texts: dict[int, list[dict[str, object]]] = {}
     for one in interventions:
         texts.setdefault(one.request_id, []).append({**one.record(), "request_id": None})
     return {r: hashlib.sha256(json.dumps(texts[r]).encode()).hexdigest() for r in sorted(texts)}
 
 
-def changes_fingerprint(interventions: Sequence[Intervention], model_facts: Mapping[str, Any]) -> dict[str, str]:
-    """What interventions add to the schedule fingerprint: which requests they change, and whose hooks act."""
+def changes_fingerprint(interventions: Sequence[Intervention], model_facts: Mapping[str, object]) -> dict[str, str]:
+    """Returns the entries that interventions add to the schedule fingerprint: the changed requests, and whose hooks
+    act."""
     if not interventions:
         return {}
     named = "; ".join(f"request {r}: {digest}" for r, digest in digests(interventions).items())

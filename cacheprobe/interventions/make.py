@@ -1,52 +1,100 @@
-"""The ways to make an intervention. `where` is the rest of its fields: request_id, site, layer, positions, head ..."""
+"""Functions that create interventions. `where` holds the other fields: request_id, site, layer, positions, head ..."""
 
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, Required, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEADS
+from cacheprobe.core.records import Request
 from cacheprobe.interventions.base import Intervention, as_wide
 
 
-def zero(**where: Any) -> Intervention:
-    """States become zero."""
+@runtime_checkable
+class RecordedStates(Protocol):
+    """The part of a Trace that `swap` reads."""
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """The run's requests."""
+        ...
+
+    @property
+    def meta(self) -> Mapping[str, object]:
+        """The run's metadata."""
+        ...
+
+    def states(self, site: str, layer: int, request_id: int) -> Tensor:
+        """Returns the states [p, m] of a request."""
+        ...
+
+    def heads(self, site: str, layer: int, request_id: int) -> Tensor:
+        """Returns the head activations [p, h, d] of a request."""
+        ...
+
+
+class SwapWhere(TypedDict, total=False):
+    """Fields of an Intervention that say where and when to act, without the request."""
+
+    site: Required[str]
+    layer: Required[int]
+    positions: "int | Iterable[int] | None"
+    head: int | None
+    phases: "str | Iterable[str] | None"
+    steps: "int | Iterable[int] | None"
+    own_fingerprint: bool
+
+
+class Where(SwapWhere, total=False):
+    """Fields of an Intervention that say where and when to act."""
+
+    request_id: Required[int]
+    num_prompt_tokens: int | None
+
+
+def zero(**where: Unpack[Where]) -> Intervention:
+    """Returns an intervention that sets states to zero."""
     return Intervention(name="zero", action="replace", vectors=torch.zeros(1, 1), **where)
 
 
-def replace(vectors: Tensor, **where: Any) -> Intervention:
-    """States become `vectors`: [m] for all positions, or [n, m] with one for each; of a head, [d] or [n, d]."""
+def replace(vectors: Tensor, **where: Unpack[Where]) -> Intervention:
+    """Returns an intervention that sets states to `vectors`: [m] for all positions, or [n, m]; for a head, [d] or [n,
+    d]."""
     return Intervention(name="replace", action="replace", vectors=vectors, **where)
 
 
-def add(vectors: Tensor, **where: Any) -> Intervention:
-    """`vectors`, as for `replace`, are added to the states, in the model's dtype."""
+def add(vectors: Tensor, **where: Unpack[Where]) -> Intervention:
+    """Returns an intervention that adds `vectors`, shaped as for `replace`, to the states, in the model's dtype."""
     return Intervention(name="add", action="add", vectors=vectors, **where)
 
 
-def mean(states: Tensor, **where: Any) -> Intervention:
-    """States become the mean of `states` [n, m], such as `trace.states("S", 3, 0)`, in float32, or in their float64.
+def mean(states: Tensor, **where: Unpack[Where]) -> Intervention:
+    """Returns an intervention that sets states to the mean of `states` [n, m], such as `trace.states("S", 3, 0)`.
 
+    The mean is computed in float32, or in float64 for float64 states.
     Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
     """
     return Intervention(name="mean", action="replace", vectors=as_wide(_rows(states, "mean")).mean(0), **where)
 
 
-def resample(states: Tensor, *, seed: int = 0, **where: Any) -> Intervention:
-    """Each position takes one of `states` [n, m], drawn by (seed, position): the same one whenever it is computed.
+def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Intervention:
+    """Returns an intervention that gives each position one of `states` [n, m], chosen by (seed, position) in every
+    computation.
 
     Source: resample ablation of causal scrubbing (Chan et al. 2022).
     """
     return Intervention(name="resample", action="replace", vectors=_rows(states, "resample"), seed=seed, **where)
 
 
-def swap(trace: Any, a: int, b: int, **where: Any) -> tuple[Intervention, Intervention]:
-    """Requests a and b take each other's states, as `trace`, a run of both without interventions, recorded them.
+def swap(trace: RecordedStates, a: int, b: int, **where: Unpack[SwapWhere]) -> tuple[Intervention, Intervention]:
+    """Returns two interventions that exchange the states of requests a and b, as recorded in `trace`.
 
-    Of a head of T, its z, which the trace's run must have kept: CaptureConfig(heads=("z",)).
-    The requests that it is applied to must have prompts of the same length as those of the trace. Positions are
-    needed, and must lie in what both computed.  Raises: ValueError where they do not, or for prompts of different
-    length: there no position means the same in both.
+    trace: a run of both requests without interventions. For a head of T, its z is exchanged, which the run must have
+    kept: CaptureConfig(heads=("z",)).
+    The requests to which the interventions are applied must have prompts of the same length as those in the trace.
+    `positions` is required, and both requests must have computed these positions.
+    Raises: ValueError for other positions, and for prompts of different length, whose positions do not correspond.
     Source: interchange interventions, Geiger et al. 2021 (arXiv 2106.02997), section 3.
     """
     requests = {request.request_id: request for request in trace.requests}
@@ -66,6 +114,7 @@ def swap(trace: Any, a: int, b: int, **where: Any) -> tuple[Intervention, Interv
         raise ValueError("swap: the trace's own run was changed by interventions; take a trace of a plain run")
 
     def one(target: int, source: int) -> Intervention:
+        """Returns the intervention for one of the two requests."""
         blank = Intervention(name="swap", action="replace", vectors=torch.zeros(1, 1), request_id=target, **where)
         if blank.head is None:
             states = trace.states(blank.site, blank.layer, source)
@@ -76,8 +125,14 @@ def swap(trace: Any, a: int, b: int, **where: Any) -> tuple[Intervention, Interv
                 f"swap: position {max(blank.positions)} lies outside request {source}, which computed 0 to "
                 f"{len(states) - 1}"
             )
-        taken = dict(vectors=states[list(blank.positions)], num_prompt_tokens=lengths[0])
-        return Intervention(name="swap", action="replace", request_id=target, **taken, **where)
+        return Intervention(
+            name="swap",
+            action="replace",
+            request_id=target,
+            vectors=states[list(blank.positions)],
+            num_prompt_tokens=lengths[0],
+            **where,
+        )
 
     return one(a, b), one(b, a)
 

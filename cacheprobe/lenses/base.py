@@ -1,8 +1,8 @@
-"""What every lens offers, and what is asked of one before it reads."""
+"""The interface of every lens, and the checks before a lens reads states."""
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,43 +12,45 @@ from cacheprobe.models.base import CachedLM
 
 
 class LensError(ValueError):
-    """A lens that cannot read what it was given; the message names the remedy."""
+    """A lens cannot read what it was given; the message says what to do."""
 
 
 @runtime_checkable
 class Lens(Protocol):
-    """Reads states [n, m] of any layers as logits [n, v] in the model's own dtype, all layers in one product."""
+    """Maps states [n, m] of any layers to logits [n, v] in the model's own dtype, all layers in one product."""
 
     name: ClassVar[str]
     sites: ClassVar[tuple[str, ...]]
-    """Of S, T and C: those that it reads."""
+    """Which of the sites S, T and C the lens reads."""
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":
-        """A lens of this kind for this model, as it is before any training."""
+        """Returns an untrained lens of this kind for this model."""
         ...
 
     def check(self, model: CachedLM) -> None:
-        """Raises: LensError where this lens was made for another model."""
+        """Raises: LensError if this lens was made for another model."""
         ...
 
     def logits(self, model: CachedLM, states: Tensor, layers: Tensor) -> Tensor:
-        """states: [n, m], one vector a row; layers: [n], the block at which each stood. Returns [n, v].
+        """Returns logits [n, v]. states: [n, m], one vector a row; layers: [n], the block after which each state was
+        taken.
 
-        A row's logits depend on that row and its layer alone, in whatever company it is read. At the last layer S
-        gives the model's own output.
+        A row's logits are batch-invariant: they depend only on that row and its layer. At the last layer, S gives the
+        model's own output.
         """
         ...
 
 
-def require_readable(lens: Any, model: CachedLM, site: str, layers: Iterable[int]) -> None:
-    """Raises: LensError unless `lens` is a lens that reads these layers of `site` in this model."""
+def require_readable(lens: object, model: CachedLM, site: str, layers: Iterable[int]) -> None:
+    """Raises: LensError unless `lens` is a lens that can read these layers of `site` in this model."""
     missing = [part for part in ("name", "sites", "check", "logits") if not hasattr(lens, part)]
     if isinstance(lens, type) or missing:
         lacks = f", which has no {missing[0]}" if missing and not isinstance(lens, type) else ""
         raise LensError(f"a lens is an object such as cp.lenses.LogitLens(), got {lens!r:.60}{lacks}")
     if site not in SITES:
         raise LensError(f"unknown site {site!r} for a lens; sites are {', '.join(SITES)}")
+    lens = cast(Lens, lens)
     if site not in lens.sites:
         raise LensError(
             f"the {lens.name} lens reads {', '.join(lens.sites)}, not {site}; read {site} with cp.lenses.LogitLens()"
@@ -59,9 +61,9 @@ def require_readable(lens: Any, model: CachedLM, site: str, layers: Iterable[int
 
 
 def require_made_for(model: CachedLM, kind: str, layers: int, width: int, unembedding: str, remedy: str) -> None:
-    """Raises: LensError for a model of other shape, or with another unembedding, than a lens was made for.
+    """Raises: LensError if a lens was made for a model with another shape or another unembedding.
 
-    kind, remedy: what the lens is called, and what to do.
+    kind, remedy: the lens's name, and what the user should do.
     """
     if (layers, width) != (model.n_layers, model.d_model):
         raise LensError(
@@ -75,9 +77,10 @@ def require_made_for(model: CachedLM, kind: str, layers: int, width: int, unembe
 
 
 def unembedding_sha256(model: CachedLM) -> str:
-    """Hash of the unembedding's shape and numbers in float32: equal for one model loaded in float32 or wider storage.
+    """Returns the hash of the unembedding's shape and float32 numbers; equal if one model is loaded in float32 or
+    float64.
 
-    A lens keeps it, since a translation into one vocabulary means nothing in another.
+    A lens stores this hash, because a translation into one vocabulary is meaningless in another.
     """
     weight = model.unembedding.detach().to("cpu", torch.float32).contiguous()
     digest = hashlib.sha256(f"{tuple(weight.shape)}".encode())

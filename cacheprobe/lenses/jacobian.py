@@ -1,7 +1,7 @@
-"""The Jacobian lens: TransformerLens' own transport matrices, over our states."""
+"""The Jacobian lens: TransformerLens' own transport matrices, applied to our states."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -10,16 +10,18 @@ from torch import Tensor
 from cacheprobe.core.registry import register
 from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembedding_sha256
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.live import LiveModule
 from cacheprobe.ops.by_layer import product_by_layer
 
 
 @register("lenses", "jacobian")
 @dataclass(frozen=True, eq=False)
 class JacobianLens:
-    """Where a layer's residual stream leads on average: J h, and then the model's final norm and unembedding.
+    """Maps a layer's residual stream h to its average effect on the output: J h, then the model's final norm and
+    unembedding.
 
-    J is the mean derivative of the last block's output by the layer's; the last layer has none and is the model's
-    output. Fitting, merging and loading published ones are TransformerLens'; `of` takes what it gives.
+    J is the mean derivative of the last block's output with respect to the layer's output; the last layer has no J and
+    gives the model's output. TransformerLens fits, merges and loads such lenses; `of` converts one.
     Source: transformer_lens.tools.analysis.JacobianLens, whose transport and readout these are.
     Twin: its `readout`, close(1e-5) in float32.
     """
@@ -27,32 +29,35 @@ class JacobianLens:
     matrices: Float[Tensor, "l m m"]
     """J of every layer but the last, float32; multiplied from the left."""
     unembedding: str
-    """SHA-256 of the unembedding that it was made for, as `lenses.base.unembedding_sha256` takes it."""
-    about: dict[str, Any] = field(default_factory=dict, repr=False)
+    """SHA-256 of the unembedding that the lens was made for, from `lenses.base.unembedding_sha256`."""
+    about: dict[str, object] = field(default_factory=dict, repr=False)
     """n_prompts, and TransformerLens' metadata."""
     name: ClassVar[str] = "jacobian"
     sites: ClassVar[tuple[str, ...]] = ("S",)
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":
-        """See Lens.fresh: identities, which make it the logit lens. Raises: LensError for a model of one layer."""
+        """Returns a lens with identity matrices, which equals the logit lens. Raises: LensError for a model of one
+        layer."""
         if model.n_layers < 2:
             raise LensError(f"{model.name} has one layer, which is its output: there is nothing to transport")
         eye = torch.eye(model.d_model, device=model.device)
         return cls(eye.repeat(model.n_layers - 1, 1, 1), unembedding_sha256(model))
 
     @classmethod
-    def of(cls, theirs: Any, model: Any) -> "JacobianLens":
-        """TransformerLens' fitted or loaded JacobianLens for the bridge of this model.
+    def of(cls, theirs: LiveModule, model: CachedLM) -> "JacobianLens":
+        """Returns the lens for this model from TransformerLens' fitted or loaded JacobianLens.
 
-        Raises: LensError for one without a matrix for every layer but the last, or of another model by its own check.
+        Raises: LensError if a layer other than the last has no matrix, or if TransformerLens' own check refuses the
+        model.
         """
         if not hasattr(theirs, "jacobians"):
             raise LensError(f"expected a JacobianLens of transformer_lens.tools.analysis, got {theirs!r:.60}")
-        if not hasattr(model, "bridge"):
+        bridge = getattr(model, "bridge", None)
+        if bridge is None:
             raise LensError(f"a Jacobian lens is for a TransformerBridge; {model!r:.60} has none")
         try:
-            theirs.validate_model(model.bridge)
+            theirs.validate_model(bridge)
         except (TypeError, ValueError) as error:
             raise LensError(f"TransformerLens refuses this lens for {model.name}: {error}") from error
         if missing := [layer for layer in range(model.n_layers - 1) if layer not in theirs.jacobians]:
@@ -62,12 +67,12 @@ class JacobianLens:
         return cls(matrices.to(model.device, torch.float32), unembedding_sha256(model), about)
 
     def check(self, model: CachedLM) -> None:
-        """See Lens.check: the shapes, and the unembedding's hash."""
+        """Raises: LensError if shapes or the unembedding's hash differ from the model's."""
         layers, width = self.matrices.shape[:2]
         require_made_for(model, "Jacobian", layers + 1, width, self.unembedding, "fit one for it")
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
-        """Logits [n, v] of states [n, m] that stood after blocks `layers` [n]."""
+        """Returns logits [n, v] of states [n, m] taken after blocks `layers` [n]."""
         last = len(self.matrices)
         exact = states.float()
         zeros = torch.zeros(last, states.shape[1], device=states.device)

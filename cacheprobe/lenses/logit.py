@@ -1,4 +1,4 @@
-"""The logit lens: what the model would say if it stopped here."""
+"""The logit lens: the model's prediction if it stopped at this layer."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,9 +13,9 @@ from cacheprobe.models.base import CachedLM
 @register("lenses", "logit")
 @dataclass(frozen=True)
 class LogitLens:
-    """Any layer's residual stream through the model's own final norm and unembedding.
+    """Applies the model's own final norm and unembedding to any layer's residual stream.
 
-    It has no numbers of its own, so it fits every model; T and C are read as if they were the stream.
+    The lens has no parameters, so it fits every model. T and C are read as if they were the residual stream.
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
     Twin: transformer_lens.tools.analysis.logit_lens (S) and logit_readout (T, C), close(1e-5) in float32.
     """
@@ -25,12 +25,12 @@ class LogitLens:
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "LogitLens":
-        """See Lens.fresh."""
+        """Returns a logit lens."""
         return cls()
 
     def check(self, model: CachedLM) -> None:
-        """See Lens.check: whatever model reads, it reads through its own unembedding."""
+        """Accepts every model: each is read through its own unembedding."""
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
-        """Logits [n, v] of states [n, m]; the layer does not matter to this lens."""
+        """Returns logits [n, v] of states [n, m]; the layers do not matter to this lens."""
         return model.read_out(states)

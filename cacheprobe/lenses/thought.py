@@ -1,7 +1,8 @@
-"""The thought lens: what a Thinking States model would have thought, had T read another layer."""
+"""The thought lens: the thought that a Thinking States model would write if T, its thinking block, read another
+layer."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -9,27 +10,31 @@ from torch import Tensor
 
 from cacheprobe.lenses.base import LensError
 
+if TYPE_CHECKING:
+    from cacheprobe.models.thinking.lm import ThinkingLM
+
 
 class ReadThoughts(NamedTuple):
-    """What T says of n chunks."""
+    """The thoughts that T writes for n chunks."""
 
     token_ids: Int[Tensor, "n r"]
-    """Greedily decoded; behind its end a thought is padded."""
+    """Greedily decoded; padded after a thought's end."""
     first_logits: Float[Tensor, "n v"]
-    """Of each thought's first token."""
+    """Logits of each thought's first token."""
 
 
 @dataclass(frozen=True)
 class ThoughtLens:
-    """T's own head over a chunk's residual stream after any block; after block l_out - 1 it is the thought itself.
+    """Applies T to a chunk's residual stream after any block; after block l_out - 1 the result is the model's own
+    thought.
 
-    It reads chunks and not single vectors, so it stands beside the lenses of the registry.
-    Source: the logit lens's question put to the thinking block of Thinking States (arXiv 2602.08332), Eq. 4.
+    Reads whole chunks, not single vectors, so it is not in the registry of lenses.
+    Source: the idea of the logit lens, applied to the thinking block of Thinking States (arXiv 2602.08332), Eq. 4.
     """
 
     name: ClassVar[str] = "thought"
 
-    def check(self, model: Any) -> None:
+    def check(self, model: object) -> None:
         """Raises: LensError for a model that writes no thoughts."""
         if not getattr(getattr(model, "config", None), "thinks", False):
             raise LensError(
@@ -38,8 +43,9 @@ class ThoughtLens:
             )
 
     @torch.inference_mode()
-    def read(self, model: Any, chunks: Float[Tensor, "n c m"]) -> ReadThoughts:
-        """Thoughts of chunks [n, c, m], all layers' in one batch, each token of a thought in one pass of T.
+    def read(self, model: "ThinkingLM", chunks: Float[Tensor, "n c m"]) -> ReadThoughts:
+        """Returns the thoughts of chunks [n, c, m], of all layers in one batch; each pass of T adds one token to every
+        thought.
 
         Twin: tests.lenses_slowly.thought_slowly, a chunk alone, without pads: tokens ==, logits close(1e-5).
         """

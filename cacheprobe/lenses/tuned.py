@@ -1,14 +1,15 @@
-"""The tuned lens: an affine translator for every layer, and then the model's own unembedding."""
+"""The tuned lens: an affine translator for every layer, followed by the model's own unembedding."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from cacheprobe.core.registry import register
+from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembedding_sha256
 from cacheprobe.lenses.tuned_files import Translators, load_tuned_lens, save_tuned_lens
 from cacheprobe.models.base import CachedLM
@@ -18,10 +19,11 @@ from cacheprobe.ops.by_layer import product_by_layer
 @register("lenses", "tuned")
 @dataclass(frozen=True, eq=False)
 class TunedLens:
-    """What a layer's residual stream says after a learned affine change of basis.
+    """Maps a layer's residual stream to logits after a learned affine change of basis.
 
-    A layer's h becomes h + h W + b before the final norm; the last layer has no translator and is the model's output.
-    Zero translators make it the logit lens. The sum is taken in float32 and rounded to the model's dtype.
+    A layer's h becomes h + h W + b before the final norm; the last layer has no translator and gives the model's
+    output. With zero W and b the lens equals the logit lens. The sum is computed in float32 and rounded to the model's
+    dtype.
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, in the residual form of its tuned-lens package.
     Twin: tests.lenses_slowly.tuned_logits_slowly, close(1e-5) in float32.
     """
@@ -30,9 +32,9 @@ class TunedLens:
     """W of every layer but the last, float32; multiplied from the right."""
     biases: Float[Tensor, "l m"]
     unembedding: str
-    """SHA-256 of the unembedding that it was made for, as `lenses.base.unembedding_sha256` takes it."""
-    about: dict[str, Any] = field(default_factory=dict, repr=False)
-    """How it was made."""
+    """SHA-256 of the unembedding that the lens was made for, from `lenses.base.unembedding_sha256`."""
+    about: dict[str, Json] = field(default_factory=dict, repr=False)
+    """Training settings and results."""
     name: ClassVar[str] = "tuned"
     sites: ClassVar[tuple[str, ...]] = ("S",)
 
@@ -48,7 +50,7 @@ class TunedLens:
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":
-        """See Lens.fresh: identity translators. Raises: LensError for a model of one layer."""
+        """Returns a lens with zero W and b. Raises: LensError for a model of one layer."""
         layers, width = model.n_layers - 1, model.d_model
         if not layers:
             raise LensError(f"{model.name} has one layer, which is its output: there is nothing to translate")
@@ -57,30 +59,31 @@ class TunedLens:
 
     @classmethod
     def load(cls, directory: "str | Path", model: CachedLM) -> "TunedLens":
-        """A lens of `cacheprobe train tuned-lens`, or an artefact of the tuned-lens package; see `lenses.tuned_files`.
+        """Returns a lens from `cacheprobe train tuned-lens`, or from the tuned-lens package's files; see
+        `lenses.tuned_files`.
 
-        Raises: LensError for a directory that holds neither, or a lens of another model.
+        Raises: LensError for a directory without a tuned lens, or with a lens of another model.
         """
         lens = cls(*load_tuned_lens(Path(directory), model))
         lens.check(model)
         return lens
 
     def save(self, directory: "str | Path") -> Path:
-        """Write translators.safetensors and config.json into the directory."""
+        """Writes translators.safetensors and config.json into the directory."""
         return save_tuned_lens(Translators(self.weights, self.biases, self.unembedding, self.about), Path(directory))
 
     def check(self, model: CachedLM) -> None:
-        """See Lens.check: the shapes, and the unembedding's hash."""
+        """Raises: LensError if shapes or the unembedding's hash differ from the model's."""
         layers, width = self.biases.shape
         remedy = "train one with cacheprobe train tuned-lens"
         require_made_for(model, "tuned", layers + 1, width, self.unembedding, remedy)
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
-        """Logits [n, v] of states [n, m] that stood after blocks `layers` [n]."""
+        """Returns logits [n, v] of states [n, m] taken after blocks `layers` [n]."""
         return model.read_out(self.translated(states, layers))
 
     def translated(self, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n m"]:
-        """The states as the last layer would hold them, in their own dtype."""
+        """Returns the states in the last layer's basis, [n, m], in their own dtype."""
         last = len(self.weights)
         exact = states.float()
         moved = product_by_layer(exact, layers.clamp(max=last - 1), self.weights, self.biases)

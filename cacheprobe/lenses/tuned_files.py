@@ -1,10 +1,11 @@
-"""Tuned lenses on disk: our own safetensors, and the artefacts of the tuned-lens package."""
+"""Saves and loads tuned lenses: our own safetensors files, and files of the tuned-lens package."""
 
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import LensError, unembedding_sha256
 from cacheprobe.models.base import CachedLM
 
@@ -20,16 +22,16 @@ _KIND, _VERSION = "cacheprobe tuned lens", 1
 
 
 class Translators(NamedTuple):
-    """What a tuned lens is made of; the fields are those of `lenses.TunedLens`."""
+    """The content of a tuned lens; the fields are those of `lenses.TunedLens`."""
 
     weights: Tensor
     biases: Tensor
     unembedding: str
-    about: dict[str, Any]
+    about: dict[str, Json]
 
 
 def save_tuned_lens(lens: Translators, directory: Path) -> Path:
-    """Writes the translators and their config, each file whole or as it was before; returns the directory."""
+    """Writes the translators and their config; each file is replaced whole. Returns the directory."""
     layers, width = lens.biases.shape
     config = {
         "kind": _KIND,
@@ -46,10 +48,10 @@ def save_tuned_lens(lens: Translators, directory: Path) -> Path:
     return directory
 
 
-def require_tuned_lens(directory: Path) -> dict[str, Any]:
-    """The config of a lens in a directory, ours or the package's, that has all its files; weights are not read.
+def require_tuned_lens(directory: Path) -> dict[str, Json]:
+    """Returns the config of a lens in a directory, ours or the package's, after checking that all its files exist.
 
-    Raises: LensError for a directory that holds neither, or a broken one.
+    Does not read the weights. Raises: LensError for a directory without a lens, or with a broken one.
     """
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
@@ -67,11 +69,13 @@ def require_tuned_lens(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _require_whole(directory: Path, config: dict[str, Any]) -> None:
+def _require_whole(directory: Path, config: dict[str, Json]) -> None:
     if config.get("version") != _VERSION:
         raise LensError(f"{directory}: tuned lens of version {config.get('version')}, this release reads {_VERSION}")
     try:
         layers, width, unembedding = (config[name] for name in ("n_layers", "d_model", "unembedding_sha256"))
+        if not isinstance(layers, int) or not isinstance(width, int):
+            raise ValueError(f"n_layers is {layers!r} and d_model is {width!r}; both must be whole numbers")
         with safe_open(directory / TRANSLATORS, framework="pt") as held:
             found = {name: tuple(held.get_slice(name).get_shape()) for name in ("weights", "biases")}
         wanted = {"weights": (layers - 1, width, width), "biases": (layers - 1, width)}
@@ -90,15 +94,17 @@ def load_tuned_lens(directory: Path, model: CachedLM) -> Translators:
     if config.get("kind") == _KIND:
         held = load_file(directory / TRANSLATORS)
         weights, biases = held["weights"].to(model.device), held["biases"].to(model.device)
-        return Translators(weights, biases, config["unembedding_sha256"], config["about"])
+        about = config["about"]
+        assert isinstance(about, dict)  # checked by require_tuned_lens
+        return Translators(weights, biases, str(config["unembedding_sha256"]), about)
     return read_package_artefact(directory, config, model)
 
 
-def read_package_artefact(directory: Path, config: dict[str, Any], model: CachedLM) -> Translators:
-    """An artefact of tuned-lens 0.2.0: config.json, and a state dict of one Linear for each hidden state.
+def read_package_artefact(directory: Path, config: dict[str, Json], model: CachedLM) -> Translators:
+    """Reads files of tuned-lens 0.2.0: config.json, and a state dict with one Linear for each hidden state.
 
-    Its translator i reads what enters block i, so ours of layer i is its i + 1; the first, which reads the
-    embedding, has no layer here and is left out. The state dict is loaded as weights alone, never as code.
+    Its translator i reads the input of block i, so ours of layer i is its i + 1; the first, which reads the embedding,
+    has no layer here and is not read. The state dict is loaded as weights only, never as code.
     Source: github.com/AlignmentResearch/tuned-lens 0.2.0, nn/lenses.py.
     Raises: LensError for another shape of lens, or an unembedding with another hash.
     """
@@ -128,12 +134,12 @@ def read_package_artefact(directory: Path, config: dict[str, Any], model: Cached
         raise LensError(f"{path}: {name} should be of shape {wanted[name]}, it is {found.get(name, 'missing')}")
     weights = torch.stack([held[f"{layer}.weight"].float().T for layer in layers]).to(model.device)
     biases = torch.stack([held[f"{layer}.bias"].float() for layer in layers]).to(model.device)
-    about = {"made_by": "the tuned-lens package", "config": config}
+    about: dict[str, Json] = {"made_by": "the tuned-lens package", "config": config}
     return Translators(weights, biases, unembedding_sha256(model), about)
 
 
 def package_unembedding_hash(model: CachedLM) -> str:
-    """The tuned-lens package's own hash of an unembedding: of the corners of the matrix, printed to one digit.
+    """Returns the tuned-lens package's own hash of an unembedding: of the corners of the matrix, printed to one digit.
 
     Source: tuned-lens 0.2.0, utils.tensor_hash.
     """
@@ -142,7 +148,7 @@ def package_unembedding_hash(model: CachedLM) -> str:
         return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()
 
 
-def _replace(path: Path, write: Any) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

@@ -11,3 +11,7 @@ LiveConfig: TypeAlias = Any
 
 LiveTokenizer: TypeAlias = Any
 """A tokenizer of transformers, or None: its encodings and decoded texts are unions that depend on the arguments."""
+
+ModuleValue: TypeAlias = Any
+"""An argument or the output of a module's forward, as PyTorch's hooks pass them: a tensor, a tuple that begins with
+one, or another object, depending on the module."""

@@ -1,7 +1,7 @@
 """Turns the user's prompts into token ids of a model; refuses invalid prompts and names the request's number."""
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from cacheprobe.core.records import Request
 from cacheprobe.core.values import require_encodable, whole_number
@@ -18,6 +18,10 @@ class PromptExample(Protocol):
     def prompt_text(self, tokenizer: LiveTokenizer) -> str:
         """Returns the text that the model reads."""
         ...
+
+
+Prompt: TypeAlias = str | Iterable[int] | PromptExample
+"""Text, token ids or a task example."""
 
 
 def as_list(prompts: object) -> list[object]:

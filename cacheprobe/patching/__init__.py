@@ -1,4 +1,5 @@
-"""Patching grids: what of one run, put into another at a layer and position, brings its answer over."""
+"""Patching grids: puts states of one run into another, at each layer and position, and measures how the answer
+changes."""
 
 from cacheprobe.patching.activation import activation
 from cacheprobe.patching.grid import Grid

@@ -1,14 +1,14 @@
-"""Activation patching: one state of the clean run at a time, put into the corrupted run."""
+"""Activation patching: puts one state of the clean run at a time into the corrupted run."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.prompts import Prompt
 from cacheprobe.patching.asked import PATCHED_SITES, as_layers, as_pair, as_positions, check_site, usable
 from cacheprobe.patching.cells import Cell, Edit, cell
 from cacheprobe.patching.grid import Grid
@@ -20,8 +20,8 @@ from cacheprobe.patching.sweep import Group, Index
 @torch.inference_mode()
 def activation(
     model: CachedLM,
-    clean: Any,
-    corrupt: Any,
+    clean: Prompt,
+    corrupt: Prompt,
     *,
     site: str = "S",
     heads: bool = False,
@@ -32,17 +32,20 @@ def activation(
     path: str = "auto",
     progress: bool = True,
 ) -> Grid:
-    """For every layer and position: the corrupted run with the clean run's state there, and how much it says then.
+    """Runs the corrupted prompt once for each layer and position, with the clean run's state there, and measures its
+    answer.
 
     clean, corrupt: prompts of one length: text, token ids or task examples.
     site: S, T, C, or "pre", the residual stream that enters the block.  heads: at site T, one head at a time.
-    answer: the clean answer and the other one; by default what the two prompts go on with.
+    answer: the clean answer and the other one; by default the first choices of the two runs.
     layers, positions: those of the grid, None for all.
-    store: a folder for finished cells; the same call goes on from there.
+    store: a folder for finished cells; the same call resumes from there.
     path: "twin", "bridge" or "auto", as in `cp.run`.
-    Returns a Grid; its table has layer, position, head if asked, token, logit_difference, nld, flip, logprob_nats.
-    Raises: ValueError for prompts of different length or the same, a site, layer or position that there is not, and
-    answers that both prompts are alike in; ModelError for a model whose memory is more than keys and values.
+    Returns a Grid; its table has layer, position, head (if requested), token, logit_difference, nld, flip,
+    logprob_nats.
+    Raises: ValueError for prompts of different length, for equal prompts, for a site, layer or position that does not
+    exist, and for answers between which both runs have the same logit difference; ModelError for a model whose memory
+    is more than keys and values.
     Source: a component set to its value under another prompt, Vig et al. 2020 (arXiv 2004.12265), whose components are
     neurons and heads; a grid of positions and layers as in Meng et al. 2022 (arXiv 2202.05262), section 2.1.
     Twin: tests.patching_slowly.naive_grid: one plain forward for each cell, close(1e-5) in float32.
@@ -59,6 +62,7 @@ def activation(
     count = model.head_shape[0] if heads else 1
 
     def indices(position: int) -> list[Index]:
+        """Returns the index of each cell at one position."""
         return [(layer, position, *((head,) if heads else ())) for layer in in_layers for head in range(count)]
 
     groups = [

@@ -1,18 +1,19 @@
-"""What is asked of a grid, read and checked before anything is computed."""
+"""Reads and checks the arguments of a patching grid before the model runs."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.prompts import Prompt, PromptExample
 
 RESIDUAL_SITES = ("pre", "S")
 PATCHED_SITES = (*RESIDUAL_SITES, "T", "C")
 
 
-def usable(model: Any, path: str) -> CachedLM:
-    """The form of the model that runs. Raises: ModelError for one whose cells cannot continue a shared cache."""
+def usable(model: CachedLM, path: str) -> CachedLM:
+    """Returns the forward that runs (bridge or fast). Raises: ModelError for a model whose cells cannot continue a
+    shared cache."""
     if not hasattr(model, "new_cache"):
         raise ValueError(f"a patching grid needs a model from cp.load_model(...), got a {type(model).__name__}")
     chosen, _ = choose_path(model, path)
@@ -26,12 +27,12 @@ def usable(model: Any, path: str) -> CachedLM:
     return chosen
 
 
-def as_token_ids(model: CachedLM, prompt: Any, what: str) -> tuple[int, ...]:
-    """Of text, a list of token ids, or a task example.
+def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
+    """Returns the token ids of a text, a list of token ids, or a task example.
 
-    Raises: ValueError for an empty prompt, an unknown token, and more than the model's context.
+    Raises: ValueError for an empty prompt, an unknown token, or more tokens than the model's context.
     """
-    if hasattr(prompt, "prompt_text"):
+    if isinstance(prompt, PromptExample):
         is_chat, prompt = bool(getattr(prompt, "chat", False)), prompt.prompt_text(model.tokenizer)
         ids = model.encode(prompt, add_special_tokens=not is_chat)
     elif isinstance(prompt, str):
@@ -47,8 +48,9 @@ def as_token_ids(model: CachedLM, prompt: Any, what: str) -> tuple[int, ...]:
     return ids
 
 
-def as_pair(model: CachedLM, clean: Any, corrupt: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids of both. Raises: ValueError for prompts of different length, and for the same prompt twice."""
+def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the token ids of both prompts. Raises: ValueError for prompts of different length, and for equal
+    prompts."""
     pair = as_token_ids(model, clean, "clean"), as_token_ids(model, corrupt, "corrupted")
     if len(pair[0]) != len(pair[1]):
         raise ValueError(
@@ -61,7 +63,7 @@ def as_pair(model: CachedLM, clean: Any, corrupt: Any) -> tuple[tuple[int, ...],
 
 
 def as_answer(model: CachedLM, answer: "str | int") -> int:
-    """A token id. Raises: ValueError for text that is not one token, and for an unknown id."""
+    """Returns the token id of an answer. Raises: ValueError for text that is not one token, and for an unknown id."""
     if isinstance(answer, str):
         ids = model.encode(answer, add_special_tokens=False)
         if len(ids) != 1:
@@ -73,18 +75,18 @@ def as_answer(model: CachedLM, answer: "str | int") -> int:
 
 
 def check_site(site: str, sites: Iterable[str]) -> None:
-    """Raises: ValueError for a site that this grid has no cells for."""
+    """Raises: ValueError for a site that this grid does not have."""
     if site not in sites:
         raise ValueError(f"unknown site {site!r}; sites of this grid are {', '.join(sites)}")
 
 
 def as_layers(layers: "Iterable[int] | None", model: CachedLM) -> tuple[int, ...]:
-    """None for all. Raises: ValueError for a layer that the model does not have."""
+    """Returns the layers of the grid; None means all. Raises: ValueError for a layer that the model does not have."""
     return _numbers(layers, model.n_layers, "layer", "the model")
 
 
 def as_positions(positions: "Iterable[int] | None", length: int) -> tuple[int, ...]:
-    """None for all. Raises: ValueError for a position outside the prompt."""
+    """Returns the positions of the grid; None means all. Raises: ValueError for a position outside the prompt."""
     return _numbers(positions, length, "position", "the prompt")
 
 

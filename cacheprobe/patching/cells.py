@@ -1,8 +1,9 @@
-"""The cells of a grid, many to a forward: each joins the batch at the layer where its states begin to differ.
+"""Runs many cells of a grid in one forward: each cell joins the batch at the layer where its states begin to differ.
 
-Below its patched layer a cell is the unpatched run, and before its first patched position it stays so in every layer.
-So a forward over the positions from there on carries the cells of all layers: one row of the batch at the bottom, one
-row more for each cell above. Keys and values of the positions before are the unpatched run's, shared by all rows.
+Below its patched layer, a cell equals the unpatched run; before its first patched position, it does so in every layer.
+A forward over the later positions therefore carries the cells of all layers: one batch index at the bottom, and one
+more for each cell that joins. Keys and values of the earlier positions are those of the unpatched run, shared by the
+whole batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,18 +20,18 @@ from cacheprobe.patching.asked import RESIDUAL_SITES
 from cacheprobe.patching.runs import Place, Run
 
 MOST_ROWS = 16384
-"""Token positions computed at once: bounds the memory of long prompts."""
+"""Token positions computed in one forward: limits the memory for long prompts."""
 
 
 class Edit(NamedTuple):
-    """States that take the place of a cell's own."""
+    """States that replace a cell's own."""
 
     place: Place
     positions: tuple[int, ...]
     vectors: Tensor
     """[len(positions), w]"""
     head: int | None = None
-    """For HEADS: which one; w is its width."""
+    """For HEADS: which head; w is then the head's width."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,22 +39,24 @@ class Cell:
     """One patched run."""
 
     edits: tuple[Edit, ...]
-    """Lowest layer first. A cell without any is the unpatched run, computed from `enters` and `start` on."""
+    """Lowest layer first. A cell without edits is the unpatched run, computed from `enters` and `start` on."""
     start: int
-    """First position that is computed; nothing before it is edited."""
+    """First computed position; no earlier position is edited."""
     enters: Place
-    """Where it joins the batch with the unpatched run's states: pre or S of a layer, not above its first edit."""
+    """The (site, layer) at which the cell joins the batch with the unpatched run's states: pre or S, not above its
+    first edit."""
 
 
 def cell(edits: Sequence[Edit], start: int | None = None) -> Cell:
-    """A cell that begins at its first edit. start: an earlier position, if not its first edited one."""
+    """Returns a cell that starts at its first edit. start: an earlier position to start from."""
     site, layer = edits[0].place
     enters = (site, layer) if site in RESIDUAL_SITES else ("pre", layer)
     return Cell(tuple(edits), min(min(e.positions) for e in edits) if start is None else start, enters)
 
 
 def is_idle(one: Cell, base: Run) -> bool:
-    """Whether all that would be written is there already, bit for bit, so that the cell is the unpatched run."""
+    """Returns whether every edit writes the states that are there already, bit for bit, so that the cell is the
+    unpatched run."""
     return bool(one.edits) and all(torch.equal(_there(edit, base), edit.vectors) for edit in one.edits)
 
 
@@ -63,7 +66,7 @@ def _there(edit: Edit, base: Run) -> Tensor:
 
 
 def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
-    """Logits [len(cells), v] of the last position of each cell, all of which have one `start`.
+    """Returns logits [len(cells), v] of the last position of each cell; all cells must have the same `start`.
 
     base: the unpatched run that the cells change.
     Twin: tests.patching_slowly.patched_logits, close(1e-5) in float32: rows of a batch are summed in another order.
@@ -79,10 +82,11 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
 
 
 def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell]) -> Tensor:
-    """cells: by the height at which they join."""
+    """Runs cells in one forward. cells: in the order in which they join."""
     joined = 0
 
     def change(site: str, layer: int, value: Tensor) -> Tensor | None:
+        """Adds the cells that join here to the batch, and applies the edits of this site and layer."""
         nonlocal joined
         here = (site, layer)
         coming = sum(one.enters == here for one in cells)
@@ -111,7 +115,7 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell])
 
 
 def _height(place: Place) -> tuple[int, int]:
-    """Order in which a forward comes by."""
+    """Returns a sort key: the order in which a forward reaches the sites."""
     return place[1], ("pre", HEADS, "T", "C", "S").index(place[0])
 
 

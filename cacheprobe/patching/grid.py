@@ -1,10 +1,10 @@
-"""A grid as it is handed over: a tidy table, and what it was made of."""
+"""The result of a patching experiment: a tidy table and its metadata."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Required, TypedDict
 
 import pandas as pd
 
@@ -14,17 +14,52 @@ from cacheprobe.patching.runs import Run, Said, read
 
 _FORMAT = "cacheprobe patching grid 1"
 _META = ("kind", "site", "value", "model")
-"""What a picture of a grid speaks of."""
+"""Metadata that figures of a grid need."""
+
+
+class GridMeta(TypedDict, total=False):
+    """Metadata of a grid: the request, the model, and the results of the unpatched runs. Files of `Grid.save` hold it.
+
+    The first block is part of every grid, the second of grids of two prompts, the third of causal tracing.
+    """
+
+    kind: Required[str]
+    site: Required[str]
+    value: Required[str]
+    model: Required[str]
+    weights: str
+    answer_ids: list[int]
+    answer_tokens: list[str]
+    clean_tokens: Required[list[str]]
+    fingerprint: dict[str, str | int | float]
+
+    clean_token_ids: list[int]
+    corrupt_token_ids: list[int]
+    corrupt_tokens: list[str]
+    clean_logit_difference: float
+    corrupt_logit_difference: float
+
+    prompt: list[int]
+    subject: list[int]
+    layers: list[int]
+    answer: int
+    window: int
+    noise: float
+    noise_standard_deviation: float
+    samples: int
+    seed: int
+    clean_probability: float
+    noisy_probabilities: list[float]
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """What every cell says. `cp.plots.patching_grid(grid)` draws it."""
+    """The result of every cell. `cp.plots.patching_grid(grid)` draws it."""
 
     table: pd.DataFrame = field(repr=False)
-    """One row for each cell; `activation`, `prefix` and `causal_tracing` name its columns."""
-    meta: dict[str, Any] = field(repr=False)
-    """What was asked, of which model, and what the unpatched runs say."""
+    """One line for each cell; the docstrings of `activation`, `prefix` and `causal_tracing` list the columns."""
+    meta: GridMeta = field(repr=False)
+    """The request, the model, and the results of the unpatched runs."""
 
     def __repr__(self) -> str:
         axes = [name for name in ("layer", "position", "head", "sample") if name in self.table.columns]
@@ -32,10 +67,10 @@ class Grid:
         return f"Grid({self.meta['kind']}, site {self.meta['site']}, {shape}, {self.meta['model']})"
 
     def matrix(self, value: str | None = None) -> pd.DataFrame:
-        """One number for each layer and position, layers down; the mean over heads or samples.
+        """Returns one number for each layer (index) and position (columns); the mean over heads or samples.
 
-        value: a column, by default the one that the grid is about, nld or effect.
-        Raises: ValueError for a column that there is not.
+        value: a column; by default nld or effect, as the kind of grid requires.
+        Raises: ValueError for a column that does not exist.
         """
         value = self.meta["value"] if value is None else value
         if value not in self.table.columns:
@@ -45,13 +80,13 @@ class Grid:
         )
 
     def save(self, path: "str | Path") -> None:
-        """One JSON file, written whole."""
+        """Writes the grid as one JSON file, which appears whole or not at all."""
         columns = {name: self.table[name].tolist() for name in self.table.columns}
         write_json(Path(path), {"format": _FORMAT, "meta": self.meta, "table": columns})
 
     @classmethod
     def load(cls, path: "str | Path") -> "Grid":
-        """What `save` wrote. Raises: ValueError for another file."""
+        """Returns the grid that `save` wrote. Raises: ValueError for another file."""
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if stored["format"] != _FORMAT:
@@ -69,10 +104,10 @@ class Grid:
 def pair_table(
     said: Mapping[tuple[int, ...], Said], axes: Sequence[str], tokens: Sequence[str], clean: Said, corrupt: Said
 ) -> pd.DataFrame:
-    """Layer, position (and head), the position's token, and what each cell says.
+    """Returns a table of layer, position (and head), the position's token, and the result of each cell.
 
-    Columns: logit_difference (first answer minus second), nld (0 as corrupted, 1 as clean), flip (the answer that it
-    prefers is not the corrupted run's), logprob_nats (of the first answer).
+    Columns: logit_difference (first answer minus second), nld (0 as in the corrupted run, 1 as in the clean run), flip
+    (whether the cell prefers another answer than the corrupted run), logprob_nats (of the first answer).
     Source: normalised logit difference as in Li, Guo and Andreas 2025 (arXiv 2503.02854).
     """
     low, high = difference(corrupt), difference(clean)
@@ -86,14 +121,12 @@ def pair_table(
 
 
 def difference(said: Said) -> float:
-    """Logit of the first answer minus that of the second."""
+    """Returns the logit of the first answer minus that of the second."""
     return said.first - said.second
 
 
-def pair_meta(
-    model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answer: tuple[int, int], **more: Any
-) -> dict[str, Any]:
-    """What a grid of two runs, clean and corrupted, was made of."""
+def pair_meta(model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answer: tuple[int, int]) -> GridMeta:
+    """Returns the metadata of a grid from a clean and a corrupted run."""
     clean, corrupt = (read(run.logits[None], answer)[0] for run in runs)
     return {
         "kind": kind,
@@ -110,5 +143,4 @@ def pair_meta(
         "clean_logit_difference": difference(clean),
         "corrupt_logit_difference": difference(corrupt),
         "fingerprint": model.fingerprint(),
-        **more,
     }

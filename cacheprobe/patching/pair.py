@@ -1,7 +1,7 @@
-"""Both unpatched runs of a pair, and the two answers that they are told apart by."""
+"""Runs both prompts of a pair without patches, and finds the two answers to compare."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
@@ -12,25 +12,27 @@ from cacheprobe.patching.runs import Run, read, run_once
 from cacheprobe.patching.sweep import Group, sweep
 
 _LEAST_DIFFERENCE = 1e-4
-"""Of the two runs' logit differences: float32 rounds logits by less, and NLD divides by it."""
+"""Minimum gap between the two runs' logit differences: NLD divides by this gap, and float32 rounding must stay well
+below it."""
 
 
 def run_pair(
     model: CachedLM, clean: tuple[int, ...], corrupt: tuple[int, ...], sites: Iterable[str]
 ) -> tuple[Run, Run]:
-    """The clean and the corrupted run, alike bit for bit as far as their texts are.
+    """Returns the clean and the corrupted run, which share the same bits as far as their texts agree.
 
-    Both are computed from there on, in one shape: their difference, which NLD divides by, is then rounded alike.
+    Both are computed from there on in one shape, so rounding affects both in the same way; NLD divides by their
+    difference.
     """
     whole = run_once(model, corrupt, sites)
     shared = (whole, whole.begins_like(clean))
     return run_once(model, clean, sites, after=shared), run_once(model, corrupt, sites, after=shared)
 
 
-def answers(model: CachedLM, answer: Any, clean: Run, corrupt: Run) -> tuple[int, int]:
-    """The two answers' token ids; by default the first choices of the two runs.
+def answers(model: CachedLM, answer: "Sequence[str | int] | None", clean: Run, corrupt: Run) -> tuple[int, int]:
+    """Returns the two answers' token ids; by default the first choices of the two runs.
 
-    Raises: ValueError where they are the same, or where both runs put the same difference between them.
+    Raises: ValueError if they are equal, or if both runs have the same logit difference between them.
     """
     if answer is None:
         answer = [int(run.logits.argmax()) for run in (clean, corrupt)]
@@ -58,10 +60,11 @@ def grid_of_pair(
     answer: tuple[int, int],
     layers: Sequence[int],
     groups: Sequence[Group],
-    store: Any,
+    store: "str | Path | None",
     progress: bool,
 ) -> Grid:
-    """Run the groups of cells of a clean and a corrupted run, or read them from `store`; axes: what numbers a cell."""
+    """Runs the cells of a clean and a corrupted run, or reads them from `store`; returns the Grid. axes: columns that
+    index a cell."""
     clean, corrupt = (run.token_ids for run in runs)
     asked = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
     said = dict(sorted(sweep(model, groups, answer, parts_of(store, model, asked), progress).items()))
@@ -70,6 +73,6 @@ def grid_of_pair(
     return Grid(table, pair_meta(model, kind, site, runs, answer))
 
 
-def parts_of(store: Any, model: CachedLM, asked: Mapping[str, Any]) -> Parts:
-    """The folder of finished cells, for exactly this question to exactly this model; without a folder, none."""
+def parts_of(store: "str | Path | None", model: CachedLM, asked: Mapping[str, object]) -> Parts:
+    """Returns the folder of finished cells for exactly this request and model; keeps no cells if `store` is None."""
     return Parts(store, {} if store is None else {**asked, "fingerprint": model.fingerprint()})

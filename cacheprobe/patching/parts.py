@@ -1,10 +1,10 @@
-"""Finished cells on the disk, so that a grid goes on where it was: one small file for each group, written whole."""
+"""Keeps finished cells on the disk, so that a grid can resume: one small file for each group of cells, written
+whole."""
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from cacheprobe.patching.runs import Said
 
@@ -12,12 +12,12 @@ _ASKED = "asked.json"
 
 
 class Parts:
-    """A folder of finished groups of one grid, or, without a folder, none."""
+    """A folder of finished groups of one grid; keeps nothing if there is no folder."""
 
-    def __init__(self, folder: "str | Path | None", asked: Mapping[str, Any]) -> None:
-        """asked: all that the cells' numbers depend on.
+    def __init__(self, folder: "str | Path | None", asked: Mapping[str, object]) -> None:
+        """asked: everything that the cells' results depend on.
 
-        Raises: ValueError for a folder that holds the cells of another grid, or something else.
+        Raises: ValueError for a folder that holds the cells of another grid, or other files.
         """
         self.folder = None if folder is None else Path(folder)
         if self.folder is None:
@@ -38,13 +38,13 @@ class Parts:
             write_json(path, wanted)
 
     def get(self, name: str) -> list[Said] | None:
-        """What a finished group's cells said; None where it is still to be run."""
+        """Returns the results of a finished group's cells; None for a group that must still run."""
         if self.folder is None or not (path := self._path(name)).exists():
             return None
         return [Said(float(a), float(b), float(c), int(d)) for a, b, c, d in _read(path)]
 
     def put(self, name: str, said: Sequence[Said]) -> None:
-        """Keep a finished group."""
+        """Keeps the results of a finished group."""
         if self.folder is not None:
             write_json(self._path(name), [list(one) for one in said])
 
@@ -53,8 +53,8 @@ class Parts:
         return self.folder / f"cells-{name}.json"
 
 
-def write_json(path: Path, content: Any) -> None:
-    """The whole file or none of it. Numbers keep all their digits."""
+def write_json(path: Path, content: object) -> None:
+    """Writes a JSON file that appears whole or not at all. Numbers keep all their digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -68,7 +68,7 @@ def write_json(path: Path, content: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path):
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

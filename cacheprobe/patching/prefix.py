@@ -1,13 +1,13 @@
-"""Prefix patching: every position up to one, at one layer."""
+"""Prefix patching: patches every position up to one position, at one layer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.prompts import Prompt
 from cacheprobe.patching.asked import RESIDUAL_SITES, as_layers, as_pair, as_positions, check_site, usable
 from cacheprobe.patching.cells import Cell, Edit
 from cacheprobe.patching.grid import Grid
@@ -19,8 +19,8 @@ from cacheprobe.patching.sweep import Group, Index
 @torch.inference_mode()
 def prefix(
     model: CachedLM,
-    clean: Any,
-    corrupt: Any,
+    clean: Prompt,
+    corrupt: Prompt,
     *,
     site: str = "S",
     answer: "Sequence[str | int] | None" = None,
@@ -30,10 +30,10 @@ def prefix(
     path: str = "auto",
     progress: bool = True,
 ) -> Grid:
-    """For every layer and position p: the corrupted run with the clean run's states at all positions up to p.
+    """Runs, for every layer and position p, the corrupted prompt with the clean run's states at all positions up to p.
 
-    Above the layer the patched positions are the clean run's, keys and values included, so a cell is computed from
-    p + 1 on: the clean run, going on from the corrupted run's states there.
+    Above the layer, the patched positions equal the clean run's, including keys and values. A cell is therefore
+    computed from p + 1 on only: the clean run, continued with the corrupted run's states at that layer.
     site: S, or "pre"; other arguments, columns and errors as in `activation`.
     Source: Li, Guo and Andreas 2025 (arXiv 2503.02854), prefix patching.
     Twin: tests.patching_slowly.naive_grid, close(1e-5) in float32.
@@ -46,6 +46,7 @@ def prefix(
     pair = answers(model, answer, *runs)
 
     def indices(position: int) -> list[Index]:
+        """Returns the index of each cell at one position."""
         return [(layer, position) for layer in in_layers]
 
     groups = [
@@ -61,9 +62,10 @@ def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mappin
 
 
 def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> Cell:
-    """A change of the clean run: from the position after on, the corrupted run's states.
+    """Returns the cell that changes the clean run: from `position` + 1 on, states are those of the corrupted run.
 
-    Where no position is left nothing is changed, and all that the texts differ in is computed from the clean states.
+    If `position` is the last one, the cell has no edits, and the positions from the first different token on are
+    recomputed from clean states.
     """
     rest = tuple(range(position + 1, len(clean.token_ids)))
     if not rest:

@@ -1,4 +1,4 @@
-"""One unpatched run: its keys and values, the states that cells start from or take, and what it says."""
+"""One unpatched run: its keys and values, the states that cells start from or take, and its prediction."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,34 +16,35 @@ Place = tuple[str, int]
 
 
 class Said(NamedTuple):
-    """What a run's last position says of the next token, in float64 of the model's own logits."""
+    """The prediction for the next token at a run's last position, in float64 of the model's own logits."""
 
     first: float
     """Logit of the first answer."""
     second: float
     logsumexp: float
     top: int
-    """The first choice, of equal ones the lowest id."""
+    """Id of the largest logit; the lowest id of equal ones."""
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A text, run once."""
+    """A text that was run once."""
 
     token_ids: tuple[int, ...]
     cache: KVCache = field(repr=False)
-    """Row 0 holds the text."""
+    """The cache whose row 0 holds the text."""
     states: dict[Place, Tensor] = field(repr=False)
-    """[n, w] by (site, layer), and [n, h, d] of single heads; S and the input of block 0 are always there."""
+    """States [n, w] keyed by (site, layer), [n, h, d] for single heads; S and the input of block 0 are always
+    included."""
     logits: Tensor = field(repr=False)
-    """[v] of the last position."""
+    """Logits [v] of the last position."""
 
     def at(self, site: str, layer: int) -> Tensor:
-        """States of a site; what enters a block is what left the one before."""
+        """Returns the states of a site; the input of a block is the output of the previous one."""
         return self.states["S", layer - 1] if site == "pre" and layer > 0 else self.states[site, layer]
 
     def begins_like(self, token_ids: Sequence[int]) -> int:
-        """How many first tokens are the same."""
+        """Returns how many first tokens are the same."""
         same = [a == b for a, b in zip(self.token_ids, token_ids, strict=True)]
         return same.index(False) if False in same else len(same)
 
@@ -55,11 +56,11 @@ def run_once(
     after: tuple[Run, int] | None = None,
     noise: Callable[[Tensor], Tensor] | None = None,
 ) -> Run:
-    """Run a text, and keep S of every layer and these sites.
+    """Runs a text, and keeps S of every layer and the states of these sites.
 
-    after: (a run, how many of its first positions this one begins with); these are taken from it and not computed, so
-        that they are the same bits.
-    noise: changes what enters block 0, [n - shared, m].
+    after: (a run, number of first positions shared with that run); these positions are copied from that run instead of
+    computed, so they have the same bits.
+    noise: changes the input of block 0, [n - shared, m].
     """
     first = after[1] if after is not None else 0
     cache = model.new_cache(1, len(token_ids))
@@ -71,6 +72,7 @@ def run_once(
     kept: dict[Place, Tensor] = {}
 
     def keep(site: str, layer: int, value: Tensor) -> Tensor | None:
+        """Keeps the states of one site; at the input of block 0, adds the noise first."""
         changed = noise(value[0])[None].to(value.dtype) if noise is not None and site == "pre" else None
         kept[site, layer] = (value if changed is None else changed)[0].clone()
         return changed
@@ -87,7 +89,7 @@ def run_once(
 
 
 def read(logits: Tensor, answer: tuple[int, int]) -> list[Said]:
-    """What each row of logits [b, v] says of the two answers."""
+    """Returns the prediction of each row of logits [b, v] about the two answers."""
     values = logits.double()
     columns = (values[:, answer[0]], values[:, answer[1]], values.logsumexp(-1), values.argmax(-1))
     return [Said(a, b, c, int(d)) for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True)]

@@ -1,4 +1,4 @@
-"""Groups of cells, one after another: finished ones are read, the others run, and a bar says how long it takes."""
+"""Runs groups of cells one after another, with a progress bar; finished groups are read from the disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from cacheprobe.patching.parts import Parts
 from cacheprobe.patching.runs import Run, Said, read
 
 Index = tuple[int, ...]
-"""What a cell is called in the table, such as (layer, position)."""
+"""The index of a cell in the table, such as (layer, position)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that share a first position, made when they are needed."""
+    """Cells that share a first position, created when they are needed."""
 
     name: str
     count: int
-    """Of its cells."""
+    """Number of cells."""
     base: Callable[[], Run]
     cells: Callable[[], Mapping[Index, Cell]]
     indices: Sequence[Index]
@@ -28,7 +28,7 @@ class Group:
 def sweep(
     model: CachedLM, groups: Sequence[Group], answer: tuple[int, int], parts: Parts, progress: bool
 ) -> dict[Index, Said]:
-    """What every cell says, by index. Cells in which nothing would change are the unpatched run, and not computed."""
+    """Returns the result of every cell by index. A cell whose edits change no bit takes the unpatched run's result."""
     out: dict[Index, Said] = {}
     with Progress(sum(group.count for group in groups), "patching", "cells", enabled=progress) as bar:
         for group in groups:

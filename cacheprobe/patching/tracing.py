@@ -1,9 +1,8 @@
-"""Causal tracing: the subject's embeddings are drowned in noise, and one clean state at a time is restored."""
+"""Causal tracing: adds noise to the subject's embeddings, then restores one clean state at a time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.prompts import Prompt
 from cacheprobe.patching.asked import (
     PATCHED_SITES,
     as_answer,
@@ -21,7 +21,7 @@ from cacheprobe.patching.asked import (
     usable,
 )
 from cacheprobe.patching.cells import Cell, Edit, cell
-from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.grid import Grid, GridMeta
 from cacheprobe.patching.pair import parts_of
 from cacheprobe.patching.runs import Run, Said, read, run_once
 from cacheprobe.patching.sweep import Group, Index, sweep
@@ -30,7 +30,7 @@ from cacheprobe.patching.sweep import Group, Index, sweep
 @torch.inference_mode()
 def causal_tracing(
     model: CachedLM,
-    prompt: Any,
+    prompt: Prompt,
     subject: Iterable[int],
     *,
     site: str = "S",
@@ -45,18 +45,19 @@ def causal_tracing(
     path: str = "auto",
     progress: bool = True,
 ) -> Grid:
-    """For every layer and position: noise on the subject's embeddings, the clean state restored there.
+    """Runs the prompt with noise on the subject's embeddings, once for each layer and position with the clean state
+    restored there.
 
     prompt: text, token ids or a task example.  subject: positions of its subject.
-    site: S, T, C or "pre".  window: restore this many layers around the cell's own; the paper takes 10 for T and C.
-    answer: the token whose probability is told; by default what the prompt goes on with.
-    noise: standard deviation, as a multiple of that of what enters block 0, taken over this prompt. The paper takes 3
-        times that of embeddings over many subjects, positions apart.
-    samples: how many draws of noise, each with a grid of its own; draw i depends on (seed, i) alone.
+    site: S, T, C or "pre".  window: restore this many layers around the cell's own; the paper uses 10 for T and C.
+    answer: the token whose probability is measured; by default the first choice of the clean run.
+    noise: standard deviation of the noise, as a multiple of the standard deviation of this prompt's input to block 0.
+    The paper uses 3 times that of embeddings over many subjects, without positions.
+    samples: number of noise draws, each with its own grid; draw i depends on (seed, i) only.
     layers, positions, store, path: as in `activation`.
-    Returns a Grid; its table has layer, position, sample, token, probability (of the answer), effect (its gain over
-    the noisy run, the indirect effect) and is_top (whether the answer is the first choice again).
-    Raises: ValueError for a site, layer or position that there is not, and for settings that are no number of things.
+    Returns a Grid; its table has layer, position, sample, token, probability (of the answer), effect (its gain over the
+    noisy run, the indirect effect) and is_top (whether the answer is the first choice again).
+    Raises: ValueError for a site, layer or position that does not exist, and for invalid window, samples or noise.
     Source: Meng et al. 2022 (arXiv 2202.05262), section 2.1; 3 standard deviations, ten draws and a window of ten
     layers are those of its code.
     Twin: tests.patching_slowly.naive_grid with the same noise, close(1e-5) in float32.
@@ -77,12 +78,14 @@ def causal_tracing(
 
     @cache
     def noisy(sample: int) -> Run:
+        """Runs the prompt with one draw of noise."""
         drowned = _drown(sorted(noisy_at), scale, derive_seed(seed, sample))
         return run_once(model, ids, (site,), after=(clean, min(noisy_at)), noise=drowned)
 
     restored = {layer: window_of(layer, window, model.n_layers) for layer in in_layers}
 
     def indices(sample: int, position: int) -> list[Index]:
+        """Returns the index of each cell of one sample and position."""
         return [(layer, position, sample) for layer in in_layers]
 
     groups = [
@@ -97,9 +100,10 @@ def causal_tracing(
     said = sweep(model, groups, both, parts_of(store, model, asked), progress)
     drowned = [_probability(read(noisy(i).logits[None], both)[0]) for i in range(samples)]
     texts = model.token_texts(ids)
-    meta = {
-        **asked, "layers": list(in_layers), "subject": list(noisy_at), "value": "effect", "samples": samples,
-        "model": model.name, "weights": model.weights_note, "clean_tokens": texts, "prompt": list(ids),
+    meta: GridMeta = {
+        "kind": "causal tracing", "site": site, "window": window, "answer": first, "prompt": list(ids),
+        "subject": list(noisy_at), "noise": noise, "seed": seed, "layers": list(in_layers), "value": "effect",
+        "samples": samples, "model": model.name, "weights": model.weights_note, "clean_tokens": texts,
         "answer_ids": [first], "answer_tokens": model.token_texts([first]), "noise_standard_deviation": scale,
         "clean_probability": _probability(read(clean.logits[None], both)[0]), "noisy_probabilities": drowned,
         "fingerprint": model.fingerprint(),
@@ -108,15 +112,16 @@ def causal_tracing(
 
 
 def window_of(layer: int, window: int, n_layers: int) -> range:
-    """So many layers around one, as far as the model has them."""
+    """Returns this many layers around one layer, cut at the model's first and last layer."""
     low = layer - (window - 1) // 2
     return range(max(0, low), min(n_layers, low + window))
 
 
 def _drown(positions: Sequence[int], scale: float, seed: int) -> Callable[[Tensor], Tensor]:
-    """Adds noise to what enters block 0 from the first of these positions on."""
+    """Returns a function that adds noise to the input of block 0 at these positions."""
 
     def add(states: Tensor) -> Tensor:
+        """Adds the noise to states that begin at the first of these positions."""
         drawn = torch.randn(len(positions), states.shape[1], generator=torch.Generator().manual_seed(seed % 2**63))
         out = states.clone()
         out[[p - positions[0] for p in positions]] += (scale * drawn).to(states.device, states.dtype)
@@ -127,6 +132,7 @@ def _drown(positions: Sequence[int], scale: float, seed: int) -> Callable[[Tenso
 
 def _cells(clean: Run, site: str, layers: Mapping[int, range], indices: Sequence[Index]) -> Mapping[Index, Cell]:
     def edit(layer: int, position: int) -> Edit:
+        """Returns the edit that restores the clean state of a layer and position."""
         return Edit((site, layer), (position,), clean.at(site, layer)[position : position + 1])
 
     return {(layer, p, i): cell([edit(at, p) for at in layers[layer]]) for layer, p, i in indices}

@@ -1,4 +1,4 @@
-"""Probes: what a linear classifier finds in states, beside what it finds without them."""
+"""Probes: linear classifiers on states, compared with baselines that do not use the states."""
 
 from cacheprobe.probes.checks import ProbeError, require_above_chance
 from cacheprobe.probes.drafts import drafted

@@ -1,4 +1,4 @@
-"""How well scores tell two classes apart, with intervals from drawing whole groups again."""
+"""AUROC of scores for two classes, with intervals from resampling whole groups."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,8 @@ import numpy as np
 
 
 def auroc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Probability that an example of class 1 scores higher than one of class 0, ties counted half; [n] each.
+    """Returns the probability that an example of class 1 scores higher than one of class 0; ties count half. Arrays
+    [n].
 
     Source: Hanley and McNeil 1982.  Twin: tests.probes_slowly.auroc_slowly (every pair), ==.
     """
@@ -22,7 +23,8 @@ def auroc(scores: np.ndarray, labels: np.ndarray) -> float:
 def resampled_auroc(
     scores: Sequence[np.ndarray], labels: np.ndarray, groups: np.ndarray, number: int, seed: int
 ) -> np.ndarray:
-    """[number, len(scores)]: AUROC of each score [n] over groups drawn with replacement, the same draw for all scores.
+    """Returns [number, len(scores)]: AUROC of each score [n] over groups drawn with replacement; all scores share the
+    draws.
 
     Source: bootstrap over clusters, Field and Welsh 2007.
     """

@@ -1,4 +1,4 @@
-"""What a probe needs before it is fitted: examples enough, sites and layers that exist, a model that does the task."""
+"""Checks before a probe is fitted: enough examples, existing sites and layers, and a model that performs the task."""
 
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -7,17 +7,17 @@ import pandas as pd
 from cacheprobe.trace.trace import Trace
 
 LEAST = 20
-"""Groups of each class that a probe needs, at every place."""
+"""Minimum number of groups of each class, at every place."""
 
 
 class ProbeError(ValueError):
-    """A probe that cannot be fitted as asked; the message names the remedy."""
+    """A probe cannot be fitted as requested; the message says what to do."""
 
 
 def chosen_pairs(
     held_sites: Sequence[str], held_layers: Sequence[int], sites: "Iterable[str] | None", layers: "Iterable[int] | None"
 ) -> list[tuple[str, int]]:
-    """Every asked site with every asked layer. Raises: ProbeError for one that was not kept."""
+    """Returns every requested site with every requested layer. Raises: ProbeError for one that was not captured."""
     sites, layers = list(held_sites if sites is None else sites), list(held_layers if layers is None else layers)
     if unknown := [site for site in sites if site not in held_sites]:
         raise ProbeError(f"there is no site {unknown[0]!r} to probe; there are {', '.join(held_sites) or 'none'}")
@@ -46,9 +46,9 @@ def require_enough(about: pd.DataFrame, place: Hashable, folds: int, least: int)
 
 
 def require_above_chance(trace: Trace) -> dict[str, float]:
-    """The run's behaviour on its task. Raises: ProbeError unless its accuracy is above chance, as its interval says.
+    """Returns the run's accuracy on its task. Raises: ProbeError unless the accuracy's interval lies above chance.
 
-    What a probe finds in a model that does not do the task is not the model's state.
+    If a model does not perform the task, a probe's result does not describe the model's own state.
     """
     known = trace.meta["behaviour"]
     if known is None:

@@ -1,4 +1,4 @@
-"""Drafts before their verification: which state there was, how sure the model was, and what became of the draft."""
+"""Collects drafts before their verification: the state, the model's certainty, and the outcome."""
 
 from collections.abc import Iterable
 
@@ -11,16 +11,16 @@ from cacheprobe.trace.trace import Trace
 
 
 def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
-    """One line for each draft that reached the verifier, or for each candidate that stood on a committed text.
+    """Returns one line for each verified draft, or for each draft token that follows committed text.
 
-    unit: "draft", with the state from which its first candidate came; or "candidate": each candidate up to the first
-        mismatch, since those behind it follow a text that was never committed.
-    Columns: request_id, step (of the verdict), row, num_layers (that ran of it), position (of the first draft token),
-    generated (tokens before it), index (of the candidate), length (of the draft), is_rolled_back: whether any of the
-    draft was, or whether this candidate was the first mismatch.
-    row: the newest row before the verification whose text the candidate goes on from: the draft pass that proposed it,
-    or, for a drafter that runs no model, the canonical row that chose the newest committed token.
-    Drafts for which no such row was kept are left out.
+    unit: "draft", with the state that predicted its first token; or "candidate": each draft token up to the first
+    mismatch, since later ones follow text that was never committed.
+    Columns: request_id, step (of the verdict), row, num_layers (blocks that ran for this row), position (of the first
+    draft token), generated (tokens before it), index (of the draft token), length (of the draft), is_rolled_back:
+    whether any part of the draft was rolled back, or whether this draft token was the first mismatch.
+    row: number of the newest token row before the verification on whose text the draft token depends: of the draft pass
+    that proposed it, or, for a drafter that runs no model, of the canonical pass that chose the newest committed token.
+    Drafts without a captured row are left out.
     """
     if unit not in ("draft", "candidate"):
         raise ValueError(f"unknown unit {unit!r}; give 'draft' or 'candidate'")
@@ -57,7 +57,8 @@ def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
 
 
 def margins(trace: Trace, rows: Iterable[int], layer: int, model: CachedLM | None = None) -> pd.Series:
-    """By row: nats between the two best tokens of its reading by the logit lens at `layer`."""
+    """Returns, by row number, the log-probability gap in nats between the two best tokens of the logit lens at
+    `layer`."""
     about = trace.row_table[trace.row_table.row.isin(set(rows))]
     read = read_states(trace, LogitLens(), layers=[layer], rows=about, model=model)
     best = read.top_logprob_nats.map(lambda nats: float(nats[0] - nats[1]))

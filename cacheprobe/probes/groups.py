@@ -1,4 +1,4 @@
-"""What must stay together in a split: groups of examples, folds of groups, and how much they tell."""
+"""Groups of examples that a split must keep together, folds of groups, and the effective number of examples."""
 
 from collections.abc import Hashable, Iterable
 from statistics import NormalDist
@@ -7,14 +7,15 @@ import numpy as np
 
 
 def joined_groups(members: Iterable[Hashable], shared: Iterable[Hashable]) -> np.ndarray:
-    """Group numbers [n]: examples of one member are together, and so are members with anything shared.
+    """Returns group numbers [n]: examples with the same member are in one group, and so are members that share a text.
 
-    members, shared: two keys of each example, such as its prompt and the text that was read until its place. A causal
-    model's state is a function of that text, so two prompts that begin alike have the same state there.
+    members, shared: two keys of each example, such as its prompt and the text read up to its place. A causal model's
+    state is a function of that text, so two prompts with the same beginning have the same state there.
     """
     members, parent = list(members), {}
 
     def root(key: Hashable) -> Hashable:
+        """Returns the representative key of a key's group (union-find)."""
         while parent.setdefault(key, key) != key:
             parent[key] = parent[parent[key]]
             key = parent[key]
@@ -28,7 +29,8 @@ def joined_groups(members: Iterable[Hashable], shared: Iterable[Hashable]) -> np
 
 
 def group_folds(groups: Iterable[Hashable], num_folds: int, seed: int = 0) -> np.ndarray:
-    """Fold numbers [n], all examples of a group in one: shuffled groups, largest first, to the smallest fold.
+    """Returns fold numbers [n] with all examples of a group in one fold: shuffled groups, largest first, to the
+    smallest fold.
 
     Source: the greedy rule of scikit-learn's GroupKFold, over shuffled groups.
     """
@@ -45,7 +47,8 @@ def group_folds(groups: Iterable[Hashable], num_folds: int, seed: int = 0) -> np
 
 
 def effective_number(groups: Iterable[Hashable]) -> float:
-    """How many independent examples there are if all of a group's were one: (sum of sizes)^2 / sum of squares.
+    """Returns the number of independent examples if each group counts as one example: (sum of sizes)^2 / sum of
+    squares.
 
     Source: Kish 1965, "Survey Sampling", section 8.2, for a correlation of one within clusters.
     """
@@ -54,7 +57,8 @@ def effective_number(groups: Iterable[Hashable]) -> float:
 
 
 def wilson(share: float, number: float) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a share among `number` independent trials, which need not be whole.
+    """Returns Wilson's 95 % score interval of a share among `number` independent trials, which need not be a whole
+    number.
 
     Source: Wilson 1927, "Probable inference".  Twin: `tasks.Accuracy.interval`, close(1e-12).
     """
@@ -66,7 +70,8 @@ def wilson(share: float, number: float) -> tuple[float, float]:
 
 
 def control_labels(words: Iterable[Hashable], labels: np.ndarray, number: int, seed: int) -> np.ndarray:
-    """[number, n] labels of control tasks: each word has one, drawn at random from the labels, wherever it stands.
+    """Returns labels [number, n] of control tasks: each distinct word gets one label, drawn at random from the true
+    labels.
 
     Source: Hewitt and Liang 2019 (arXiv 1909.03368), section 2.
     """

@@ -1,8 +1,7 @@
-"""Linear probes by site, layer and place, each beside what the same probe finds without the states."""
+"""Linear probes by site, layer and place, each compared with baselines that do not use the states."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,19 +15,19 @@ from cacheprobe.probes.ridge import held_out_scores
 from cacheprobe.trace.trace import Trace
 
 States = Mapping[tuple[str, int], Tensor]
-"""[n, m] by (site, layer)."""
+"""Vectors [n, m], keyed by (site, layer)."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What probes found, one line for each site, layer and place.
+    """Results of probes, one line for each site, layer and place.
 
-    table: site, layer, at ("event", "position" or "given"), place ("all" where pooled), examples, groups, classes;
+    table: site, layer, at ("event", "position" or "given"), place ("all" if pooled), examples, groups, classes;
     accuracy on held-out groups, and its 95 % interval low to high; control (mean accuracy on the control tasks, over
-    held-out examples whose word was seen) and selectivity, accuracy - control; majority (share of the commonest class);
-    untrained and embedding (accuracy of the same probe there), null where there is none; strength (median penalty);
-    is_above: whether low is above majority, untrained and embedding, those that there are.
-    The interval is Wilson's, as if all examples of a group were one. That folds share training examples is left aside.
+    held-out examples whose word occurs in training) and selectivity, accuracy - control; majority (share of the
+    commonest class); untrained and embedding (accuracy of the same probe on these baselines), null if absent; strength
+    (median penalty); is_above: whether low is above majority, untrained and embedding, as far as present.
+    The interval is Wilson's, as if each group were one example. It ignores that folds share training examples.
     """
 
     table: pd.DataFrame = field(repr=False)
@@ -49,11 +48,11 @@ class ProbeResult:
 
 def fit(
     states: "Trace | States",
-    labels: "Iterable[Any] | None" = None,
-    groups: "Iterable[Any] | None" = None,
+    labels: "Iterable[object] | None" = None,
+    groups: "Iterable[Hashable] | None" = None,
     *,
-    places: "Iterable[Any] | None" = None,
-    words: "Iterable[Any] | None" = None,
+    places: "Iterable[Hashable] | None" = None,
+    words: "Iterable[Hashable] | None" = None,
     at: "str | Iterable[int]" = "event",
     sites: "Iterable[str] | None" = None,
     layers: "Iterable[int] | None" = None,
@@ -65,20 +64,20 @@ def fit(
     least: int = LEAST,
     seed: int = 0,
 ) -> ProbeResult:
-    """Fit a linear classifier of the true state for every site, layer and place, and test it on groups it never saw.
+    """Fits a linear classifier of the true state for every site, layer and place, and tests it on held-out groups.
 
     states: a trace of task prompts, whose labels, groups, places and words are those of `labelled(trace, at)`; or
-        vectors [n, m] by (site, layer), with `labels` and `groups` [n] of the examples, `places` and `words` if any.
-    sites, layers: those that were kept, by default.  pooled: one probe for all places instead of one for each.
+    vectors [n, m] keyed by (site, layer), with `labels` and `groups` [n], and optionally `places` and `words`.
+    sites, layers: by default, those that were captured.  pooled: one probe for all places instead of one for each.
     untrained: the same prompts on `untrained(model)`, or its states, as a baseline.  embedding: [n, m] of the words
-        alone; of a trace they are read from its model.
-    folds: of groups; each is tested by a probe that was fitted on the others.  controls: tasks in which every word has
-        a random label of its own; without `words` there are none.
-    least: groups of each class that a place must have.
-    Raises: ProbeError for examples that are too few, and for sites and layers that do not exist.
-    Source: linear probes, Alain and Bengio 2016 (arXiv 1610.01644); selectivity, Hewitt and Liang 2019
-    (arXiv 1909.03368), section 3. The classifier is ridge regression on the classes: one factorisation serves the true
-    labels and all control tasks.  Twin: tests.probes_slowly.fit_slowly (scikit-learn), accuracies ==.
+    alone; for a trace, computed with its model.
+    folds: number of folds; each is tested by a probe fitted on the others.  controls: number of tasks in which every
+    word has a random label; without `words` there are none.
+    least: minimum number of groups of each class at a place.
+    Raises: ProbeError for too few examples, and for sites and layers that do not exist.
+    Source: linear probes, Alain and Bengio 2016 (arXiv 1610.01644); selectivity, Hewitt and Liang 2019 (arXiv
+    1909.03368), section 3. The classifier is ridge regression on the classes: one factorisation serves the true labels
+    and all control tasks.  Twin: tests.probes_slowly.fit_slowly (scikit-learn), accuracies ==.
     """
     at = at if isinstance(at, str) else list(at)
     about, kept = _examples(states, labels, groups, places, words, at, sites, layers)
@@ -125,13 +124,13 @@ class _Place:
                 raise ProbeError(f"every example of class {lost!r} is in one fold of groups; give more groups of it")
         words = about.word.tolist() if "word" in about and controls else []
         self.drawn = control_labels(words, self.truth, controls, seed) if words else np.zeros((0, len(about)), int)
-        homes: dict[Any, set[int]] = {}
+        homes: dict[Hashable, set[int]] = {}
         for word, fold in zip(words, self.folds, strict=False):
             homes.setdefault(word, set()).add(int(fold))
         self.is_seen = np.array([len(homes[word]) > 1 for word in words], dtype=bool)  # in training too
 
     def accuracies(self, states: Tensor, with_controls: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of states [l, n, m]: accuracy [l], mean accuracy on the control tasks [l], median penalty [l]."""
+        """Returns, for states [l, n, m]: accuracy [l], mean accuracy on the control tasks [l], median penalty [l]."""
         sets = np.stack([self.truth, *(self.drawn if with_controls else ())])  # [t, n]
         hot = np.eye(len(self.classes))[sets].transpose(1, 0, 2)  # [n, t, k]
         flat = torch.from_numpy(np.ascontiguousarray(hot)).flatten(1)
@@ -147,6 +146,7 @@ class _Place:
     def lines(
         self, site: str, layers: list[int], found: tuple, untrained: np.ndarray, embedding: float
     ) -> pd.DataFrame:
+        """Returns the table's lines for one site."""
         accuracy, control, strength = found
         number = effective_number(self.groups)
         low, high = zip(*(wilson(float(share), number) for share in accuracy), strict=True)
@@ -162,15 +162,15 @@ class _Place:
 
 def _examples(
     states: "Trace | States",
-    labels: "Iterable[Any] | None",
-    groups: "Iterable[Any] | None",
-    places: "Iterable[Any] | None",
-    words: "Iterable[Any] | None",
+    labels: "Iterable[object] | None",
+    groups: "Iterable[Hashable] | None",
+    places: "Iterable[Hashable] | None",
+    words: "Iterable[Hashable] | None",
     at: "str | Iterable[int]",
     sites: "Iterable[str] | None",
     layers: "Iterable[int] | None",
 ) -> tuple[pd.DataFrame, States]:
-    """The examples' labels, groups, places and words, and their vectors by (site, layer)."""
+    """Returns the examples' labels, groups, places and words, and their vectors keyed by (site, layer)."""
     if isinstance(states, Trace):
         if labels is not None or groups is not None or places is not None or words is not None:
             raise ProbeError(
@@ -199,7 +199,7 @@ def _examples(
 
 
 def _aligned(untrained: "Trace | States", about: pd.DataFrame, at: "str | Iterable[int]", pairs: list) -> States:
-    """The untrained model's states of the same examples."""
+    """Returns the untrained model's states of the same examples."""
     if isinstance(untrained, Trace):
         same = labelled(untrained, at)
         columns = ["request_id", "place", "position", "label", "word"]

@@ -1,7 +1,7 @@
-"""Where in a run there is something to probe: rows with the true state that holds there, and what must not be split."""
+"""Finds the places in a run that a probe can use: rows with the true task state, and groups that a split must keep
+together."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import pandas as pd
 import torch
@@ -9,19 +9,20 @@ from torch import Tensor
 
 from cacheprobe.core.records import Request
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.live import LiveTokenizer
 from cacheprobe.probes.groups import joined_groups
 from cacheprobe.trace.trace import Trace
 
 
 def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: CachedLM | None = None) -> pd.DataFrame:
-    """Canonical rows of the prompts with the task's true state there: one line for each place of each request.
+    """Returns the canonical rows of the prompts with the task's true state: one line for each place of each request.
 
     at: "event", the token that completes the words of the k-th operation, k = 1, 2, ...; or positions, counted from 0
-        at the first token of the text, or from -1 at the last one of the prompt. Where the initial state is stated
-        there is nothing to probe: all prompts that state it alike have the same state.
-    Columns: request_id, place (k, or the position as asked), position (absolute), row, label, word (the words of the
-    newest operation), group: prompts that read the same text up to one of the places share one.
-    Raises: ValueError for requests that come from no task, positions that do not exist, and places without a state.
+    at the first token of the text, or from -1 at the last token of the prompt. The statement of the initial state is no
+    place, because all prompts with the same statement have the same model state there.
+    Columns: request_id, place (k, or the requested position), position (absolute), row, label, word (the words of the
+    newest operation), group: prompts that share their text up to one of the places are in one group.
+    Raises: ValueError for requests without a task, positions that do not exist, and places without a true state.
     """
     model = model or trace.model
     if model is None:
@@ -50,9 +51,9 @@ def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: Cached
 
 
 def _places(
-    request: Request, tokenizer: Any, known: Sequence[str | None], at: "str | Sequence[int]"
+    request: Request, tokenizer: LiveTokenizer, known: Sequence[str | None], at: "str | Sequence[int]"
 ) -> Iterator[tuple[int, int, str, str]]:
-    """(place, token of the text, true state, words of the newest operation)."""
+    """Yields (place, token of the text, true state, words of the newest operation)."""
     example = request.example
     text, spans = example.prompt_text(tokenizer), example.rendering(tokenizer).operations
     completed = example.completing_tokens(tokenizer)[1]
@@ -75,9 +76,10 @@ def _places(
 
 @torch.inference_mode()
 def embeddings(trace: Trace, table: pd.DataFrame, model: CachedLM | None = None) -> Tensor | None:
-    """[n, 2m] for the lines of `labelled`: what entered block 0 at the token, and its mean over all tokens so far.
+    """Returns baseline features [n, 2m] for each line of the `labelled` table: the input of block 0 at the token,
+    joined with its running mean up to that token.
 
-    None for a model that adds thoughts before block 0, where nothing of the words alone is to be heard.
+    Returns None for a model that adds thoughts before block 0, whose input there is more than the words.
     """
     model = model or trace.model
     if model is None:
@@ -95,8 +97,8 @@ def embeddings(trace: Trace, table: pd.DataFrame, model: CachedLM | None = None)
 
 
 def _entered(model: CachedLM, token_ids: Tensor) -> Tensor:
-    """[p, m]: the stream that enters block 0, of token_ids [1, p]."""
-    heard: list[Tensor] = []
-    with model.capturing([("pre", 0)], lambda site, layer, value: heard.append(value[0].float().cpu())):
+    """Returns the input of block 0, [p, m], for token_ids [1, p]."""
+    captured: list[Tensor] = []
+    with model.capturing([("pre", 0)], lambda site, layer, value: captured.append(value[0].float().cpu())):
         model.forward(token_ids, model.new_cache(1, token_ids.shape[1]), [0], [0], num_layers=1)
-    return heard[0]
+    return captured[0]

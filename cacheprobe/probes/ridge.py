@@ -1,4 +1,4 @@
-"""Ridge classifiers for many layers and many sets of labels at once, each judged on folds that it did not see."""
+"""Ridge classifiers for many layers and many sets of labels at once, each tested on held-out folds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 STRENGTHS = (0.01, 0.1, 1.0, 10.0, 100.0)
-"""Penalties tried, in units of the number of features."""
+"""Penalties to try, in units of the number of features."""
 _NUMBERS_AT_ONCE = 20_000_000
 
 
@@ -28,12 +28,12 @@ def held_out_scores(
     widths: Sequence[int],
     strengths: Sequence[float] = STRENGTHS,
 ) -> HeldOut:
-    """Score each fold by ridge regressions on the others, one for each layer; [l, n, q], in float64.
+    """Returns float64 scores [l, n, q] of each fold by ridge regressions on the other folds, one for each layer.
 
-    targets: columns to regress on, such as one for each class.  widths: how many columns belong to each set of labels;
-    every set has a penalty of its own.  folds: the fold of each example, 0, 1, ...; at least three.
-    Features are centred and scaled by the training examples', columns centred by theirs. The penalty is the one with
-    the least squared error on the next fold, when fitted on the rest; of equal ones the largest.
+    targets: columns to regress on, such as one for each class.  widths: number of columns of each set of labels; every
+    set has its own penalty.  folds: the fold of each example, 0, 1, ...; at least three.
+    Features are centred and scaled, and columns centred, with statistics of the training examples. The chosen penalty
+    has the smallest squared error on the next fold when fitted on the rest; among equal ones, the largest.
     Source: ridge regression as a classifier, Hastie, Tibshirani and Friedman 2009, sections 3.4.1 and 4.2.
     Twin: tests.probes_slowly.held_out_slowly (scikit-learn), close(1e-6).
     """
@@ -71,7 +71,8 @@ def ridge_scores(
     test: Float[Tensor, "l b m"],
     penalties: Float[Tensor, "s"],
 ) -> Float[Tensor, "s l b q"]:
-    """What regressions on `train` say of `test`, for every penalty. Solved among examples or features, the fewer."""
+    """Returns the scores of `test` from regressions on `train`, for every penalty. Solves the smaller of the two
+    systems, over examples or features."""
     num_examples, num_features = train.shape[1:]
     mean, scale = train.mean(1, keepdim=True), train.std(1, correction=0, keepdim=True)
     scale = torch.where(scale > 1e-12, scale, 1.0)  # of a feature that never varies nothing is learnt

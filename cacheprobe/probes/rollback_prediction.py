@@ -1,4 +1,4 @@
-"""Can a rollback be seen coming? A classifier of drafts from states before their verification, beside controls."""
+"""Predicts rollbacks: classifies drafts from states before their verification, and compares with simple controls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,15 +24,15 @@ CONTROLS = ("position", "margin")
 
 @dataclass(frozen=True)
 class RollbackPrediction:
-    """What was found, or why it cannot be told. Counts are there in any case.
+    """The result of a rollback prediction, or the reason why there is none. The counts are always present.
 
-    answer: "yes" where the states of the last layer tell more than position and margin, "no more than the controls", or
-    "cannot tell", with its reason.
+    answer: "yes" if the states of the last layer predict better than position and margin, "no more than the controls",
+    or "cannot tell", with its reason.
     table: drafter, unit, site, layer; auroc of the states on held-out requests, with low to high; shuffled (mean AUROC
-    under labels in random order), position (place in the text and in the draft, length of the draft) and margin
-    (between the two best tokens at the last layer) alone, by the same classifier; gain over the better of these two,
-    with gain_low to gain_high; strength. Intervals are 95 %, percentiles over requests drawn again. Empty where it
-    cannot be told.
+    with shuffled labels), position (place in the text and in the draft, length of the draft) and margin (between the
+    two best tokens at the last layer): AUROC of each control alone, by the same classifier; gain over the better
+    control, with gain_low to gain_high; strength. Intervals are 95 % percentiles over resampled requests. Empty if the
+    answer is "cannot tell".
     """
 
     drafter: str
@@ -42,7 +42,7 @@ class RollbackPrediction:
     drafts: int
     rollbacks: int
     requests: int
-    """Groups: requests with the same prompt are one."""
+    """Number of groups: requests with the same prompt count as one."""
     table: pd.DataFrame = field(repr=False)
 
 
@@ -57,12 +57,14 @@ def rollback_prediction(
     seed: int = 0,
     model: CachedLM | None = None,
 ) -> RollbackPrediction:
-    """From the states before verification, how well a linear classifier tells that a draft will be rolled back.
+    """Tests how well a linear classifier predicts, from states before verification, that a draft will be rolled back.
 
-    traces: runs with one and the same drafter, whose kept states include `site`, and S, from which margins are read.
-    unit: "draft" or "candidate", as in `drafts.drafted`.  layers: by default all that were kept and ran for every one.
-    least: rollbacks that are needed; with fewer the answer is "cannot tell".
-    All examples of a prompt are in one fold. The question is decided at the last layer, so that none is picked.
+    traces: runs with the same drafter, whose captured states include `site`, and S, from which margins are computed.
+    unit: "draft" or "candidate", as in `drafts.drafted`.  layers: by default all captured layers that ran for every
+    draft.
+    least: minimum number of rollbacks; with fewer, the answer is "cannot tell".
+    All examples of a prompt are in one fold. The answer uses the last layer only, so that no layer is selected after
+    the fact.
     Raises: ProbeError for traces without drafts or states, or of different drafters, and layers that do not exist.
     """
     traces = [traces] if isinstance(traces, Trace) else list(traces)
@@ -125,7 +127,7 @@ def _compared(
     traces: list[Trace], about: pd.DataFrame, lost: np.ndarray, site: str, layers: list[int], folds: int, seed: int,
     model: CachedLM | None,
 ) -> pd.DataFrame:  # fmt: skip
-    """The table's lines: states of every layer, and the controls, over the same folds and the same resamples."""
+    """Returns the table's lines: states of every layer and the controls, with the same folds and the same resamples."""
     fold = group_folds(about.group, folds, seed)
     numbers = list(range(len(traces)))
     margin = np.concatenate([
@@ -161,6 +163,6 @@ def _one(values: np.ndarray) -> Tensor:
 
 
 def _scores(states: Tensor, labels: np.ndarray, fold: np.ndarray) -> tuple[np.ndarray, Tensor]:
-    """Held-out scores [l, n] of the labels' class 1, and the penalties."""
+    """Returns held-out scores [l, n] of the labels' class 1, and the penalties."""
     found = held_out_scores(states, torch.from_numpy(labels[:, None].astype(np.float64)), torch.from_numpy(fold), [1])
     return found.scores[:, :, 0].numpy(), found.strengths

@@ -1,7 +1,6 @@
-"""The same architecture with fresh weights: what a probe finds in a model that has learnt nothing."""
+"""Builds a model of the same architecture with fresh random weights, as a baseline for probes."""
 
 import copy
-from typing import Any
 
 import torch
 
@@ -9,11 +8,11 @@ from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.loaders import load_model
 
 
-def untrained(model: Any, seed: int = 0) -> CachedLM:
-    """A model of the same shape, tokenizer and dtype whose weights are drawn anew, embeddings included.
+def untrained(model: CachedLM, seed: int = 0) -> CachedLM:
+    """Returns a model of the same shape, tokenizer and dtype with new random weights, embeddings included.
 
-    model: what `load_model` gave.  seed: of the draw; the weights are the architecture's own initialisation.
-    Raises: ModelError for a model that cannot be made from its config.
+    model: from `load_model`.  seed: of the weights, drawn by the architecture's own initialisation.
+    Raises: ModelError for a model that cannot be built from its config.
     Source: the untrained control of Zhang and Bowman 2018 (arXiv 1809.10040), section 4.
     """
     from cacheprobe.models.thinking.lm import ThinkingLM
@@ -33,6 +32,6 @@ def untrained(model: Any, seed: int = 0) -> CachedLM:
         live = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     live = live.to(model.device, model.dtype).eval()
     live.generation_config.eos_token_id = list(model.stop_token_ids) or None
-    loaded: Any = load_model(live, model.tokenizer)
+    loaded = load_model(live, model.tokenizer)
     loaded.name, loaded.weights_note = f"{model.name} untrained", f"weights drawn with seed {seed}"
     return loaded

@@ -1,1 +1,1 @@
-"""Losses, short training loops and their checkpoints: how the models that this package ships were made."""
+"""Losses, short training loops and their checkpoints, with which the shipped models were trained."""

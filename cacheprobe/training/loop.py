@@ -1,6 +1,6 @@
-"""The short training loop: seeded, resumable, and honest about what it cost.
+"""The short training loop: seeded, resumable, and with a record of its cost.
 
-Knows nothing about models or tasks: it asks for the loss of a step, and steps.
+This file contains no code for models or tasks: the caller supplies a function for the loss of a step.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """AdamW with a linear warm-up and a cosine to zero."""
+    """Settings of AdamW with a linear warm-up and a cosine decay to zero."""
 
     steps: int = 400
     batch: int = 64
@@ -27,7 +27,7 @@ class LoopSettings:
     weight_decay: float = 0.01
     warmup: int = 50
     clip: float = 1.0
-    """Largest norm of a step's gradient."""
+    """Maximum norm of a step's gradient."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class LoopSettings:
             raise ValueError(f"lr must be above 0, got {self.lr}")
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Returns the learning rate of a step, counted from 0."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(self.steps - self.warmup, 1)
@@ -47,16 +47,16 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step came to."""
+    """The losses and cost after a step."""
 
     step: int
     losses: dict[str, float]
     cpu_seconds: float
-    """Of this process, over all steps, those before a break included."""
+    """CPU seconds of this process over all steps, including those before an interruption."""
 
 
 class Loop:
-    """Steps a model down a loss. `folder`: where a checkpoint is kept, from which a later Loop goes on."""
+    """Trains a model by a loss. `folder`: directory of a checkpoint, from which a later Loop resumes."""
 
     def __init__(self, model: nn.Module, settings: LoopSettings, folder: Path | None = None) -> None:
         self.model, self.settings, self.folder = model, settings, folder
@@ -69,17 +69,18 @@ class Loop:
         )
         self.step, self.cpu_seconds = 0, 0.0
         self.notes: dict[str, Any] = {}
-        """What the caller counts from step to step, kept in the checkpoint; JSON."""
+        """Values that the caller updates from step to step; stored in the checkpoint as JSON."""
         if folder is not None and (folder / "progress.json").exists():
             self._load(folder)
 
     def run(
         self, losses_of: Callable[[int], dict[str, Tensor]], until: int | None = None, save_every: int = 200
     ) -> Iterator[Progress]:
-        """Steps up to `until` (default: all of them). losses_of(step): the losses of a step; their sum is stepped down.
+        """Runs steps up to `until` (default: all). losses_of(step): returns the losses of a step; their sum is
+        minimised.
 
-        What a step draws must depend on the step's number alone, so that a resumed run is the uninterrupted one.
-        Raises: FloatingPointError where a loss is not finite; the last checkpoint stands.
+        A step's random draws must depend only on the step's number, so that a resumed run equals an uninterrupted one.
+        Raises: FloatingPointError if a loss is not finite; the last checkpoint stays.
         """
         settings, parameters = self.settings, list(self.model.parameters())
         last = settings.steps if until is None else min(until, settings.steps)
@@ -108,7 +109,8 @@ class Loop:
     # -- checkpoints
 
     def save(self) -> None:
-        """Weights, moments and place, each whole or as before; the place is written last."""
+        """Writes weights, optimizer moments and the step; each file appears whole or not at all. The step is written
+        last."""
         from safetensors.torch import save_file
 
         assert self.folder is not None
@@ -149,5 +151,5 @@ class Loop:
                     self.optimizer.state[weight] = {**moments, "step": tensors[f"step.{name}"].reshape(())}
         self.step, self.cpu_seconds, self.notes = place["step"], place["cpu_seconds"], place.get("notes", {})
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         return {**vars(self.settings), "betas": list(self.settings.betas)}

@@ -1,10 +1,10 @@
-"""How a training goes: a bar with rate and time left on a terminal, plain lines elsewhere."""
+"""Shows a training's progress: a bar with rate and time left on a terminal, plain lines elsewhere."""
 
 from cacheprobe.core.progress import Progress
 
 
 class TrainingProgress(Progress):
-    """Call it after every step with a few words; `say` prints a line that stays."""
+    """A progress bar for steps. Call the object after every step with a short text; `say` prints a line that stays."""
 
     def __init__(self, total_steps: int, done: int, enabled: bool) -> None:
         super().__init__(total_steps, "training", "steps", done=done, enabled=enabled, says_end=True)

@@ -1,4 +1,4 @@
-"""How many threads a training takes."""
+"""Sets the number of threads of a training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread inside, and as many as before after it. Also a decorator.
+    """Runs with one thread inside the `with`, and restores the number afterwards. Also a decorator.
 
-    Seconds of one core are then what was computed, and small products gain nothing from more. Given back since bits
-    depend on it: a run after a training is comparable with one before.
+    CPU seconds then measure the computation, and small products do not gain from more threads. The number is restored
+    because bits depend on it: runs before and after a training must stay comparable.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -28,7 +28,7 @@ from cacheprobe.models.hf.cache import staged
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights, empty_model
-from cacheprobe.models.live import LiveModule
+from cacheprobe.models.live import LiveModule, ModuleValue
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.attention.by_request import SPAN_STEP
 from cacheprobe.ops.attention.decode import COMPILER
@@ -37,8 +37,7 @@ from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 LEAN = (FunctionalForward, LeanGPT)
 """Forwards without modules; each supports some families."""
-_Inputs = tuple[tuple[Tensor, ...], dict[str, Tensor]]
-_Output = Tensor | tuple[Tensor, ...]
+_Inputs = tuple[tuple[ModuleValue, ...], dict[str, ModuleValue]]
 Place = tuple[nn.Module, str]
 """A module of the plain model, and whether its input or its output is read."""
 
@@ -310,13 +309,13 @@ def _listen(place: Place, hear: Callable[[Tensor], object]) -> RemovableHandle:
     module, point = place
     if point == OUTPUT_POINT:
 
-        def on_output(module: nn.Module, args: tuple[Tensor, ...], output: _Output) -> None:
+        def on_output(module: nn.Module, args: tuple[ModuleValue, ...], output: ModuleValue) -> None:
             """Passes the module's output to `hear`."""
             hear(output[0] if isinstance(output, tuple) else output)
 
         return module.register_forward_hook(on_output)
 
-    def on_input(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def on_input(module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]) -> None:
         """Passes the module's input to `hear`."""
         hear(args[0] if args else kwargs["hidden_states"])
 
@@ -328,7 +327,7 @@ def _change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableH
     module, point = place
     if point == OUTPUT_POINT:
 
-        def on_output(module: nn.Module, args: tuple[Tensor, ...], output: _Output) -> _Output | None:
+        def on_output(module: nn.Module, args: tuple[ModuleValue, ...], output: ModuleValue) -> ModuleValue:
             """Returns the edited output, None if unchanged."""
             if not isinstance(output, tuple):
                 return edit(output)
@@ -338,7 +337,7 @@ def _change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableH
         return module.register_forward_hook(on_output)
 
     def on_input(
-        module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+        module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]] | None:
         """Returns the edited input, None if unchanged."""
         edited = edit(args[0] if args else kwargs["hidden_states"])

@@ -1,12 +1,12 @@
-"""Coin-flip questions as tensors: a function of the settings and the step alone, so nothing is kept to resume."""
+"""Coin-flip questions as tensors: a function of the settings and the step only, so resuming needs no stored data."""
 
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from cacheprobe.models.live import LiveTokenizer
 from cacheprobe.tasks.base import Example
 from cacheprobe.tasks.coin_flip import STATES, CoinFlip
 from cacheprobe.training.lora.settings import TRAIN_NAMES, LoraSettings
@@ -14,27 +14,29 @@ from cacheprobe.training.lora.settings import TRAIN_NAMES, LoraSettings
 
 @dataclass(frozen=True)
 class Batch:
-    """Questions of similar length. Pads stand on the right, where no token of a causal model sees them."""
+    """Questions of similar length. Pads stand on the right, so no token of a causal model attends to them."""
 
     token_ids: Tensor
     """[b, t]"""
     answer_slots: Tensor
-    """[b] The last token of each question."""
+    """[b] index of the last token of each question."""
     answers: Tensor
     """[b] 0 for heads, 1 for tails."""
     running_rows: Tensor
-    """[n] Row of each person's words, and in `running_slots` [n] the token that completes them."""
+    """[n] batch index of each person's words; `running_slots` [n] is the token that completes these words."""
     running_slots: Tensor
     running: Tensor
-    """[n] The state after that person: 0 for heads, 1 for tails."""
+    """[n] true state after that person: 0 for heads, 1 for tails."""
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens, including pads."""
         return self.token_ids.numel()
 
 
 def examples_of(settings: LoraSettings, step: int) -> list[Example]:
-    """The questions of a step: 1 to `people_at(step)` people, each number as likely, every pattern of flips too."""
+    """Returns the questions of a step: 1 to `people_at(step)` people with equal probability, and every pattern of flips
+    too."""
     rng = Random(f"lora/{settings.seed}/{step}")
     people = [1 + int(rng.random() * settings.people_at(step)) for _ in range(settings.batch)]
     seed = settings.seed * 1_000_003 + step
@@ -44,8 +46,8 @@ def examples_of(settings: LoraSettings, step: int) -> list[Example]:
     return drawn
 
 
-def batches_of(settings: LoraSettings, step: int, tokenizer: Any) -> list[Batch]:
-    """The questions of a step in micro-batches, shortest first."""
+def batches_of(settings: LoraSettings, step: int, tokenizer: LiveTokenizer) -> list[Batch]:
+    """Returns the questions of a step in micro-batches, shortest first."""
     examples = examples_of(settings, step)
     encoded = [encode(example, tokenizer) for example in examples]
     encoded.sort(key=lambda item: len(item[0]))
@@ -53,8 +55,9 @@ def batches_of(settings: LoraSettings, step: int, tokenizer: Any) -> list[Batch]
     return [to_batch(encoded[start : start + width]) for start in range(0, len(encoded), width)]
 
 
-def encode(example: Example, tokenizer: Any) -> tuple[list[int], int, list[tuple[int, int]]]:
-    """Token ids of a question, its answer (0 or 1), and (slot, state) of the token that completes each person's words.
+def encode(example: Example, tokenizer: LiveTokenizer) -> tuple[list[int], int, list[tuple[int, int]]]:
+    """Returns a question's token ids, its answer (0 or 1), and (slot, state) of the token that completes each person's
+    words.
 
     Raises: ValueError for a tokenizer without character offsets.
     """
@@ -64,7 +67,7 @@ def encode(example: Example, tokenizer: Any) -> tuple[list[int], int, list[tuple
 
 
 def to_batch(encoded: list[tuple[list[int], int, list[tuple[int, int]]]]) -> Batch:
-    """What `encode` gave for each question, as tensors."""
+    """Returns the results of `encode` for several questions as tensors."""
     longest = max(len(ids) for ids, _, _ in encoded)
     running = [(row, slot, state) for row, (_, _, listed) in enumerate(encoded) for slot, state in listed]
     rows, slots, states = (torch.tensor(column) for column in zip(*running, strict=True))

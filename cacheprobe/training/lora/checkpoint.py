@@ -1,35 +1,58 @@
-"""A training on its way, in one safetensors file that is replaced whole: adapter, optimizer, step and curve."""
+"""Stores an unfinished training in one safetensors file that is replaced whole: adapter, optimizer, step and curve."""
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cacheprobe.core.values import Json
 from cacheprobe.training.lora.train import LoraTrainer
 
 CHECKPOINT = "checkpoint.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_checkpoint(trainer: LoraTrainer, folder: Path, told: dict[str, Any]) -> None:
-    """Write the whole state. A process that dies meanwhile leaves the earlier file.
+class LoraState(TypedDict):
+    """The metadata of an unfinished training."""
 
-    told: what else is needed to go on, as JSON: curve, seconds, base.
+    curve: list[dict[str, Json]]
+    """One entry for each checkpoint: step, losses and accuracies."""
+    seconds: float
+    cpu_seconds: float
+    tokens: int
+    starts: int
+    """How often the training was started or resumed."""
+    base: str
+    base_weights_sha256: str
+    base_weights_note: str
+
+
+class _Record(TypedDict):
+    step: int
+    settings: dict[str, Json]
+    told: LoraState
+
+
+def save_checkpoint(trainer: LoraTrainer, folder: Path, state: LoraState) -> None:
+    """Writes the whole training state. If the process dies during the write, the earlier file stays.
+
+    state: metadata needed to resume: curve, seconds, base.
     """
     tensors = {f"weight.{name}": weight.detach() for name, weight in trainer.trained.items()}
     for name, weight in trainer.trained.items():
         tensors |= {f"{moment}.{name}": trainer.optimizer.state[weight][moment] for moment in _MOMENTS}
-    record = {"step": trainer.step, "settings": trainer.settings.as_dict(), "told": told}
+    record = {"step": trainer.step, "settings": trainer.settings.as_dict(), "told": state}
     replace_file(folder / CHECKPOINT, lambda path: save_file(tensors, path, {"training": json.dumps(record)}))
 
 
-def load_checkpoint(trainer: LoraTrainer, folder: Path) -> dict[str, Any]:
-    """Put a saved state into a fresh trainer of the same settings, and return what was told.
+def load_checkpoint(trainer: LoraTrainer, folder: Path) -> LoraState:
+    """Loads a saved state into a new trainer with the same settings, and returns the metadata.
 
     Raises: ValueError for a broken file, or one of other settings.
     """
@@ -51,14 +74,14 @@ def load_checkpoint(trainer: LoraTrainer, folder: Path) -> dict[str, Any]:
     return record["told"]
 
 
-def other_settings(stored: dict[str, Any], asked: dict[str, Any]) -> str:
-    """The settings that differ, in words."""
-    names = [name for name in {**stored, **asked} if stored.get(name) != asked.get(name)]
-    return ", ".join(f"{name}={stored.get(name)!r} there, {asked.get(name)!r} asked" for name in names)
+def other_settings(stored: Mapping[str, object], requested: Mapping[str, object]) -> str:
+    """Returns the settings that differ, as text; "" if none do."""
+    names = [name for name in {**stored, **requested} if stored.get(name) != requested.get(name)]
+    return ", ".join(f"{name}={stored.get(name)!r} there, {requested.get(name)!r} asked" for name in names)
 
 
-def replace_file(path: Path, write: Any) -> None:
-    """`write(temporary path)`, then put that file in the place of `path`, on the disk."""
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Calls `write(temporary path)`, then replaces `path` with that file, flushed to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -70,7 +93,7 @@ def replace_file(path: Path, write: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: Path) -> tuple[_Record, dict[str, Tensor]]:
     try:
         with safe_open(path, "pt") as stored:
             record = json.loads(stored.metadata()["training"])

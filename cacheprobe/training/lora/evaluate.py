@@ -1,7 +1,7 @@
-"""How often a model gives the coin's state: by number of people and flip probability, about names held out."""
+"""Measures how often a model gives the coin's state, by number of people and flip probability, with held-out names."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -19,47 +19,51 @@ PEOPLE = (1, 2, 3, 4, 5, 6, 8, 10)
 
 @dataclass(frozen=True)
 class Cell:
-    """One set of balanced questions, and how they were answered."""
+    """One set of balanced questions, and the results."""
 
     people: int
     flip_probability: float
     questions: int
     distinct: int
-    """Different questions among them: with few people, questions recur."""
+    """Number of different questions among them: with few people, questions repeat."""
     correct: int
-    """Texts whose first "heads" or "tails" is right."""
+    """Number of texts whose first "heads" or "tails" is right."""
     unparsed: int
-    """Texts without either: they count as wrong."""
+    """Number of texts without either word; they count as wrong."""
     forced_correct: int
-    """Questions after which the right one of the two words' first tokens is the likelier, whatever the text says."""
+    """Number of questions for which the right word's first token has the larger logit of the two, whatever the text
+    says."""
 
     @property
     def accuracy(self) -> Accuracy:
+        """Accuracy of the generated texts."""
         return Accuracy(self.questions, self.correct, self.unparsed, chance=0.5)
 
     @property
     def forced_accuracy(self) -> Accuracy:
+        """Accuracy of the choice between the two words' first tokens."""
         return Accuracy(self.questions, self.forced_correct, 0, chance=0.5)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The counts, and the accuracies with Wilson's 95 % intervals."""
-        told: dict[str, Any] = asdict(self)
+    def as_dict(self) -> dict[str, object]:
+        """Returns the counts, and the accuracies with Wilson's 95 % intervals."""
+        figures: dict[str, object] = asdict(self)
         for name in ("accuracy", "forced_accuracy"):
             share: Accuracy = getattr(self, name)
-            told |= {name: share.accuracy, f"{name}_interval": [round(end, 4) for end in share.interval]}
-        return told
+            figures |= {name: share.accuracy, f"{name}_interval": [round(end, 4) for end in share.interval]}
+        return figures
 
     @classmethod
-    def from_dict(cls, stored: dict[str, Any]) -> "Cell":
+    def from_dict(cls, stored: Mapping[str, Any]) -> "Cell":
+        """Returns the cell that `as_dict` described."""
         return cls(**{field.name: stored[field.name] for field in fields(cls)})
 
 
 class Reply(NamedTuple):
-    """What follows a prompt."""
+    """The model's reply to a prompt."""
 
     text: str
     choice: int
-    """0 where heads is the likelier first token, 1 for tails; heads where they are equal."""
+    """0 if the first token of heads has the larger logit, 1 for tails; 0 if they are equal."""
 
 
 def evaluate(
@@ -72,26 +76,26 @@ def evaluate(
     max_new_tokens: int = 8,
     names: Sequence[str] = HELD_OUT_NAMES,
 ) -> list[Cell]:
-    """Greedy answers to balanced questions without shots.
+    """Returns the results of greedy answers to balanced questions without worked examples.
 
-    Raises: ValueError for a task that cannot be, such as more people than names.
+    Raises: ValueError for an impossible task, such as more people than names.
     """
     cells = []
     for probability in flip_probabilities:
         for count in people:
             examples = CoinFlip(people=count, flip_probability=probability, names=names).examples(questions, seed)
             given = replies(model, [example.prompt for example in examples], max_new_tokens)
-            told = accuracy(examples, [reply.text for reply in given])
+            score = accuracy(examples, [reply.text for reply in given])
             forced = sum(
                 ANSWERS[reply.choice] == example.answer for reply, example in zip(given, examples, strict=True)
             )
             distinct = len({example.prompt for example in examples})
-            cells.append(Cell(count, probability, questions, distinct, told.num_correct, told.num_unparsed, forced))
+            cells.append(Cell(count, probability, questions, distinct, score.num_correct, score.num_unparsed, forced))
     return cells
 
 
 def replies(model: CachedLM, prompts: Sequence[str], max_new_tokens: int, batch: int = 32) -> list[Reply]:
-    """The likeliest continuation of each prompt. Prompts of one length are read together, equal ones once.
+    """Returns the greedy continuation of each prompt. Prompts of one length are run together, equal prompts once.
 
     Twin: `cacheprobe.run` at temperature 0, equal texts in float32.
     """
@@ -109,7 +113,7 @@ def replies(model: CachedLM, prompts: Sequence[str], max_new_tokens: int, batch:
 
 
 def _reply_to(model: CachedLM, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> list[Reply]:
-    """Replies to prompts of one length."""
+    """Returns the replies to prompts of one length."""
     length, rows = len(prompts[0]), list(range(len(prompts)))
     cache = model.new_cache(len(prompts), length + max_new_tokens)
     logits = model.forward(torch.tensor(prompts), cache, rows, [0] * len(rows), logit_slots=[length - 1])[:, 0]

@@ -1,10 +1,9 @@
-"""A model without and with an adapter, side by side."""
+"""Evaluates a model without and with an adapter, side by side."""
 
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,8 +23,9 @@ def evaluate_adapter(
     questions: int = 200,
     json_path: Path | None = None,
     progress: bool = True,
-) -> dict[str, Any]:
-    """Evaluate a model without and with an adapter in float32, print the table, and return (and write) the figures."""
+) -> dict[str, object]:
+    """Evaluates a model without and with an adapter in float32, prints the table, and returns (and writes) the
+    figures."""
     began = time.monotonic(), time.process_time()
     cells: dict[str, list[Cell]] = {"base": [], "adapter": []}
     notes, weights = {}, {}
@@ -60,14 +60,14 @@ def evaluate_adapter(
 
 
 def table(cells: dict[str, list[Cell]]) -> str:
-    """Markdown: a row for each set of questions, and for each model its texts and its likelier word."""
+    """Returns a Markdown table: a line for each set of questions; for each model, its texts and its likelier word."""
     kinds = list(cells)
     head = ["people", "p(flip)", "questions (distinct)"]
     head += [f"{kind}, {what}" for kind in kinds for what in ("text", "likelier word")]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for same in zip(*cells.values(), strict=True):
-        asked = same[0]
-        row = [str(asked.people), str(asked.flip_probability), f"{asked.questions} ({asked.distinct})"]
+        first = same[0]
+        row = [str(first.people), str(first.flip_probability), f"{first.questions} ({first.distinct})"]
         for cell in same:
             row += [_texts(cell), _shown(cell.forced_accuracy)]
         lines.append("| " + " | ".join(row) + " |")
@@ -79,6 +79,6 @@ def _texts(cell: Cell) -> str:
 
 
 def _shown(share: Accuracy) -> str:
-    """Per cent, with the ends of Wilson's 95 % interval."""
+    """Returns the accuracy in per cent, with the ends of Wilson's 95 % interval."""
     low, high = share.interval
     return f"{100 * share.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})"

@@ -1,18 +1,20 @@
-"""A whole LoRA training: from a model's name to a folder that `load_model(adapter=...)` takes."""
+"""Runs a whole LoRA training: from a model's name to a folder for `load_model(adapter=...)`."""
 
 import json
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
 
+from cacheprobe.core.values import Json
 from cacheprobe.models.hf.adapters import CONFIG, TRAINING, WEIGHTS, base_sha256, file_sha256
 from cacheprobe.models.loaders import plain_model
 from cacheprobe.training.lora.checkpoint import (
     CHECKPOINT,
+    LoraState,
     load_checkpoint,
     other_settings,
     replace_file,
@@ -23,7 +25,7 @@ from cacheprobe.training.lora.train import LoraTrainer
 from cacheprobe.training.progress import TrainingProgress
 
 LARGEST_ADAPTER = 5_000_000
-"""Bytes."""
+"""In bytes."""
 
 SUPERVISION = (
     "the answer's word after the question (cross-entropy over the vocabulary), and, weighted by running_weight, the "
@@ -31,38 +33,58 @@ SUPERVISION = (
 )
 
 
-def train_lora(
-    settings: LoraSettings, out: Path, *, progress: bool = True, checkpoint_every: int = 20
-) -> dict[str, Any]:
-    """Train, or go on where an earlier call with the same settings and folder was stopped. Returns training.json.
+class LoraRecord(LoraState):
+    """The content of training.json, which marks a training as finished."""
 
-    out: gets adapter_model.safetensors (float16), adapter_config.json and training.json, beside the checkpoint.
-    checkpoint_every: steps; also how often names that were held out are asked about.
-    Raises: ValueError where `out` holds a training of other settings, or the adapter would be too large; ModelError
-        for what cannot be trained.
+    adapter_sha256: str
+    adapter_bytes: int
+    trained_numbers: int
+    questions: int
+    command: str
+    supervision: str
+    held_out_names: list[str]
+    settings: dict[str, object]
+    threads: int
+    cpu_capability: str
+    torch: str
+    transformers: str
+    peft: str
+
+
+def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, checkpoint_every: int = 20) -> LoraRecord:
+    """Trains an adapter, or resumes an interrupted training with the same settings and folder. Returns training.json's
+    content.
+
+    out: receives adapter_model.safetensors (float16), adapter_config.json and training.json, beside the checkpoint.
+    checkpoint_every: steps between checkpoints, and between evaluations on held-out names.
+    Raises: ValueError if `out` holds a training with other settings, or the adapter would be too large; ModelError for
+    a model that cannot be trained.
     """
     if (out / TRAINING).is_file():
         return _finished(settings, out)
     model, tokenizer, note = plain_model(settings.model, "float32", progress=progress)
-    base = {"base": settings.model, "base_weights_sha256": base_sha256(model), "base_weights_note": note}
+    base_sha = base_sha256(model)
     trainer = LoraTrainer(model, tokenizer, settings)
     _refuse_large(2 * trainer.num_trained)
-    told: dict[str, Any] = {"curve": [], "seconds": 0.0, "cpu_seconds": 0.0, "tokens": 0, "starts": 0, **base}
+    state: LoraState = {
+        "curve": [], "seconds": 0.0, "cpu_seconds": 0.0, "tokens": 0, "starts": 0,
+        "base": settings.model, "base_weights_sha256": base_sha, "base_weights_note": note,
+    }  # fmt: skip
     if (out / CHECKPOINT).is_file():
         stored = load_checkpoint(trainer, out)
-        if stored["base_weights_sha256"] != base["base_weights_sha256"]:
+        if stored["base_weights_sha256"] != base_sha:
             raise ValueError(f"{out} holds a training of other weights of {settings.model}; give another --out")
-        told = stored
-    told["starts"] += 1
+        state = stored
+    state["starts"] += 1
     with TrainingProgress(settings.steps, trainer.step, progress) as show:
         show.say(f"{_size(trainer)}, {torch.get_num_threads()} threads, from step {trainer.step}")
-        _loop(trainer, out, told, show, checkpoint_every)
-    return save_adapter(trainer, out, told)
+        _loop(trainer, out, state, show, checkpoint_every)
+    return save_adapter(trainer, out, state)
 
 
-def _loop(trainer: LoraTrainer, out: Path, told: dict[str, Any], show: TrainingProgress, checkpoint_every: int) -> None:
+def _loop(trainer: LoraTrainer, out: Path, state: LoraState, show: TrainingProgress, checkpoint_every: int) -> None:
     settings = trainer.settings
-    wall, cpu = time.monotonic() - told["seconds"], time.process_time() - told["cpu_seconds"]
+    wall, cpu = time.monotonic() - state["seconds"], time.process_time() - state["cpu_seconds"]
     since: list[dict[str, float]] = []
     while trainer.step < settings.steps:
         people = settings.people_at(trainer.step)
@@ -70,19 +92,20 @@ def _loop(trainer: LoraTrainer, out: Path, told: dict[str, Any], show: TrainingP
         is_last = trainer.step == settings.steps
         if trainer.step % checkpoint_every == 0 or is_last:
             means = {name: round(sum(step[name] for step in since) / len(since), 4) for name in since[0]}
-            told["seconds"] = round(time.monotonic() - wall, 1)
-            told["cpu_seconds"] = round(time.process_time() - cpu, 1)
-            told["tokens"] += int(sum(step["tokens"] for step in since))
-            point = {"step": trainer.step, "most_people": people, "seconds": told["seconds"], **means}
-            told["curve"].append({**point, "held_out": trainer.held_out_shares()})
-            save_checkpoint(trainer, out, told)
+            state["seconds"] = round(time.monotonic() - wall, 1)
+            state["cpu_seconds"] = round(time.process_time() - cpu, 1)
+            state["tokens"] += int(sum(step["tokens"] for step in since))
+            point: dict[str, Json] = {"step": trainer.step, "most_people": people, "seconds": state["seconds"], **means}
+            point["held_out"] = {**trainer.held_out_shares()}
+            state["curve"].append(point)
+            save_checkpoint(trainer, out, state)
             since = []
-            show.say(_words(told["curve"][-1]))
+            show.say(_words(state["curve"][-1]))
         show(trainer.step, f"loss {since[-1]['answer_loss_nats']:.3f} nats" if since else "saved")
 
 
-def save_adapter(trainer: LoraTrainer, out: Path, told: dict[str, Any]) -> dict[str, Any]:
-    """Write the adapter in peft's format, in float16, and training.json last: with it, the folder is finished.
+def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecord:
+    """Writes the adapter in peft's format, in float16, and training.json last, which marks the folder as finished.
 
     Raises: ValueError for weights that are not finite in float16, and for a file above LARGEST_ADAPTER bytes.
     """
@@ -103,8 +126,8 @@ def save_adapter(trainer: LoraTrainer, out: Path, told: dict[str, Any]) -> dict[
         "inference_mode": True,
     }
     _write_json(out / CONFIG, config)
-    record = {
-        **told,
+    record: LoraRecord = {
+        **state,
         "adapter_sha256": file_sha256(out / WEIGHTS),
         "adapter_bytes": (out / WEIGHTS).stat().st_size,
         "trained_numbers": trainer.num_trained,
@@ -115,7 +138,9 @@ def save_adapter(trainer: LoraTrainer, out: Path, told: dict[str, Any]) -> dict[
         "settings": trainer.settings.as_dict(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        **{name: version(name) for name in ("torch", "transformers", "peft")},
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "peft": version("peft"),
     }
     _write_json(out / TRAINING, record)
     return record
@@ -128,14 +153,14 @@ def _refuse_large(num_bytes: int) -> None:
         )
 
 
-def _finished(settings: LoraSettings, out: Path) -> dict[str, Any]:
+def _finished(settings: LoraSettings, out: Path) -> LoraRecord:
     record = json.loads((out / TRAINING).read_text(encoding="utf-8"))
     if differing := other_settings(record["settings"], settings.as_dict()):
         raise ValueError(f"{out} holds a finished training with other settings ({differing}); give another --out")
     return record
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     text = json.dumps(content, indent=1, sort_keys=True) + "\n"
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
@@ -144,8 +169,10 @@ def _size(trainer: LoraTrainer) -> str:
     return f"{trainer.num_trained} numbers are trained, {trainer.num_trained * 2 / 1e6:.1f} MB in float16"
 
 
-def _words(point: dict[str, Any]) -> str:
-    held_out = ", ".join(f"{people}: {share:.2f}" for people, share in point["held_out"].items())
+def _words(point: Mapping[str, Json]) -> str:
+    shares = point["held_out"]
+    assert isinstance(shares, dict)
+    held_out = ", ".join(f"{people}: {share:.2f}" for people, share in shares.items())
     return (
         f"step {point['step']}: up to {point['most_people']} people, answers {point['answers_right']:.2f} right at "
         f"{point['answer_loss_nats']:.3f} nats, running states {point['states_right']:.2f}; held-out names, by people: "

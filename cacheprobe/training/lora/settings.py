@@ -1,13 +1,12 @@
-"""Settings of a LoRA training, checked before anything is loaded; and the names that it never sees."""
+"""Settings of a LoRA training, checked before loading; and the names that are held out from training."""
 
 from dataclasses import asdict, dataclass, fields
 from math import cos, pi
-from typing import Any
 
 from cacheprobe.tasks.coin_flip import NAMES
 
 HELD_OUT_NAMES = NAMES[3::4]
-"""Every fourth name is asked about in evaluations alone."""
+"""Every fourth name; used in evaluations only."""
 TRAIN_NAMES = tuple(name for name in NAMES if name not in HELD_OUT_NAMES)
 
 TASKS = ("coin-flip",)
@@ -15,28 +14,28 @@ TASKS = ("coin-flip",)
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What a training depends on, apart from where it is stored. Two trainings of equal settings are the same bits."""
+    """Everything that a training's result depends on, except the output folder. Equal settings give the same bits."""
 
     model: str = "smollm2-135m"
     task: str = "coin-flip"
     max_people: int = 4
     steps: int = 240
     batch: int = 16
-    """Questions of a step."""
+    """Questions in a step."""
     micro_batch: int = 8
-    """Questions of a forward: similar lengths together, so that few pads are computed."""
+    """Questions in a forward. Similar lengths are put together, to compute few pads."""
     rank: int = 8
     alpha: int = 16
     """The adapter's product is scaled by alpha / rank."""
     first_layer: int = 10
-    """Blocks before this one get no adapter, and no gradient runs through them."""
+    """First block with an adapter; no gradient runs through earlier blocks."""
     learning_rate: float = 2e-3
-    """At its highest: after `warmup_steps`, and falling by a cosine to zero at the end."""
+    """Peak value, reached after `warmup_steps`; then falls by a cosine to zero at the end."""
     warmup_steps: int = 10
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     running_weight: float = 0.5
-    """Of the auxiliary loss: heads against tails on the token that completes each person's words. 0 for none."""
+    """Weight of the auxiliary loss: heads against tails on the token that completes each person's words. 0 for none."""
     curriculum: float = 0.5
     """Share of the steps over which the number of people grows from 1 to `max_people`."""
     seed: int = 0
@@ -61,24 +60,26 @@ class LoraSettings:
             raise ValueError(f"curriculum is a share of the steps, from 0 to 1, got {self.curriculum}")
 
     def people_at(self, step: int) -> int:
-        """The most people in a question of this step, counted from 0."""
+        """Returns the maximum number of people in a question of this step, counted from 0."""
         length = self.curriculum * self.steps
         reached = 1.0 if step >= length else step / length
         return min(self.max_people, 1 + int(reached * self.max_people))
 
     def learning_rate_at(self, step: int) -> float:
+        """Returns the learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
         share = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         return self.learning_rate * (1 + cos(pi * share)) / 2
 
     def command(self) -> str:
-        """The command line that trains with these settings."""
+        """Returns the command line that trains with these settings."""
         words = ["cacheprobe train lora", f"--model {self.model}", f"--task {self.task}"]
         for field in fields(self)[2:]:
             if (value := getattr(self, field.name)) != field.default:
                 words.append(f"--{field.name.replace('_', '-')} {value}")
         return " ".join(words)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
+        """Returns the settings as a dictionary."""
         return asdict(self)

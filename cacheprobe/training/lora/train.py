@@ -1,23 +1,23 @@
-"""Train a LoRA adapter on coin-flip questions: seeded, resumable, on one core."""
+"""Trains a LoRA adapter on coin-flip questions: seeded, resumable, on one core."""
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.live import LiveModule, LiveTokenizer
 from cacheprobe.tasks.coin_flip import CoinFlip, answer_token_ids
 from cacheprobe.training.lora.batches import Batch, batches_of, encode, to_batch
 from cacheprobe.training.lora.settings import HELD_OUT_NAMES, LoraSettings
 
 
 class LoraTrainer:
-    """A plain float32 model with an adapter inside, and its optimizer; `run_step` is one step of AdamW."""
+    """A float32 model with an adapter, and its optimizer. `run_step` runs one step of AdamW."""
 
-    def __init__(self, model: Any, tokenizer: Any, settings: LoraSettings) -> None:
-        """model: a transformers causal model in float32; it is frozen, and changed in place.
+    def __init__(self, model: LiveModule, tokenizer: LiveTokenizer, settings: LoraSettings) -> None:
+        """model: a transformers causal model in float32; its weights are frozen, and the adapter is added in place.
 
         Raises: ModelError for a model that cannot be trained this way.
         """
@@ -52,11 +52,12 @@ class LoraTrainer:
 
     @property
     def num_trained(self) -> int:
-        """Numbers in the adapter."""
+        """Number of trained parameters in the adapter."""
         return sum(weight.numel() for weight in self.trained.values())
 
     def run_step(self) -> dict[str, float]:
-        """One step over `batch` questions. Returns losses in nats and the shares that were right, before the step."""
+        """Runs one step over `batch` questions. Returns losses in nats and shares of right predictions, measured before
+        the update."""
         self.model.train()
         batches = batches_of(self.settings, self.step, self.tokenizer)
         num_questions, num_states = self.settings.batch, sum(len(batch.running) for batch in batches)
@@ -83,7 +84,8 @@ class LoraTrainer:
 
     @torch.no_grad()
     def held_out_shares(self, questions: int = 16) -> dict[str, float]:
-        """Share of right first tokens for each number of people, the same questions each time; names held out."""
+        """Returns the share of right first tokens for each number of people, on the same questions each time, with
+        held-out names."""
         self.model.eval()
         shares = {}
         for people in range(1, self.settings.max_people + 1):
@@ -94,7 +96,7 @@ class LoraTrainer:
         return shares
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[b, v] after each question, and [n, 2], heads and tails alone, after each person's words."""
+        """Returns logits [b, v] after each question, and [n, 2] (heads, tails) after each person's words."""
         hidden = self.model.get_decoder()(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
         answers = head(hidden[torch.arange(len(hidden)), batch.answer_slots])
@@ -102,10 +104,10 @@ class LoraTrainer:
         return answers, states
 
 
-def linear_names(model: Any) -> list[str]:
-    """Names of the linear layers inside a block, such as q_proj; sorted.
+def linear_names(model: LiveModule) -> list[str]:
+    """Returns the sorted names of the linear layers inside a block, such as q_proj.
 
-    Raises: ModelError where the blocks are not found, or hold none.
+    Raises: ModelError if the blocks are not found, or contain no linear layer.
     """
     blocks = getattr(model.get_decoder(), "layers", None)
     found = (

@@ -1,7 +1,7 @@
-"""`cacheprobe train thinking-states`: train one arm, say how far it goes, save it."""
+"""`cacheprobe train thinking-states`: trains one arm, tests and saves it."""
 
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -10,36 +10,70 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.store import save_thinking
 from cacheprobe.tasks import INSTEAD
 from cacheprobe.tasks.base import Accuracy
+from cacheprobe.training.loop import Progress
 from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe.training.thinking.run import CHECK_TEXTS, Trained, train
 from cacheprobe.training.threads import one_thread
 
 TESTS = 50
-"""Texts for each line of the summary; the whole table is an analysis of its own."""
+"""Number of texts for each line of the summary; the analyses compute the complete table."""
+
+
+class TestScore(TypedDict):
+    """The test results at one number of operations."""
+
+    operations: int
+    texts: int
+    accuracy: float
+    low: float
+    high: float
+    """Ends of the accuracy's 95 % interval."""
+    thoughts_right: float
+    """Share of texts with all thoughts right."""
+
+
+class ThinkingRecord(TypedDict):
+    """The record that is stored with a trained model."""
+
+    task: str
+    preset: str
+    arm: str
+    seed: int
+    form: str
+    command: str
+    steps: int
+    parameters: int
+    cpu_seconds: float
+    cpu_seconds_to_99: float | None
+    cpu_seconds_to_100: float | None
+    torch: str
+    tests: list[TestScore]
 
 
 @one_thread()
 def train_thinking(
     task: str, preset: str, arm: str, seed: int, out: Path, *, form: str | None = None, progress: bool = True
-) -> dict[str, Any]:
-    """Train, or go on with, one arm; test it by its own thoughts within and beyond its lengths; save it in `out`.
+) -> ThinkingRecord:
+    """Trains one arm, or resumes its training; tests it with its own thoughts at trained and longer lengths; saves it
+    in `out`.
 
-    task: as the presets name it, with - or _.  form: how thoughts are written, where it is not to be the preset's own.
+    task: name of a preset's task, with - or _.  form: how thoughts are written, if not as in the preset.
     """
     task = _task_of_presets(task)
     chosen = preset_of(task, preset, form)
     total = chosen.loop_of(arm, seed).steps
     with TrainingProgress(total, 0, progress) as show:
 
-        def report(at: Any, accuracy: float | None) -> None:
+        def report(at: Progress, accuracy: float | None) -> None:
+            """Shows the losses of a step, and the accuracy now and then."""
             losses = ", ".join(f"{name} {value:.3f}" for name, value in at.losses.items())
             show(at.step, losses)
             if accuracy is not None and at.step % 100 == 0:
                 show.say(f"step {at.step}: {losses}; {accuracy:.3f} of fresh texts wholly right")
 
         trained = train(chosen, arm, seed, out / "checkpoint", report)
-    record = {
+    record: ThinkingRecord = {
         "task": task,
         "preset": preset,
         "arm": arm,
@@ -60,7 +94,7 @@ def train_thinking(
 
 
 def _task_of_presets(name: str) -> str:
-    """As PRESETS has it. Raises: ModelError for a task whose presets have names of their own."""
+    """Returns the task's name in PRESETS. Raises: ModelError for a task whose presets have other names."""
     instead = [preset for preset, task in INSTEAD.items() if name in (task, task.partition(":")[0])]
     if instead and name not in PRESETS:
         raise ModelError(
@@ -70,10 +104,11 @@ def _task_of_presets(name: str) -> str:
     return same_name(name, PRESETS) or name
 
 
-def tests(trained: Trained) -> list[dict[str, Any]]:
-    """Accuracy by its own thoughts and words at the longest trained number of operations, 2 and 4 times that."""
+def tests(trained: Trained) -> list[TestScore]:
+    """Returns accuracies with the model's own thoughts at the longest trained number of operations, and at 2 and 4
+    times it."""
     longest = trained.preset.operations[-1]
-    out = []
+    out: list[TestScore] = []
     for operations in (longest, 2 * longest, 4 * longest):
         verdicts = trained.test((operations,), TESTS)
         right, parsed = sum(verdicts.is_right), sum(verdicts.is_parsable)
@@ -92,11 +127,11 @@ def tests(trained: Trained) -> list[dict[str, Any]]:
     return out
 
 
-def summary(record: dict[str, Any], out: Path) -> str:
-    """The record as lines for a terminal."""
+def summary(record: ThinkingRecord, out: Path) -> str:
+    """Returns the record as lines for a terminal."""
     reached = [
-        f"{share} % after {seconds} s" if (seconds := record[f"cpu_seconds_to_{share}"]) else f"never {share} %"
-        for share in (99, 100)
+        f"{share} % after {seconds} s" if seconds else f"never {share} %"
+        for share, seconds in ((99, record["cpu_seconds_to_99"]), (100, record["cpu_seconds_to_100"]))
     ]
     lines = [
         f"{record['steps']} steps, {record['parameters']:,} parameters: {record['cpu_seconds']} s of one core; of "

@@ -1,8 +1,8 @@
-"""Accuracy of a Thinking States model, or of an arm it is compared with, by its OWN thoughts and its own words.
+"""Accuracy of a Thinking States model, or of a compared arm, with its own thoughts and its own written tokens.
 
-Most texts need one pass: where every thought that the model writes under gold states is the gold one, its own states
-are the gold ones, chunk by chunk from the first, so its own run is that pass. The same holds for written tokens. The
-others are run as they come, from the first chunk that differs on: nothing is assumed of them.
+Most texts need one pass with gold thoughts. If the model then predicts every gold thought, its own run has the same
+states chunk by chunk, so that pass is its own run; the same holds for written tokens. All other texts are run in full
+with the model's own thoughts.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,28 +16,30 @@ from cacheprobe.training.thinking.losses import IGNORED, collate, spoken
 from cacheprobe.training.thinking.recurrent import best, own_thoughts, write
 
 READ_AT_ONCE = 4_000
-"""Tokens of one pass over whole texts: few enough for a core's cache, beyond which reading slows down."""
+"""Tokens of one pass over whole texts; more would leave a core's cache and slow down the pass."""
 WRITTEN_AT_ONCE = 60_000
-"""Tokens of texts that are run side by side, chunk by chunk and word by word."""
+"""Tokens of texts that are run together, chunk by chunk and token by token."""
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """One entry for each text."""
+    """Results with one entry for each text."""
 
     is_right: tuple[bool, ...]
-    """The written answer, up to its end, is the gold one; a text that gives none counts as wrong."""
+    """Whether the written answer, up to its end, is the gold one; a text without an answer counts as wrong."""
     is_thought_right: tuple[bool, ...]
-    """Every thought is the gold one."""
+    """Whether every thought is the gold one."""
     is_parsable: tuple[bool, ...]
-    """Whatever was written ended, in a token that could be an answer."""
+    """Whether the written text ended, with a possible answer."""
 
     @property
     def accuracy(self) -> float:
+        """Share of right answers."""
         return sum(self.is_right) / len(self.is_right)
 
     def counts(self) -> dict[str, int]:
-        """Texts, those that are right, those whose thoughts all are, and those without an answer."""
+        """Returns the numbers of texts, of right ones, of those with all thoughts right, and of those without an
+        answer."""
         return {
             "texts": len(self.is_right),
             "right": sum(self.is_right),
@@ -53,7 +55,8 @@ def evaluate(
     arm: str,
     report: Callable[[int], None] = lambda done: None,
 ) -> Verdicts:
-    """Each text by the model's own thoughts and words.  Twin: tests.test_thinking_training.judged_slowly, ==."""
+    """Returns the Verdicts of texts, run with the model's own thoughts and tokens.  Twin:
+    tests.test_thinking_training.judged_slowly, ==."""
     if not items:
         raise ValueError("there are no texts to evaluate; give at least one")
     chunk = model.config.chunk
@@ -80,7 +83,8 @@ def evaluate(
 
 @torch.inference_mode()
 def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> list[bool]:
-    """Whether every thought and every written token that the model chooses, given the gold ones before, is gold."""
+    """Returns, for each text, whether the model predicts every gold thought and written token, given the gold ones
+    before."""
     batch = collate(items, arm, model.config.pad_id)
     logits, thought_logits = model(batch.token_ids, batch.thoughts)
     wanted = batch.labels != IGNORED
@@ -113,7 +117,7 @@ def _as_they_come(
 
 
 def _groups(order: Sequence[int], items: Sequence[Annotated], tokens: int) -> list[list[int]]:
-    """Neighbours in length, as many as have so many tokens between them."""
+    """Returns groups of texts of similar length, each with at most this many tokens."""
     groups: list[list[int]] = []
     for i in order:
         size = len(items[i].token_ids) + len(items[i].answer_ids)

@@ -1,6 +1,6 @@
-"""Teacher-forced training of Thinking States models, and of the arms that they are compared with.
+"""Teacher-forced losses of Thinking States models and of the compared arms.
 
-Gold thoughts are known, so every state is: all chunks of all texts run in one pass, and nothing is propagated back from
+Gold thoughts are known, so every state is known: all chunks of all texts run in one pass, and no gradient flows from
 chunk to chunk.
 Source: Thinking States (arXiv 2602.08332), section 3.3, Eq. 6.
 """
@@ -17,23 +17,24 @@ from cacheprobe.models.thinking.model import ThinkingModel, thought_table
 from cacheprobe.tasks.thoughts import CHAINS, Annotated
 
 ARMS = ("thinking", "plain", "no_feedback", "chain_of_thought")
-"""thinking: the model.  plain: the backbone, answer only.  no_feedback: thoughts are trained, states are not added.
-chain_of_thought: the backbone, which works through all operations in writing after the prompt, then answers."""
+"""thinking: the model.  plain: the backbone, answer only.  no_feedback: thoughts are trained, but states are not added.
+hain_of_thought: the backbone, which writes all operations after the prompt and then the answer."""
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, padded behind."""
+    """Texts side by side, padded at the end."""
 
     token_ids: Int[Tensor, "b t"]
     labels: Int[Tensor, "b t"]
-    """The next token where it is trained, IGNORED elsewhere."""
+    """The next token at trained positions, IGNORED elsewhere."""
     thoughts: Int[Tensor, "b k r"] | None
 
 
 def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> Batch:
-    """Prompts with what is to be written after them: the answer, or thoughts and answer in a chain of thought."""
+    """Returns a batch of prompts with the text to write after them: the answer, or a chain of thought and the
+    answer."""
     if arm not in ARMS:
         raise ValueError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
     written = [spoken(item, arm) for item in annotated]
@@ -51,7 +52,7 @@ def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> Batch:
 
 
 def spoken(item: Annotated, arm: str) -> tuple[int, ...]:
-    """What is written after the prompt: the answer and its end; in a chain of thought, the chain before."""
+    """Returns the tokens to write after the prompt: the answer and its end; in a chain of thought, the chain first."""
     if arm != "chain_of_thought":
         return item.answer_ids
     if not item.chain_ids:
@@ -60,8 +61,10 @@ def spoken(item: Annotated, arm: str) -> tuple[int, ...]:
 
 
 def skipping_positions(batch: Batch, chunk: int, reach: int, seed: int) -> Int[Tensor, "b t"]:
-    """Positions of each text with two jumps, each of up to `reach`, at chunk boundaries: short texts then hold the
-    distances of long ones. Small jumps are likelier.
+    """Returns positions of each text with two jumps of up to `reach` each, at chunk boundaries; small jumps are
+    likelier.
+
+    Short texts then contain the distances of long ones.
     Source: positional skip-wise training, Zhu et al. 2023 (arXiv 2309.10400).
     """
     b, t = batch.token_ids.shape
@@ -75,12 +78,12 @@ def skipping_positions(batch: Batch, chunk: int, reach: int, seed: int) -> Int[T
 
 
 def crowd(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tensor, "b 1 t t"]:
-    """Bias of attention under which the positions that were skipped are filled: the tokens before the chunk before a
-    query's own count as often as it takes for the query to see as many tokens as its position says. In the first two
-    chunks there are none before those, and no bias.
+    """Returns an attention bias that makes earlier tokens count several times, as if the skipped positions held tokens.
 
-    A bias of log n on a key is n such keys: short texts then hold the crowds of long ones, not only their distances.
-    Chunks side by side count once, since in a long text nothing crowds between them.
+    Tokens before the chunk that precedes a query's own chunk are weighted so that the query sees as many tokens as its
+    position says. In the first two chunks there are no such tokens and no bias. A bias of log n on a key acts like n
+    such keys: short texts then have the attention crowding of long ones, not only their distances. The two nearest
+    chunks count once, because in a long text no other tokens lie between them.
     """
     index = torch.arange(positions.shape[1])
     near = (index // chunk - 1).clamp(min=0) * chunk  # where the chunk before a query's own begins
@@ -92,10 +95,11 @@ def crowd(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tensor, "b 1 t t"]
 def losses(
     model: ThinkingModel, batch: Batch, positions: Tensor | None = None, bias: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Cross-entropy of what is written, in nats for each text, and of its thoughts: summed over tokens and chunks.
+    """Returns the cross-entropy of the written text and of the thoughts, in nats for each text, summed over tokens and
+    chunks.
 
-    "lm" over the answer's tokens (prompt tokens are not trained: the paper leaves it open), "thoughts" over every token
-    of every thought, its end included; no coefficients.
+    "lm" covers the answer's tokens (prompt tokens are not trained: the paper leaves it open); "thoughts" covers every
+    token of every thought, including its end; no coefficients.
     Twin: tests.test_thinking_training.losses_slowly, close(1e-5).
     """
     logits, thought_logits = model(batch.token_ids, batch.thoughts, positions, bias)

@@ -1,8 +1,7 @@
-"""Every setting of every arm that is trained here, in one place. The arms of a preset share data and backbone."""
+"""All settings of every arm that is trained here. The arms of a preset share data and backbone."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.config import ThinkingConfig
@@ -13,57 +12,64 @@ from cacheprobe.training.thinking.losses import ARMS
 
 @dataclass(frozen=True)
 class Preset:
-    """A task, how its thoughts are written, and the model and the loop that learn it."""
+    """A task, the form of its thoughts, and the model and training loop that learn it."""
 
     task: Callable[[int], Task]
-    """The task with this many operations."""
+    """Returns the task with this many operations."""
     operations: tuple[int, ...] = tuple(range(1, 11))
-    """Numbers of operations in training, each as often."""
-    variants: tuple[dict[str, Any], ...] = ({},)
-    """Settings of the task, each trained on as often, so that no regularity of one is learned as the rule."""
+    """Numbers of operations in training, each equally often."""
+    variants: tuple[Mapping[str, float], ...] = ({},)
+    """Settings of the task, each trained equally often, so that the model cannot learn a regularity of one variant."""
     form: str = "restate"
-    """One of FORMATS: thoughts in every chunk, after operations alone ("state"), or on changes alone ("delta")."""
+    """One of FORMATS: thoughts in every chunk ("restate"), only after operations ("state"), or only on changes
+    ("delta")."""
     chain: str = "operations"
-    """One of CHAINS: what the chain of thought writes of each operation."""
+    """One of CHAINS: what the chain of thought writes for each operation."""
     reach: int = 6_000
-    """Positions jump by up to this many between chunks in training; see `skipping_positions`. 0: they do not."""
+    """In training, positions jump by up to this many between chunks; see `skipping_positions`. 0: no jumps."""
     crowds: bool = False
-    """Whether what jumps skip is filled in training, as far as attention can tell; see `crowd`."""
+    """Whether training adds the attention bias that stands for the skipped tokens; see `crowd`."""
     pool: int = 12_000
-    """Examples that batches are drawn from."""
-    model: dict[str, Any] = field(default_factory=dict)
-    """Fields of ThinkingConfig that differ from its defaults."""
+    """Number of examples from which batches are drawn."""
+    model: Mapping[str, int] = field(default_factory=dict)
+    """Fields of ThinkingConfig that differ from the defaults."""
     loop: LoopSettings = field(default_factory=LoopSettings)
-    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By arm: fields of LoopSettings, and `reach`, that it needs otherwise to be at its best in distribution."""
+    arms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By arm: fields of LoopSettings, and `reach`, with which the arm performs best in distribution."""
 
     def tasks(self) -> list[Task]:
-        """The task of the most operations, in each of its variants."""
-        return [replace(cast(Any, self.task(self.operations[-1])), **settings) for settings in self.variants]
+        """Returns the task with the most operations, in each of its variants."""
+        return [changed(self.task(self.operations[-1]), settings) for settings in self.variants]
 
     def vocabulary(self) -> tuple[str, ...]:
-        """All words of all variants, sorted."""
+        """Returns all words of all variants, sorted."""
         return tuple(sorted({word for task in self.tasks() for word in task.vocabulary()}))
 
     def loop_of(self, arm: str, seed: int) -> LoopSettings:
-        """How an arm is stepped."""
+        """Returns the LoopSettings (steps, batch, learning rate) of one training arm, with this seed."""
         own = {name: value for name, value in self.arms.get(arm, {}).items() if name != "reach"}
         return replace(self.loop, seed=seed, **own)
 
     def reach_of(self, arm: str) -> int:
-        """How far positions jump in an arm's training."""
+        """Returns the maximum position jump in an arm's training."""
         return self.arms.get(arm, {}).get("reach", self.reach)
 
     def chain_of(self, arm: str) -> str | None:
-        """What an arm writes before the answer, one of CHAINS; None: nothing."""
+        """Returns what an arm writes before the answer, one of CHAINS; None if the arm writes only the answer."""
         return self.chain if arm == "chain_of_thought" else None
 
     def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
-        """The model of an arm: the same backbone for all."""
+        """Returns the model config of an arm; the backbone is the same for all arms."""
         if arm not in ARMS:
             raise ModelError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
         thinks = arm in ("thinking", "no_feedback")
-        return ThinkingConfig(d_vocab=d_vocab, thinks=thinks, feeds_back=arm != "no_feedback", **self.model)
+        return replace(ThinkingConfig(d_vocab, thinks=thinks, feeds_back=arm != "no_feedback"), **self.model)
+
+
+def changed(task: Task, settings: Mapping[str, object]) -> Task:
+    """Returns the task with other settings. Every task is a dataclass of its settings."""
+    assert is_dataclass(task) and not isinstance(task, type)
+    return replace(task, **settings)
 
 
 def _coin(operations: int) -> Task:
@@ -127,9 +133,9 @@ PRESETS: dict[str, dict[str, Preset]] = {
 
 
 def preset_of(task: str, name: str, form: str | None = None) -> Preset:
-    """form: how thoughts are written, where it is not to be the preset's own.
+    """Returns a preset by task and name. form: how thoughts are written, if not as in the preset.
 
-    Raises: ModelError for a task, preset or form that is not there, naming those that are.
+    Raises: ModelError for an unknown task, preset or form, naming the known ones.
     """
     if task not in PRESETS:
         raise ModelError(f"no presets for task {task!r}; there are some for {', '.join(PRESETS)}")

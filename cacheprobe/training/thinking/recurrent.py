@@ -1,6 +1,7 @@
-"""Many texts through a Thinking States model at once, chunk after chunk, by its own thoughts; then their answers.
+"""Runs many texts through a Thinking States model at once, chunk after chunk, with its own thoughts; then writes
+answers.
 
-For evaluation: batched and without the engine. One text through the engine is `models.thinking.lm`.
+For evaluation: batched and without the engine. `models.thinking.lm` runs one text through the engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +14,14 @@ from cacheprobe.models.thinking.blocks import Memory, attention_bias
 from cacheprobe.models.thinking.model import ThinkingModel
 
 Thoughts = tuple[tuple[int, ...], ...]
-"""Of one text: the token ids of each chunk's thought."""
+"""For one text: the token ids of each chunk's thought."""
 
 Edit = Callable[[int, Tensor, Sequence[int]], Tensor]
-"""(chunk, states [n, c, m] that act on it, the texts they belong to) -> states to add instead: an intervention."""
+"""An intervention: (chunk, states [n, c, m] that act on the chunk, indices of their texts) -> states to add instead."""
 
 
 class Reader:
-    """Texts side by side in a cache of their own, each from position 0."""
+    """Runs texts side by side in its own cache, each from position 0."""
 
     def __init__(self, model: ThinkingModel, count: int, capacity: int) -> None:
         self.model, self.config = model, model.config
@@ -28,12 +29,14 @@ class Reader:
         self.cache = KVCache(count, capacity, model.layer_shapes, weight.dtype, weight.device)
 
     def feed(self, token_ids: Tensor, rows: Sequence[int], starts: Sequence[int], states: Tensor | None) -> Tensor:
-        """[n, t] tokens to these rows at these positions, states [n, t, m] added; returns H and keeps the residual."""
+        """Feeds tokens [n, t] to these rows at these positions, with states [n, t, m] added; returns H and keeps the
+        residual stream."""
         positions = self.cache.stage(rows, starts, token_ids.shape[1])
         end = int(positions.max()) + 1
         bias = attention_bias(self.config, positions, torch.arange(end)[None], self.config.attention_window)
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Writes keys and values to the cache; returns the cached ones and the mask."""
             all_keys, all_values = self.cache.write(layer, keys, values)
             return all_keys[:, :, :end], all_values[:, :, :end], bias
 
@@ -47,7 +50,7 @@ class Reader:
         return hidden
 
     def think(self, hidden: Tensor) -> list[tuple[int, ...]]:
-        """Greedy thoughts of chunks H [n, c, m]; those that do not end are cut at the limit."""
+        """Returns greedy thoughts of chunks H [n, c, m]; a thought without an end is cut at the limit."""
         ids = torch.zeros(len(hidden), 0, dtype=torch.long)
         for _ in range(self.config.max_thought):
             ids = torch.cat([ids, best(self.model.think(hidden, ids)[:, -1])[:, None]], dim=1)
@@ -56,7 +59,7 @@ class Reader:
         return [up_to(row, self.config.eos_id) for row in ids.tolist()]
 
     def states(self, thoughts: Sequence[tuple[int, ...]]) -> Tensor:
-        """[n, c, m], each distinct thought compressed once."""
+        """Returns states [n, c, m] of thoughts; each distinct thought is compressed once."""
         distinct = sorted(set(thoughts))
         width = max(map(len, distinct))
         ids = torch.tensor([[*t, *[self.config.pad_id] * (width - len(t))] for t in distinct])
@@ -65,7 +68,7 @@ class Reader:
 
 @torch.inference_mode()
 def own_thoughts(model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: Edit | None = None) -> list[Thoughts]:
-    """What the model itself thinks after each chunk of each prompt; prompts are whole chunks."""
+    """Returns the model's own thoughts after each chunk of each prompt; prompts must be whole chunks."""
     config = model.config
     width = config.chunk if config.feeds_back else max(map(len, prompts))
     reader = Reader(model, len(prompts), max(map(len, prompts)))
@@ -88,7 +91,7 @@ def own_thoughts(model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: E
 
 
 def _added(reader: Reader, rows: Sequence[int], thoughts: Sequence[list], start: int, length: int) -> Tensor | None:
-    """States of one chunk [n, c, m]: none where nothing is fed back."""
+    """Returns the states to add to one chunk, [n, c, m]; None if the model has no feedback."""
     config = reader.config
     if not config.feeds_back:
         return None
@@ -106,7 +109,7 @@ def write(
     max_new_tokens: int,
     edit: Edit | None = None,
 ) -> list[tuple[int, ...]]:
-    """Greedy text after each prompt, read under these thoughts, up to its end or the limit."""
+    """Returns greedy text after each prompt, read with these thoughts, up to its end or the limit."""
     config = model.config
     longest = max(map(len, prompts))
     reader = Reader(model, len(prompts), longest + max_new_tokens)
@@ -135,10 +138,10 @@ def write(
 
 
 def up_to(token_ids: list[int], eos_id: int) -> tuple[int, ...]:
-    """A text up to its end, or all of it where it has none."""
+    """Returns a text up to and including its end token; all of the text if it has none."""
     return tuple(token_ids[: token_ids.index(eos_id) + 1] if eos_id in token_ids else token_ids)
 
 
 def best(logits: Tensor) -> Tensor:
-    """Index of the largest logit of each row, the lowest of equal ones, which NumPy promises."""
+    """Returns the index of the largest logit of each row; the lowest of equal ones, as NumPy guarantees."""
     return torch.from_numpy(logits.numpy().argmax(-1))

@@ -1,15 +1,15 @@
-"""Train one arm of one preset from a seed, and say what it came to."""
+"""Trains one arm of one preset from a seed, and records the result and its cost."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.live import LiveTokenizer
 from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import load_thinking, read_config
@@ -17,49 +17,49 @@ from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
 from cacheprobe.training.loop import Loop, Progress
 from cacheprobe.training.thinking.evaluate import Verdicts, evaluate, follows_gold
 from cacheprobe.training.thinking.losses import collate, crowd, losses, skipping_positions
-from cacheprobe.training.thinking.presets import Preset
+from cacheprobe.training.thinking.presets import Preset, changed
 
 TEST_SEED = 1_000_000
-"""Seeds from here on are never trained on."""
+"""Seeds from this one on are never used in training."""
 VARIANT_SEEDS = 1_000
-"""Between the seeds of a preset's variants."""
+"""Distance between the seeds of a preset's variants."""
 CHECK_EVERY, CHECK_TEXTS = 25, 128
 
 
 @dataclass
 class Trained:
-    """A trained arm, and what it cost."""
+    """A trained arm, and its training cost."""
 
     model: ThinkingModel
-    tokenizer: Any
+    tokenizer: LiveTokenizer
     preset: Preset
     arm: str
     seed: int
     cpu_seconds: float
-    """Of this process, one thread: steps alone, data and checks apart."""
+    """CPU seconds of this process, with one thread: steps only, without data and checks."""
     cpu_seconds_to_99: float | None
-    """Until 99 % of fresh texts of the trained lengths were wholly right, twice running; None if never."""
+    """CPU seconds until 99 % of new texts of the trained lengths were entirely right, twice in a row; None if never."""
     cpu_seconds_to_100: float | None = None
-    """Until all of them were, twice running."""
+    """CPU seconds until all of them were, twice in a row; None if never."""
 
-    def items(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> list[Annotated]:
-        """Fresh texts of these numbers of operations, drawn uniformly. task: settings of the task to change."""
-        changed: Any = self.preset.task(operations[-1])
-        tasks = replace(changed, **task) if task else changed
+    def items(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: object) -> list[Annotated]:
+        """Returns new texts with numbers of operations drawn uniformly from `operations`. task: settings of the task to
+        change."""
+        tasks = changed(self.preset.task(operations[-1]), task)
         texts = mixed(tasks, operations, n=n, seed=seed)
         config = self.model.config
         chain, longest = self.preset.chain_of(self.arm), config.max_thought
         return annotate_all(texts, self.tokenizer, config.chunk, self.preset.form, max_thought=longest, chain=chain)
 
-    def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: Any) -> Verdicts:
-        """How it does on them by its own thoughts and words."""
+    def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: object) -> Verdicts:
+        """Returns the Verdicts on new texts, with the model's own thoughts and tokens."""
         return evaluate(self.model, self.items(operations, n, seed, **task), self.arm)
 
 
 def load_trained(folder: Path, preset: Preset, arm: str, seed: int) -> tuple[Trained, TrainingRecord]:
-    """A trained arm that `save_thinking` wrote, and its record.
+    """Returns a trained arm that `save_thinking` wrote, and its record.
 
-    Raises: ModelError for a model that was saved without what its training came to.
+    Raises: ModelError for a model that was saved without its training cost.
     """
     record, lm = read_config(folder)["record"], load_thinking(folder)
     if lacking := [name for name in ("cpu_seconds", "cpu_seconds_to_99") if name not in record]:
@@ -77,12 +77,12 @@ def train(
     report: Callable[[Progress, float | None], None] = lambda progress, accuracy: None,
     seconds: float = math.inf,
 ) -> Trained:
-    """Train an arm. folder: for checkpoints, from which the same call goes on.
+    """Trains an arm. folder: for checkpoints, from which the same call resumes.
 
-    report: called after every step, with the accuracy on fresh texts of the trained lengths where it was taken.
-    seconds: of the processor, after which no further step is begun; the schedule stays that of all steps.
-    Raises: ValueError where the folder holds a training of another arm or of other texts, and for a seed that would
-    reach the texts of the tests.
+    report: called after every step, with the accuracy on new texts of the trained lengths if it was measured.
+    seconds: CPU seconds after which no further step begins; the learning-rate schedule stays that of all steps.
+    Raises: ValueError if the folder holds a training of another arm or of other texts, and for a seed that would reach
+    the texts of the tests.
     """
     _require_training_seed(seed, len(preset.variants))
     tokenizer = word_tokenizer(preset.vocabulary())
@@ -104,6 +104,7 @@ def train(
         )
 
     def losses_of(step: int) -> dict[str, torch.Tensor]:
+        """Returns the losses of a step on a random batch."""
         draw = Random(f"{seed}/{step}")
         chosen = [pool[int(draw.random() * len(pool))] for _ in range(settings.batch)]
         batch = collate(chosen, arm, model.config.pad_id)
@@ -129,7 +130,7 @@ def train(
 
 
 def _require_training_seed(seed: int, num_variants: int) -> None:
-    """Raises: ValueError for a seed under which a variant's texts could be those of a test, or that is none."""
+    """Raises: ValueError for an invalid seed, and for one with which a variant's texts could equal those of a test."""
     highest = TEST_SEED - 1 - VARIANT_SEEDS * (num_variants - 1)
     if type(seed) is not int or not 0 <= seed <= highest:
         raise ValueError(
@@ -139,8 +140,10 @@ def _require_training_seed(seed: int, num_variants: int) -> None:
         )
 
 
-def _annotated(preset: Preset, arm: str, tokenizer: Any, config: ThinkingConfig, n: int, seed: int) -> list[Annotated]:
-    """Texts whose events stand at every phase of a chunk."""
+def _annotated(
+    preset: Preset, arm: str, tokenizer: LiveTokenizer, config: ThinkingConfig, n: int, seed: int
+) -> list[Annotated]:
+    """Returns texts whose operations end at every offset within a chunk."""
     share = -(-n // len(preset.variants))
     texts = [
         text

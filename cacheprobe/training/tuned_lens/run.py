@@ -1,11 +1,12 @@
-"""A whole training of a tuned lens: text, steps, the comparison on held-out text, and the files."""
+"""Runs a whole training of a tuned lens: text, steps, the comparison on held-out text, and the files."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from cacheprobe.core.values import Json
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
@@ -19,11 +20,11 @@ from cacheprobe.training.tuned_lens.train import TunedLensTrainer, divergences
 def train_tuned_lens(
     model: CachedLM, settings: TunedLensSettings, out: Path | None = None, *, progress: bool = True
 ) -> TunedLens:
-    """Train a lens for this model, compare it with the logit lens on held-out text, and store it where `out` says.
+    """Trains a lens for this model, compares it with the logit lens on held-out text, and stores it in `out` if given.
 
-    lens.about: settings, model, weights_note, tokens (read in training), kl_nats_logit and kl_nats_tuned (mean on the
-    held-out text, by layer), seconds, cpu_seconds, threads. Two trainings of equal settings on one machine give the
-    same bits. Nothing is kept of one that was stopped.
+    lens.about: settings, model, weights_note, tokens (used in training), kl_nats_logit and kl_nats_tuned (mean on the
+    held-out text, by layer), seconds, cpu_seconds, threads. Two trainings with equal settings on one machine give the
+    same bits. An interrupted training leaves no files.
     Raises: LensError for a model in less than float32, ValueError for settings that do not fit the model.
     """
     began, began_cpu = time.monotonic(), time.process_time()
@@ -38,7 +39,7 @@ def train_tuned_lens(
             shown(step.step + 1, f"KL {float(step.kl_nats.mean()):.3f} nats, mean over layers")
     held_out = write_texts(reader, settings.held_out, settings.length, settings.seed, "held-out", progress=progress)
     lens = trainer.lens()
-    about: dict[str, Any] = {
+    about: dict[str, Json] = {
         "settings": settings.as_dict(),
         "model": model.name,
         "weights_note": model.weights_note,
@@ -56,8 +57,10 @@ def train_tuned_lens(
     return lens
 
 
-def comparison(about: dict[str, Any]) -> str:
-    """The held-out divergences as lines of text, one for each layer."""
+def comparison(about: Mapping[str, Json]) -> str:
+    """Returns the held-out divergences as lines of text, one for each layer."""
     lines = ["layer  logit lens  tuned lens  (KL to the model's own output, nats, held-out text)"]
-    pairs = zip(about["kl_nats_logit"], about["kl_nats_tuned"], strict=True)
+    logit_nats, tuned_nats = about["kl_nats_logit"], about["kl_nats_tuned"]
+    assert isinstance(logit_nats, list) and isinstance(tuned_nats, list)
+    pairs = zip(logit_nats, tuned_nats, strict=True)
     return "\n".join(lines + [f"{layer:5}  {logit:10.3f}  {tuned:10.3f}" for layer, (logit, tuned) in enumerate(pairs)])

@@ -1,29 +1,31 @@
-"""Settings of a tuned lens's training, checked before anything is loaded."""
+"""Settings of a tuned lens's training, checked before loading."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+
+from cacheprobe.core.values import Json
 
 
 @dataclass(frozen=True)
 class TunedLensSettings:
-    """What a training depends on, apart from the model. The optimizer is the published one; the amounts are smaller.
+    """Everything that a training's result depends on, except the model. The optimizer is the published one; amounts are
+    smaller.
 
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, and the defaults of its tuned-lens package: Nesterov
-    momentum, learning rate 1 times (1 - momentum) falling linearly to zero over 250 steps, gradients clipped to norm
-    1, weight decay towards the identity. There a step reads 262144 tokens of The Pile.
+    momentum, learning rate 1 times (1 - momentum) falling linearly to zero over 250 steps, gradients clipped to norm 1,
+    weight decay towards the identity. There, a step reads 262144 tokens of The Pile.
     """
 
     steps: int = 250
     texts: int = 4
-    """Texts of a step; every step reads new ones."""
+    """Texts in a step; every step reads new ones."""
     length: int = 64
-    """Tokens of a text: a task's prompt, and then what the model itself goes on to say."""
+    """Tokens in a text: a task's prompt, followed by the model's own continuation."""
     learning_rate: float = 1.0
     momentum: float = 0.9
     weight_decay: float = 1e-3
     max_grad_norm: float = 1.0
     held_out: int = 16
-    """Texts that are never trained on, on which the two lenses are compared."""
+    """Number of texts that are never trained on, for the comparison of the two lenses."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -42,8 +44,10 @@ class TunedLensSettings:
             raise ValueError(f"momentum must be below 1, got {self.momentum}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Of a step, counted from 0: PyTorch's momentum multiplies it by 1 / (1 - momentum), which is undone here."""
+        """Returns the learning rate of a step, counted from 0, times (1 - momentum): PyTorch's momentum multiplies it
+        by the inverse."""
         return self.learning_rate * (1 - self.momentum) * (1 - step / self.steps)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Json]:
+        """Returns the settings as a dictionary."""
         return asdict(self)

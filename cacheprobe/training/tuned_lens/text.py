@@ -1,4 +1,4 @@
-"""Text for a lens, made here: prompts of the tasks, and what the model itself goes on to say."""
+"""Generates training text for a lens: prompts of the tasks, continued by the model itself."""
 
 from random import Random
 
@@ -10,18 +10,18 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import Boxes, CoinFlip, Permutations, Variables
 
 AT_ONCE = 64
-"""Texts that are written together."""
+"""Number of texts that are written together."""
 
 
 def write_texts(
     model: CachedLM, num_texts: int, length: int, seed: int, part: str, *, progress: bool = False
 ) -> Tensor:
-    """Token ids [num_texts, length]: a prompt each, continued by the model at temperature 1.
+    """Returns token ids [num_texts, length]: one prompt each, continued by the model at temperature 1.
 
-    part: "train" or "held-out"; no prompt's draw is shared between the two, nor between seeds. A prompt takes at most
-    half of the text. End tokens are never drawn, so that every text is whole. A model without a tokenizer gets random
-    tokens as prompts.
-    Raises: ValueError where length exceeds the model's context.
+    part: "train" or "held-out"; the two parts, and different seeds, share no prompt draws. A prompt takes at most half
+    of the text. End tokens are never sampled, so every text has its full length. A model without a tokenizer gets
+    random tokens as prompts.
+    Raises: ValueError if length exceeds the model's context.
     """
     if length > model.n_ctx:
         raise ValueError(f"texts of {length} tokens exceed the context of {model.name}, {model.n_ctx}; lower length")
@@ -49,7 +49,7 @@ def _prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[tupl
 
 
 def _continued(model: CachedLM, prompts: list[tuple[int, ...]], length: int, generator: torch.Generator) -> Tensor:
-    """Texts [b, length]: every step feeds each row's newest token, the rows standing where they are."""
+    """Returns texts [b, length]; every step feeds each text's newest token at the text's own position."""
     cache = model.new_cache(len(prompts), length)
     texts = [list(prompt) for prompt in prompts]
     for width in sorted({len(prompt) for prompt in prompts}):

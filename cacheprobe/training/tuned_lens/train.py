@@ -1,51 +1,52 @@
-"""One training of a tuned lens: the translators step down the KL divergence to the model's own output."""
+"""Trains a tuned lens: the translators minimise the KL divergence from the model's own output."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import Lens, LensError
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.training.tuned_lens.settings import TunedLensSettings
 
 ROWS_AT_ONCE = 256
-"""Rows of one vocabulary product, forwards and back: its logits are the largest tensors of a training."""
+"""Rows of one vocabulary product, forward and backward: its logits are the largest tensors of a training."""
 
 
 class Step(NamedTuple):
-    """What a step came to."""
+    """The result of a step."""
 
     step: int
     kl_nats: Tensor
-    """[l] Mean KL divergence of every translated layer, before the step."""
+    """[l] mean KL divergence of every translated layer, before the step."""
 
 
 class States(NamedTuple):
-    """What a model computed of some texts, their tokens one after another."""
+    """Activations of a model on some texts, their tokens one after another."""
 
     layers: Float[Tensor, "l n m"]
     """The residual stream after every block but the last."""
     output_logprobs_nats: Float[Tensor, "n v"]
-    """The model's own."""
+    """The model's own log-probabilities."""
 
 
 def states_of(model: CachedLM, texts: Tensor) -> States:
-    """Texts [b, t] read in one forward; n = b x t."""
-    heard: dict[int, Tensor] = {}
+    """Returns the states of texts [b, t], computed in one forward; n = b x t."""
+    captured: dict[int, Tensor] = {}
     sites = [("S", layer) for layer in range(model.n_layers - 1)]
     cache = model.new_cache(*texts.shape)
-    with model.capturing(sites, lambda site, layer, value: heard.__setitem__(layer, value.flatten(0, 1).clone())):
+    with model.capturing(sites, lambda site, layer, value: captured.__setitem__(layer, value.flatten(0, 1).clone())):
         logits = model.forward(texts, cache, range(len(texts)), [0] * len(texts))
-    layers = torch.stack([heard[layer] for layer in range(model.n_layers - 1)])
+    layers = torch.stack([captured[layer] for layer in range(model.n_layers - 1)])
     return States(layers, logits.flatten(0, 1).float().log_softmax(-1))
 
 
 class TunedLensTrainer:
-    """Steps the translators of every layer at once, from the identity on.
+    """Trains the translators of every layer at once, starting from the identity.
 
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3; optimizer as in its tuned-lens package.
     Twin: tests.lenses_slowly.tuned_lens_gradients_slowly, close(1e-4): one layer, one token at a time.
@@ -68,7 +69,7 @@ class TunedLensTrainer:
         )
 
     def run(self, texts: Tensor) -> Iterator[Step]:
-        """All steps over texts [n, t], `settings.texts` of them at a time."""
+        """Runs all steps over texts [n, t], `settings.texts` of them at a time."""
         settings = self.settings
         if len(texts) < settings.texts:
             raise ValueError(f"a step reads {settings.texts} texts, there are {len(texts)}; write more")
@@ -85,9 +86,9 @@ class TunedLensTrainer:
             yield Step(step, kl_nats)
 
     def backward(self, states: States) -> Tensor:
-        """Gradients of the sum over layers of the mean KL over tokens; returns that mean [l].
+        """Computes gradients of the sum over layers of the mean KL over tokens; returns that mean [l].
 
-        All layers are translated in one batched product; their logits pass in slices of ROWS_AT_ONCE.
+        All layers are translated in one batched product; their logits are computed in slices of ROWS_AT_ONCE.
         """
         self.optimizer.zero_grad(set_to_none=True)
         layers, tokens, width = states.layers.shape
@@ -103,14 +104,14 @@ class TunedLensTrainer:
         moved.backward(gradient.view_as(moved))
         return kl.view(layers, tokens).mean(1)
 
-    def lens(self, about: dict[str, Any] | None = None) -> TunedLens:
-        """The lens as it stands."""
+    def lens(self, about: dict[str, Json] | None = None) -> TunedLens:
+        """Returns the lens with the current translators."""
         return TunedLens(self.weights.detach().clone(), self.biases.detach().clone(), self.unembedding, about or {})
 
 
 @torch.inference_mode()
 def divergences(model: CachedLM, lens: Lens, texts: Tensor) -> Float[Tensor, "l"]:
-    """Mean KL divergence, in nats, from the model's own output to the lens's at every layer but the last.
+    """Returns the mean KL divergence, in nats, from the model's own output to the lens's at every layer but the last.
 
     texts: [n, t]. The mean is taken over every token of every text.
     """
@@ -128,6 +129,6 @@ def divergences(model: CachedLM, lens: Lens, texts: Tensor) -> Float[Tensor, "l"
 
 
 def _kl_nats(logits: Float[Tensor, "n v"], output: Float[Tensor, "n v"]) -> Float[Tensor, "n"]:
-    """KL(output || softmax(logits)). A token that the output rules out adds nothing."""
+    """Returns KL(output || softmax(logits)) for each row. A token with output probability 0 adds 0."""
     terms = output.exp() * (output - logits.float().log_softmax(-1))
     return terms.masked_fill(output == -torch.inf, 0.0).sum(-1)
