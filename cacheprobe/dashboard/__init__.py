@@ -1,1 +1,3 @@
-"""`cacheprobe dash`: linked views over stored runs, in a browser. One file a view; figures come from `views`."""
+"""Runs `cacheprobe dash`: linked views over stored runs, in a browser. Each view is one file; `plots` draws the
+figures.
+"""

@@ -1,4 +1,4 @@
-"""The app: the page as Dash serves it, and one address of ours that answers what the page asks (assets/talk.js)."""
+"""Builds the Dash app, and one address (/ask) that answers the page's questions (assets/talk.js)."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ from cacheprobe.dashboard.tabs import cache, card, compare, decode, lens, result
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against")
 """Menus and the slider, in the order of assets/talk.js."""
 MOST_BYTES = 16 * 2**10
-"""Of what is asked at once."""
+"""Largest size of one question."""
 
 Views = dict[str, Callable[[Ask], str | Answer]]
 
 
 def make_app(shelf: Shelf) -> Dash:
-    """A Dash app over what the command line named. Everything is served from this machine."""
+    """Returns a Dash app over the runs and results that the command line named; it loads no file from the network."""
     app = Dash(
         "cacheprobe",
         title="cacheprobe",
@@ -59,11 +59,14 @@ def _views(shelf: Shelf, reader: Reader) -> Views:
 
 
 def _answer(server: Flask, views: Views) -> None:
-    """POST /ask with {view: question}: a line of JSON for each view, in the order asked, as soon as it is there."""
+    """Adds POST /ask with {view: question}: the answer has one line of JSON for each view, in order, each sent when
+    ready.
+    """
 
     @server.post("/ask")
     def ask() -> Response:
-        if not request.is_json:  # which no form of another site can send
+        """Returns the answers as a stream of lines."""
+        if not request.is_json:  # a form on another site cannot send JSON
             abort(Response("questions are application/json\n", 415))
         if request.content_length is None or request.content_length > MOST_BYTES:
             abort(Response(f"questions have at most {MOST_BYTES} bytes\n", 413))
@@ -74,6 +77,7 @@ def _answer(server: Flask, views: Views) -> None:
             abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(views)}\n", 400))
 
         def lines() -> Iterator[str]:
+            """Yields one line of JSON for each view."""
             for name, question in asked.items():
                 yield json.dumps({"view": name, **answered(views[name], question)}) + "\n"
 
@@ -81,8 +85,10 @@ def _answer(server: Flask, views: Views) -> None:
 
 
 def guard(app: Dash, host: str) -> None:
-    """Nothing may be fetched from elsewhere; and a server on this machine alone answers to this machine's names alone,
-    so that no page of another site can speak to it under a name of its own."""
+    """Makes the browser fetch from this server only, and a local server answer only to local host names.
+
+    Otherwise a page of another site could reach the server under a host name of its own.
+    """
     hashes = " ".join(app.csp_hashes())
     policy = (
         f"default-src 'self'; script-src 'self' {hashes}; style-src 'self' 'unsafe-inline'; "
@@ -93,6 +99,7 @@ def guard(app: Dash, host: str) -> None:
 
     @app.server.before_request
     def refuse_strangers() -> None:
+        """Answers 403 to a request for another host name."""
         name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
         if is_local and name not in LOCAL:
             abort(
@@ -101,6 +108,7 @@ def guard(app: Dash, host: str) -> None:
 
     @app.server.after_request
     def add_policy(response: Response) -> Response:
+        """Adds the security headers."""
         response.headers["Content-Security-Policy"] = policy
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Referrer-Policy"] = "no-referrer"

@@ -1,25 +1,29 @@
-"""What a page may ask, checked; and refusals that are shown instead of an answer."""
+"""Checks the page's questions, and turns errors into a text that is shown in place of the answer."""
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from pyarrow import ArrowException
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.shelf import NotAsked, whole
 from cacheprobe.plots.text import markup
 
-Ask = dict[str, Any]
-Answer = dict[str, Any]
-"""html: markup, every text of a run escaped.  graphs: components, as `figures.graphs` makes them.  more: markup below
-them.  error: why there is nothing else."""
+Ask = JsonDict
+"""A question of the page, as JSON. Every value is checked before its use."""
+Answer = JsonDict
+"""html: markup with every text of a run escaped.  graphs: components from `figures.graphs`.  more: markup below them.
+error: the reason if the view cannot be shown."""
+
+T = TypeVar("T", bound=str)
 
 _EXPECTED = (ValueError, KeyError, OSError, ArrowException)
 _log = logging.getLogger(__name__)
 
 
 def answered(view: Callable[[Ask], str | Answer], ask: Ask) -> Answer:
-    """What the view says, or why it says nothing. What is wrong with one view is no matter of the others."""
+    """Returns the view's answer, or the error as an answer, so that an error in one view does not affect the others."""
     try:
         said = view(ask)
     except _EXPECTED as error:
@@ -32,16 +36,17 @@ def answered(view: Callable[[Ask], str | Answer], ask: Ask) -> Answer:
 
 
 def reason(error: Exception) -> str:
-    """Its message, without the quotes that a KeyError puts around it."""
+    """Returns the error's message, without the quotes that a KeyError adds."""
     return str(error.args[0] if isinstance(error, KeyError) and error.args else error)
 
 
 def refusal(error: Exception) -> str:
+    """Returns the error's message as a paragraph of HTML."""
     return f'<p class="refused">{markup(reason(error))}</p>'
 
 
 def span(value: object, what: str, most: int) -> range:
-    """[first, end] as a range of 1 to `most` numbers. Raises: NotAsked for anything else."""
+    """Returns [first, end] as a range of 1 to `most` numbers. Raises: NotAsked for anything else."""
     if (
         not isinstance(value, list)
         or len(value) != 2
@@ -53,16 +58,17 @@ def span(value: object, what: str, most: int) -> range:
 
 
 def number(value: object, what: str) -> int:
-    """Raises: NotAsked for anything but a whole number."""
+    """Returns the value as a whole number. Raises: NotAsked for anything else."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise NotAsked(f"{what} is a whole number, got {value!r:.40}")
     return value
 
 
-def one_of(value: object, what: str, known: tuple[str, ...]) -> str:
+def one_of(value: object, what: str, known: tuple[T, ...]) -> T:
+    """Returns the value, one of `known`. Raises: NotAsked for anything else."""
     if value not in known:
         raise NotAsked(f"{what} is {' or '.join(known)}, got {value!r:.40}")
-    return str(value)
+    return known[known.index(value)]
 
 
 __all__ = ["Answer", "Ask", "NotAsked", "answered", "number", "one_of", "reason", "refusal", "span", "whole"]

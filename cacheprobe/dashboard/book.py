@@ -1,8 +1,7 @@
-"""One stored run, with what the views derive from its tables kept once."""
+"""Wraps one stored run, and keeps what the views compute from its tables."""
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,7 @@ from cacheprobe.trace.tables.token_history import standing_at, token_history
 
 
 class Book:
-    """A run to leaf through: by request, by step, by page of positions."""
+    """A stored run with look-ups by request, by step and by page of positions; results are cached."""
 
     def __init__(self, run: StoredRun) -> None:
         self.run = run
@@ -28,17 +27,18 @@ class Book:
 
     @cached_property
     def steps(self) -> range:
+        """All steps of the run."""
         steps = self.run.events.step
         return range(int(steps.min()), int(steps.max()) + 1) if len(steps) else range(0)
 
     @cached_property
     def finding(self) -> str:
-        """What the timeline says of the whole run."""
+        """The sentence above the timeline, about the whole run."""
         return timeline_finding(self.run.events)
 
     @cached_property
     def verified(self) -> dict[int, bool]:
-        """By request: whether a verifier ever spoke of it."""
+        """By request: whether it was ever verified."""
         events = self.run.events
         spoken = set(events.request_id[events.phase == "verify"].tolist())
         return {r["request_id"]: r["request_id"] in spoken for r in self.run.requests}
@@ -57,26 +57,32 @@ class Book:
 
     @cached_property
     def _in_use(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """By request: its last step; and steps at which its number of rows changed, with the number from then on."""
+        """By request: its last step, the steps at which its number of cache rows changed, and the numbers from
+        then on.
+        """
         tables = rows_in_use(self.run.ledger).groupby("request_id")
         last = self.run.events.groupby("request_id").step.max()
         return [(int(last[r]), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
 
     def events_of(self, request_id: int) -> pd.DataFrame:
+        """Returns the events of one request."""
         return self._by_request.get(request_id, self.run.events.iloc[:0])
 
     def events_of_all(self, requests: Sequence[int]) -> pd.DataFrame:
+        """Returns the events of several requests."""
         return pd.concat([self.run.events.iloc[:0], *(self.events_of(r) for r in requests)])
 
     def rows_of(self, request_id: int) -> pd.DataFrame:
+        """Returns the rows of one request."""
         return self._rows_by_request.get(request_id, self.run.rows.iloc[:0])
 
     def ledger(self, request_id: int, step: int) -> pd.DataFrame:
+        """Returns a request's cache rows after a step, as `Trace.ledger`."""
         changes = self._ledger_by_request.get(request_id)
         return ledger_at(self.run.ledger.iloc[:0] if changes is None else changes, step)
 
     def held(self, step: int) -> tuple[int, int]:
-        """(cache rows, requests) of all requests that are running at a step."""
+        """Returns (cache rows, requests) over all requests that are running at a step."""
         rows = requests = 0
         for last, steps, counts in self._in_use:
             place = int(np.searchsorted(steps, step, side="right")) - 1
@@ -85,18 +91,20 @@ class Book:
         return rows, requests
 
     def warm(self) -> None:
-        """Derive now what the first page will ask for."""
+        """Computes what the first page needs, so that the page loads faster."""
         _ = self.opening, self.verified, self.finding, self._in_use, self.run.token_texts
 
     def prompt_length(self, request_id: int) -> int:
+        """Returns the number of prompt tokens of a request."""
         return len(self.run.request(request_id)["prompt_token_ids"])
 
     def predicting_rows(self, request_id: int) -> pd.DataFrame:
-        """Rows from the prompt's last token on: those that readings speak of."""
+        """Returns the rows from the prompt's last token on; lens readings are of these rows."""
         rows = self.rows_of(request_id)
         return rows[rows.position >= self.prompt_length(request_id) - 1]
 
     def standing(self, requests: range, step: int) -> pd.DataFrame:
+        """Returns the tokens at each place after a step, as `token_history.standing_at`."""
         return standing_at(pd.concat([self.history_of(r) for r in requests], ignore_index=True), step)
 
     def _history_of(self, request_id: int) -> pd.DataFrame:
@@ -106,20 +114,22 @@ class Book:
         events = self.events_of(request_id)
         return find_windows(events, request_id) if len(events) else ()
 
-    def _story(self, request_id: int) -> list[list[Any]]:
-        """By step of the request: [step, words, position that the step is about]."""
+    def _story(self, request_id: int) -> list[list[int | str]]:
+        """Returns, for each step of the request: [step, words, position that the step concerns]."""
         last = self.rows_of(request_id).groupby("step").position.max()
-        told = []
+        story: list[list[int | str]] = []
         for event in self.events_of(request_id).itertuples():
             at = int(last.get(event.step, -1))
             if event.phase == "verify" and pd.notna(event.num_accepted):
                 at = int(event.draft_start) + int(event.num_accepted) - 1
-            told.append([int(event.step), step_words(event), at])
-        return told
+            story.append([int(event.step), step_words(event), at])
+        return story
 
     @cached_property
     def opening(self) -> dict[str, int]:
-        """The request and step to open with: the first rollback that accepted something, else any verify pass."""
+        """The request and step to show first: the first partly accepted rollback, else any verify pass, else the first
+        step.
+        """
         events = self.run.events
         if (at := opening(events)) is not None:
             return {"request": at.request_id, "step": at.step}
@@ -128,7 +138,8 @@ class Book:
         return {"request": int(events.request_id.iloc[0]), "step": int(events.step.iloc[0])}
 
     def page(self, request_id: int, position: int, include: str, columns: int) -> range:
-        """Positions of the page of the lens grid that holds `position`: at most `columns` rows, one position at least.
+        """Returns the positions of the page of the lens grid that holds `position`: at most `columns` rows, at least
+        one position.
 
         include: "committed" or "all"; with candidates and rolled-back rows a position has several columns.
         """

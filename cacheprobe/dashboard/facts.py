@@ -1,7 +1,6 @@
-"""What the page must know of a run before it asks for pictures, and of one request."""
+"""Answers what the page must know of a run, and of a request, before it asks for pictures."""
 
-from typing import Any
-
+from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.asking import Ask, whole
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.reader import Reader
@@ -9,11 +8,11 @@ from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.prompt_block import prompt_block
 
 LONGEST_PROMPT = 44
-"""Characters of a prompt's end in the menu of requests."""
+"""Number of characters of a prompt's end in the menu of requests."""
 
 
-def run_facts(shelf: Shelf, reader: Reader, ask: Ask) -> dict[str, Any]:
-    """Requests, steps, layers and menus of a run."""
+def run_facts(shelf: Shelf, reader: Reader, ask: Ask) -> JsonDict:
+    """Returns requests, steps, layers and menus of a run."""
     book = shelf.book(ask["run"])
     run = book.run
     return {
@@ -31,8 +30,8 @@ def run_facts(shelf: Shelf, reader: Reader, ask: Ask) -> dict[str, Any]:
     }
 
 
-def request_story(shelf: Shelf, ask: Ask) -> dict[str, Any]:
-    """The steps of one request, in words, and the lengths of its prompt and answer."""
+def request_story(shelf: Shelf, ask: Ask) -> JsonDict:
+    """Returns the steps of one request in words, and the lengths of its prompt and answer."""
     book = shelf.book(ask["run"])
     request_id = whole(ask["request"], "request", len(book.run.requests))
     request = book.run.request(request_id)
@@ -44,7 +43,7 @@ def request_story(shelf: Shelf, ask: Ask) -> dict[str, Any]:
 
 
 def prompt_view(shelf: Shelf, ask: Ask) -> str:
-    """The prompt and the answer of a request."""
+    """Returns the prompt and the answer of a request, as markup."""
     book = shelf.book(ask["run"])
     request = book.run.request(whole(ask["request"], "request", len(book.run.requests)))
     asked, given = len(request["prompt_token_ids"]), len(request["committed_token_ids"])
@@ -55,7 +54,7 @@ def prompt_view(shelf: Shelf, ask: Ask) -> str:
 
 
 def sentence(book: Book) -> str:
-    """The run in one line of plain text."""
+    """Returns the run in one line of plain text."""
     run, events = book.run, book.run.events
     finger = run.fingerprint
     passes = events.step.nunique()
@@ -69,7 +68,7 @@ def sentence(book: Book) -> str:
     return f"{said}{by} drafted {drafted} candidates: {drafted - lost} accepted, {lost} rolled back."
 
 
-def _request_label(request: dict[str, Any]) -> str:
+def _request_label(request: JsonDict) -> str:
     prompt = request["prompt"] if isinstance(request["prompt"], str) else "token ids"
     end = " ".join(prompt.split())
     end = end if len(end) <= LONGEST_PROMPT else "…" + end[-LONGEST_PROMPT:]

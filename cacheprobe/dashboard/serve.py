@@ -1,4 +1,4 @@
-"""The server: one process, its address printed once it listens."""
+"""Runs the server: one process, whose address is printed once it accepts connections."""
 
 import socket
 from contextlib import suppress
@@ -13,16 +13,16 @@ from cacheprobe.dashboard.shelf import Shelf
 
 
 def listen(shelf: Shelf, host: str = "127.0.0.1", port: int = 8050) -> BaseWSGIServer:
-    """A server that is bound and answers from `serve_forever()` on. port: 0 for any that is free.
+    """Returns a server bound to its address; call `serve_forever()` to answer. port: 0 for any free one.
 
-    Raises: OSError where the address cannot be had, with what to give instead.
+    Raises: OSError if the address cannot be used, with what to give instead.
     """
     app = make_app(shelf)
     guard(app, host)
     if shelf.entries and (book := shelf.entries[shelf.first].book) is not None:
         Thread(target=_warm, args=(book,), daemon=True).start()
-    with _bound(host, port) as held:  # werkzeug, which makes a copy, would end the program where the port is taken
-        return make_server(host, port, app.server, threaded=True, request_handler=_Quiet, fd=held.fileno())
+    with _bound(host, port) as bound:  # werkzeug copies the socket; given a taken port, it would end the program
+        return make_server(host, port, app.server, threaded=True, request_handler=_Quiet, fd=bound.fileno())
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -38,17 +38,18 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _warm(book: Book) -> None:
-    """While the browser is opened. What is wrong with the run is said when a view asks for it."""
+    """Computes a run's derived tables while the browser opens. Ignores errors: the views report them later."""
     with suppress(Exception):
         book.warm()
 
 
 class _Quiet(WSGIRequestHandler):
-    """Says nothing of requests that went well. Werkzeug closes the connection after each answer."""
+    """Logs only requests that failed. Werkzeug closes the connection after each answer."""
 
-    protocol_version = "HTTP/1.1"  # which has chunks: an answer's lines are sent as they come, its length not yet known
-    disable_nagle_algorithm = True  # an answer is sent in pieces, and none of them waits for the next
+    protocol_version = "HTTP/1.1"  # allows chunks: lines of an answer are sent before its length is known
+    disable_nagle_algorithm = True  # send each piece of an answer at once
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Logs a request that failed with a server error."""
         if str(code).startswith("5"):
             super().log_request(code, size)

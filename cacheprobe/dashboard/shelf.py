@@ -1,4 +1,4 @@
-"""What the command line named: runs that open, those that do not with the reason, and stored results."""
+"""Lists what the command line named: runs, runs that cannot be opened with the reason, and stored results."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,16 +11,18 @@ from cacheprobe.trace.manifest import MANIFEST, TraceError
 from cacheprobe.trace.stored import StoredRun
 
 MOST_CELLS = 200
-"""Of a sweep, in the menu of runs."""
+"""Largest number of a sweep's cells in the menu of runs."""
 
 
 class NotAsked(ValueError):
-    """A request of the page that names what the command line did not."""
+    """Raised for a question that cannot be answered: something that the command line did not name, or data that the run
+    lacks.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A run, or why there is none."""
+    """A run, or the reason why it cannot be opened."""
 
     name: str
     book: Book | None
@@ -29,20 +31,23 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shelf:
-    """Runs and results are spoken of by their number alone: no path comes from a browser."""
+    """Runs and results, each known to the browser by a number only: no path comes from a browser."""
 
     entries: tuple[Entry, ...]
     results: tuple[Path, ...] = ()
     model: str | None = None
-    """Of the command line: what to read states with where a run's own model cannot be loaded."""
+    """Model of the command line, which reads states if a run's own model cannot be loaded."""
     lenses: tuple[Path, ...] = field(default=())
     """Directories of tuned lenses."""
     more: tuple[Path, ...] = ()
-    """Cells of sweeps beyond those in the menu of runs: numbered behind the entries, and opened when asked for."""
+    """Cells of sweeps beyond those in the menu of runs. Their numbers follow the entries'; each is opened at its first
+    use."""
 
     @classmethod
     def of(cls, paths: Iterable[Path], model: str | None = None, lenses: Sequence[Path] = ()) -> "Shelf":
-        """A directory is a run, or holds runs and result files; a .json file is a result."""
+        """Returns the shelf of these paths: a directory is a run, or holds runs and result files; a .json file is a
+        result.
+        """
         entries: list[Entry] = []
         results: list[Path] = []
         more: list[Path] = []
@@ -51,7 +56,7 @@ class Shelf:
         return cls(tuple(entries), tuple(results), model, tuple(lenses), tuple(more))
 
     def book(self, number: object) -> Book:
-        """The run of this number. Raises: NotAsked for another number, or one whose run cannot be opened."""
+        """Returns the run of this number. Raises: NotAsked for another number, or for a run that cannot be opened."""
         place = whole(number, "run", len(self.entries) + len(self.more))
         count = len(self.entries)
         entry = self.entries[place] if place < count else _opened(self.more[place - count])
@@ -60,18 +65,18 @@ class Shelf:
         return entry.book
 
     def numbers(self) -> dict[str, int]:
-        """Of every run, by the name of its directory."""
+        """Returns the number of every run, by the name of its directory."""
         names = [*(entry.name for entry in self.entries), *(path.name for path in self.more)]
         return {name: number for number, name in enumerate(names)}
 
     @property
     def first(self) -> int:
-        """The first run that opens, or 0."""
+        """Number of the first run that can be opened, or 0."""
         return next((i for i, entry in enumerate(self.entries) if entry.book is not None), 0)
 
 
 def whole(value: object, what: str, count: int) -> int:
-    """`value` as a number from 0 to count - 1. Raises: NotAsked for anything else."""
+    """Returns `value` as a number from 0 to count - 1. Raises: NotAsked for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
         raise NotAsked(f"there is no {what} {value!r:.40}; there are {count}, counted from 0")
     return value

@@ -1,8 +1,8 @@
-"""The page: header, transport, tabs, and a place for every view. What stands in them comes from assets/."""
+"""Builds the page: header, transport, tabs, and an empty place for every view, which assets/ fills."""
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 from dash import dcc, html
 
@@ -14,6 +14,9 @@ from cacheprobe.plots.style import DIAGRAM_CSS, SHADE_CSS, THEME_CSS
 from cacheprobe.plots.text import markup
 from cacheprobe.plots.thoughts.strokes import WAITING
 
+Element: TypeAlias = object
+"""A component of dash, which creates their classes at run time; None shows nothing."""
+
 TABS = (
     ("replay", "Replay"),
     ("thoughts", "Thoughts"),
@@ -23,9 +26,11 @@ TABS = (
 
 
 def index(shelf: Shelf) -> str:
-    """The page that Dash fills. Its body tells which runs and results there are before anything else is loaded."""
-    told = {"first": shelf.first, "runs": _runs(shelf), "results": [kind_of(path) for path in shelf.results]}
-    about = markup(json.dumps(told)).replace("{%", "&#123;%")
+    """Returns the HTML that Dash fills. Its body lists the runs and results, so the page knows them before it loads
+    more.
+    """
+    listed = {"first": shelf.first, "runs": _runs(shelf), "results": [kind_of(path) for path in shelf.results]}
+    about = markup(json.dumps(listed)).replace("{%", "&#123;%")
     return (
         '<!DOCTYPE html><html lang="en"><head>{%metas%}<title>{%title%}</title>{%favicon%}'
         f"<style>{DIAGRAM_CSS}{SHADE_CSS}{CARD_CSS}{THEME_CSS}</style>{{%css%}}</head>"
@@ -34,8 +39,8 @@ def index(shelf: Shelf) -> str:
     )
 
 
-def _runs(shelf: Shelf) -> list[dict[str, Any]]:
-    """Options of a menu."""
+def _runs(shelf: Shelf) -> list[dict[str, object]]:
+    """Returns the options of the menu of runs."""
     return [
         {
             "label": entry.name if entry.book else f"{entry.name} (cannot be opened)",
@@ -46,7 +51,8 @@ def _runs(shelf: Shelf) -> list[dict[str, Any]]:
     ]
 
 
-def layout(shelf: Shelf) -> Any:
+def layout(shelf: Shelf) -> Element:
+    """Returns the page's components."""
     return html.Div(
         [
             _header(shelf),
@@ -71,7 +77,7 @@ def layout(shelf: Shelf) -> Any:
     )
 
 
-def _header(shelf: Shelf) -> Any:
+def _header(shelf: Shelf) -> Element:
     return html.Header(
         [
             html.Div([html.Span("cacheprobe", className="brand"), html.Span(id="says")], className="title"),
@@ -83,8 +89,8 @@ def _header(shelf: Shelf) -> Any:
     )
 
 
-def _broken(shelf: Shelf) -> Any:
-    """Every run that cannot be opened, with the reason."""
+def _broken(shelf: Shelf) -> Element:
+    """Returns a list of the runs that cannot be opened, with the reasons."""
     broken = [entry for entry in shelf.entries if entry.book is None]
     if not broken:
         return None
@@ -92,8 +98,9 @@ def _broken(shelf: Shelf) -> Any:
     return html.Div([f"{len(broken)} of {len(shelf.entries)} could not be opened.", html.Ul(items)], className="broken")
 
 
-def _transport() -> Any:
-    def button(sign: str, says: str, **intent: str) -> Any:
+def _transport() -> Element:
+    def button(sign: str, says: str, **intent: str) -> Element:
+        """Returns a button with a sign and a tip."""
         return html.Button(sign, className="icon", title=says, **{f"data-{k}": v for k, v in intent.items()})
 
     return html.Section(
@@ -120,7 +127,7 @@ def _transport() -> Any:
     )  # fmt: skip
 
 
-def _tabs() -> Any:
+def _tabs() -> Element:
     return html.Nav(
         [
             html.Button(name, id=f"tab-{key}", className="tab", role="tab", **{"data-intent": "tab", "data-tab": key})
@@ -131,22 +138,22 @@ def _tabs() -> Any:
     )
 
 
-def _panel(name: str, children: list[Any]) -> Any:
+def _panel(name: str, children: list[Element]) -> Element:
     return html.Div(children, id=f"panel-{name}", className="tabpanel", role="tabpanel", hidden=name != "replay")
 
 
-def _place(name: str, classes: str = "", below: Sequence[Any] = ()) -> Any:
+def _place(name: str, classes: str = "", below: Sequence[Element] = ()) -> Element:
     inside = [html.Div(className="waiting"), html.Div(id=f"{name}-view"), *below]
     return html.Section(inside, className=f"card {classes}", id=f"{name}-card")
 
 
-def _contributions() -> Any:
-    """What attention and MLP gave, in the card once asked for: computed from the kept states, which takes longer."""
+def _contributions() -> Element:
+    """Returns the button that computes the logit attribution from kept states, which takes longer than the card."""
     button = html.Button("What gave this logit?", className="plain", **{"data-intent": "gave"})
     return html.Div([button, html.Div(_figure("gave"), id="gave-box", hidden=True)], className="gave")
 
 
-def _replay() -> list[Any]:
+def _replay() -> list[Element]:
     return [
         html.Div([_place("timeline", "wide"), _place("decode"), _place("cache", "side")], className="grid"),
         html.Div([_lens(), _place("card", "side", [_contributions()])], className="grid"),
@@ -155,7 +162,7 @@ def _replay() -> list[Any]:
     ]
 
 
-def _lens() -> Any:
+def _lens() -> Element:
     colours = [("logprob", "log-probability"), ("entropy", "entropy"), ("rank", "rank")]
     rows = [("committed", "committed path"), ("all", "with rows that lost")]
     return html.Section(
@@ -178,7 +185,7 @@ def _lens() -> Any:
     )
 
 
-def _results(shelf: Shelf) -> list[Any]:
+def _results(shelf: Shelf) -> list[Element]:
     kinds = [kind_of(path) for path in shelf.results]
     buttons = [
         html.Button(
@@ -205,9 +212,10 @@ def _results(shelf: Shelf) -> list[Any]:
     ]
 
 
-def _figure(name: str) -> list[Any]:
-    """A place for what is said of a figure, one for the figure, and one for what stands below it: plotly is loaded with
-    the first that is drawn."""
+def _figure(name: str) -> list[Element]:
+    """Returns three places: for the text of a figure, for the figure, and for what follows. The first figure loads
+    plotly.
+    """
     return [
         html.Div(id=f"{name}-view"),
         html.Div(className="plot", id=f"{name}-place", hidden=True),
@@ -215,7 +223,7 @@ def _figure(name: str) -> list[Any]:
     ]
 
 
-def _menu(name: str, label: str, options: Sequence[Any] = ()) -> Any:
+def _menu(name: str, label: str, options: Sequence[Element] = ()) -> Element:
     return html.Div(
         [
             html.Label(label, htmlFor=name),

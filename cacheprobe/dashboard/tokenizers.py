@@ -1,14 +1,17 @@
-"""Texts of tokens that no table of a run names, from its model's tokenizer where that lies on this machine."""
+"""Finds texts of tokens that no table of a run names, with the model's tokenizer if it is on this machine."""
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cacheprobe.models.shipped import shipped_folder
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 def texts_of(model: str, token_ids: set[int]) -> dict[int, str]:
-    """By id; none where the model's tokenizer is not here. Loads no weights, and no torch."""
+    """Returns texts by token id; {} if the model's tokenizer is not here. Loads no weights, and no torch."""
     tokenizer = _tokenizer(model) if token_ids else None
     if tokenizer is None:
         return {}
@@ -17,7 +20,7 @@ def texts_of(model: str, token_ids: set[int]) -> dict[int, str]:
 
 
 @lru_cache(maxsize=8)
-def _tokenizer(model: str) -> Any:
+def _tokenizer(model: str) -> "Tokenizer | None":
     path = _file(model)
     if path is None:
         return None
@@ -27,7 +30,7 @@ def _tokenizer(model: str) -> Any:
 
 
 def _file(model: str) -> Path | None:
-    """The tokenizer.json of a model by its name or directory."""
+    """Returns the path of a model's tokenizer.json, by the model's name or directory; None if it is not here."""
     if model == "smollm2-135m":
         from cacheprobe.models.smollm2 import smollm2_if_converted
 

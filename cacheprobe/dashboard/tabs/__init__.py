@@ -1,1 +1,1 @@
-"""The tabs of the dashboard, one file each."""
+"""Holds the tabs of the dashboard, one file each."""

@@ -1,4 +1,4 @@
-"""The cache of the chosen request after the chosen step, and the verify window that the step belongs to."""
+"""Shows the cache of the chosen request after the chosen step, and the verify window of that step."""
 
 from cacheprobe.dashboard.asking import Ask, number, whole
 from cacheprobe.dashboard.book import Book
@@ -17,6 +17,7 @@ from cacheprobe.plots.diagrams.windows import Window
 
 
 def view(shelf: Shelf, ask: Ask) -> str:
+    """Returns the picture of a request's cache after a step, as markup."""
     book = shelf.book(ask["run"])
     request = whole(ask["request"], "request", len(book.run.requests))
     step = number(ask["step"], "step")
@@ -45,6 +46,7 @@ def view(shelf: Shelf, ask: Ask) -> str:
 
 
 def window_view(shelf: Shelf, ask: Ask) -> str:
+    """Returns the picture of the verify window that a step belongs to, as markup."""
     book = shelf.book(ask["run"])
     request = whole(ask["request"], "request", len(book.run.requests))
     window = _window(book, request, number(ask["step"], "step"))
@@ -63,15 +65,17 @@ def window_view(shelf: Shelf, ask: Ask) -> str:
 
 
 def _window(book: Book, request: int, step: int) -> Window | None:
-    """The window that this step belongs to: the first one that ends at it or later; the last one after that."""
+    """Returns the step's window: the first that ends at this step or later, else the last; None if there is none."""
     windows = book.windows(request)
     return next((w for w in windows if w.step >= step), windows[-1] if windows else None)
 
 
 def _pending(book: Book, request: int, step: int, last: int) -> int | None:
-    """Position of the newest committed token where its row comes next; `last` is that of the last row.
+    """Returns the position of the newest committed token if its cache row is the next to be written; else None.
 
-    None where a draft pass wrote that row already, and while rows before it are rebuilt.
+    last: position of the last cache row. The result is None if a draft pass already wrote that row, and while earlier
+    rows
+    are rebuilt.
     """
     own = book.events_of(request)
     committed = int(own[own.step <= step].committed_token_ids.map(len).sum())

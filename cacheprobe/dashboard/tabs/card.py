@@ -1,4 +1,6 @@
-"""The card of one row: its choices by layer, and what became of the draft that followed it; and that in a sentence."""
+"""Shows the card of one row: each layer's most likely tokens, and the verdict on the next draft token; also as a
+sentence.
+"""
 
 from cacheprobe.analysis.layer_choices import settling
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
@@ -15,6 +17,7 @@ from cacheprobe.trace.tables.token_history import fates_at, fates_of_row
 
 
 def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
+    """Returns the card of a row, as markup."""
     book = shelf.book(ask["run"])
     request = whole(ask["request"], "request", len(book.run.requests))
     site = one_of(ask["site"], "site", ("S", "T", "C"))
@@ -37,7 +40,7 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
 
 
 def sentence(shelf: Shelf, ask: Ask) -> str:
-    """What became of the token after a position, and which layers had said so, as recorded."""
+    """Returns the outcome of the token after a position, and the layers that predicted it in the recorded readings."""
     book = shelf.book(ask["run"])
     request = whole(ask["request"], "request", len(book.run.requests))
     position, rows = number(ask["position"], "position"), book.rows_of(request)

@@ -1,8 +1,9 @@
-"""Two runs beside each other."""
+"""Compares two runs."""
 
 from cacheprobe.analysis.comparison import compare_requests, first_reading_difference
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.dashboard.asking import Ask, whole
+from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.run_comparison import (
     about_request,
@@ -15,6 +16,7 @@ from cacheprobe.plots.text import markup
 
 
 def view(shelf: Shelf, ask: Ask) -> str:
+    """Returns the comparison of two runs, as markup."""
     if sum(entry.book is not None for entry in shelf.entries) < 2:
         return (
             "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "
@@ -39,12 +41,13 @@ def view(shelf: Shelf, ask: Ask) -> str:
     return f"{''.join(parts)}<h3>Schedule fingerprints</h3>{schedules}"
 
 
-def _readings(ours, theirs, request: int) -> str:
+def _readings(ours: Book, theirs: Book, request: int) -> str:
+    """Returns a paragraph on the first lens reading that differs."""
     if not (ours.run.has_readings and theirs.run.has_readings):
         return "<p class='note'>Lens readings are not compared: one of the runs recorded none.</p>"
     if ours.run.meta["lens"] != theirs.run.meta["lens"]:
         return "<p class='note'>Lens readings are not compared: the runs were read through different lenses.</p>"
-    pair = [book.run.readings(request) for book in (ours, theirs)]  # all positions: too large to be held on to
+    pair = [book.run.readings(request) for book in (ours, theirs)]  # all positions: too large to cache
     mine, other = (table[table.status == "committed"] for table in pair)
     shared = mine.merge(other[["position", "layer"]], on=["position", "layer"])
     if shared.empty:

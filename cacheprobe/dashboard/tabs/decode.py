@@ -1,4 +1,4 @@
-"""The grid of requests by generated tokens at the chosen step."""
+"""Shows the grid of requests by generated tokens at the chosen step."""
 
 from cacheprobe.dashboard.asking import Ask, number, span, whole
 from cacheprobe.dashboard.shelf import Shelf
@@ -9,6 +9,7 @@ MOST_TOKENS = 40
 
 
 def view(shelf: Shelf, ask: Ask) -> str:
+    """Returns the grid, as markup."""
     book = shelf.book(ask["run"])
     count = len(book.run.requests)
     requests = span(ask["requests"], "requests", MOST_REQUESTS)

@@ -1,6 +1,6 @@
-"""The lens grid of the page that holds the chosen position, and what gave a row's logit."""
+"""Shows the page of the lens grid that holds the chosen position, and the logit attribution of a row."""
 
-from typing import Any
+from typing import get_args
 
 import pandas as pd
 
@@ -11,18 +11,18 @@ from cacheprobe.dashboard.reader import RECORDED, Reader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.attribution import attribution
 from cacheprobe.plots.diagrams.lens_picture import LABEL_WIDTH, PITCH, SITE_WORDS, readings_picture
-from cacheprobe.plots.lens_table import BELOW, finding, select
+from cacheprobe.plots.lens_table import BELOW, Include, Measure, finding, select
 from cacheprobe.plots.text import markup
 
 MOST_COLUMNS = 40
 
 
 def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
-    """Markup of the grid; what holds it says which positions its page has, data-first to data-last."""
+    """Returns markup of the grid; data-first and data-last of its element are the positions of the page."""
     book = shelf.book(ask["run"])
     request = whole(ask["request"], "request", len(book.run.requests))
-    include: Any = one_of(ask["rows"], "rows", ("committed", "all"))
-    colour: Any = one_of(ask["colour"], "colour", ("logprob", "entropy", "rank"))
+    include: Include = one_of(ask["rows"], "rows", get_args(Include))
+    colour: Measure = one_of(ask["colour"], "colour", get_args(Measure))
     site = one_of(ask["site"], "site", ("S", "T", "C"))
     width = number(ask["width"], "width")
     columns = min(max((width - LABEL_WIDTH - 4) // PITCH, 1), MOST_COLUMNS)
@@ -32,7 +32,7 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     table = readings_of(book, reader, ask["lens"], site, request, page)
     picture = readings_picture(table, request, colour=colour, include=include, positions=page, width=width)
     shown = select(table, request, include, page)
-    if ask["lens"] == RECORDED:  # of the whole request, as the report says it
+    if ask["lens"] == RECORDED:  # the finding of the whole request, as in the report
         said = finding(book.readings(request), request)
     else:
         said = f"{finding(shown, request)}, over the positions of this page"
@@ -51,7 +51,10 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
 def readings_of(
     book: Book, reader: Reader, lens: object, site: str, request: int, page: range, row: int | None = None
 ) -> pd.DataFrame:
-    """Recorded readings, or kept states read now. row: of that row alone."""
+    """Returns recorded readings, or readings computed now from kept states. row: of that row only.
+
+    Raises: NotAsked if there are none.
+    """
     if lens == RECORDED:
         if not book.run.has_readings:
             raise NotAsked("this run recorded no lens readings; choose a lens that reads its kept states, or run it "
@@ -65,8 +68,8 @@ def readings_of(
     return reader.read(book, str(lens), site, rows)
 
 
-def chosen_row(book: Book, request: int, position: int, row: object):
-    """The row of this number, or the canonical one at this position. Raises: NotAsked where there is none."""
+def chosen_row(book: Book, request: int, position: int, row: object) -> pd.Series:
+    """Returns the row of this number, or by default the canonical row at this position. Raises: NotAsked if none."""
     rows = book.predicting_rows(request)
     if row is not None:
         found = rows[rows.row == number(row, "row")]
@@ -81,7 +84,9 @@ def chosen_row(book: Book, request: int, position: int, row: object):
 
 
 def contributions(shelf: Shelf, reader: Reader, ask: Ask) -> Answer:
-    """Bars of what gave a row's logit, by layer and site. Raises: NotAsked, saying how to record what is missing."""
+    """Returns bars of a row's logit attribution, by layer and site. Raises: NotAsked that says how to record missing
+    states.
+    """
     book = shelf.book(ask["run"])
     missing = [site for site in "STC" if site not in book.run.sites]
     if missing:

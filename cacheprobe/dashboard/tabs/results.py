@@ -1,11 +1,12 @@
-"""Stored results: patching grids, cache surgery and probes as their figures, all else as a table of its numbers."""
+"""Shows stored results: patching grids, cache surgery and probes as figures, others as tables of numbers."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.asking import Answer, Ask, NotAsked, whole
 from cacheprobe.dashboard.figures import graphs
 from cacheprobe.dashboard.shelf import Shelf
@@ -14,6 +15,7 @@ from cacheprobe.plots.coin_rows import coin_rows_figure
 from cacheprobe.plots.patching import patching_grid
 from cacheprobe.plots.probes import probe_figure
 from cacheprobe.plots.report.page import table
+from cacheprobe.plots.style import Figure
 from cacheprobe.plots.text import markup, shorten
 
 MOST_BYTES = 20 * 2**20
@@ -32,13 +34,13 @@ KINDS = (
     ),
     ("results", "Results", "No other results were named", _REMEDY),
 )
-"""Of a stored result: its name in a link, its tab, and what is said where there is none."""
+"""Each kind of result: its key, the name of its tab, the text without one, and how to get one."""
 _PROBE = {"at", "place", "site", "layer", "accuracy", "low", "high", "is_above", "untrained", "embedding", "majority"}
 _SURGERY = {"people", "unit", "where", "treatment", "n", "total", "flips"}
 
 
 def kind_of(path: Path) -> str:
-    """The tab that a result belongs to, by what it holds; one that cannot be read is refused where it is shown."""
+    """Returns the tab of a result, by its content. An unreadable file gets the tab "results", which shows the error."""
     try:
         held = _held(path)
     except (NotAsked, OSError):
@@ -53,7 +55,7 @@ def kind_of(path: Path) -> str:
 
 
 def view(shelf: Shelf, ask: Ask) -> str | Answer:
-    """The figures of a result with what is said of them, or its numbers as tables."""
+    """Returns the figures of a result with a note, or its numbers as tables."""
     path = shelf.results[whole(ask["result"], "result", len(shelf.results))]
     held = _held(path)
     if is_sweep(held):
@@ -65,7 +67,8 @@ def view(shelf: Shelf, ask: Ask) -> str | Answer:
     return {"html": html, "graphs": graphs("result", figures, dark=ask.get("theme") == "dark")}
 
 
-def _held(path: Path) -> Any:
+def _held(path: Path) -> object:
+    """Returns the file's JSON. Raises: NotAsked for a large or unreadable file."""
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise NotAsked(f"{path.name} has {size} bytes, at most {MOST_BYTES} are shown")
@@ -75,8 +78,8 @@ def _held(path: Path) -> Any:
         raise NotAsked(f"{path.name} is not readable as JSON ({error!s:.120})") from error
 
 
-def _figures(path: Path, held: Any) -> tuple[list[Any], str]:
-    """Figures, and a note of what they are of as markup; no figure where a table is all that can be shown."""
+def _figures(path: Path, held: object) -> tuple[Sequence[Figure], str]:
+    """Returns figures, and a note on their source as markup; ([], "") if the result has no figure."""
     if _is_grid(held):
         from cacheprobe.patching.grid import Grid
 
@@ -99,25 +102,26 @@ def _figures(path: Path, held: Any) -> tuple[list[Any], str]:
     return [], ""
 
 
-def _is_grid(held: Any) -> bool:
+def _is_grid(held: object) -> bool:
     return isinstance(held, dict) and str(held.get("format", "")).startswith("cacheprobe patching grid")
 
 
-def _having(held: Any, columns: set[str]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Lists of records that have these columns."""
+def _having(held: object, columns: set[str]) -> list[tuple[str, list[JsonDict]]]:
+    """Returns the lists of records that have these columns."""
     return [(name, lines) for name, lines in _lists(held) if all(columns <= set(line) for line in lines)]
 
 
-def _lists(held: Any, name: str = "") -> list[tuple[str, list[dict[str, Any]]]]:
-    """Every list of records in a result, with the names that lead to it."""
+def _lists(held: object, name: str = "") -> list[tuple[str, list[JsonDict]]]:
+    """Returns every list of records in a result, with the path of names to it."""
     if isinstance(held, dict):
         return [one for key, value in held.items() for one in _lists(value, f"{name} · {key}" if name else key)]
-    is_records = isinstance(held, list) and held and all(isinstance(line, dict) for line in held)
-    return [(name, held)] if is_records else []
+    if isinstance(held, list) and held and all(isinstance(line, dict) for line in held):
+        return [(name, held)]
+    return []
 
 
-def _tables(held: Any) -> str:
-    """Plain numbers first, then each list of records."""
+def _tables(held: object) -> str:
+    """Returns plain numbers as one table, then each list of records as a table."""
     parts = []
     plain = list(_plain(held))
     if plain:
@@ -130,7 +134,7 @@ def _tables(held: Any) -> str:
     return "".join(parts) or "<p class='note'>This file holds nothing that can be shown as a table.</p>"
 
 
-def _plain(held: Any, name: str = "") -> list[tuple[str, object]]:
+def _plain(held: object, name: str = "") -> list[tuple[str, object]]:
     if isinstance(held, dict):
         return [one for key, value in held.items() for one in _plain(value, f"{name} · {key}" if name else key)]
     if isinstance(held, list):
@@ -139,5 +143,5 @@ def _plain(held: Any, name: str = "") -> list[tuple[str, object]]:
     return [(name, "—" if held is None else held)]
 
 
-def _cell(value: Any) -> object:
+def _cell(value: object) -> object:
     return value if isinstance(value, int | float | str) else shorten(json.dumps(value, ensure_ascii=False), 120)

@@ -1,8 +1,10 @@
-"""The sweep's tab: small multiples over any two of its axes, and its cells, each of which leads to its run."""
+"""Shows a sweep: small multiples over any two of its axes, and its cells, each with a button that opens its run."""
 
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+
+import pandas as pd
 
 from cacheprobe.dashboard.asking import Answer, Ask, NotAsked
 from cacheprobe.dashboard.figures import graphs
@@ -13,14 +15,18 @@ from cacheprobe.plots.text import markup
 MOST_LINES = 200
 
 
-def is_sweep(held: Any) -> bool:
-    """Whether a result file is the plan of a sweep."""
+def is_sweep(held: object) -> bool:
+    """Returns whether a result file is the plan of a sweep."""
     return isinstance(held, dict) and held.get("format") == "cacheprobe sweep"
 
 
 def sweep_view(shelf: Shelf, folder: Path, ask: Ask) -> str | Answer:
-    """What is asked: facet, "ROWS.COLUMNS", two axes that differ among the cells; by default the first two. Of an axis
-    with more values than are drawn at once, stretches: "ROWS.COLUMNS.2.0" is the third stretch of ROWS."""
+    """Returns the small multiples and the table of cells.
+
+    ask["facet"]: "ROWS.COLUMNS", two axes that differ among the cells; by default the first two. For an axis with too
+    many
+    values, pages of them: "ROWS.COLUMNS.2.0" is the third page of ROWS.
+    """
     from cacheprobe.sweeps.index import AXIS_COLUMNS
     from cacheprobe.sweeps.results import load_sweep
 
@@ -47,15 +53,15 @@ def sweep_view(shelf: Shelf, folder: Path, ask: Ask) -> str | Answer:
     return {"html": html, "graphs": drawn, "more": _cells(shelf, there, cells)}
 
 
-def _named(table: Any, axis: str) -> Any:
-    """The values of an axis as they are drawn."""
+def _named(table: pd.DataFrame, axis: str) -> pd.Series:
+    """Returns the values of an axis as they are drawn."""
     return table[axis].astype(object).where(table[axis].notna(), NONE)
 
 
-def _asked(facet: Any, pairs: list[str], varied: dict[str, list[Any]]) -> tuple[str, dict[str, int]]:
-    """The pair of a facet, and the number of the stretch of each of its axes.
+def _asked(facet: object, pairs: list[str], varied: Mapping[str, Sequence[object]]) -> tuple[str, dict[str, int]]:
+    """Returns the pair of axes of a facet, and the page of values of each axis.
 
-    Raises: NotAsked for a pair or a stretch that there is not.
+    Raises: NotAsked for an unknown pair or page.
     """
     parts = str(facet).split(".")
     named, places = parts[:2], parts[2:] or ["0", "0"]
@@ -71,8 +77,8 @@ def _asked(facet: Any, pairs: list[str], varied: dict[str, list[Any]]) -> tuple[
     return pair, at
 
 
-def _stretches(pair: str, at: dict[str, int], varied: dict[str, list[Any]]) -> str:
-    """For each axis with more values than are drawn at once, a button for each stretch of them."""
+def _stretches(pair: str, at: dict[str, int], varied: Mapping[str, Sequence[object]]) -> str:
+    """Returns a button for each page of values, for each axis with more values than are drawn at once."""
     lines = []
     for name in (name for name in at if len(varied[name]) > MOST):
         buttons = []
@@ -86,7 +92,7 @@ def _stretches(pair: str, at: dict[str, int], varied: dict[str, list[Any]]) -> s
 
 
 def _facets(pairs: list[str], chosen: str) -> str:
-    """A button for each two axes, those that go down first."""
+    """Returns a button for each pair of axes; the first axis of a pair goes down."""
     buttons = (_button(pair, " × ".join(pair.split(".")), pair == chosen) for pair in pairs)
     return f'<div class="verdicts">{"".join(buttons)}</div>'
 
@@ -98,9 +104,8 @@ def _button(facet: str, said: str, is_chosen: bool) -> str:
     )
 
 
-def _cells(shelf: Shelf, cells: Any, every: Any) -> str:
-    """The cells as a table, with the axes that differ among all; one whose run is on the shelf has a button that opens
-    it."""
+def _cells(shelf: Shelf, cells: pd.DataFrame, every: pd.DataFrame) -> str:
+    """Returns the cells as a table, with the axes that differ among all cells, and a button to open each run."""
     from cacheprobe.sweeps.index import AXIS_COLUMNS
 
     runs = shelf.numbers()
@@ -119,7 +124,7 @@ def _cells(shelf: Shelf, cells: Any, every: Any) -> str:
     return f"<h3>Cells</h3><div class='scroll'>{body}</div>{cut}"
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     if value is None or value != value:
         return "—"
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""What a Thinking States model thought of every chunk, and the chosen chunk in numbers."""
+"""Shows a Thinking States model's thoughts about each chunk, and the chosen chunk in numbers."""
 
 from cacheprobe.dashboard.asking import Ask, number, whole
 from cacheprobe.dashboard.shelf import Shelf
@@ -9,6 +9,7 @@ from cacheprobe.plots.thoughts.picture import thoughts_block
 
 
 def view(shelf: Shelf, ask: Ask) -> str:
+    """Returns the picture of the thoughts and the chosen chunk, as markup."""
     book = shelf.book(ask["run"])
     request = whole(ask["request"], "request", len(book.run.requests))
     thoughts = book.run.thoughts

@@ -1,4 +1,4 @@
-"""Requests by step, a page of each."""
+"""Shows requests by step, one page of each."""
 
 from cacheprobe.dashboard.asking import Ask, number, span
 from cacheprobe.dashboard.shelf import Shelf
@@ -6,6 +6,7 @@ from cacheprobe.plots.diagrams.timeline import MOST_REQUESTS, MOST_STEPS, timeli
 
 
 def view(shelf: Shelf, ask: Ask) -> str:
+    """Returns the timeline of a page, as markup."""
     book = shelf.book(ask["run"])
     there = range(len(book.run.requests))
     requests = [r for r in span(ask["requests"], "requests", MOST_REQUESTS) if r in there]
