@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.core.live import LiveModule
 from cacheprobe.core.registry import register
 from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembedding_sha256
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.live import LiveModule
 from cacheprobe.ops.by_layer import product_by_layer
 
 

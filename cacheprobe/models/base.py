@@ -6,9 +6,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, device, dtype
 
+from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.errors import ModelError as ModelError
-from cacheprobe.models.live import LiveTokenizer
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]

@@ -8,8 +8,8 @@ import xxhash
 from torch import Tensor
 
 from cacheprobe.core.config import DTYPES
+from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.live import LiveModule
 
 
 def one_dtype(bridge: LiveModule, name: str) -> torch.dtype:

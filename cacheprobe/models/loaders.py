@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from cacheprobe.core.config import DTYPES
+from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.devices import Device, DeviceMap, placement, require_placed
 from cacheprobe.models.hf.masks import sliding_window
 from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, why_no_hub
-from cacheprobe.models.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.models.settings import in_plain_settings
 from cacheprobe.models.shipped import shipped_folder
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking

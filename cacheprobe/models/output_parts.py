@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from cacheprobe.models.live import LiveModule
+from cacheprobe.core.live import LiveModule
 
 
 class OutputParts(NamedTuple):

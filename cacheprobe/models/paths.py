@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import PATTERN, SITES
+from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.hf.shared import plain_path
-from cacheprobe.models.live import LiveModule
 from cacheprobe.models.settings import numeric_settings, product_dtype
 from cacheprobe.models.turns import one_at_a_time
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request
 from cacheprobe.core.values import require_encodable, whole_number
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.live import LiveTokenizer
 
 KINDS = "a prompt is text, a list of token ids, a task example or a Request"
 

@@ -19,7 +19,7 @@ import platformdirs
 from filelock import FileLock
 
 from cacheprobe.core.files import fsync
-from cacheprobe.models.live import LiveModule
+from cacheprobe.core.live import LiveModule
 
 WEIGHTS_NOTE = "4-bit dequantised: SmolLM2-135M-Instruct from a Q4_1 GGUF"
 """Attached to every result from this model, since its weights are not those that were trained."""

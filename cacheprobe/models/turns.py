@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock, get_ident, local
 
+from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.live import LiveModule
 from cacheprobe.models.settings import plain_settings
 
 

@@ -7,9 +7,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.live import LiveTokenizer
 from cacheprobe.probes.groups import joined_groups
 from cacheprobe.trace.trace import Trace
 

@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
+from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.functional import Listeners, tell
 from cacheprobe.models.fast.fused_linear import Product
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
-from cacheprobe.models.live import LiveModule
 
 Affine = Callable[[Tensor], Tensor]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-from cacheprobe.models.live import LiveModule
+from cacheprobe.core.live import LiveModule
 from cacheprobe.ops.equality import bitwise
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEADS, PATTERN, hook_name
+from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights
-from cacheprobe.models.live import LiveModule
 
 _PARTS = ("q", "k", "v")
 _JOINT = "qkv"

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
 from cacheprobe.core.hook_names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_POINT, hook_name
+from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.fast.functional import FunctionalForward
@@ -28,7 +29,6 @@ from cacheprobe.models.hf.cache import staged
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights, empty_model
-from cacheprobe.models.live import LiveModule, ModuleValue
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.attention.by_request import SPAN_STEP
 from cacheprobe.ops.attention.decode import COMPILER

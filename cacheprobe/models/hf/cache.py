@@ -11,9 +11,9 @@ from typing import Any, NoReturn, TypeAlias, TypedDict
 from torch import Tensor, device
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from cacheprobe.core.live import LiveConfig
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.hf.masks import attention_masks
-from cacheprobe.models.live import LiveConfig
 
 
 class RowsLayer(CacheLayerMixin):

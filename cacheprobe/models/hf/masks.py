@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from cacheprobe.core.live import LiveConfig
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.live import LiveConfig
 
 
 def attention_masks(

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.attention import ATTENTION, can_attend_here
-from cacheprobe.models.live import LiveConfig, LiveModule
 
 WRAPPED = "_original_component"
 """The name under which a bridge component keeps the HF module that it replaced."""

@@ -6,8 +6,8 @@ This file defines only the order of the steps; every weight, norm, rotation and 
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from cacheprobe.core.live import LiveModule
 from cacheprobe.models.hf.hooked import HookPoint
-from cacheprobe.models.live import LiveModule
 from cacheprobe.models.thinking.blocks import Block, Memory, attend
 
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import PATTERN, hook_name, resid_pre_name
+from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.facts import checksum_of, sha256_of
 from cacheprobe.models.hf.hooked import ActivationCache, HookPoint
-from cacheprobe.models.live import LiveModule, LiveTokenizer
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.models.thinking.blocks import Memory, attention_bias

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.hooked import HookedRootModule, HookPoint
-from cacheprobe.models.live import LiveModule
 from cacheprobe.models.thinking.blocks import Block, Memory, RMSNorm, alibi_slopes, attention_bias, new_block
 from cacheprobe.models.thinking.config import ThinkingConfig
 

@@ -8,9 +8,9 @@ from copy import deepcopy
 
 from torch import nn
 
+from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.masks import sliding_window
-from cacheprobe.models.live import LiveConfig, LiveModule
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.hf_blocks import HFNorm, hf_block
 from cacheprobe.models.thinking.model import Compression, Parts, ThinkingBlock, ThinkingModel

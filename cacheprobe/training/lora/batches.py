@@ -6,7 +6,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from cacheprobe.models.live import LiveTokenizer
+from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.tasks.base import Example
 from cacheprobe.tasks.coin_flip import STATES, CoinFlip
 from cacheprobe.training.lora.settings import TRAIN_NAMES, LoraSettings

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.live import LiveModule, LiveTokenizer
 from cacheprobe.tasks.coin_flip import CoinFlip, answer_token_ids
 from cacheprobe.training.lora.batches import Batch, batches_of, encode, to_batch
 from cacheprobe.training.lora.settings import HELD_OUT_NAMES, LoraSettings

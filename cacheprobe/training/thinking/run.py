@@ -8,8 +8,8 @@ from random import Random
 
 import torch
 
+from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.live import LiveTokenizer
 from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import load_thinking, read_config
