@@ -4,22 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cacheprobe_analyses.records import fill_page, markdown_table
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "sweeps.md"
-BEGIN, END = "<!-- figures: written by scripts/write_sweep_figures.py -->", "<!-- end of figures -->"
 COST = {
-    "cells": "cells",
-    "cell_seconds": "seconds of a cell, in one process",
     "serial_work_seconds": "seconds of all cells, in one process",
-    "workers": "workers",
-    "workers_startup_seconds": "seconds until the first worker begins its first cell",
-    "workers_wall_seconds": "seconds of the sweep on the workers, start-up included",
-    "overhead_percent": "of that without the start-up: percent above the cells' seconds over the workers",
-    "cell_in_company": "a cell's seconds beside another over its seconds alone, which is the machine's doing",
-    "idle_share": "share of the workers' time in no cell, which is the engine's",
-    "many_cells": "cells of a large sweep",
-    "index_made_seconds": "seconds to open it the first time, without an index",
-    "index_opened_seconds": "seconds to open it",
+    "workers_wall_seconds": "seconds on the workers, with their start",
+    "overhead_percent": "overhead on the workers without their start, per cent",
+    "index_opened_seconds": "seconds to open a sweep of many cells",
     "grouped_query_seconds": "seconds of a grouped query over its cells",
     "layers_query_seconds": "seconds of a grouped query over their layers",
 }
@@ -27,41 +20,38 @@ MACHINE = ("cpu", "cpu_capability", "torch", "transformers")
 
 
 def figures() -> str:
-    """The stored results as tables, each with the command that printed it."""
+    """Returns the stored results as tables, each under the command that printed it."""
     return "\n\n".join(part for name, shown in PARTS.items() if (held := _read(name)) for part in shown(held))
 
 
 def _backends(held: dict[str, Any]) -> list[str]:
-    lines = ["| where | cells | files | workers | digest of all files |", "|---|---|---|---|---|"]
-    for name, row in held["backends"].items():
-        if "not_tried" in row:
-            lines.append(f"| {name} | not tried: {row['not_tried']} | | | |")
-        else:
-            lines.append(f"| {name} | {row['cells']} | {row['files']} | {row['workers']} | `{row['digest']}` |")
+    names = [
+        f"{name} (not tried: {row['not_tried']})" if "not_tried" in row else name
+        for name, row in held["backends"].items()
+    ]
+    said = "the same bytes in all files" if held["are_equal"] else "**not the same bytes in all files**"
     command = f"cacheprobe bench sweep-backends --rounds {held['rounds']} --json benchmarks/results/sweep-backends.json"
-    said = "all equal" if held["are_equal"] else "**not all equal**"
-    return ["### The same bytes everywhere", f"`{command}`; {_machine(held)}: {said}.", "\n".join(lines)]
+    return [f"`{command}`; {_machine(held)}: {said} ({'; '.join(names)})."]
 
 
 def _faults(held: dict[str, Any]) -> list[str]:
-    lines = ["| fault | struck | exit codes | resumes | equal to serial |", "|---|---|---|---|---|"]
+    rows = []
     for name, row in held["faults"].items():
         if "not_tried" in row:
-            lines.append(f"| {name} | not tried: {row['not_tried']} | | | |")
+            rows.append((name, f"not tried: {row['not_tried']}", "", "", ""))
             continue
         codes = ", ".join(f"{code}: {count}" for code, count in row["exit_codes"].items())
-        lines.append(
-            f"| {name} | {row['struck']} | {codes} | {row['resumes']} | {row['equal_to_serial']} of {row['of']} |"
-        )
+        rows.append((name, row["struck"], codes, row["resumes"], f"{row['equal_to_serial']} of {row['of']}"))
     command = f"cacheprobe bench sweep-faults --rounds {held['rounds']} --json benchmarks/results/sweep-faults.json"
-    return ["### Faults", f"`{command}`, {held['cells']} cells; {_machine(held)}:", "\n".join(lines)]
+    head = ("fault", "faults that hit", "exit codes", "repeats of the command", "rounds with equal files")
+    return [f"`{command}`, {held['cells']} cells; {_machine(held)}:", markdown_table(head, rows)]
 
 
 def _cost(held: dict[str, Any]) -> list[str]:
-    rows = [f"| {said} | {held[name]} |" for name, said in COST.items()]
     command = f"cacheprobe bench sweep --rounds {held['rounds']} --json benchmarks/results/sweep.json"
-    table = "\n".join(["| figure | value |", "|---|---|", *rows])
-    return ["### What the engine costs", f"`{command}`; {_machine(held)}:", table]
+    table = markdown_table(("what the engine costs", "value"), [(said, held[name]) for name, said in COST.items()])
+    counts = f"{held['cells']} cells on {held['workers']} workers; queries over {held['many_cells']} cells"
+    return [f"`{command}`; {counts}:", table]
 
 
 PARTS = {"sweep-backends": _backends, "sweep-faults": _faults, "sweep": _cost}
@@ -77,14 +67,9 @@ def _read(name: str) -> dict[str, Any] | None:
 
 
 def page(text: str) -> str:
-    """The page with the figures of today between its two marks."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{figures()}\n\n{END}{rest.split(END)[1]}"
-
-
-def main() -> None:
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Returns the page with today's numbers between its two marks."""
+    return fill_page(text, "write_sweep_figures.py", {"figures": figures()})
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -23,7 +23,7 @@ from cacheprobe.tasks import CoinFlip, word_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-REASONS = ("# needs a GPU", "# needs vLLM", "# needs a browser")
+REASONS = ("# needs a GPU", "# needs vLLM", "# needs a browser", "# needs a compiler")
 NAMES = "quickstart.md#names-in-the-examples"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALLER = {"README.md": ("n=16", "n=2")}
@@ -69,12 +69,12 @@ def names(small: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def plugins_as_before() -> Iterator[None]:
+def no_plugins_of_pages() -> Iterator[None]:
     """What a page registers is gone after it."""
-    before = {kind: dict(held) for kind, held in registry._plugins.items()}
     yield
-    registry._plugins.clear()
-    registry._plugins.update(before)
+    for held in registry._plugins.values():
+        for name in [name for name, plugin in held.items() if plugin.__module__ in {page.stem for page in PAGES}]:
+            del held[name]
 
 
 PYTHON = [page for page in PAGES if code_of(page.read_text(encoding="utf-8"))]
