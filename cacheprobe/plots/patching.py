@@ -1,11 +1,11 @@
 """Draws a patching grid: layers up, positions across, with marks for changed answers."""
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layout_template
 from cacheprobe.plots.text import markup, token_label, visible
 
@@ -31,7 +31,7 @@ class PatchingResult(Protocol):
         ...
 
     @property
-    def meta(self) -> JsonDict:
+    def meta(self) -> Mapping[str, object]:
         """Settings of the patching; `value` names the column to draw."""
         ...
 
@@ -48,7 +48,7 @@ def patching_grid(
     marked if the answer changed in more than half of the values that it averages.
     Raises: ValueError for an unknown column or head, and for an empty table.
     """
-    table, own = (grid, "") if isinstance(grid, pd.DataFrame) else (grid.table, grid.meta["value"])
+    table, own = (grid, "") if isinstance(grid, pd.DataFrame) else (grid.table, str(grid.meta["value"]))
     if value is None:
         value = str(own or next((name for name in _SAID if name in table.columns), "nld"))
     if value not in table.columns or not pd.api.types.is_numeric_dtype(table[value]):
