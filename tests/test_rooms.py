@@ -1,14 +1,20 @@
-"""The layout of the package: import circles, files per folder, the size of Trace, arguments of public functions."""
+"""The layout of the package: import circles, files per folder, the size of Trace, arguments of functions, frames."""
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from types import FrameType
+from typing import Any
 
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.step import Engine
 from tests.test_structure import imports, source_files
+from tests.tiny import hf_model
 
 PACKAGE = source_files("cacheprobe")
 MOST_FILES, MOST_PLOTS = 15, 20
@@ -84,3 +90,59 @@ def test_a_circle_and_a_crowd_are_noticed() -> None:
     closed["cacheprobe/c.py"] = "import cacheprobe.a"
     assert circles(closed) == [["cacheprobe.a", "cacheprobe.b", "cacheprobe.c"]]
     assert list(crowded({f"cacheprobe/x/{n}.py": "" for n in range(MOST_FILES + 1)})) == ["cacheprobe/x holds 16 files"]
+
+
+MOST_FRAMES = {"verify": 6, "prefill": 9, "decode": 10}
+"""Functions of the package on the stack of a forward pass, from `cp.run` to the model's `forward`, both counted. A
+decode goes through the drafter, which may be a user's."""
+
+
+def frames_of_passes(run: Callable[[], object]) -> dict[str, set[int]]:
+    """Returns, by phase, how many of the package's functions lie between `cp.run` and each pass's forward."""
+    home, found = str(Path(cp.__file__).parent), {}
+
+    def watch(frame: FrameType | None, event: str, argument: object) -> None:
+        if event != "call" or frame is None or frame.f_code.co_name != "forward":
+            return
+        if not frame.f_code.co_filename.startswith(f"{home}/models"):  # a module of torch's inside the pass
+            return
+        names, phase = [], None
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename.startswith(home) and not code.co_name.startswith("<"):
+                names.append(code.co_name)
+                if isinstance(frame.f_locals.get("self"), ModelRunner):
+                    phase = frame.f_locals["phase"]
+                if code is cp.run.__code__:
+                    break
+            frame = frame.f_back
+        if phase is not None and names.count("forward") == 1:
+            found.setdefault(phase, set()).add(len(names))
+
+    sys.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_few_frames_lie_between_a_run_and_a_forward_pass() -> None:
+    model = cp.load_model(hf_model())
+    found = frames_of_passes(
+        lambda: cp.run(model, [[1, 2, 3]], max_new_tokens=4, window=4, deterministic=True, progress=False)
+    )
+    assert set(found) == set(MOST_FRAMES)
+    assert [phase for phase, counts in found.items() if max(counts) > MOST_FRAMES[phase]] == [], found
+
+
+def test_a_further_frame_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Engine.verify
+    path = Path(cp.__file__).parent / "engine" / "step.py"
+    wrapper = compile("def longer(engine, states):\n    return right(engine, states)", str(path), "exec")
+    names: dict[str, Any] = {"right": right}
+    exec(wrapper, names)
+    monkeypatch.setattr(Engine, "verify", names["longer"])
+    model = cp.load_model(hf_model())
+    found = frames_of_passes(lambda: cp.run(model, [[1, 2]], max_new_tokens=3, deterministic=True, progress=False))
+    assert max(found["verify"]) == MOST_FRAMES["verify"] + 1
