@@ -1,4 +1,4 @@
-"""The few names that a notebook needs: load_model, run, stream, reference, verify, load_trace, import_*."""
+"""Defines the functions that a notebook needs: load_model, run, stream, reference, verify, load_trace, import_*."""
 
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class RunSettings(EngineOptions, total=False):
-    """What a user decides about a run: the settings that `reference` and `stream` share with `run`."""
+    """Names the settings that `reference` and `stream` share with `run`: what a user decides about a run."""
 
     drafter: Drafter | None
     deterministic: "bool | float | Iterable[Any]"
@@ -63,7 +63,7 @@ def run(
     progress: bool = True,
     **options: Unpack[EngineOptions],
 ) -> Trace:
-    """Generates, and records what every layer held for every token, rolled-back drafts included.
+    """Generates text and records the states of every layer for every token, rolled-back drafts included.
 
     prompts: strings, lists of token ids, task examples or Requests; one of them, or a sequence.
     drafter: proposes tokens for every request, all of which are then verified. Without one, the deterministic requests
@@ -100,7 +100,7 @@ def run(
 
 
 def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> Stream:
-    """Generates, and hands over every committed token as it comes: an iterator of `Piece`s.
+    """Generates text and returns an iterator of `Piece`s, which yields every token as soon as it is committed.
 
     Takes the settings of `run`, apart from `progress`; nothing is captured unless `capture=` says so. A piece's text
     is whole if a character spans tokens, and what was handed over is always a prefix of the final text.
@@ -116,7 +116,7 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> St
 
 
 def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[RunSettings]) -> Trace:
-    """Computes the slow oracle of `run` with the same arguments: each request alone, one verify pass a token.
+    """Generates with the slow reference of `run`: each request alone, one verify pass per token.
 
     `max_batch`, `max_kv_tokens` and `draft_length` are accepted, so that the two calls read the same, and do not
     matter; the drafter matters for the default window alone, and `acceptance` not at all. Tokens, states and readings
@@ -130,6 +130,7 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
     states = plan.states(drafter, is_all_verified=True)
 
     def start(states: Sequence[SequenceState], observer: Observer) -> Generator[int, None, None]:
+        """Begins the reference loop over these states."""
         return run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch)
 
     with _progress_bar(plan, progress) as bar:
@@ -158,7 +159,7 @@ def cache_rows(
     path: str = "auto",
     interventions: "Intervention | Iterable[Any]" = (),
 ) -> KVSnapshot:
-    """Keys and values of a prompt, but for its last token's, as a deterministic request's prefill writes them.
+    """Returns the keys and values of a prompt without its last token, as a deterministic request's prefill writes them.
 
     Change them with `edited`, `spliced` and `masked`, and go on: `cp.run(model, cp.Request(prompt, cached=rows))`.
     Those of a generation: run `cp.Request(prompt, keep_rows=True)`, then `cp.analysis.cache_rows(trace, request_id)`.
@@ -183,7 +184,8 @@ def verify(
     interventions: "Intervention | Iterable[Any] | None" = None,
     progress: bool = True,
 ) -> Replay:
-    """Replay a run's verified requests against the oracle: tokens, and the states of deterministic requests, bitwise.
+    """Runs a trace's verified requests again by `reference` and compares tokens, and bitwise the states of
+    deterministic ones.
 
     model: needed for a trace that was loaded from disk.
     interventions: those of the run, for a trace that was loaded from disk; else the trace has them.
@@ -214,7 +216,7 @@ def import_generate(
     tokenizer: Any = None,
     name: str | None = None,
 ) -> Trace:
-    """A trace of what Hugging Face's `generate` returned with hidden states: one request for each sequence.
+    """Returns a trace of Hugging Face's `generate` output with hidden states: one request for each sequence.
 
     outputs: of generate(..., return_dict_in_generate=True, output_hidden_states=True), and output_logits=True for
         log-probabilities; or a safetensors file of `sequences`, `hidden_states.PASS.BLOCK`, `logits.PASS` and
@@ -248,7 +250,7 @@ def import_vllm(
     tokenizer: Any = None,
     name: str | None = None,
 ) -> Trace:
-    """A trace of hidden states that vLLM's ExampleHiddenStatesConnector wrote: one request for each file.
+    """Returns a trace of hidden states written by vLLM's ExampleHiddenStatesConnector: one request for each file.
 
     outputs: what `LLM.generate` returned, whose `kv_transfer_params` name the files; or files, or folders of them.
     layers: the setting eagle_aux_hidden_state_layer_ids; id k is S of layer k - 1 here.

@@ -1,4 +1,4 @@
-"""A run's arguments, resolved and checked before anything is computed, and the run that they describe."""
+"""Checks and resolves the arguments of a run before anything is computed, and executes the run."""
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -51,7 +51,7 @@ Start = Callable[[Sequence[SequenceState], Observer], Generator[int, None, None]
 
 
 class RunPlan:
-    """What `run`, `stream` and `reference` have in common."""
+    """Holds the checked arguments of `run`, `stream` and `reference`, and executes the run that they describe."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class RunPlan:
     # -- requests
 
     def _size(self, item: Any) -> tuple[int, int, int]:
-        """(prompt tokens, new tokens, samples) of a prompt, as far as they are known before it is read."""
+        """Returns (prompt tokens, new tokens, samples) of a prompt, as far as known before tokenization."""
         own = item.sampling if isinstance(item, Request) and item.sampling else SamplingParams()
         asked = own.over(self.fallback)
         return 1, min(asked.max_new_tokens or 1, self.model.n_ctx), asked.n or 1
@@ -120,7 +120,7 @@ class RunPlan:
         require_records_fit(self.model, self.capture, self.layers, requests)
 
     def _samples(self, request: Request, first: int, run_seed: int) -> tuple[Request, ...]:
-        """The request as often as it asks for samples, each with an id (from `first` on) and a seed of its own."""
+        """Returns one request per sample, each with an id (from `first` on) and a seed of its own."""
         assert request.sampling is not None and request.sampling.n is not None
         n = request.sampling.n
         made = []
@@ -219,7 +219,8 @@ class RunPlan:
     # -- running
 
     def states(self, drafter: Drafter | None, is_all_verified: bool = False) -> list[SequenceState]:
-        """A fresh state for each request; with a drafter all are verified, else the deterministic ones."""
+        """Returns a fresh state for each request; with a drafter all requests are verified, else the deterministic
+        ones."""
         states = [
             SequenceState(
                 request,
@@ -250,7 +251,7 @@ class RunPlan:
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
     def start(self, drafter: Drafter | None) -> Start:
-        """The loop over these requests, ready to begin."""
+        """Returns a function that begins the loop over these requests."""
         if drafter is not None:
             _check_drafter(drafter, self.model)
         return lambda states, observer: rounds(
@@ -258,7 +259,7 @@ class RunPlan:
         )
 
     def execute(self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any) -> Trace:
-        """Runs every request to its end under a recorder, undisturbed by other runs."""
+        """Runs every request to its end, records it, and returns the trace. Other runs wait meanwhile."""
         recorder = self._recorder()
         guard = RunGuard(self.model, self.fingerprint)
         with closing(start(states, cast(Observer, Tee(recorder, *observers)))) as steps:
@@ -293,7 +294,7 @@ class RunPlan:
 
     @cached_property
     def _answers(self) -> dict[int, tuple[tuple[int, ...], str]]:
-        """By request: the first tokens of its task's answers, and why they are unknown, or ""."""
+        """Maps each request to the first tokens of its task's answers, and to the reason if they are unknown."""
         return {request.request_id: answer_ids_of(request, self.model) for request in self.requests}
 
     def _trace(
@@ -311,11 +312,12 @@ class RunPlan:
         return trace
 
     def fingerprint(self) -> Fingerprint:
+        """Returns the schedule fingerprint of the run."""
         return schedule_fingerprint(self.model, self.config, LENS_TILE, self.interventions, self.requests)
 
     @contextmanager
     def hooks(self, recorder: Recorder | None = None) -> Iterator[None]:
-        """Puts the interventions on the model, and what keeps states for a recorder."""
+        """Inside the `with`, the model has the hooks of the interventions and of the recorder."""
         with ExitStack() as stack:
             if self.editor is not None:  # first, so that what is recorded is what the model went on with
                 stack.enter_context(self.model.editing(self.editor.sites, self.editor.edit))
@@ -326,10 +328,11 @@ class RunPlan:
 
 
 def of_this_thread(sink: StateSink) -> StateSink:
-    """The sink for what the calling thread computes: a drafter that was given up may go on in a thread of its own."""
+    """Returns a sink that ignores states of other threads: an abandoned drafter may still compute in its own thread."""
     owner = threading.get_ident()
 
     def hear(site: str, layer: int, value: Tensor) -> None:
+        """Passes a state on if this thread computed it."""
         if threading.get_ident() == owner:
             sink(site, layer, value)
 
@@ -337,7 +340,7 @@ def of_this_thread(sink: StateSink) -> StateSink:
 
 
 def as_interventions(given: Any) -> tuple[Intervention, ...]:
-    """One or many; the pairs that `swap` makes may stand among them as they are."""
+    """Returns one intervention or many as a flat tuple; pairs made by `swap` are unpacked."""
     listed = [given] if isinstance(given, Intervention) else list(given)
     flat = [one for item in listed for one in (item if isinstance(item, tuple) else (item,))]
     for one in flat:
@@ -347,14 +350,14 @@ def as_interventions(given: Any) -> tuple[Intervention, ...]:
 
 
 def _check_stops(sampling: SamplingParams, model: CachedLM, where: str = "") -> None:
-    """Raises: ValueError for a stop token that the model does not have, and could never say."""
+    """Raises: ValueError for a stop token outside the model's vocabulary."""
     ids = cast("tuple[int, ...]", sampling.stop_token_ids or ())
     if bad := [token_id for token_id in ids if token_id >= model.d_vocab]:
         raise ValueError(f"{where}stop_token_ids holds {bad[0]}, outside the vocabulary of {model.d_vocab}")
 
 
 def _check_drafter(drafter: Any, model: CachedLM) -> None:
-    """Raises: ValueError for what is no drafter, and for one that cannot serve this model."""
+    """Raises: ValueError if `drafter` is not a drafter object, or does not support this model."""
     missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
     if isinstance(drafter, type) or missing:
         lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""

@@ -1,4 +1,4 @@
-"""From a row of logits to a token, with what is recorded about the choice; and the verdict on a whole draft."""
+"""Chooses a token from logits, records how probable it was, and judges drafts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from cacheprobe.ops.sampling import choose_token, sample_token, two_largest
 
 
 class Choice(NamedTuple):
-    """A chosen token, and how the model stood to it."""
+    """Holds a chosen token with its log-probability and rank."""
 
     token_id: int
     logprob_nats: float
@@ -24,7 +24,8 @@ class Choice(NamedTuple):
 
 
 def choose_next(state: SequenceState, logits: Float[Tensor, "v"], drafted: Sequence[int], position: int) -> int:
-    """The request's own way to choose: a function of the logits, its settings and the tokens before `position`.
+    """Returns the token that the request chooses: a function of the logits, its settings and the tokens before
+    `position`.
 
     Of a request whose rows are rebuilt, later tokens are known already, and may not matter.
     """
@@ -44,21 +45,22 @@ def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
 
 
 class Judgement(NamedTuple):
-    """The verifier's own tokens at each draft position (and one beyond), and how many candidates stay."""
+    """Holds the verifier's own tokens at each draft position and one beyond, and the number of accepted candidates."""
 
     target_token_ids: tuple[int, ...]
     num_accepted: int
 
 
 def judge_by_equality(state: SequenceState, logits: Float[Tensor, "t v"], start: int) -> Judgement:
-    """A candidate stays where the verifier chose the same token; noise is keyed, so this holds at any temperature."""
+    """Accepts candidates up to the first that differs from the verifier's choice. Noise is keyed by position, so this
+    works at any temperature."""
     draft = state.draft
     targets = tuple(choose_next(state, row, draft[:t], start + t) for t, row in enumerate(logits))
     return Judgement(targets, num_accepted(draft, targets))
 
 
 def judge_by_rejection(state: SequenceState, logits: Float[Tensor, "t v"], start: int) -> Judgement:
-    """Speculative sampling: candidates stay with probability min(1, p / q).
+    """Accepts candidates by speculative sampling: each with probability min(1, p / q).
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1.
     """

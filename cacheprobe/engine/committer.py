@@ -1,4 +1,4 @@
-"""Commit, roll back, evict and end: the one place where a request's tokens and its cache rows change hands."""
+"""Commits, rolls back, preempts and ends requests: the only module that changes their tokens and cache contents."""
 
 from collections.abc import Sequence
 
@@ -29,14 +29,15 @@ class Committer:
     # -- choosing
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
-        """The token that this request takes for `position` from logits [v], after the tokens `drafted`."""
+        """Returns the token that this request chooses for `position` from logits [v], after the tokens `drafted`."""
         with self._naming(state):
             token_id = choose_next(state, logits, drafted, position)
         self._note(state, position, token_id, logits)
         return token_id
 
     def draw_candidate(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
-        """A candidate for rejection sampling: drawn with noise of its own, its distribution kept for the verdict."""
+        """Draws a candidate for rejection sampling with noise of its own, and keeps its distribution for the
+        verdict."""
         assert state.sampling.seed is not None
         with self._naming(state):
             probs = target_probs(logits, state.sampling, [*state.token_ids, *drafted])
@@ -47,7 +48,7 @@ class Committer:
         return token_id
 
     def judge(self, entry: Entry, logits: Tensor) -> Verdict:
-        """The verdict on a draft from logits [t, v] of its rows."""
+        """Returns the verdict on a draft from the logits [t, v] of its tokens."""
         state, draft, start = entry.state, tuple(entry.state.draft), entry.start + 1
         logits = logits[: len(entry.token_ids)]
         by = "equality" if state.request.is_deterministic else self.config.acceptance
@@ -68,7 +69,7 @@ class Committer:
     # -- committing
 
     def settle(self, state: SequenceState, verdict: Verdict) -> None:
-        """Commit what a verdict allows; truncate the rows of what it rejected."""
+        """Commits the tokens that a verdict accepts, and truncates the cache behind them."""
         last_committed_position, committed = state.last_committed_position, verdict.committed
         self._truncate(state, last_committed_position)
         self.write_ledger(state, last_committed_position, last_committed_position + len(committed), "verified")
@@ -84,7 +85,7 @@ class Committer:
         self._end(state, verdict.finish)
 
     def commit_plain(self, state: SequenceState, token_id: int) -> tuple[int, ...]:
-        """Commit one token that needs no verdict: by a prefill, or by a request that is never verified."""
+        """Commits one token that needs no verdict: after a prefill, or of a request that is never verified."""
         position = state.last_committed_position + 1
         self._keep_logprobs(state, position, 1)
         ending = find_ending(state.generated, (token_id,), state.stop_rule, state.num_left)
@@ -98,7 +99,7 @@ class Committer:
         self._logprobs.append((state.request_id, nats))
 
     def _adapt(self, state: SequenceState, verdict: Verdict) -> None:
-        """Two more candidates after a full match, one less after a mismatch.
+        """Lengthens the draft limit by two after a full match, and shortens it by one after a mismatch.
 
         Source: the "heuristic" schedule of transformers' assisted generation.
         """
@@ -116,7 +117,7 @@ class Committer:
     # -- leaving early
 
     def stop(self, state: SequenceState, reason: str, error: str | None = None) -> None:
-        """End a request as it stands: its open draft is given up, what it committed stays."""
+        """Ends a request: its open draft is discarded, its committed tokens stay."""
         if error is None:
             self._give_up_draft(state)
         else:
@@ -126,17 +127,17 @@ class Committer:
         self._end(state, reason)
 
     def clear_draft(self, state: SequenceState) -> None:
-        """After a failed pass: no draft, no cache slots beyond the committed ones, nothing left in them."""
+        """Removes a request's draft and its uncommitted cache contents after a failed pass."""
         self._give_up_draft(state)
         self._truncate(state, min(state.last_committed_position, int(self.cache.lengths[state.row])))
         self.scrub(state)
 
     def scrub(self, state: SequenceState) -> None:
-        """After a failed pass: nothing is left beyond what the request holds, pads included."""
+        """Zeroes the cache behind a request's last token after a failed pass, pads included."""
         self.cache.scrub(state.row, int(self.cache.lengths[state.row]))
 
     def evict(self, state: SequenceState) -> None:
-        """Take a request's cache row away; it will be rebuilt through the same schedule."""
+        """Preempts a request: frees its place in the cache, which is later rebuilt by the same schedule."""
         self._give_up_draft(state)
         self._truncate(state, 0)
         self.cache.release(state.row)
@@ -152,7 +153,7 @@ class Committer:
     # -- the ledger and the record
 
     def write_ledger(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
-        """Slots start..end-1 of the request now hold real tokens."""
+        """Records in the ledger that cache slots start..end-1 of the request hold real tokens."""
         self.cache.extend(state.row, start, end, provenance)
         self.observer.on_ledger(state.request_id, self.runner.step, start, end, provenance)
 
@@ -163,7 +164,7 @@ class Committer:
             self.observer.on_ledger(state.request_id, self.runner.step, length, held, "free")
 
     def report(self, phase: str, states: Sequence[SequenceState], **outcome: tuple) -> None:
-        """The step's record, with the choices made since the last one."""
+        """Reports a step to the observer, with the choices made since the last report."""
         runner = self.runner
         self.observer.on_step(
             StepRecord(
@@ -180,12 +181,12 @@ class Committer:
         self.forget_choices()
 
     def forget_choices(self) -> None:
-        """A step that failed chose nothing."""
+        """Drops the choices of a failed step, so that they are not reported."""
         self._choices, self._logprobs = {}, []
 
 
 class _Naming:
-    """A ValueError inside becomes an EngineError that names the request and the step."""
+    """Turns a ValueError raised inside the `with` into an EngineError that names the request and the step."""
 
     def __init__(self, where: str, model_name: str) -> None:
         self.where, self.model_name = where, model_name

@@ -1,4 +1,5 @@
-"""Whether a fixed shape gives a token the same bits in every batch row and slot: tried before it is relied on.
+"""Tries whether a fixed shape gives a token the same bits in every batch row and window slot, before a run relies on
+it.
 
 Decode-verify-rollback needs the same bits for a token in any row of the batch and any slot of the window. Libraries do
 not promise it, and some shapes break it: a vectorised loop ends with a scalar tail, and a matrix product may treat its
@@ -41,7 +42,7 @@ class ShapeRefused(ValueError):
 
 @dataclass(frozen=True)
 class Hooked:
-    """What else acts on the model in the run: where something does, another forward may run than where nothing does."""
+    """Lists the hooks that a run puts on the model: a model with hooks may run another forward than one without."""
 
     listened: tuple[tuple[str, int], ...] = ()
     """(site, layer) of attention heads that are listened to."""
@@ -59,7 +60,8 @@ def serving_config(
     hooked: Hooked = Hooked(),
     is_promised: bool = True,
 ) -> EngineConfig:
-    """The config with a group whose passes give a token the same bits everywhere: the one given, or one chosen here.
+    """Returns the config with a group whose passes give a token the same bits everywhere: the given one, or a chosen
+    one.
 
     is_promised: whether a request is deterministic. Where none is, and no group serves, the first one is taken: drafts
         are then checked in a shape whose rounding may depend on the batch row, as in any other engine.
@@ -106,7 +108,7 @@ def _require_verify(model: CachedLM, config: EngineConfig, hooked: Hooked) -> No
 
 
 def _other_window(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
-    """A remedy where no group serves."""
+    """Returns a remedy, as text, for a window that no group serves."""
     windows = [w for w in (1, config.window + 1, 4, 8, 16) if w != config.window and 2 * w <= config.capacity]
     for window in windows:
         for group in _GROUPS:
@@ -134,9 +136,9 @@ def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, h
 
 
 class _Cycle:
-    """Passes over a few texts. Every cache row holds one text; with each pass it moves to the next batch row and, in
-    a longer window, to other slots; in the last pass it has other neighbours. Logits, states, keys and values of a
-    token must be those of the first pass.
+    """Runs passes over a few texts, and compares them. Every cache row holds one text; with each pass it moves to the
+    next batch row and, in a longer window, to other slots; in the last pass it has other neighbours. Logits, states,
+    keys and values of a token must be those of the first pass.
 
     The texts begin at places spread over the capacity, behind keys and values drawn at random.
     """
@@ -174,7 +176,7 @@ class _Cycle:
                     kept[row, :, :start] = held[row % self.num_streams, :, :start]
 
     def has_more(self) -> bool:
-        """Whether a pass is left to run. The last one has other neighbours, where there are any."""
+        """Returns whether a pass is left to run. The last pass has other neighbours, if there are any."""
         return self.num_run < self.num_passes + (self.batch > 1)
 
     def run(self) -> str | None:

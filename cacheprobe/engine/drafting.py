@@ -1,4 +1,4 @@
-"""Calls a drafter, checks what it returns, and gives up a call that does not return.
+"""Calls a drafter, checks its result, and abandons a call that does not return.
 
 A user's own drafter runs in a thread of its own, because nothing else leaves the run alive beside a call that never
 returns: a watchdog can raise an exception in a Python loop, but not in a C call, and a signal reaches only the main
@@ -40,7 +40,7 @@ _PASSES_COUNT = 10
 
 
 class DrafterCalls:
-    """The calls of one run to its drafter."""
+    """Makes the calls of one run to its drafter."""
 
     def __init__(self) -> None:
         self._thread: _Thread | None = None
@@ -49,7 +49,7 @@ class DrafterCalls:
     def extend(
         self, context: DraftContext, drafter: Drafter, states: Sequence[SequenceState], step: int, most: int
     ) -> list[tuple[int, ...]]:
-        """The drafter's next candidates of each request, at most `most`.
+        """Returns the drafter's next candidates of each request, at most `most`.
 
         Raises: EngineError naming requests and step where the drafter raises, returns anything else, or does not
         return.
@@ -70,7 +70,8 @@ class DrafterCalls:
             raise EngineError(f"{where} failed with {type(error).__name__}: {error!s:.200}") from error
 
     def release(self, drafter: Drafter, state: SequenceState) -> None:
-        """Tell the drafter that the request has left its row. If it fails, no token is lost: a warning says so."""
+        """Calls the drafter's `release` for a request that left its cache place. A failure is only a warning: no token
+        is lost."""
         if self._num_given_up >= MOST_GIVEN_UP:
             return
         try:
@@ -84,7 +85,7 @@ class DrafterCalls:
             )
 
     def close(self) -> None:
-        """The run has ended: let the thread end."""
+        """Ends the drafter's thread at the end of a run."""
         if self._thread is not None:
             self._thread.jobs.put(None)
             self._thread = None
@@ -109,13 +110,13 @@ class DrafterCalls:
 
 
 def is_own(drafter: Any) -> bool:
-    """Whether a drafter is cacheprobe's own, and runs no function or lens of the user's."""
+    """Returns whether a drafter is cacheprobe's own and runs no function or lens of the user."""
     parts = [drafter, *([lens] if (lens := getattr(drafter, "lens", None)) is not None else [])]
     return not isinstance(drafter, Scripted) and all(type(p).__module__.split(".")[0] == "cacheprobe" for p in parts)
 
 
 def _checked(given: Any, states: Sequence[SequenceState], most: int, step: int, name: str) -> list[tuple[int, ...]]:
-    """What a drafter returned as token ids. Raises: EngineError naming the request whose entry is something else."""
+    """Returns a drafter's result as token ids. Raises: EngineError naming the request whose entry is something else."""
     numbers = ", ".join(str(state.request_id) for state in states)
     wanted = f"must return {len(states)} lists of token ids, one for each request"
     if not _is_list(given):
@@ -141,7 +142,7 @@ def _is_list(value: Any) -> bool:
 
 
 class _OutOfTimeError(Exception):
-    """A call that did not return."""
+    """Says that a call did not return before its deadline."""
 
 
 class _GivenUpError(BaseException):
@@ -163,7 +164,7 @@ class _Thread:
         self._thread.start()
 
     def run(self, job: "Callable[[Any], Any]", context: DraftContext | None, seconds: float) -> Any:
-        """What the job returns, which gets the context as its thread may use it.
+        """Runs a job in the thread and returns its result; the job gets a context that its thread may use.
 
         Raises: what the job raises; _OutOfTimeError after `seconds`, passes of the model apart.
         """
@@ -193,7 +194,7 @@ class _Thread:
             until += time.monotonic() - asked
 
     def give_up(self) -> None:
-        """Leave the thread behind: whatever it asks from now on is refused, and a Python loop in it is ended."""
+        """Abandons the thread: its further requests to the engine are refused, and a Python loop in it is ended."""
         self._is_given_up.set()
         self._answers.put((None, _GivenUpError()))
         self.jobs.put(None)
@@ -204,7 +205,8 @@ class _Thread:
 
 
 class _Lent:
-    """The engine's side as the drafter's thread sees it: see DraftContext."""
+    """Implements DraftContext for the drafter's thread: passes each call to the engine's thread and waits for the
+    result."""
 
     def __init__(self, model: Any, said: SimpleQueue, answers: SimpleQueue, is_given_up: threading.Event) -> None:
         self.model = model
@@ -237,7 +239,7 @@ def _answer(context: DraftContext | None, asked: tuple[str, tuple[Any, ...]]) ->
 
 
 def _work(jobs: SimpleQueue, said: SimpleQueue, is_given_up: threading.Event) -> None:
-    """Run jobs until there are no more."""
+    """Runs jobs until there are no more."""
     try:
         while (job := jobs.get()) is not None and not is_given_up.is_set():
             said.put(_result(*job))
@@ -255,12 +257,13 @@ def _result(settings: "Callable[[ExitStack], contextvars.Context]", job: Callabl
 
 
 def _settings() -> "Callable[[ExitStack], contextvars.Context]":
-    """torch's settings of this thread, and its context variables: to be entered in another one."""
+    """Returns a function that enters this thread's torch settings and context variables in another thread."""
     has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     variables = contextvars.copy_context()
 
     def enter(stack: ExitStack) -> contextvars.Context:
+        """Enters the settings on the stack, and returns the context variables."""
         stack.enter_context(torch.inference_mode(is_inference))
         stack.enter_context(torch.set_grad_enabled(has_grad))
         for kind, dtype in casts:

@@ -1,4 +1,5 @@
-"""The schedule fingerprint: all that the bits of a deterministic request depend on, besides its prompt and settings."""
+"""Computes the schedule fingerprint: everything that the bits of a deterministic request depend on, besides its prompt
+and settings."""
 
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ Fingerprint = dict[str, str | int | float]
 
 
 class FingerprintMismatch(ValueError):
-    """Two runs under different schedules cannot be compared bit for bit."""
+    """Says that two runs have different schedules, so that their bits cannot be compared."""
 
 
 def schedule_fingerprint(

@@ -1,4 +1,4 @@
-"""The main loop, on one screen: prefill, decode, verify, commit or roll back.
+"""Runs the main loop, on one screen: prefill, decode, verify, commit or roll back.
 
 Without a drafter the fast path drafts for the deterministic requests, in one batch with the others, which commit as
 they decode. With a drafter every request is verified.
@@ -31,7 +31,7 @@ def run_loop(
     observer: Observer,
     drafter: Drafter | None = None,
 ) -> None:
-    """Run every request to its end. Tokens, states and verdicts leave through the observer.
+    """Runs every request to its end. The observer receives tokens, states and verdicts.
 
     Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
     """
@@ -48,7 +48,8 @@ def rounds(
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> Generator[int, None, None]:
-    """The loop, one round at a time; yields the step that each ended with. Between rounds a request may be cancelled.
+    """Runs the loop one round at a time, and yields the step number after each. Between rounds a request may be
+    cancelled.
 
     editor: interventions, whose hooks are on the model already.  watch: compares verify passes with themselves.
 
@@ -96,7 +97,8 @@ def prepare(
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> tuple[Engine, Scheduler]:
-    """A cache with a row for each request in flight and one for all dummies, and those who use it."""
+    """Allocates a cache with a place for each request in flight and one for all dummies; returns its engine and
+    scheduler."""
     if not states:
         raise EngineError("there is no request to run")
     in_flight = min(len(states), config.max_batch)

@@ -1,6 +1,6 @@
-"""One forward pass of the engine: rows and pads in, logits out, and every real row announced to the observer.
+"""Runs one forward pass of the engine: pads its rows, returns logits, and reports every real token to the observer.
 
-Knows nothing about verdicts. A pass either happens whole or raises before anything was committed.
+Verdicts are not made here. A pass either happens whole or raises before anything was committed.
 """
 
 import time
@@ -24,16 +24,16 @@ PAD_TOKEN_ID = 0
 
 
 class EngineError(RuntimeError):
-    """A run that cannot go on. Names the request and the step; nothing of the failed pass was committed."""
+    """Says why a run cannot go on. Names the request and the step; nothing of the failed pass was committed."""
 
 
 class ShapeFault(EngineError):
-    """A pass computed one request's tokens twice and got different bits: its shape is not reliable here."""
+    """Says that a pass computed one request's tokens twice with different bits: its shape is not reliable here."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one request feeds in a pass."""
+    """Holds the tokens that one request feeds in a pass."""
 
     state: SequenceState
     token_ids: tuple[int, ...]
@@ -45,12 +45,13 @@ class Entry:
 
     @property
     def end(self) -> int:
+        """Returns the position behind the last token."""
         return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a pass gave, and where in it each entry stands."""
+    """Holds the output of a pass, and the batch row of each entry."""
 
     out: Tensor
     """What CachedLM.forward returned."""
@@ -79,7 +80,7 @@ class ModelRunner:
         self.shape = (0, 0)
 
     def skip(self) -> None:
-        """Count a step that ran no model."""
+        """Counts a step that ran no model."""
         self.step += 1
         self.shape, self.seconds = (0, 0), 0.0
 
@@ -94,11 +95,11 @@ class ModelRunner:
         logit_slots: Sequence[int] | None = None,
         is_hidden: bool = False,
     ) -> Outcome:
-        """Feed the entries in a [batch, width] pass, with pads behind each and dummy rows between them.
+        """Feeds the entries in a [batch, width] pass, with pads behind each, and dummies in free batch rows.
 
         batch: rows of a fixed shape, in which attention runs over the whole capacity; None for one row an entry, in
             whatever shape that is, with attention over what is in use.
-        is_hidden: the observer is not told: these rows were seen before.
+        is_hidden: do not report to the observer, which has seen these tokens before.
         Raises: EngineError where the shape would not be the one asked for, or where the model fails.
         """
         self.step += 1
@@ -192,7 +193,7 @@ class ModelRunner:
         )
 
     def _pass_on_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
-        """Tell of the thoughts whose chunk ended in a real token; pads and dummies think too, to no effect."""
+        """Reports the thoughts whose chunk ended in a real token; thoughts of pads and dummies are dropped."""
         by_row = {entry.state.row: entry for entry in entries}
         for made in self.cache.take_thoughts():
             entry = by_row.get(made.row)
@@ -216,7 +217,7 @@ class ModelRunner:
     def _require_numbers(
         self, out: Tensor, entries: Sequence[Entry], batch_index: Sequence[int], slots: Sequence[int]
     ) -> None:
-        """Raises: EngineError where a request's logits, or states, have no finite best: before anyone sees them."""
+        """Raises: EngineError if a request's logits, or states, have no finite maximum."""
         best = out.amax(-1).cpu()
         if bool(torch.isfinite(best).all()):
             return
@@ -233,7 +234,8 @@ class ModelRunner:
 
 
 def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | None:
-    """Cache rows of a pass of `size` rows: those of its requests, then one free row for all dummies.
+    """Returns the cache places of a pass of `size` batch rows: those of its requests, then one free place for all
+    dummies.
 
     Where a row stands in a pass cannot change its bits. None where the requests are too many or no row is free.
     """
@@ -260,7 +262,7 @@ def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot
 
 
 def _aims(phase: str, entries: Sequence[Entry], batch_index: Sequence[int]) -> list[Slot]:
-    """The same tokens in the same order as `_slots`, as an editor needs them."""
+    """Returns the tokens of `_slots`, in the same order, as the editor needs them."""
     return [
         Slot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, phase))
         for b, e in zip(batch_index, entries, strict=True)

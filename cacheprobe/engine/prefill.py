@@ -1,6 +1,6 @@
-"""Reading prompts: in fixed chunks for verified requests, freely for the others, once for requests that share one.
+"""Reads prompts: in fixed chunks for verified requests, in any shape for the others, once for requests that share one.
 
-Also the way back of an evicted request: its committed rows are written again by the schedule that wrote them first.
+Also rebuilds a preempted request: its committed tokens are computed again by the schedule that computed them first.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Prefill:
         self.runner, self.committer, self.config = runner, committer, committer.config
 
     def read(self, states: Sequence[SequenceState]) -> None:
-        """Read these requests' prompts and commit each one's first token.
+        """Reads these requests' prompts and commits the first token of each.
 
         Verified requests in passes of prefill_group x prefill_chunk, the last as short as the prompt's end where it is
         not padded: a schedule that depends on each prompt alone (D1). The others together, in whatever shape.
@@ -33,7 +33,7 @@ class Prefill:
             self._read_group(states[i : i + size], states[0].is_verified)
 
     def _begin(self, state: SequenceState) -> None:
-        """The cache row holds this prompt from now on: some models read a prompt in another way than they write.
+        """Assigns the cache place to this prompt: some models read a prompt in another way than they write.
 
         Where the request goes on from cached rows, they are put there; the chunks begin behind them.
         """
@@ -77,14 +77,14 @@ class Prefill:
             self.committer.report("prefill", [e.state for e in entries], committed=tuple(committed))
 
     def _logit_slots(self, last: Sequence[int | None], width: int, is_fixed: bool) -> list[int] | None:
-        """Slots whose logits are needed. None, for all of them, in a fixed pass of several prompts: how many rows are
-        read out must not depend on where the others end.
+        """Returns the slots whose logits are needed. None, for all slots, in a fixed pass of several prompts: how many
+        rows are read out must not depend on where the others end.
         """
         needed = sorted({slot for slot in last if slot is not None})
         return None if needed and is_fixed and self.config.prefill_group > 1 else needed or [width - 1]
 
     def share(self, state: SequenceState, source: SequenceState) -> None:
-        """Take over the prompt's rows from a request of the same prompt, which the same schedule wrote."""
+        """Copies the prompt's keys and values from a request of the same prompt, computed by the same schedule."""
         assert source.prompt_logits is not None
         self.runner.skip()
         self._begin(state)
@@ -101,7 +101,8 @@ class Prefill:
     # -- after an eviction
 
     def rebuild(self, state: SequenceState) -> None:
-        """Write an evicted request's rows again; the observer has seen them before and is not told of them.
+        """Computes a preempted request's keys and values again; the observer gets no report, having seen these tokens
+        before.
 
         A verified request goes through the same shapes as the first time, so every bit is the same: the prompt in its
         chunks, the committed tokens in windows of the verifier, whose choices must be those tokens again.

@@ -1,4 +1,4 @@
-"""The oracle: every token by a verify pass of its own, each request alone, with no fast path and no drafter.
+"""Runs the slow reference: each request alone, one verify pass per token, no fast path and no drafter.
 
 Slow on purpose. What the loop commits must equal what this commits.
 """
@@ -19,7 +19,7 @@ from cacheprobe.models.base import CachedLM
 def read_rows(
     model: CachedLM, state: SequenceState, config: EngineConfig, observer: Observer, editor: Editor | None = None
 ) -> KVSnapshot:
-    """The cache rows of a prompt, but for its last token's, as the oracle's prefill writes them."""
+    """Returns the keys and values of a prompt without its last token, as the reference's prefill writes them."""
     cache = model.new_cache(2, config.capacity)
     state.row = cache.allocate()
     Engine(ModelRunner(model, cache, observer, editor), config).admit([state], [state])
@@ -36,7 +36,7 @@ def run_reference(
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> Generator[int, None, None]:
-    """Run each request by itself on a fresh cache: prefill in fixed chunks, then verify passes with empty drafts.
+    """Runs each request by itself on a fresh cache: prefill in fixed chunks, then verify passes with empty drafts.
 
     Yields the step after each token.
 

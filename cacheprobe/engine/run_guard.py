@@ -1,4 +1,4 @@
-"""Guards a run against what happens around it: other runs, settings that change, weights that are edited."""
+"""Guards a run against other runs, changed settings and edited weights."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,14 +10,14 @@ from cacheprobe.models.turns import live_model, require_idle, turn
 
 
 def require_ready(model: CachedLM) -> None:
-    """Raises: ModelError where no run of this model can begin now: inside a step of another, or with threads that
-    round in two ways."""
+    """Raises: ModelError if no run of this model can begin now: inside a step of another run, or if the process's
+    threads round in two ways."""
     require_idle(model)
     require_one_flush_mode()
 
 
 class RunGuard:
-    """What a run began with, and whether it still holds.
+    """Keeps the settings and weights that a run began with, and checks that they still hold.
 
     The model has the run's hooks on it in its own turns alone, so that streams may take turns on one model.
     """
@@ -55,7 +55,7 @@ class RunGuard:
 
 
 def _versions(model: CachedLM) -> tuple[tuple[int, int], ...]:
-    """Address and edit count of every parameter; cheap, and blind to edits through `weight.data`."""
+    """Returns the address and edit count of every parameter. Edits through `weight.data` are not counted."""
     live = live_model(model)
     weights = live.parameters() if hasattr(live, "parameters") else ()
     return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)

@@ -1,6 +1,6 @@
-"""Who runs when: arrival, admission, who still drafts, who waits for the verifier, who gives way.
+"""Schedules requests: arrival, admission, drafting, verification and preemption.
 
-Knows no tensors but the cache's rows.
+Reads no tensors, but for the places of the cache.
 """
 
 from collections import deque
@@ -16,7 +16,8 @@ next pass."""
 
 
 class Scheduler:
-    """First come, first served; at most `max_running` requests hold a cache row, and always one of the lowest."""
+    """Admits requests in the order of arrival; at most `max_running` requests hold a cache row, and always one of the
+    lowest."""
 
     def __init__(self, states: Sequence[SequenceState], cache: KVCache, config: EngineConfig, max_running: int) -> None:
         self.waiting = deque(sorted(states, key=lambda state: state.request.arrival_step))
@@ -27,6 +28,7 @@ class Scheduler:
 
     @property
     def is_done(self) -> bool:
+        """Whether every request has ended."""
         return not self.waiting and not self.running
 
     # -- coming and going
@@ -67,14 +69,14 @@ class Scheduler:
         return evicted
 
     def cancelled(self) -> list[SequenceState]:
-        """Requests that were cancelled since the last round; those that waited leave the queue."""
+        """Returns the requests cancelled since the last round; those not yet admitted leave the queue."""
         for state in [s for s in self.waiting if s.is_cancelled]:
             self.waiting.remove(state)
             self.running.append(state)
         return [s for s in self.running if s.is_cancelled and not s.finish]
 
     def retire(self) -> list[SequenceState]:
-        """Release the rows of finished requests; returns them."""
+        """Frees the cache places of finished requests, and returns these requests."""
         finished = [state for state in self.running if state.finish]
         for state in finished:
             self.running.remove(state)
@@ -91,13 +93,13 @@ class Scheduler:
         return sum(self._rows_of(state) for state in self.running)
 
     def _rows_of(self, state: SequenceState) -> int:
-        """Cache rows that a request may hold until its next commit."""
+        """Returns the number of cache slots that a request may hold until its next commit."""
         return len(state.token_ids) + (self.config.window if state.is_verified else 1)
 
     # -- who does what in this round
 
     def growing(self) -> list[SequenceState]:
-        """Requests that take part in the next decode: all but those that wait for the verifier."""
+        """Returns the requests of the next decode: all but those that wait for the verifier."""
         return [state for state in self.running if not state.finish and not state.is_ready(self.config.window)]
 
     def piggybacked(self) -> list[SequenceState]:
@@ -111,7 +113,7 @@ class Scheduler:
         return [state for state in self.growing() if not state.is_verified][: -num_ready % self.config.group]
 
     def ready_groups(self, piggybacked: Sequence[SequenceState] = ()) -> list[list[SequenceState]]:
-        """Full groups for the verifier; a group with dummies only when no verified request is still drafting."""
+        """Returns full groups for the verifier; a group with dummies only if no verified request is still drafting."""
         ready = [state for state in self.running if state.is_ready(self.config.window)] + list(piggybacked)
         ready.sort(key=lambda state: state.row)
         size = self.config.group
@@ -121,7 +123,7 @@ class Scheduler:
         return [self._leaving_a_place(group) for group in chosen]
 
     def _leaving_a_place(self, group: list[SequenceState]) -> list[SequenceState]:
-        """The group, or all of it but its last request where it is this full pass's turn to be watched."""
+        """Returns the group, without its last request if it is this full pass's turn to be compared with a copy."""
         if len(group) < self.config.group or len(group) == 1:
             return group
         self._num_full += 1

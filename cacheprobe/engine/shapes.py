@@ -1,4 +1,4 @@
-"""The fixed shapes of a run that its caller left open, chosen for the model and the device."""
+"""Chooses the fixed shapes of a run that its caller left open, for the model and the device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,8 @@ UNPADDED_CHUNK, PADDED_CHUNK = 128, 32
 
 
 def settle_shapes(model: Any, is_drafted: bool, asked: Mapping[str, Any]) -> tuple[EngineConfig, bool]:
-    """The engine's settings with every shape filled in, and whether the group was given or is still to be tried.
+    """Returns the engine's settings with every shape filled in, and whether the group was given or is still to be
+    tried.
 
     asked: fields of EngineConfig; None for what is chosen here. What is chosen depends on the model, its device and on
     whether there is a drafter, never on the requests, so that a request alone has the shapes of a request in a batch.

@@ -24,7 +24,8 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 
 def available_bytes(device: torch.device | None = None) -> int | None:
-    """Memory that an allocation can still take on this device (None: the machine's own); None if nothing tells."""
+    """Returns the bytes that an allocation can still take on this device (None: the machine's memory); None if
+    unknown."""
     if device is not None and device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -38,14 +39,14 @@ def available_bytes(device: torch.device | None = None) -> int | None:
 
 
 def _from_meminfo() -> int | None:
-    """MemAvailable, which counts the page cache as free; SC_AVPHYS_PAGES does not."""
+    """Returns MemAvailable, which counts the page cache as free; SC_AVPHYS_PAGES does not."""
     lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return found[0] if found else None
 
 
 def _from_cgroup(path: Path) -> int | None:
-    """The limit of a container; None for no limit."""
+    """Returns the memory limit of a container; None for no limit."""
     said = path.read_text().strip() if path.exists() else ""
     return int(said) if said.isdecimal() else None
 
@@ -127,7 +128,7 @@ def require_records_fit(
 
 
 def _state_bytes(model: CachedLM, capture: CaptureConfig, layers: Sequence[int]) -> int:
-    """Bytes of everything that is captured of one token. Attention patterns, which grow with position, are left out."""
+    """Returns the bytes captured of one token. Attention patterns, which grow with position, are left out."""
     dtype = getattr(torch, capture.dtype) if capture.dtype else model.dtype
     heads, width = model.head_shape
     query = heads * width * sum(site in ("q", "z") for site in capture.heads)

@@ -18,7 +18,7 @@ from cacheprobe.ops.acceptance import clip_draft
 
 
 class Attempt:
-    """One try of a pass: `with attempt as states:` runs it, and keeps the EngineError that it ends with."""
+    """Holds one try of a pass: `with attempt as states:` runs it, and keeps the EngineError that it ends with."""
 
     def __init__(self, states: Sequence[SequenceState]) -> None:
         self.states = states
@@ -47,7 +47,7 @@ class Engine:
     # -- prefill
 
     def admit(self, states: Sequence[SequenceState], running: Sequence[SequenceState]) -> None:
-        """Bring admitted to their first token, or evicted requests back to where they stood."""
+        """Prefills admitted requests up to their first token, and rebuilds preempted requests."""
         for state in [s for s in states if s.num_generated]:
             for attempt in self.attempts([state]):
                 with attempt:
@@ -126,7 +126,8 @@ class Engine:
     # -- verify
 
     def verify(self, states: Sequence[SequenceState]) -> None:
-        """One pass of exactly G x W rows: accept the longest matching prefix, add the verifier's own next token.
+        """Runs one pass of exactly G x W tokens: accepts the longest matching prefix, adds the verifier's own next
+        token.
 
         Fed: the newest committed token, then the candidates; one that would end the request is compared and never fed.
         The verifier's keys and values have overwritten the fast path's; those of rejected rows are truncated. Requests
@@ -204,5 +205,6 @@ def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> Seque
 
 
 def _twin(state: SequenceState, running: Sequence[SequenceState]) -> SequenceState | None:
-    """A request that holds the same prompt's rows, written by the same schedule."""
+    """Returns a running request whose cache holds the same prompt, computed by the same schedule; None if there is
+    none."""
     return _same_prompt(state, [s for s in running if s.prompt_logits is not None and not s.error and s is not state])

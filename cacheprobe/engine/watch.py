@@ -30,7 +30,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a request's tokens, computed twice in one pass, got different bits."""
+    """Names the first operation at which a request's tokens, computed twice in one pass, got different bits."""
 
     operation: str
     layer: int | None
@@ -61,9 +61,10 @@ class Watch:
         self._heard: list[tuple[int, str]] = []
 
     def listening(self, sink: StateSink) -> StateSink:
-        """A sink that compares a state with its copy's and passes it on."""
+        """Returns a sink that compares a state with its copy's and passes it on."""
 
         def hear(site: str, layer: int, value: Tensor) -> None:
+            """Compares a state with its copy's, and passes it on."""
             if self._copy is not None:
                 self._compare_state(self._copy, site, layer, value)
             sink(site, layer, value)
@@ -105,7 +106,7 @@ class Watch:
         return Copy(original, copy, shift, count, num_again)
 
     def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
-        """Those of the tokens before `start`, up to `num_again`, that the request's last verify pass computed."""
+        """Returns logits of up to `num_again` tokens before `start`, from the request's last verify pass."""
         request_id, first, logits = self._before.get(state.row, (-1, 0, torch.zeros(0)))
         is_its_own = request_id == state.request_id and first < start
         return logits[max(start - num_again - first, 0) : start - first] if is_its_own else None
@@ -113,7 +114,7 @@ class Watch:
     def remember(
         self, states: Sequence[SequenceState], batch_index: Sequence[int], starts: Sequence[int], logits: Tensor
     ) -> None:
-        """Keep a verify pass's logits until the next one; of longer windows those of the request to compare next."""
+        """Keeps a verify pass's logits until the next one; of longer windows those of the request to compare next."""
         kept = list(zip(states, batch_index, strict=True))
         if logits.shape[1] > 1:
             self._before.clear()
@@ -123,7 +124,7 @@ class Watch:
 
     @contextmanager
     def comparing(self, copy: Copy | None) -> Iterator[None]:
-        """States that are heard inside the `with` are compared with their copy's."""
+        """Inside the `with`, captured states are compared with those of their copy."""
         self._copy = copy
         self._heard.clear()
         try:
@@ -161,7 +162,7 @@ class Watch:
 
 
 def _pair(copy: Copy, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The original's tokens and the copy's, of a value [b, t, ...]."""
+    """Returns the original's and the copy's tokens of a value [b, t, ...]."""
     return value[copy.original, : copy.num_tokens], value[copy.copy, copy.shift : copy.shift + copy.num_tokens]
 
 

@@ -92,7 +92,10 @@ def num_layers(name: str) -> int | None:
         return None
 
 
-def _depth(held: dict[str, Json]) -> int | None:
+def _depth(held: Json) -> int | None:
+    """Returns the number of blocks that a config file's content names, also in a part of it."""
+    if not isinstance(held, dict):
+        return None
     for config in (held, held.get("text_config"), held.get("config")):
         for key in _NAMES_OF_DEPTH:
             if isinstance(config, dict) and isinstance(found := config.get(key), int) and type(found) is int:

@@ -246,9 +246,10 @@ def test_invariant_26_global_switches_restored() -> None:
         assert not torch.is_grad_enabled()
 
 
-def test_invariant_26_global_switches_in_the_middle() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_invariant_26_global_switches_in_the_middle(dtype: torch.dtype) -> None:
     """A stream that waits for its reader holds no switch: grad mode and environment are the reader's own."""
-    model = loaded()
+    model = loaded(dtype=dtype)
     stream = cp.stream(model, PROMPTS, window=W, group=G, capacity=64, max_new_tokens=6, deterministic=True)
     threads = torch.get_num_threads()
     for _ in stream:
