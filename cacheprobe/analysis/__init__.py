@@ -1,7 +1,7 @@
-"""Computes measures, attributions, comparisons and readings from a trace. Functions are loaded when first used."""
+"""Computes measures, attributions, comparisons and readings from a trace. Functions are imported at their first use."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cacheprobe.analysis.distributions import divergences, rejected_tokens
@@ -59,7 +59,7 @@ __all__ = [
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name in _HOMES:
             return getattr(import_module(f"cacheprobe.analysis.{_HOMES[name]}"), name)
         raise AttributeError(f"module 'cacheprobe.analysis' has no attribute {name!r}")

@@ -1,12 +1,13 @@
 """Checks the tables of a trace against each other and against the committed tokens. Runs no model.
 
-Tokens, verdicts and passes determine most of what the tables say: the role and status of a row, the tokens that a
-verify pass was fed, the changes of the ledger, what a reading is compared with. This module derives it a second time.
+Tokens, verdicts and passes determine most of the tables' content: role and status of a row, the tokens that a verify
+pass was fed, the ledger's changes, and the token that a reading is compared with. This module derives that content
+again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsInt, TypeAlias
 
 import pandas as pd
 
@@ -17,10 +18,15 @@ from cacheprobe.core.token_text import visible
 from cacheprobe.trace.tables.token_history import token_history
 from cacheprobe.trace.trace import Trace
 
+Line: TypeAlias = Any
+"""A line of a table, from DataFrame.itertuples()."""
+Cell: TypeAlias = Any
+"""A number of a table, or null."""
+
 
 @dataclass(frozen=True)
 class Audit:
-    """How many lines of each table were checked, and what was wrong."""
+    """Number of checked lines in each table, and the faults found."""
 
     lines: dict[str, int]
     faults: tuple[str, ...]
@@ -28,7 +34,7 @@ class Audit:
 
 @dataclass
 class History:
-    """What the events say of one request, in the order of its steps."""
+    """The course of one request according to its events, in the order of its steps."""
 
     prompt: list[int]
     is_verified: bool
@@ -36,21 +42,22 @@ class History:
     text: list[int] = field(default_factory=list)
     """Prompt and committed tokens so far."""
     roles: list[str] = field(default_factory=list)
-    """Of every position of `text`."""
+    """Role of every position of `text`."""
     verdicts: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
     """By step: position of the first draft token, number accepted, and the tokens that the pass was fed."""
     lengths: list[tuple[int, int]] = field(default_factory=list)
     """(step, length of `text` after it)."""
     drafts: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
-    """By position: (step that drafted a token for it, what became of the token)."""
+    """By position: (step that drafted a token for it, outcome of that token)."""
     given_up: list[int] = field(default_factory=list)
-    """Steps after which the request lost its cache row."""
+    """Steps after which the request lost its cache row (preemption)."""
 
     def length_before(self, step: int) -> int:
+        """Returns the length of the committed text before a step."""
         return max((length for at, length in self.lengths if at < step), default=len(self.prompt))
 
     def expected_status(self, step: int, phase: str, position: int) -> tuple[str, str]:
-        """(role, status) of the row that a pass computed at this position."""
+        """Returns the (role, status) of the token row that a pass computed at this position."""
         if step in self.verdicts and phase == "verify":
             start, accepted, _ = self.verdicts[step]
             is_kept, status = position < start + accepted, "committed"
@@ -71,7 +78,7 @@ class History:
 
 
 def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = None) -> Audit:
-    """Check every table of a run. texts: gives each token id's text; without it texts are not checked."""
+    """Checks every table of a run. texts: returns each token id's text; without it, texts are not checked."""
     faults: list[str] = []
     histories: dict[int, History] = {}
     for request in trace.requests:
@@ -110,7 +117,7 @@ def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
 
 
 def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history: History) -> Iterator[str]:
-    """Plays the request's events, fills its history, and says what does not fit."""
+    """Replays the request's events, fills its history, and yields the contradictions."""
     proposals: list[int] = []
     since = -1
     has_logprobs = "log-probabilities" not in trace.missing
@@ -151,9 +158,9 @@ def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history:
 
 
 def _verdict_faults(
-    event: Any, history: History, proposals: list[int], committed: list[int], finish: str
+    event: Line, history: History, proposals: list[int], committed: list[int], finish: str
 ) -> Iterator[str]:
-    """What does not fit in one verdict; adds it to the history."""
+    """Yields the contradictions in one verdict, and adds the verdict to the history."""
     draft, targets = _ints(event.draft_token_ids), _ints(event.target_token_ids)
     start, length = int(event.draft_start), len(history.text)
     accepted = -1 if pd.isna(event.num_accepted) else int(event.num_accepted)
@@ -217,7 +224,7 @@ def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[st
 
 
 def _step_faults(trace: Trace) -> Iterator[str]:
-    """What all requests of a step must say alike, and the rows of its pass too."""
+    """Yields steps whose requests or rows disagree on values that are common to the pass."""
     events = trace.event_table
     alike = events.groupby("step")[["phase", "batch_rows", "batch_slots", "seconds"]].nunique()
     for step in alike.index[(alike > 1).any(axis=1)]:
@@ -240,14 +247,14 @@ def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> I
                 yield f"{name}: {said} of token {number} is {text!r}, the model's tokenizer gives {visible(want)!r}"
 
 
-def _null_fault(event: Any, name: str) -> str | None:
+def _null_fault(event: Line, name: str) -> str | None:
     value = getattr(event, name)
     return None if pd.isna(value) else f"{name} is {value} where no draft was verified"
 
 
-def _ints(values: Any) -> list[int]:
+def _ints(values: Iterable[SupportsInt]) -> list[int]:
     return [int(x) for x in values]
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: Cell) -> int | None:
     return None if pd.isna(value) else int(value)

@@ -1,4 +1,4 @@
-"""Checks the ledger, the readings and the numbering of rows of a trace: parts of `analysis.audit`."""
+"""Checks the ledger, the readings and the numbering of rows of a trace, for `analysis.audit`."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +14,10 @@ _COPIED = ("request_id", "step", "phase", "role", "status", "position")
 
 
 def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[int, int, list[int]]]) -> Iterator[str]:
-    """Changes of cache rows that no pass explains, and passes whose change is missing.
+    """Yields cache changes that no pass explains, and passes whose change is missing.
 
-    Passes that rebuild a preempted request have changes and no rows: such a step is known by an event without outcome.
+    Passes that recompute a preempted request make changes but leave no rows; an event without outcome marks such a
+    step.
     """
     changes = trace.ledger_table[trace.ledger_table.request_id == request.request_id]
     wanted = _wanted_changes(trace, request, verdicts)
@@ -50,7 +51,7 @@ def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[i
 def _wanted_changes(
     trace: Trace, request: Request, verdicts: Mapping[int, tuple[int, int, list[int]]]
 ) -> Counter[tuple[int, int, int, str]]:
-    """(step, start, end, provenance) of every write that the rows and verdicts of a request speak of."""
+    """Returns (step, start, end, provenance) of every write that the rows and verdicts of a request imply."""
     rows = trace.row_table[trace.row_table.request_id == request.request_id]
     events = trace.event_table[trace.event_table.request_id == request.request_id]
     wanted: Counter[tuple[int, int, int, str]] = Counter()
@@ -74,7 +75,7 @@ def _wanted_changes(
 
 
 def numbering_faults(trace: Trace) -> Iterator[str]:
-    """Rows are numbered without gaps, and so are the stored vectors that they name."""
+    """Yields gaps in the numbers of rows and of the stored vectors."""
     rows = trace.row_table
     if rows.row.tolist() != list(range(len(rows))):
         yield "are not numbered from 0 without gaps: a row is missing or stands twice"
@@ -88,7 +89,7 @@ def numbering_faults(trace: Trace) -> Iterator[str]:
 
 
 def hypothesis_faults(trace: Trace, texts: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    """Readings that do not fit their rows or the committed text, and rows whose readings are missing."""
+    """Yields readings that contradict their rows or the committed text, and rows whose readings are missing."""
     table, rows = trace.hypothesis_table, trace.row_table
     if table is None:
         return
@@ -135,7 +136,7 @@ def _missing_readings(trace: Trace, table: pd.DataFrame) -> Iterator[str]:
 
 
 def _unequal(ours: pd.Series, theirs: pd.Series) -> list[int]:
-    """Lines in which two columns differ; null equals null."""
+    """Returns the lines in which two columns differ; null equals null."""
     a, b = ours.reset_index(drop=True), theirs.reset_index(drop=True)
     same = (a == b).fillna(False).to_numpy(dtype=bool) | (a.isna() & b.isna()).to_numpy(dtype=bool)
     return np.flatnonzero(~same).tolist()

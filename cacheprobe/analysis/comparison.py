@@ -1,33 +1,37 @@
-"""Two runs beside each other, from their tables alone: where they first differ, and under which schedules. No torch."""
+"""Compares two runs from their tables alone: where they first differ. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
+
+StoredRequest: TypeAlias = Mapping[str, Any]
+"""A request of `StoredRun.requests`: its fields as JSON."""
 
 _READING = ["token_id", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats"]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDifference:
-    """How the same request fared in two runs."""
+    """How one request differs between two runs."""
 
     request_id: int
     what: str
-    """"equal", "tokens", "log-probabilities", "tokens alone" (they are equal; a run recorded no log-probabilities),
-    "prompt" (another was asked), or "missing" (in one run alone)."""
+    """"equal", "tokens", "log-probabilities", "tokens alone" (equal tokens; a run recorded no log-probabilities),
+    "prompt" (different prompts), or "missing" (in one run only)."""
     place: int | None = None
-    """Of the first token that differs, or whose log-probability does; 0 is the first generated one."""
+    """Index of the first generated token that differs, or whose log-probability differs; counted from 0."""
 
 
 def compare_requests(
-    ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], our_events: pd.DataFrame,
+    ours: Sequence[StoredRequest], theirs: Sequence[StoredRequest], our_events: pd.DataFrame,
     their_events: pd.DataFrame,
 ) -> list[RequestDifference]:  # fmt: skip
-    """Request by request, by number: prompts, committed tokens, and their log-probabilities bit for bit.
+    """Compares two runs request by request, by number: prompts, committed tokens, and their log-probabilities bit for
+    bit.
 
-    ours, theirs: as `StoredRun.requests`.  events: as `Trace.events`.
+    ours, theirs: like `StoredRun.requests`.  events: like `Trace.events`.
     """
     found = []
     logprobs = [_logprobs(events) for events in (our_events, their_events)]
@@ -50,8 +54,8 @@ def compare_requests(
     return found
 
 
-def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
-    """Place of the first item that differs, or that one of the two has alone; None where they are equal."""
+def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
+    """Returns the index of the first item that differs or that only one sequence has; None if they are equal."""
     for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             return place
@@ -59,9 +63,11 @@ def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
 
 
 def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """(position, layer) of the first canonical reading of ours that differs in any number; None where all are equal.
+    """Returns (position, layer) of the first canonical reading of ours that differs in any number; None if all are
+    equal.
 
-    ours, theirs: hypotheses of one request each; null equals null: the last reading has no committed token to rank.
+    ours, theirs: hypotheses of one request each; null equals null, because the last reading has no committed token to
+    rank.
     """
     keys = ["position", "layer"]
     a, b = (table[table.status == "committed"].set_index(keys)[_READING].sort_index() for table in (ours, theirs))
@@ -74,7 +80,7 @@ def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[
 
 
 def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
-    """By request: of its committed tokens, in order."""
+    """Returns the log-probabilities of each request's committed tokens, in order."""
     held: dict[int, list[float]] = {}
     for request_id, nats in zip(events.request_id, events.committed_logprobs_nats, strict=True):
         held.setdefault(int(request_id), []).extend(float(x) for x in nats)

@@ -1,4 +1,5 @@
-"""Measures that need whole distributions, read again from the kept states: divergences, and tokens that lost."""
+"""Measures that need whole distributions, recomputed from the captured states: divergences, and rejected draft
+tokens."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -27,13 +28,14 @@ def divergences(
     rows: pd.DataFrame | None = None,
     model: CachedLM | None = None,
 ) -> pd.DataFrame:
-    """How far every layer's reading is from the output, and from the next layer's: one line for a row and layer.
+    """Returns how far every layer's reading is from the output and from the next layer's: one line for each row and
+    layer.
 
-    Columns: row, request_id, step, phase, status, position, layer; entropy_nats of the reading;
-    kl_output_nats: KL(output || reading), the output being the model's own at that row, null for a row whose last
-    layer was not run or not kept; js_next_nats: Jensen-Shannon divergence to the reading of layer + 1, at most ln 2,
-    null where that was not read.
-    layers, rows: as in `analysis.reading.read_states`; rolled-back rows are there.
+    Columns: row, request_id, step, phase, status, position, layer; entropy_nats of the reading; kl_output_nats:
+    KL(output || reading), where output is the model's own distribution at that row, null if the row's last layer was
+    not run or not captured; js_next_nats: Jensen-Shannon divergence to the reading of layer + 1, at most ln 2, null if
+    layer + 1 was not read.
+    layers, rows: as in `analysis.reading.read_states`; rolled-back rows are included.
     Source: KL to the final layer, Belrose et al. 2023 (arXiv 2303.08112), section 3; Jensen-Shannon between layers,
     Chuang et al. 2023 (DoLa, arXiv 2309.03883), section 2.2.
     Twin: tests.measures_slowly.divergences_slowly, close(1e-4): sums are taken in float32.
@@ -66,7 +68,7 @@ def divergences(
 def _divergences_of(
     model: CachedLM, lens: Lens, states: Float[Tensor, "l n m"], layers: list[int], rows: pd.DataFrame, last: int
 ) -> pd.DataFrame:
-    """All layers of some rows in one product."""
+    """Returns the divergences of all layers of some rows, computed in one product."""
     number = torch.tensor(layers, device=states.device).repeat_interleave(states.shape[1])
     logprobs = lens.logits(model, states.flatten(0, 1), number).float().log_softmax(-1).unflatten(0, states.shape[:2])
     missing = torch.full(states.shape[1:2], torch.nan)
@@ -87,7 +89,7 @@ _ABOUT = ("row", "request_id", "step", "phase", "status", "position")
 
 
 def _mean_under(logprobs: Tensor, values: Tensor) -> Tensor:
-    """[n]: the mean of values [n, v] under exp(logprobs); what cannot occur adds nothing."""
+    """Returns [n]: the mean of values [n, v] under exp(logprobs); tokens with probability 0 add 0."""
     return (logprobs.exp() * values).masked_fill(logprobs == -torch.inf, 0.0).sum(-1)
 
 
@@ -97,12 +99,13 @@ def _jensen_shannon(one: Tensor, other: Tensor) -> Tensor:
 
 
 def rejected_tokens(trace: "Trace", lens: Lens, model: CachedLM | None = None) -> pd.DataFrame:
-    """By layer, what a verifier's row held of the draft token that it rejected, beside what was committed instead.
+    """Returns, by layer, what a verify row held of the draft token that was rejected, and of the token committed
+    instead.
 
     One line for each layer of each row after which a draft was rolled back: row, request_id, step, position (of the
     row; both tokens stand at position + 1), layer, rejected_token_id, rejected_token, rejected_rank,
     rejected_logprob_nats; committed_token_id, committed_token, rank, committed_logprob_nats as in the hypotheses.
-    Only first mismatches are here: later candidates follow a text that was never committed.
+    Only first mismatches are included: later draft tokens follow text that was never committed.
     Twin: tests.measures_slowly.rejected_tokens_slowly, close(1e-5).
     """
     model = require_model(trace, model)

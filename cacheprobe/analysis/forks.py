@@ -1,8 +1,8 @@
-"""On from the middle of a generation: the cache rows that a request left behind, and requests that begin there."""
+"""Resumes a generation from a snapshot of its KV cache: the cached keys and values of a request, and new requests from
+there."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 from cacheprobe.core.records import Request
 from cacheprobe.kvcache.surgery import KVSnapshot
@@ -10,11 +10,12 @@ from cacheprobe.trace.trace import Trace
 
 
 def cache_rows(trace: Trace, request_id: SupportsIndex, length: int | None = None) -> KVSnapshot:
-    """Keys and values of the request's first `length` positions, as they stood when it ended; None for all.
+    """Returns keys and values of the request's first `length` positions as they were at its end; None for all
+    positions.
 
-    A committed row is never written again, so the first p of them are what the cache held when position p was new. The
-    newest token has no row. Provenance is the ledger's: prefill, verified, decoded or edited.
-    Raises: ValueError where they were not kept, or for a length that they do not have.
+    Committed positions are never written again, so the first p positions equal the cache's content when position p was
+    new. The newest token is not cached. Provenance is the ledger's: prefill, verified, decoded or edited.
+    Raises: ValueError if the run did not keep them, or for a length that they do not have.
     """
     request = _request(trace, request_id)
     rows = trace.kept_rows.get(int(request_id))
@@ -30,17 +31,17 @@ def cache_rows(trace: Trace, request_id: SupportsIndex, length: int | None = Non
 
 
 def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: KVSnapshot | None = None) -> Request:
-    """A request that goes on from cache rows of another one, with the tokens that are left of it.
+    """Returns a request that continues from another request's cached positions, with the other's remaining tokens.
 
-    Its prompt is the other's text up to the first token behind the rows, at least the other's prompt; settings and seed
-    are the other's, and noise is keyed by absolute position: from unchanged rows it says what the other said. The
-    states are the same bits where a prefill pass has the shape of a verify pass (prefill_group=group and
-    prefill_chunk=window, padded).
-    Stop texts are looked for in what the fork itself says.
+    The new prompt is the other request's text up to the first token after the cached positions, and at least its
+    prompt. Settings and seed are the other's, and noise is keyed by absolute position: with unchanged keys and values,
+    the fork generates the same tokens. States have the same bits if a prefill pass has the shape of a verify pass
+    (prefill_group=group and prefill_chunk=window, padded).
+    Stop texts are searched only in the fork's own output.
 
-    length: how many rows, from position 0 on; the token at position `length` is the first one read again.
-    rows: changed ones in the place of the kept ones, such as `cp.analysis.cache_rows(trace, 0, length).masked([3])`.
-    Raises: ValueError where the rows were not kept, are of another length, or where no token is left to say.
+    length: number of cached positions to use; the token at position `length` is the first one computed again.
+    rows: changed keys and values to use instead, such as `cp.analysis.cache_rows(trace, 0, length).masked([3])`.
+    Raises: ValueError if they were not kept or have another length, or if no token is left to generate.
     """
     request = _request(trace, request_id)
     rows = cache_rows(trace, request_id, length) if rows is None else rows
@@ -65,7 +66,7 @@ def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: KVSnapshot 
 
 
 def _request(trace: Trace, request_id: SupportsIndex) -> Request:
-    requests: Mapping[Any, Request] = {request.request_id: request for request in trace.requests}
+    requests: dict[int | None, Request] = {request.request_id: request for request in trace.requests}
     if request_id not in requests:
         raise KeyError(f"no request {request_id} in this trace; it has 0 to {len(requests) - 1}")
-    return requests[request_id]
+    return requests[int(request_id)]

@@ -8,22 +8,23 @@ _ROW = ["request_id", "row", "step", "phase", "status", "position", "verdict"]
 
 
 def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """How often each layer's first choice is the committed token, by layer (rows) and verdict (columns).
+    """Returns how often each layer's first choice is the committed token, by layer (index) and verdict (columns).
 
-    A column holds the readings of positions whose draft was accepted, rejected or never judged; not_drafted holds those
-    of positions for which the row's pass had no draft. `draft_verdicts.by_verdict` says which rows count.
+    A column holds the readings of positions whose draft was accepted, rejected or never verified; not_drafted holds
+    those of positions for which the row's pass had no draft. `draft_verdicts.by_verdict` defines which rows count.
     Source: "accuracy of the hidden predictions" of the logit lens.
     """
     return by_verdict(hypotheses).groupby(["layer", "verdict"]).agrees.mean().unstack()
 
 
 def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """When each row's prediction settles, and what it was on the way: one line for every row of the trace.
+    """Returns the prediction depth of each row, and the choices before it: one line for every row of the trace.
 
-    prediction_depth: first layer from which the first choice stays that of the last layer read (prediction depth).
+    prediction_depth: first layer from which the first choice stays that of the last layer read (Baldock et al. 2021).
     num_flips: changes of first choice between adjacent layers.  path: the distinct first choices in order, as text.
-    final_token: the last layer's first choice.  agrees: whether that is the committed token; null where none was.
-    Source: as of `draft_verdicts.prediction_depths`, which finds the depth.
+    final_token: the last layer's first choice.  agrees: whether that is the committed token; null if none was
+    committed.
+    Source: as for `draft_verdicts.prediction_depths`, which computes the depth.
     Twin: tests.measures_slowly.prediction_depth_slowly, ==.
     """
     if hypotheses.empty:
@@ -52,7 +53,8 @@ def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
 
 
 def prediction_depth_by_verdict(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """By verdict, as in `agreement_by_layer`: rows, prediction depth (median, mean), changes of first choice (mean)."""
+    """Returns, by verdict as in `agreement_by_layer`: rows, prediction depth (median, mean), changes of first choice
+    (mean)."""
     return (
         settling(by_verdict(hypotheses))
         .groupby("verdict")

@@ -1,7 +1,7 @@
-"""Direct logit attribution: one row's logit of a token, as a sum over what was written to the residual stream."""
+"""Direct logit attribution: splits one row's logit of a token into a sum over all writes to the residual stream."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import pandas as pd
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
 
 _Part = tuple[str, int | None, int | None, Tensor]
-"""Site, layer, head, and what it wrote [m]."""
+"""Site, layer, head, and the vector [m] that was written."""
 
 
 @torch.inference_mode()
@@ -33,18 +33,21 @@ def attribution(
     heads: bool | None = None,
     model: CachedLM | None = None,
 ) -> pd.DataFrame:
-    """The logit of a token at one row, by layer, site and head: tidy, one line for each part, `logit` sums to it.
+    """Returns the logit of a token at one row, by layer, site and head: one line for each part; `logit` sums to the
+    whole.
 
     position: of the canonical row.  row: any row's number, such as a rolled-back one's; give one of the two.
-    token: its id, or several, one below the other. By default what was committed at the next position; of a rolled-back
-        row, of which nothing followed, its own first choice.
-    heads: T by head, from z; by default where z was kept.
+    token: a token id, or several, whose tables are concatenated. Default: the token committed at the next position; for
+    a rolled-back row, its own first choice.
+    heads: splits T by head, from z; by default if z was captured.
     Columns: request_id, row, position, status, token_id, token, layer, site, head, logit. Sites: embed; T and C by
-    layer; "T bias", where heads are told apart, the bias of their projection; "norm bias" and "unembed bias"; and
-    "rest", what is in the stream and came from none of these: the rounding of its sums in 16 bits, an intervention, a
-    state that a Thinking States model added. The final norm's scale is held at the row's own, its weight is folded in;
-    so with a norm behind attention. A soft cap or scale that the architecture puts on its logits comes after the sum.
-    Raises: ValueError where S of the last layer, T and C of all were not kept, ModelError for another output path.
+    layer; "T bias", the bias of the heads' output projection if T is split by head; "norm bias" and "unembed bias"; and
+    "rest", the part of the stream that comes from none of these: 16-bit rounding of its sums, an intervention, or a
+    state that a Thinking States model added. The final norm's scale is frozen at the row's own and its weight is
+    included; the same holds for a norm after attention. A softcap or scale that the architecture applies to logits is
+    not included.
+    Raises: ValueError if S of the last layer, or T and C of any layer, were not captured; ModelError for another output
+    path.
     Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; the logit lens (nostalgebraist
     2020); by head, Wang et al. 2022 (arXiv 2211.00593), section 3.
     Twin: tests.attribution_slowly.attribution_slowly, close(1e-4) in float32.
@@ -86,7 +89,9 @@ def attribution(
     return table.astype({"layer": "Int64", "head": "Int64"})
 
 
-def _the_row(trace: "Trace", request_id: SupportsIndex, position: Any, row: Any) -> pd.Series:
+def _the_row(
+    trace: "Trace", request_id: SupportsIndex, position: SupportsIndex | None, row: SupportsIndex | None
+) -> pd.Series:
     if (position is None) == (row is None):
         raise ValueError("say which row: position= for the canonical one, or row= for any, such as a rolled-back one's")
     mine = trace.rows(request_id)
@@ -99,7 +104,7 @@ def _the_row(trace: "Trace", request_id: SupportsIndex, position: Any, row: Any)
 
 
 def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
-    """What was written to the stream at this row, and the stream at the end."""
+    """Returns the vectors that were written to the residual stream at this row, and the final stream."""
     if lacking := sorted(set(range(model.n_layers)) - set(trace.store.layers)) or set("STC") - set(trace.store.sites):
         raise ValueError(
             f"a logit falls into S, T and C of all layers; this run kept {', '.join(trace.store.sites) or 'no states'} "
@@ -107,6 +112,7 @@ def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> 
         )
 
     def state(site: str, layer: int) -> Tensor:
+        """Returns the captured state of this row at a site and layer."""
         return trace.vectors(site, layer, [int(about.row)])[0].double()
 
     last = state("S", model.n_layers - 1)
@@ -123,14 +129,15 @@ def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> 
 
 
 def _embedding(model: CachedLM, about: pd.Series) -> Tensor:
-    """[m] the stream that enters the first block: a function of the token and where it stands."""
+    """Returns the input of the first block [m], a function of the token and its position."""
     position = int(about.position)
     token = torch.tensor([[int(about.token_id)]])
     return model.forward(token, model.new_cache(1, position + 1), [0], [position], num_layers=0)[0, 0].double().cpu()
 
 
 def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attention: Tensor) -> list[_Part]:
-    """Raises: ModelError where the heads do not make T: something else stands between them and the stream."""
+    """Splits T by head. Raises: ModelError if the sum of the heads is not T, because the architecture computes more in
+    between."""
     written = torch.einsum("hd,hdm->hm", z, writer.weight.double().cpu())
     bias = torch.zeros_like(attention) if writer.bias is None else writer.bias.double().cpu()
     through_norm = 0 * bias
@@ -151,9 +158,9 @@ def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attentio
 
 
 def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor) -> Tensor:
-    """[v] the row's logits, before a soft cap or a scale.
+    """Returns the row's logits [v], before a softcap or a scale.
 
-    Raises: ModelError where they are not the model's own: weights that a library has processed, for one.
+    Raises: ModelError if they are not the model's own, for example because a library processed the weights.
     """
     logits = (norm(last[None])[0] + norm.bias) @ output.weight.double().cpu().T
     logits = logits if output.bias is None else logits + output.bias.double().cpu()
@@ -167,7 +174,9 @@ def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor
     return logits
 
 
-def _token_ids(trace: "Trace", about: pd.Series, token: Any, logits: Tensor) -> list[int]:
+def _token_ids(
+    trace: "Trace", about: pd.Series, token: "SupportsIndex | Sequence[int] | None", logits: Tensor
+) -> list[int]:
     if token is None:
         following = committed_after(trace, trace.row_table[trace.row_table.row == about.row])[about.row]
         is_followed = about.status != "rolled_back" and following >= 0

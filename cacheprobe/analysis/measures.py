@@ -1,8 +1,8 @@
-"""Measures of a row's reading from layer to layer: one line a row, whatever its status. Tables in, tables out.
+"""Measures of a row's readings from layer to layer: one line a row, for every status. Tables in, tables out.
 
-All are taken over a hypotheses table (`trace.hypotheses()` or `cp.analysis.read_states(trace, lens)`), whose columns
-`rank` and `committed_logprob_nats` follow the committed token by layer, and `entropy_nats` the reading itself. A row
-that was rolled back has the same measures; its draft is followed by `analysis.distributions.rejected_tokens`.
+All take a hypotheses table (`trace.hypotheses()` or `cp.analysis.read_states(trace, lens)`), whose columns `rank` and
+`committed_logprob_nats` describe the committed token at each layer, and `entropy_nats` the reading itself. Rolled-back
+rows have the same measures; `analysis.distributions.rejected_tokens` describes their draft tokens.
 """
 
 import numpy as np
@@ -12,8 +12,8 @@ ROW = ["request_id", "row", "step", "phase", "status", "position"]
 
 
 def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """By layer and status: rows, and over those with a committed token its median rank, mean log-probability and
-    share of first choices; and the mean entropy over all rows.
+    """Returns, by layer and status: number of rows; median rank, mean log-probability and share of first choices of the
+    committed token, over rows with one; and the mean entropy over all rows.
 
     Columns: layer, status, rows, rank_median, logprob_nats_mean, agrees_mean, entropy_nats_mean.
     Source: the statistics of a prediction trajectory in Belrose et al. 2023 (arXiv 2303.08112), section 4.
@@ -35,11 +35,11 @@ def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
 
 
 def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
-    """By row: the first layer that is sure of something, and whether that was what the last layer said.
+    """Returns, by row, the first confident layer, and whether its choice was that of the last layer.
 
     commitment_layer: first layer read at which the probability of the first choice exceeds that of the second by
-    `margin`; null where none does.  commitment_token: its first choice.  stays: whether that is the last layer's
-    first choice.  agrees: whether it is the committed token, null where nothing was committed.
+    `margin`; null if there is none.  commitment_token: its first choice.  stays: whether that is the last layer's first
+    choice.  agrees: whether it is the committed token, null if no token was committed.
     Source: the softmax response of confident early exit, Schuster et al. 2022 (CALM, arXiv 2207.07061), section 3.5.
     Twin: tests.measures_slowly.commitment_slowly, ==.
     """
@@ -62,9 +62,9 @@ def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
 
 
 def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
-    """By row: from which layer on each of the last layer's `top` choices holds its place.
+    """Returns, by row, the layer from which each of the last layer's `top` choices keeps its place.
 
-    saturation_layer_1..top: first layer from which the k-th choice stays the last layer's k-th; the first is the
+    saturation_layer_1..top: first layer from which the k-th choice stays the last layer's k-th; the first equals the
     prediction depth of `settling`.  is_in_order: whether they saturate in the order of their places, ties allowed.
     Source: top-1 saturation of Geva et al. 2022 (arXiv 2203.14680), for further places as in Lioubashevski et al. 2024
     (arXiv 2410.20210), section 3.
@@ -87,14 +87,16 @@ def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
 
 
 def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
-    """By layer: what the verifier would have accepted of it, had it drafted every greedy request alone.
+    """Returns, by layer, how many of its draft tokens the verifier would have accepted, if that layer alone had drafted
+    all greedy requests.
 
-    Verify passes of `window` rows are played over the committed text: the newest token, and window - 1 candidates that
-    are the layer's first choices; the first generated token comes from the prefill. While they agree with the text the
-    layer has read nothing else than in the table, so the count is that of `EarlyExit(layer)`, up to rounding.
-    Every pass ends with a token of the verifier's own, so the text's last one is never drafted.
+    Simulates verify passes of `window` tokens over the committed text: the newest token, and window - 1 draft tokens
+    that are the layer's first choices; the first generated token comes from prefill. As long as they equal the text,
+    the layer has read the same text as in the table, so the count equals that of `EarlyExit(layer)`, up to rounding.
+    Every pass ends with a token chosen by the verifier, so the text's last token is never drafted.
     Columns: layer, passes, drafted, accepted, acceptance (accepted / drafted), tokens_per_pass (committed in them).
-    Source: number of accepted tokens, Leviathan et al. 2023 (arXiv 2211.17192), section 3.1, counted and not expected.
+    Source: number of accepted tokens, Leviathan et al. 2023 (arXiv 2211.17192), section 3.1, counted instead of
+    expected.
     Twin: tests.measures_slowly.draft_agreement_slowly, ==; and the verdicts of a run with that drafter.
     """
     if window < 2:

@@ -1,6 +1,6 @@
 """Measures of a trace's own lens readings, and its states as TransformerLens holds them."""
 
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import pandas as pd
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def lens_readings(trace: "Trace", include_rolled_back: bool = False) -> pd.DataFrame:
-    """Returns the lens readings of `trace.hypotheses()` without thoughts: what measures by layer are taken over."""
+    """Returns the lens readings of `trace.hypotheses()` without thoughts, as the measures by layer require."""
     table = trace.hypotheses(include_rolled_back)
     return table[table.site != "thought"].reset_index(drop=True) if trace.thought_table is not None else table
 
@@ -27,7 +27,8 @@ def agreement(trace: "Trace") -> pd.DataFrame:
 
 
 def prediction_depth(trace: "Trace") -> pd.DataFrame:
-    """Returns for every row the layer from which its first choice stays, the changes before it, and their path.
+    """Returns, for every row, the layer from which its first choice stays, the number of earlier changes, and the
+    choices.
 
     See `analysis.layer_choices.settling` for the columns.
     """
@@ -35,21 +36,24 @@ def prediction_depth(trace: "Trace") -> pd.DataFrame:
 
 
 def commitment(trace: "Trace", margin: float = 0.5) -> pd.DataFrame:
-    """Returns for every row the first layer that is sure by `margin`; columns as in `analysis.measures.commitment`."""
+    """Returns, for every row, the first layer that is confident by `margin`; columns as in
+    `analysis.measures.commitment`."""
     return measures.commitment(lens_readings(trace), margin)
 
 
 def saturation(trace: "Trace", top: int = 3) -> pd.DataFrame:
-    """Returns for every row when each of the last layer's choices settles; as in `analysis.measures.saturation`."""
+    """Returns, for every row, the layer from which each of the last layer's choices stays; as in
+    `analysis.measures.saturation`."""
     return measures.saturation(lens_readings(trace), top)
 
 
 def draft_agreement(trace: "Trace", window: int) -> pd.DataFrame:
-    """Returns what would have been accepted of each layer's drafts; as in `analysis.measures.draft_agreement`."""
+    """Returns how many of each layer's draft tokens would be accepted; columns as in
+    `analysis.measures.draft_agreement`."""
     return measures.draft_agreement(lens_readings(trace), window)
 
 
-def to_activation_cache(trace: "Trace", request_id: SupportsIndex) -> Any:
+def to_activation_cache(trace: "Trace", request_id: SupportsIndex) -> object:
     """Returns TransformerLens' ActivationCache of a request's canonical states, [1, position, m] by hook name.
 
     Heads are [1, position, h, d], patterns [1, h, position, position]. Raises: ValueError without a model or states.

@@ -1,7 +1,7 @@
-"""Any lens over the states that a trace keeps: at S, T or C, of whichever rows, the rolled-back ones included."""
+"""Reads the states of a trace with any lens: at S, T or C, for any rows, including rolled-back ones."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import pandas as pd
 import torch
@@ -16,18 +16,20 @@ from cacheprobe.trace.tables.build import hypotheses_table
 from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
 
 if TYPE_CHECKING:
+    from cacheprobe.trace.data import TraceData
     from cacheprobe.trace.trace import Trace
 
 
 def readable(trace: "Trace") -> "Trace":
-    """Lets `trace.hypotheses()` of an import read the kept states by the logit lens, once it has its model."""
+    """Lets `trace.hypotheses()` of an imported trace read its states with the logit lens, once the trace has its
+    model."""
     if trace.meta["kind"] == "import":
         trace.reading_of_import = _by_logit_lens
     return trace
 
 
-def _by_logit_lens(trace: Any) -> pd.DataFrame:
-    return read_states(trace, LogitLens())
+def _by_logit_lens(trace: "TraceData") -> pd.DataFrame:
+    return read_states(cast("Trace", trace), LogitLens())
 
 
 def read_states(
@@ -39,14 +41,15 @@ def read_states(
     model: CachedLM | None = None,
     targets: Mapping[int, int] | None = None,
 ) -> pd.DataFrame:
-    """Reads the kept states by this lens at this site; returns a table as of `trace.tables.build.hypotheses_table`.
+    """Reads the captured states with this lens at this site; returns a table as of
+    `trace.tables.build.hypotheses_table`.
 
-    layers: those kept, by default.  rows: from `trace.rows(...)`; by default every row that predicts a generated token
-        and was not fed a draft token that was never committed.
-    targets: by row, the token to rank instead of the committed one.
-    Layers that did not run for a row (an early exit) have no line. All layers of a row stand in one product.
-    Raises: LensError for a lens that cannot read it, ValueError where the states or the model are missing.
-    Twin: `trace.hypotheses()` of the same run for the same lens at S, bitwise, where states were kept unrounded.
+    layers: by default, the captured ones.  rows: from `trace.rows(...)`; by default every row that predicts a generated
+    token and was not fed a draft token that was never committed.
+    targets: by row number, the token to rank instead of the committed one.
+    Layers that did not run for a row (an early exit) have no line. All layers of a row are read in one product.
+    Raises: LensError for a lens that cannot read these states, ValueError if the states or the model are missing.
+    Twin: `trace.hypotheses()` of the same run for the same lens at S, bitwise, if states were stored unrounded.
     """
     model = require_model(trace, model)
     chosen = tuple(trace.store.layers if layers is None else layers)
@@ -76,7 +79,7 @@ def read_states(
 
 
 class _Texts(dict[int, str]):
-    """Token id -> visible form, asked of the model's tokenizer once for each."""
+    """Maps a token id to its visible text; calls the model's tokenizer once for each id."""
 
     def __init__(self, model: CachedLM) -> None:
         self._model = model
@@ -87,21 +90,23 @@ class _Texts(dict[int, str]):
 
 
 def predicting_rows(trace: "Trace") -> pd.DataFrame:
-    """Rows that predict a generated token and were kept, without those fed a draft token that was not committed."""
+    """Returns the captured rows that predict a generated token, without those fed a draft token that was not
+    committed."""
     first = {request.request_id: request.num_prompt_tokens - 1 for request in trace.requests}
     table = trace.row_table[~trace.row_table.status.isin(FED_A_DRAFT_IN_VAIN)]
     return table[(table.position >= table.request_id.map(first)) & (table.state_index >= 0)]
 
 
 def committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
-    """By row: the token that its position + 1 holds in the end, -1 where the text ends before."""
+    """Returns, by row number, the token finally at the row's position + 1; -1 if the text ends before."""
     texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
     places = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
     return {row: texts[request][min(place, len(texts[request]) - 1)] for row, request, place in places}
 
 
 def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:
-    """The trace's model, or the one given if its weights are those of the run. Raises: ValueError."""
+    """Returns the given model, or the trace's. Raises: ValueError if there is none, or its weights are not those of the
+    run."""
     model = model or trace.model
     if model is None:
         raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")

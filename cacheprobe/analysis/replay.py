@@ -1,4 +1,4 @@
-"""Comparing a run with the oracle, bit for bit."""
+"""Compares a run with the oracle (an uncached reference run), bit for bit."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,35 +23,36 @@ from cacheprobe.trace.trace import Trace
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay compared, what it did not, and the first difference it met, if any."""
+    """The result of a replay: what was compared, what was not, and the first difference, if any."""
 
     num_requests: int
     num_tokens: int
     num_states: int
-    """Vectors of states and heads compared bit for bit."""
+    """Number of vectors of states and heads compared bit for bit."""
     num_readings: int
-    """Lens readings (Z) compared bit for bit."""
+    """Number of lens readings (Z) compared bit for bit."""
     num_skipped: int
-    """Requests that were never verified: nothing is promised about them."""
+    """Number of requests that were never verified, for which there is no guarantee."""
     first_difference: str | None
     num_logprobs: int = 0
-    """Log-probabilities compared bit for bit."""
+    """Number of log-probabilities compared bit for bit."""
     num_files: int = 0
-    """Files compared with the checksums in the run's manifest."""
+    """Number of files compared with the checksums in the run's manifest."""
     lines: Mapping[str, int] = field(default_factory=dict)
-    """Lines of each table checked against the other tables and the committed tokens."""
+    """Number of lines of each table checked against the other tables and the committed tokens."""
     not_compared: tuple[str, ...] = ()
-    """What was not compared, and why, a sentence each."""
+    """What was not compared, and why, one sentence each."""
 
     @property
     def is_equal(self) -> bool:
+        """Whether no difference was found."""
         return self.first_difference is None
 
     def __repr__(self) -> str:
         return f"Replay({self})"
 
     def __str__(self) -> str:
-        """All of it in plain words, a line each."""
+        """Returns the complete result in plain words, one fact a line."""
         said = (
             f"equal to the oracle: {self.num_tokens} tokens of {self.num_requests} requests, and {self.num_logprobs} "
             f"log-probabilities, {self.num_states} states and {self.num_readings} readings of the deterministic ones "
@@ -75,12 +76,11 @@ def replay(
     progress: bool,
     interventions: Sequence[Intervention] = (),
 ) -> Replay:
-    """Compare a run with the oracle, its tables with each other, and a stored run's files with their checksums.
+    """Compares a run with the oracle, its tables with each other, and a stored run's files with their checksums.
 
-    Of every verified request the tokens and the end are compared; of deterministic ones log-probabilities, states,
-    heads, thoughts and readings too. What was not compared is in `Replay.not_compared`.
-
-    Raises: FingerprintMismatch, ValueError where no request was verified.
+    For every verified request, the tokens and the end are compared; for deterministic ones also log-probabilities,
+    states, heads, thoughts and readings. `Replay.not_compared` lists the rest.
+    Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request was verified.
     """
     require_run(trace)
     config = EngineConfig(**trace.meta["config"])
@@ -170,7 +170,7 @@ def _files(trace: Trace) -> tuple[int, list[str]]:
 
 
 def _not_compared(trace: Trace, asked: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
-    """A sentence for each part of the run that was not derived a second time."""
+    """Yields a sentence for each part of the run that was not derived again."""
     held = {request.request_id for request in asked}
     if left := [r.request_id for r in trace.requests if r.request_id not in held]:
         yield (
@@ -196,7 +196,7 @@ def _not_compared(trace: Trace, asked: Sequence[Request], has_readings: bool, nu
 
 
 def _end_difference(trace: Trace, again: Trace, model: CachedLM, request: Request, number: int) -> str | None:
-    """How the request ended, and its text."""
+    """Returns how the request's end or its text differs from the oracle's; None if it does not."""
     ours, theirs = trace.meta["finish"][str(request.request_id)], again.meta["finish"][str(number)]
     if ours != theirs and ours != "cancelled":
         return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"
@@ -212,7 +212,7 @@ def require_run(trace: Trace) -> None:
 
 
 def _as_asked(trace: Trace, request: Request) -> Request:
-    """The request again; one that was cancelled is asked for the tokens that it had committed."""
+    """Returns the request for the oracle; a cancelled one is limited to the tokens that it had committed."""
     sampling = request.sampling
     if trace.meta["finish"][str(request.request_id)] == "cancelled" and sampling is not None:
         sampling = replace(sampling, max_new_tokens=len(trace.tokens[request.request_id]))
@@ -263,7 +263,8 @@ def _first_thought_difference(trace: Trace, again: Trace, request: Request, numb
 
 
 def _first_reading_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Z by position and layer: first choices, log-probabilities, entropies, ranks."""
+    """Returns the first difference between readings Z (first choices, log-probabilities, entropies, ranks), and the
+    number compared."""
     assert trace.hypothesis_table is not None and again.hypothesis_table is not None
     ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
     theirs = again.hypothesis_table[again.hypothesis_table.request_id == number]
@@ -275,7 +276,8 @@ def _first_reading_difference(trace: Trace, again: Trace, request: Request, numb
 
 
 def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """(position, layer) of the first canonical reading of ours whose list of choices differs; the oracle has more."""
+    """Returns (position, layer) of the first canonical reading of ours whose list of choices differs; the oracle may
+    have more."""
     a, b = (
         table[table.status == "committed"].set_index(["position", "layer"])[["top_token_ids", "top_logprob_nats"]]
         for table in (ours, theirs)

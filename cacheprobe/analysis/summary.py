@@ -1,6 +1,6 @@
-"""A run in a few lines of text, for terminals."""
+"""Describes a run in a few lines of text, for terminals."""
 
-from typing import Any
+from typing import TypedDict
 
 import pandas as pd
 
@@ -10,8 +10,20 @@ from cacheprobe.trace.tables.draft_verdicts import parting, shares_by_verdict
 from cacheprobe.trace.trace import Trace
 
 
-def behaviour_line(behaviour: dict[str, Any]) -> str:
-    """Accuracy, mass on the answers and chance of a task's run, with what may be said from it."""
+class Behaviour(TypedDict):
+    """A run's results on its task, as in `trace.meta["behaviour"]`."""
+
+    num_examples: int
+    num_unparsed: int
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+    chance: float
+    answer_mass: float | None
+
+
+def behaviour_line(behaviour: Behaviour) -> str:
+    """Returns a line with the accuracy, the probability mass on the answers and the chance level of a task's run."""
     b = behaviour
     line = (
         f"behaviour: {b['accuracy']:.0%} of {b['num_examples']} answers right "
@@ -30,7 +42,7 @@ def behaviour_line(behaviour: dict[str, Any]) -> str:
 
 
 def summary(trace: Trace) -> str:
-    """The run's shape and controls, and when its layers agreed with what was committed."""
+    """Returns the run's shape and self-checks, and at which layers predictions agreed with the committed tokens."""
     finger, note = trace.fingerprint, trace.meta["weights_note"]
     platform = f"{finger['dtype']}, {finger['path']} on {finger['device']}, {finger['threads']} threads"
     lines = [repr(trace), f"model {finger['model']}, {platform}" + (f" ({note})" if note else "")]
@@ -56,8 +68,8 @@ def summary(trace: Trace) -> str:
 
 
 def thoughts_text(trace: Trace, request_id: int) -> str:
-    """One request's committed thoughts as lines: what was read, what was thought of it, whether that is true, and
-    whether it was cut."""
+    """Returns one request's committed thoughts as lines: the chunk's text, the thought, whether it is true, and whether
+    it was cut."""
     table = trace.thoughts()
     mine = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
     rows = trace.rows(request_id, "committed").set_index("position").token
@@ -75,7 +87,8 @@ def thoughts_text(trace: Trace, request_id: int) -> str:
 
 
 def closing(trace: Trace, is_behaviour_printed: bool) -> str:
-    """What is said at the end of a run; how the model did on its task, where a bar has not said so already."""
+    """Returns the text for the end of a run, including the accuracy on its task unless the progress bar has printed
+    it."""
     behaviour = trace.meta["behaviour"]
     lines = [behaviour_line(behaviour)] if behaviour and not is_behaviour_printed else []
     return "\n".join([*lines, summary(trace)])

@@ -1,6 +1,7 @@
-"""What happened inside T and C when a thought was written: computed again from the trace's H and Z."""
+"""Recomputes the activations inside the thinking block (T) and the compression block (C) from the trace's H and
+thoughts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -8,52 +9,57 @@ from torch import Tensor
 from cacheprobe.analysis.reading import require_model
 from cacheprobe.analysis.thought_readings import rows_of
 from cacheprobe.lenses.thought import ThoughtLens
+from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.sampling import lowest_argmax
 
 if TYPE_CHECKING:
+    from cacheprobe.models.hf.hooked import HookPoint
+    from cacheprobe.models.thinking.lm import ThinkingLM
     from cacheprobe.trace.trace import Trace
 
 BLOCKS = ("thinking.", "compression.")
 OTHER_KERNEL = "hook_pattern"
-"""Attention weights are made where somebody listens alone, by another kernel, whose bits are others."""
+"""Attention patterns are computed only if this hook is used, by another kernel, which gives other bits."""
 
 
-def thought_activations(trace: "Trace", thought: int, model: Any = None) -> dict[str, Tensor]:
-    """Every activation of T and C at one thought, by the name of its hook point, patterns apart.
+def thought_activations(trace: "Trace", thought: int, model: CachedLM | None = None) -> dict[str, Tensor]:
+    """Returns every activation of T and C at one thought, keyed by hook name, except attention patterns.
 
-    thought: a number of `trace.thoughts()`, rolled-back ones included.
-    "thinking.hook_logits" is [r1, v], all logits of Z, the pad's set to the lowest: line i chose token i.
-    "compression.hook_state" is S, [c, m]. Elsewhere in T rows are the chunk's c and then the thought's, [c+r, m] or
-    [c+r, h, d]; in C the thought's. Thoughts are padded to `max_thought`: behind in T, in front in C.
-    They are not kept: they depend on H and Z alone, which are. The bits are those of the run where its states were
-    kept unrounded.
-    Raises: LensError where the model writes no thoughts, KeyError for a thought that is not there, ValueError where S
-    below L_out was not kept, or this model does not think what the trace holds.
+    thought: a number from `trace.thoughts()`, including rolled-back ones.
+    "thinking.hook_logits" is [r1, v], all logits of the thought's tokens, with the pad's set to the minimum: line i
+    chose token i. "compression.hook_state" is S, [c, m]. Elsewhere in T, positions are the chunk's c and then the
+    thought's, [c+r, m] or [c+r, h, d]; in C, the thought's. Thoughts are padded to `max_thought`: at the end in T, in
+    front in C.
+    These activations are not stored, because they depend only on H and the thought. The bits equal the run's if its
+    states were stored unrounded.
+    Raises: LensError if the model writes no thoughts, KeyError for an unknown thought, ValueError if S at layer l_out -
+    1 was not captured, or if this model writes another thought than the trace holds.
     Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.
     Twin: tests.test_thinking_engine, T's hooks on the live model while it thinks, and S: ==.
     """
-    model = require_model(trace, model)
-    ThoughtLens().check(model)
+    lm = cast("ThinkingLM", require_model(trace, model))
+    ThoughtLens().check(lm)
     table = trace.thoughts()
     if thought not in table.index:
         raise KeyError(f"no thought {thought} in this trace; it has thoughts 0 to {len(table) - 1}")
-    line: Any = table.loc[thought]
-    config, said = model.config, list(line.token_ids)
-    hidden = trace.vectors("S", config.l_out - 1, rows_of(trace, line)).to(model.device, model.dtype)
-    ids = torch.tensor([[*said, *[config.pad_id] * (config.max_thought - len(said))]], device=model.device)
-    heard: dict[str, Tensor] = {}
+    line = table.loc[thought]
+    config, said = lm.config, list(line.token_ids)
+    hidden = trace.vectors("S", config.l_out - 1, rows_of(trace, line)).to(lm.device, lm.dtype)
+    ids = torch.tensor([[*said, *[config.pad_id] * (config.max_thought - len(said))]], device=lm.device)
+    captured: dict[str, Tensor] = {}
 
-    def hear(value: Tensor, hook: Any) -> None:
-        heard[hook.name] = value[0].clone()
+    def hear(value: Tensor, hook: "HookPoint") -> None:
+        """Keeps an activation by its hook name."""
+        captured[str(hook.name)] = value[0].clone()
 
-    names = [name for name in model.model.hook_dict if name.startswith(BLOCKS) and not name.endswith(OTHER_KERNEL)]
-    with torch.inference_mode(), model.model.hooks(fwd_hooks=[(name, hear) for name in names]):
-        logits = heard["thinking.hook_logits"] = model.model.think(hidden[None], ids)[0]
-        model.model.compress(ids)
+    names = [name for name in lm.model.hook_dict if name.startswith(BLOCKS) and not name.endswith(OTHER_KERNEL)]
+    with torch.inference_mode(), lm.model.hooks(fwd_hooks=[(name, hear) for name in names]):
+        logits = captured["thinking.hook_logits"] = lm.model.think(hidden[None], ids)[0]
+        lm.model.compress(ids)
     again = [lowest_argmax(logits[i].float()) for i in range(len(said))]
     if again != said:
         raise ValueError(
-            f"thought {thought} of request {line.request_id} at step {line.step} is {said}, and {model.name} thinks "
+            f"thought {thought} of request {line.request_id} at step {line.step} is {said}, and {lm.name} thinks "
             f"{again} there; give the model that wrote the trace, without hooks or edits that it had not"
         )
-    return heard
+    return captured

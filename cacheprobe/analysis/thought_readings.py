@@ -1,7 +1,7 @@
-"""Thoughts that other layers would have written: the thought lens over a trace's chunks."""
+"""Thoughts that the thinking block (T) would write from other layers: the thought lens over a trace's chunks."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import pandas as pd
 import torch
@@ -9,29 +9,35 @@ import torch
 from cacheprobe.analysis.reading import require_model
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.thought import ThoughtLens
+from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.tables.thoughts import says_state
 
 if TYPE_CHECKING:
+    from cacheprobe.models.thinking.lm import ThinkingLM
     from cacheprobe.trace.trace import Trace
 
+Chunk: TypeAlias = Any
+"""A line of `trace.thoughts()`, as a named tuple or a Series."""
 
-def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: Any = None) -> pd.DataFrame:
-    """By thought and layer, what T says of the chunk's S at that layer: one line each, rolled-back chunks included.
 
-    layers: those kept, by default.
+def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: CachedLM | None = None) -> pd.DataFrame:
+    """Returns, by thought and layer, what T writes from the chunk's S at that layer: one line each, including
+    rolled-back chunks.
+
+    layers: by default, the captured ones.
     Columns: thought, request_id, step, status, chunk, start, end and true_state as in `trace.thoughts()`; layer;
     token_ids; said (its words, "" for an empty thought); first_logprob_nats and entropy_nats of its first token's
-    choice; is_thought: whether it is what the model thought; agrees: whether it says the true state, null where either
-    is missing. A chunk has no line for a layer that did not run, or where one of its states was not kept.
-    Raises: LensError where the model writes no thoughts or a layer does not exist, ValueError where S was not kept.
+    choice; is_thought: whether it equals the model's own thought; agrees: whether it states the true state, null if
+    either is missing. A chunk has no line for a layer that did not run, or if one of its states was not captured.
+    Raises: LensError if the model writes no thoughts or a layer does not exist, ValueError if S was not captured.
     """
-    model = require_model(trace, model)
+    lm = cast("ThinkingLM", require_model(trace, model))
     lens = ThoughtLens()
-    lens.check(model)
+    lens.check(lm)
     thoughts = trace.thoughts()
     chosen = list(trace.store.layers if layers is None else layers)
-    if unknown := [layer for layer in chosen if not 0 <= layer < model.n_layers]:
-        raise LensError(f"unknown layer {unknown[0]}; {model.name} has layers 0 to {model.n_layers - 1}")
+    if unknown := [layer for layer in chosen if not 0 <= layer < lm.n_layers]:
+        raise LensError(f"unknown layer {unknown[0]}; {lm.name} has layers 0 to {lm.n_layers - 1}")
     for layer in chosen:
         trace.vectors("S", layer, [])  # says what was not kept
     read_by = [
@@ -46,15 +52,15 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: An
     if not read_by:
         raise ValueError("there is no thought to read: no layer was asked for, or no chunk's states were kept")
     chunks = torch.stack([trace.store.all_of("S", layer)[index] for _, layer, index in read_by])
-    read = lens.read(model, chunks.to(model.device, model.dtype))
+    read = lens.read(lm, chunks.to(lm.device, lm.dtype))
     logprobs = read.first_logits.double().log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs.clamp(min=-1e6)).sum(-1)
     examples = {request.request_id: request.example for request in trace.requests}
     records = []
     for i, (token_ids, line) in enumerate(zip(read.token_ids.tolist(), logprobs, strict=True)):
         thought, layer, _ = read_by[i]
-        kept = token_ids[: token_ids.index(model.config.eos_id) + 1] if model.config.eos_id in token_ids else token_ids
-        said = model.decode([token for token in kept if token != model.config.eos_id]).strip()
+        kept = token_ids[: token_ids.index(lm.config.eos_id) + 1] if lm.config.eos_id in token_ids else token_ids
+        said = lm.decode([token for token in kept if token != lm.config.eos_id]).strip()
         true_state = None if pd.isna(thought.true_state) else thought.true_state
         shared = ("thought", "request_id", "step", "status", "chunk", "start", "end")
         records.append(
@@ -73,8 +79,9 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: An
     return pd.DataFrame(records).astype({"true_state": "string", "agrees": "boolean"})
 
 
-def rows_of(trace: "Trace", thought: Any) -> pd.DataFrame:
-    """The rows whose states T read, in order of position: what was newest at each of the chunk's when it thought."""
+def rows_of(trace: "Trace", thought: Chunk) -> pd.DataFrame:
+    """Returns the rows whose states T read, in order of position: the newest ones of the chunk's positions at that
+    time."""
     table = trace.row_table
     mine = table[(table.request_id == thought.request_id) & table.position.between(thought.start, thought.end)]
     return mine[mine.step <= thought.step].sort_values(["position", "step"]).groupby("position").tail(1)

@@ -45,7 +45,7 @@ class JacobianLens:
         return cls(eye.repeat(model.n_layers - 1, 1, 1), unembedding_sha256(model))
 
     @classmethod
-    def of(cls, theirs: LiveModule, model: CachedLM) -> "JacobianLens":
+    def of(cls, theirs: LiveModule, model: LiveModule) -> "JacobianLens":
         """Returns the lens for this model from TransformerLens' fitted or loaded JacobianLens.
 
         Raises: LensError if a layer other than the last has no matrix, or if TransformerLens' own check refuses the

@@ -5,10 +5,11 @@ import copy
 import torch
 
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.live import LiveModule
 from cacheprobe.models.loaders import load_model
 
 
-def untrained(model: CachedLM, seed: int = 0) -> CachedLM:
+def untrained(model: LiveModule, seed: int = 0) -> CachedLM:
     """Returns a model of the same shape, tokenizer and dtype with new random weights, embeddings included.
 
     model: from `load_model`.  seed: of the weights, drawn by the architecture's own initialisation.

@@ -16,7 +16,7 @@ from cacheprobe.tasks.variables import Variables
 from cacheprobe.tasks.words import encode_strictly, load_tokenizer, save_tokenizer, word_tokenizer
 
 INSTEAD = {"s3": "permutations:elements=3", "s5": "permutations:elements=5"}
-"""Names that the presets of trainings have, and the task that texts of such a preset are from."""
+"""Maps the task names of training presets to the tasks from which their texts come."""
 
 __all__ = [
     "CHAINS",

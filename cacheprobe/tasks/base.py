@@ -1,4 +1,4 @@
-"""Questions with a known running state: the text, the true state at each character, and how answers are scored."""
+"""Questions with a known running state: the text, the true state at each character, and the scoring of answers."""
 
 from __future__ import annotations
 
@@ -8,36 +8,46 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 SHOT_SEPARATOR = "\n\n"
 
 
+Event: TypeAlias = Any
+"""One operation in the task's own format, such as ("Alice", True)."""
+
+Key = TypeVar("Key", bound="str | int | float | tuple[object, ...]")
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What an example asks of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that an example uses."""
 
-    def __call__(self, text: str, **options: Any) -> Any: ...
+    def __call__(self, text: str, **options: Any) -> Any:
+        """Returns the encoding of a text."""
+        ...
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
+        """Returns the text of a conversation in the model's chat format."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question about a state that changes while it is read.
+    """One question about a state that changes as the text is read.
 
-    text: as the model reads it, up to the place of the answer.  answer: what follows, its leading space included.
-    answers: all that can follow, `answer` among them.  events: one per operation, in the task's own terms.
+    text: as the model reads it, up to the place of the answer.  answer: what follows, including its leading space.
+    answers: all possible answers, including `answer`.  events: one for each operation, in the task's own format.
     states: the true state after 0, 1, ... operations.
-    spans: characters (start, end) of the words that set each of `states`: the statement of the initial one, then the
-    operations. The state changes on the last character of its span, and not before.
-    thoughts: what there is to say once each of `states` holds, such as the part that changed; `states` where empty.
+    spans: characters (start, end) of the words that set each of `states`: the statement of the initial state, then the
+    operations. The state changes at the last character of its span.
+    thoughts: the text to think once each of `states` holds, such as the part that changed; if empty, `states` is used.
     """
 
     text: str
     answer: str
     answers: tuple[str, ...]
-    events: tuple[Any, ...]
+    events: tuple[Event, ...]
     states: tuple[str, ...]
     spans: tuple[tuple[int, int], ...]
     thoughts: tuple[str, ...] = ()
@@ -59,10 +69,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """The text a model reads, with the true state at each place.
+    """The text that a model reads, with the true state at each place.
 
-    operations: (start, end) characters of each operation of the asked question.
-    changes: (characters read, state from there on), ascending; None where no state holds.
+    operations: (start, end) characters of each operation of the question that the model must answer.
+    changes: (characters read, state from there on), ascending; None if no state holds.
     """
 
     text: str
@@ -70,7 +80,7 @@ class Rendering:
     changes: tuple[tuple[int, str | None], ...]
 
     def state_at(self, num_chars: int) -> str | None:
-        """The true state once the first `num_chars` characters of `text` have been read."""
+        """Returns the true state after the first `num_chars` characters of `text` have been read."""
         if not 0 <= num_chars <= len(self.text):
             raise ValueError(f"num_chars={num_chars} is outside the text; give 0 to {len(self.text)}")
         index = bisect_right(self.changes, num_chars, key=lambda change: change[0])
@@ -79,10 +89,10 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Example:
-    """A question as it is put to a model, behind `shots` worked ones; `chat` wraps it in the model's own template.
+    """A question as the model reads it, after `shots` worked examples; `chat` uses the model's own chat template.
 
-    `prompt`, `operations` and `state_at` speak of the text without a template and need no tokenizer. With `chat`, what
-    the model reads is `prompt_text(tokenizer)`, and the answers lose their leading space: they start the reply.
+    `prompt`, `operations` and `state_at` describe the text without a template and need no tokenizer. With `chat`, the
+    model reads `prompt_text(tokenizer)`, and the answers have no leading space, because they start the reply.
     """
 
     question: Question
@@ -91,37 +101,41 @@ class Example:
 
     @property
     def prompt(self) -> str:
-        """The whole text, shots included, without a chat template."""
+        """The whole text, including shots, without a chat template."""
         return "".join(shot.text + shot.answer + SHOT_SEPARATOR for shot in self.shots) + self.question.text
 
     @property
     def answer(self) -> str:
+        """The right answer; without its leading space in a chat."""
         return self.question.answer.strip() if self.chat else self.question.answer
 
     @property
     def answers(self) -> tuple[str, ...]:
+        """All possible answers; without their leading spaces in a chat."""
         return tuple(answer.strip() for answer in self.question.answers) if self.chat else self.question.answers
 
     @property
-    def events(self) -> tuple[Any, ...]:
+    def events(self) -> tuple[Event, ...]:
+        """The operations, in the task's own format."""
         return self.question.events
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The true state of the asked question after 0, 1, ... operations."""
+        """The true state of the question after 0, 1, ... operations."""
         return self.question.states
 
     @property
     def operations(self) -> tuple[tuple[int, int], ...]:
-        """Characters (start, end) of `prompt` that state each operation of the asked question."""
+        """Characters (start, end) of `prompt` that state each operation of the question."""
         return self._placed_in(self.prompt).operations
 
     def state_at(self, num_chars: int) -> str | None:
-        """The true state once the first `num_chars` characters of `prompt` have been read; see `rendering`."""
+        """Returns the true state after the first `num_chars` characters of `prompt` have been read; see `rendering`."""
         return self._placed_in(self.prompt).state_at(num_chars)
 
     def prompt_text(self, tokenizer: Tokenizer | None = None) -> str:
-        """The text given to the model. Only `chat` needs the tokenizer; shots are then earlier turns of the chat."""
+        """Returns the text given to the model. Only `chat` needs the tokenizer; shots are then earlier turns of the
+        chat."""
         if not self.chat:
             return self.prompt
         if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
@@ -135,18 +149,18 @@ class Example:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
     def rendering(self, tokenizer: Tokenizer | None = None) -> Rendering:
-        """`prompt_text` with the true state at each character.
+        """Returns `prompt_text` with the true state at each character.
 
-        None before the initial state of the first question is fully stated and between questions; inside a shot, its
-        answer included, that shot's own running state; from the last operation on, the final state.
+        The state is None before the initial state of the first question is fully stated, and between questions. Inside
+        a shot, including its answer, the state is that shot's own. After the last operation, the final state holds.
         """
         return self._placed_in(self.prompt_text(tokenizer))
 
     def states_after_tokens(self, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[str | None]:
-        """For each token of `prompt_text`, the true state after that token has been read.
+        """Returns, for each token of `prompt_text`, the true state after that token has been read.
 
-        A change takes effect on the token that completes its words (" fl", "ips": on "ips"), also where that token
-        holds more than them. Special tokens that the tokenizer adds leave the state as it is.
+        A change takes effect at the token that completes its words (" fl", "ips": at "ips"), even if that token
+        contains more. Special tokens do not change the state.
         """
         rendering = self.rendering(tokenizer)
         states, num_chars = [], 0
@@ -158,7 +172,8 @@ class Example:
     def completing_tokens(
         self, tokenizer: Tokenizer, *, add_special_tokens: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Token ids of `prompt_text`, and for each operation the place among them of the one that completes its words.
+        """Returns the token ids of `prompt_text`, and for each operation the index of the token that completes its
+        words.
 
         Raises: ValueError for a tokenizer without character offsets.
         """
@@ -167,7 +182,8 @@ class Example:
         return ids, [next(i for i, reached in enumerate(ends) if reached >= end) for _, end in rendering.operations]
 
     def answer_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The first token of each of `answers`, as it is encoded right after the prompt; they must differ."""
+        """Returns the first token of each of `answers`, as encoded right after the prompt. Raises: ValueError if two
+        are equal."""
         prompt_text = self.prompt_text(tokenizer)
         prompt_ids = list(tokenizer(prompt_text, add_special_tokens=False)["input_ids"])
         first = []
@@ -204,7 +220,7 @@ class Example:
 
 
 def _with_ends(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-    """Token ids of a text, and the character that each ends before."""
+    """Returns the token ids of a text, and for each token the character index where it ends."""
     try:
         encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens)
     except NotImplementedError as error:
@@ -213,7 +229,7 @@ def _with_ends(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tup
 
 
 def _find(text: str, part: str, start: int) -> int:
-    """Where `part` begins in `text`, at or after `start`."""
+    """Returns the index at which `part` begins in `text`, at or after `start`."""
     found = text.find(part, start)
     if found < 0:
         raise ValueError(f"the chat template does not show this text unchanged: {part!r}; use chat=False")
@@ -225,7 +241,7 @@ def _name(tokenizer: Tokenizer | None) -> str:
 
 
 def parse_answer(text: str, words: Sequence[str] = ("heads", "tails")) -> str | None:
-    """The first of `words` that stands in `text` as a whole word, in any case; None where none does."""
+    """Returns the first of `words` that occurs in `text` as a whole word, in any case; None if none does."""
     groups = "|".join(f"({re.escape(word)})" for word in words)
     found = re.search(rf"\b(?:{groups})\b", text, re.IGNORECASE)
     return words[found.lastindex - 1] if found and found.lastindex else None
@@ -233,7 +249,7 @@ def parse_answer(text: str, words: Sequence[str] = ("heads", "tails")) -> str | 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Accuracy:
-    """How many generated texts give the right answer. A text that gives none counts as wrong."""
+    """Counts of right answers among generated texts. A text without an answer counts as wrong."""
 
     num_examples: int
     num_correct: int
@@ -248,6 +264,7 @@ class Accuracy:
 
     @property
     def accuracy(self) -> float:
+        """Share of right answers."""
         return self.num_correct / self.num_examples
 
     @property
@@ -268,9 +285,10 @@ class Accuracy:
 
 
 def accuracy_by(
-    examples: Sequence[Example], texts: Sequence[str], group: Callable[[Example], Any]
-) -> dict[Any, Accuracy]:
-    """`accuracy` for each value that `group` gives, such as `lambda example: len(example.events)`, in their order."""
+    examples: Sequence[Example], texts: Sequence[str], group: Callable[[Example], Key]
+) -> dict[Key, Accuracy]:
+    """Returns `accuracy` for each value of `group`, such as `lambda example: len(example.events)`, in ascending
+    order."""
     if not examples or len(examples) != len(texts):
         raise ValueError(f"give one text for each of one or more examples, got {len(examples)} and {len(texts)}")
     rows = defaultdict(list)
@@ -280,7 +298,7 @@ def accuracy_by(
 
 
 def accuracy(examples: Sequence[Example], texts: Sequence[str]) -> Accuracy:
-    """Score what a model generated after each example's prompt. `texts` are the continuations, without the prompts."""
+    """Scores what a model generated after each example's prompt. `texts` are the continuations, without the prompts."""
     if not examples or len(examples) != len(texts):
         raise ValueError(f"give one text for each of one or more examples, got {len(examples)} and {len(texts)}")
     choices = {example.question.answers for example in examples}

@@ -1,6 +1,6 @@
 """Boxes: objects are put into boxes, moved and removed, and the model is asked what one of the boxes contains.
 
-Source: the task is that of Kim and Schuster 2023, arXiv 2305.02363; names, sizes and draws are our own, and each
+Source: the task is that of Kim and Schuster 2023, arXiv 2305.02363; names, sizes and random draws are our own, and each
 operation takes one object.
 """
 
@@ -27,16 +27,16 @@ MOST_ANSWERS = 10_000
 ASKED = re.compile(r"What does Box (\d+) contain\?")
 
 Event = tuple[str, str, int | None, int | None]
-"""(what is done, to which object, from which box, into which box); boxes count from 1, None is outside of them."""
+"""(action, object, from which box, into which box); boxes count from 1, and None means outside of the boxes."""
 
 
 def boxes_question(
     initial: Sequence[Iterable[str]], events: Sequence[Event], asked: int, objects: Sequence[str], at_most: int
 ) -> Question:
-    """The question for boxes with `initial` contents, after `events`, about box `asked`.
+    """Returns the question for boxes with `initial` contents, after `events`, about box `asked`.
 
-    answers: every content that `at_most` of `objects` can make. States are the contents of all boxes in order; what
-    there is to think of an operation is the new content of the boxes that it changed.
+    answers: every content of up to `at_most` of `objects`. States are the contents of all boxes in order; the thought
+    after an operation is the new content of the boxes that it changed.
     """
     boxes = {number: set(content) for number, content in enumerate(initial, 1)}
     writer = Writer()
@@ -65,7 +65,7 @@ def boxes_question(
 
 
 def affecting(example: Example) -> int:
-    """How many operations put something into the box that is asked about, or take something out of it."""
+    """Returns how many operations put an object into the box of the question, or take one out."""
     asked = ASKED.search(example.question.text)
     if asked is None:
         raise ValueError(f"{example!r} asks for no box; give examples of the boxes task")
@@ -73,7 +73,8 @@ def affecting(example: Example) -> int:
 
 
 def initial_content(example: Example) -> str:
-    """What the box contained at first, worded as an answer: right wherever no operation affects it."""
+    """Returns the first content of the box of the question, worded as an answer; right if no operation affects the
+    box."""
     asked = ASKED.search(example.question.text)
     if asked is None:
         raise ValueError(f"{example!r} asks for no box; give examples of the boxes task")
@@ -86,10 +87,11 @@ def initial_content(example: Example) -> str:
 class Boxes(Task):
     """`boxes` numbered boxes with up to `at_most` of `objects` in each, and `steps` operations on single objects.
 
-    At first, each object is in a random box with room, or with chance 1/3 in none. Each operation is put, remove or
-    move, as likely as the others that are possible, and then any object and boxes that it can take. Contents are named
-    in alphabetical order. Any box is asked about; answers are not balanced, and "nothing" is commoner than the rest.
-    Score with `accuracy_by(examples, texts, affecting)`: the more operations affect the box, the harder it is.
+    At first, each object is in a random box with room, or with probability 1/3 in none. Each operation is put, remove
+    or move, chosen uniformly among the possible ones, then with a random possible object and boxes. Contents are named
+    in alphabetical order. The question is about a random box; answers are not balanced, and "nothing" is more frequent
+    than the rest.
+    Score with `accuracy_by(examples, texts, affecting)`: the more operations affect the box, the harder the question.
     """
 
     steps: int = 4
@@ -114,13 +116,16 @@ class Boxes(Task):
 
     @property
     def num_operations(self) -> int:
+        """Number of operations in a question."""
         return self.steps
 
     def with_operations(self, count: int) -> Boxes:
+        """Returns the same task with `count` operations in a question."""
         return replace(self, steps=count)
 
     @property
     def chance(self) -> float:
+        """Accuracy of a uniform guess among the answers."""
         return 1 / self._num_answers
 
     @property
@@ -128,11 +133,13 @@ class Boxes(Task):
         return sum(comb(len(self.objects), size) for size in range(min(self.at_most, len(self.objects)) + 1))
 
     def vocabulary(self) -> tuple[str, ...]:
+        """Returns all words of this task's texts, sorted."""
         numbers = map(str, range(1, self.boxes + 1))
         words = "Box contains nothing, the. Put into. Remove from. Move to. What does contain? A:"
         return vocabulary_of([words, "and" * (self.at_most > 1), *numbers, *self.objects])
 
     def example(self, index: int, seed: int = 0) -> Example:
+        """Returns example `index` of the set `seed`."""
         rng = Random(f"boxes/{seed}/{index}")
         places: dict[str, int | None] = {}
         for thing in self.objects:
@@ -186,6 +193,7 @@ def _state(boxes: Mapping[int, Iterable[str]]) -> str:
 
 @lru_cache
 def _contents(objects: tuple[str, ...], at_most: int) -> tuple[str, ...]:
-    """Most objects first: of two contents that begin alike, the longer is the one that is meant."""
+    """Returns all contents, the largest first: of two answers with the same beginning, the longer one is then tried
+    first."""
     sizes = range(min(at_most, len(objects)), -1, -1)
     return tuple(f" {_listed(content)}" for size in sizes for content in combinations(objects, size))

@@ -22,12 +22,13 @@ ANSWERS = (" heads", " tails")
 
 
 def turned(side: str) -> str:
-    """The other side of a coin."""
+    """Returns the other side of a coin."""
     return STATES[1 - STATES.index(side)]
 
 
 def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
-    """The question for a coin that starts as `initial`, after `events`: (name, whether that person flips it)."""
+    """Returns the question for a coin that starts as `initial`, after `events`: (name, whether that person flips
+    it)."""
     if initial not in STATES:
         raise ValueError(f"initial={initial!r} is no state of a coin; use one of {STATES}")
     if not events:
@@ -45,9 +46,10 @@ def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
 
 
 def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
-    """Chance that the next of `remaining` people flips, given that an odd (or even) number of them will.
+    """Returns the probability that the next of `remaining` people flips, given that an odd (or even) number of them
+    will.
 
-    Each flips by themselves with `flip_probability`, strictly between 0 and 1.
+    Each person flips independently with `flip_probability`, strictly between 0 and 1.
     Twin: tests.test_data.enumerated_chance, close.
     """
     stay_probability = 1 - flip_probability
@@ -68,7 +70,8 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
 
 @lru_cache
 def _parity_chances(flip_probability: float) -> list[tuple[float, float]]:
-    """Chances that 0, 1, ... people flip an even and an odd number of times; `flip_chance` adds what it needs."""
+    """Returns the list of (probability of an even, of an odd number of flips) by 0, 1, ... people; `flip_chance`
+    extends it."""
     return [(1.0, 0.0)]
 
 
@@ -78,16 +81,17 @@ class CoinFlip(Task):
     """Coin-flip questions: `people` with random names each flip the coin, or do not.
 
     flip_probability: of each person, independently.  initial: "heads", "tails", or "random".
-    balanced: exactly half of the examples have the answer heads (with an odd n, one more or one fewer). Of examples
-    0 and 1, 2 and 3, ..., one is heads and one tails, in random order. Two ways to reach the answer so chosen:
+    balanced: exactly half of the examples have the answer heads (for an odd n, one more or one fewer). Of examples 0
+    and 1, 2 and 3, ..., one is heads and one tails, in random order. The chosen answer is reached in one of two ways:
     - initial="random": the flips are drawn first, exactly Bernoulli, then the initial state that gives the answer.
-    - a fixed initial: the flips are drawn given that their number is odd (or even). With one person, the answer
-      decides the flip; in general the share of flips is `flip_probability` only where that is 0.5.
-    Not balanced, flips are Bernoulli, a random initial state is a fair coin, and the answer is what comes of them.
-    shots: worked examples in front, drawn anew for each example by the same rules, from names it does not ask about.
-    chat: the model reads the example in its chat template, the shots being earlier turns.
-    distinct: no name stands twice in a question. Otherwise each is any of `names`, those of the shots too, so that
-    there can be more people than names.
+    - a fixed initial: the flips are drawn given that their number is odd (or even). With one person, the answer decides
+    the flip; in general the share of flips equals `flip_probability` only if that is 0.5.
+    If not balanced, flips are Bernoulli, a random initial state is a fair coin, and the answer follows from them.
+    shots: worked examples in front, drawn for each example by the same rules, with names that the question does not
+    use.
+    chat: the model reads the example in its chat template, with the shots as earlier turns.
+    distinct: no name occurs twice in a question. Otherwise each name is any of `names`, also in the shots, so there can
+    be more people than names.
     """
 
     people: int = 2
@@ -101,6 +105,7 @@ class CoinFlip(Task):
 
     @property
     def chance(self) -> float:
+        """Accuracy of a uniform guess among the answers."""
         return 0.5
 
     def __post_init__(self) -> None:
@@ -123,28 +128,33 @@ class CoinFlip(Task):
 
     @property
     def num_operations(self) -> int:
+        """Number of people in a question."""
         return self.people
 
     @property
     def answers_balanced_over(self) -> int:
+        """Number of consecutive examples among which answers are balanced; 1 if they are not."""
         return 2 if self.balanced else 1
 
     def with_operations(self, count: int) -> CoinFlip:
+        """Returns the same task with `count` people in a question."""
         return replace(self, people=count)
 
     def vocabulary(self) -> tuple[str, ...]:
+        """Returns all words of this task's texts, sorted."""
         phrases = (coin_question(state, [("", True), ("", False)]) for state in STATES)
         return vocabulary_of([*(q.text + q.answer for q in phrases), *self.names, SHOT_SEPARATOR * bool(self.shots)])
 
     def examples(self, n: int, seed: int = 0) -> list[Example]:
-        """`n` independent examples. Example i depends on (seed, i) alone: a larger n continues a smaller one.
+        """Returns `n` independent examples. Example i depends on (seed, i) only: a larger n extends a smaller one.
 
-        The asked question does not depend on `shots` and `chat`. With few people and many examples, questions recur.
-        Sets of one seed that differ in the other settings share random draws: for independent sets, take other seeds.
+        The question does not depend on `shots` and `chat`. With few people and many examples, questions repeat. Sets
+        with one seed and different other settings share random draws: for independent sets, use different seeds.
         """
         return super().examples(n, seed)
 
     def example(self, index: int, seed: int = 0) -> Example:
+        """Returns example `index` of the set `seed`."""
         key = f"coin_flip/{seed}"
         question = self._question(key, index, self.names)
         others = self.names
@@ -173,5 +183,6 @@ class CoinFlip(Task):
 
 
 def answer_token_ids(tokenizer: Tokenizer, *, chat: bool = False) -> tuple[int, ...]:
-    """The first tokens of heads and of tails, right after a question as the model reads it; they must differ."""
+    """Returns the first tokens of heads and of tails, right after a question as the model reads it. Raises: ValueError
+    if equal."""
     return Example(coin_question("heads", [("Alice", True)]), chat=chat).answer_token_ids(tokenizer)

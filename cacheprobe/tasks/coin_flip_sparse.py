@@ -1,4 +1,4 @@
-"""A coin flip among meaningless words, so that a chosen share of the chunks has an operation in it."""
+"""A coin flip among filler words, in which a chosen share of the chunks contains an operation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ CLOSING = "What's the state? A:"
 @register("tasks", "coin_flip_sparse")
 @dataclass(frozen=True)
 class CoinFlipSparse(Task):
-    """Coin-flip questions for chunks of `chunk` tokens of the word tokenizer, most of which may say nothing.
+    """Coin-flip questions for chunks of `chunk` tokens of the word tokenizer, most of which may contain only filler
+    words.
 
     The prompt is whole chunks: those of the opening statement, then round(people / density) chunks of which `people`,
-    drawn at random, begin with an operation, then those of the question. All other tokens are meaningless words and
-    full stops. So among the chunks between statement and question, the share `density` has a thought ("state" format),
+    drawn at random, begin with an operation, then those of the question. All other tokens are filler words and full
+    stops. Of the chunks between statement and question, the share `density` therefore has a thought (form "state"),
     rounded to a whole number of chunks; at density=1, all do.
-    Coins, people and flips are those of `CoinFlip(distinct=False)` of the same seed and settings.
+    Coins, people and flips are those of `CoinFlip(distinct=False)` with the same seed and settings.
     """
 
     people: int = 4
@@ -37,10 +38,12 @@ class CoinFlipSparse(Task):
 
     @property
     def answers_balanced_over(self) -> int:
+        """Number of consecutive examples among which answers are balanced."""
         return 2
 
     @property
     def chance(self) -> float:
+        """Accuracy of a uniform guess among the answers."""
         return 0.5
 
     def __post_init__(self) -> None:
@@ -56,16 +59,20 @@ class CoinFlipSparse(Task):
 
     @property
     def num_operations(self) -> int:
+        """Number of people in a question."""
         return self.people
 
     def with_operations(self, count: int) -> CoinFlipSparse:
+        """Returns the same task with `count` people in a question."""
         return replace(self, people=count)
 
     def vocabulary(self) -> tuple[str, ...]:
+        """Returns all words of this task's texts, sorted."""
         words = f"A coin's state is {' '.join(STATES)}. flips does not flip. {CLOSING}"
         return vocabulary_of([words, *self.names, *FILLERS])
 
     def example(self, index: int, seed: int = 0) -> Example:
+        """Returns example `index` of the set `seed`."""
         plain = self._coin().example(index, seed).question
         rng = Random(f"coin_flip_sparse/{seed}/{index}")
         count = max(round(self.people / self.density), self.people)

@@ -1,6 +1,6 @@
-"""The coin flip as it is known from chain-of-thought prompting: is the coin still heads up, yes or no?
+"""The coin flip as in chain-of-thought prompting: is the coin still heads up, yes or no?
 
-Source: Wei et al. 2022, arXiv 2201.11903, whose wording this is; one short sentence for each person.
+Source: Wei et al. 2022, arXiv 2201.11903, with its wording; one short sentence for each person.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOSING = re.compile(r"""\s*Is the coin still heads up\?(?:\s*Note that "flip" h
 
 
 def wei_question(events: Sequence[tuple[str, bool]]) -> Question:
-    """The question for a coin that is heads up, after `events`: (name, whether that person flips it)."""
+    """Returns the question for a coin that is heads up, after `events`: (name, whether that person flips it)."""
     if not events:
         raise ValueError("a coin question needs at least one event, such as ('Alice', True)")
     writer = Writer("Q: ")
@@ -40,10 +40,11 @@ def wei_question(events: Sequence[tuple[str, bool]]) -> Question:
 
 
 def parse_wei(text: str) -> Question:
-    """The question that `text` asks in the words of Wei et al.; spaces and case of names are kept as they are.
+    """Returns the question in `text`, worded as by Wei et al.; spaces and case of names stay.
 
-    A leading "Q:", the note that "flip" means "reverse", and a closing "A:" may be there or not; the question ends in
-    "A:" in any case.
+    A leading "Q:", the note that "flip" means "reverse", and a closing "A:" are optional; the returned question ends in
+    "A:".
+    Raises: ValueError for other texts.
     """
     opening = OPENING.match(text)
     if not opening:
@@ -75,7 +76,7 @@ def _question(text: str, events: Sequence[tuple[str, bool]], spans: Sequence[tup
 class CoinFlipWei(Task):
     """`people` each flip a coin that is heads up, or do not; is it still heads up?
 
-    Drawn as `CoinFlip(initial="heads")` is, with its people and flips for the same seed. See there for the settings:
+    Uses the people and flips of `CoinFlip(initial="heads")` with the same seed. The settings are documented there;
     balanced makes half of the answers yes.
     """
 
@@ -89,6 +90,7 @@ class CoinFlipWei(Task):
 
     @property
     def chance(self) -> float:
+        """Accuracy of a uniform guess among the answers."""
         return 0.5
 
     def __post_init__(self) -> None:
@@ -108,21 +110,26 @@ class CoinFlipWei(Task):
 
     @property
     def num_operations(self) -> int:
+        """Number of people in a question."""
         return self.people
 
     @property
     def answers_balanced_over(self) -> int:
+        """Number of consecutive examples among which answers are balanced; 1 if they are not."""
         return 2 if self.balanced else 1
 
     def with_operations(self, count: int) -> CoinFlipWei:
+        """Returns the same task with `count` people in a question."""
         return replace(self, people=count)
 
     def vocabulary(self) -> tuple[str, ...]:
+        """Returns all words of this task's texts, sorted."""
         question = wei_question([("", True), ("", False)])
         words = [question.text, *ANSWERS, *self.names, "heads tails", SHOT_SEPARATOR * bool(self.shots)]
         return vocabulary_of(words)
 
     def example(self, index: int, seed: int = 0) -> Example:
+        """Returns example `index` of the set `seed`."""
         drawn = self._coin().example(index, seed)
         shots = tuple(wei_question(shot.events) for shot in drawn.shots)
         return Example(wei_question(drawn.events), shots, self.chat)

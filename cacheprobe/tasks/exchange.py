@@ -1,4 +1,4 @@
-"""Examples as `datasets`, with the fields of public coin-flip sets: any task's out and in again, public rows in."""
+"""Converts examples to and from `datasets`, with the columns of public coin-flip sets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ EXAMPLE = "example"
 
 
 def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) -> Dataset:
-    """A `datasets.Dataset` with `inputs` and `targets`, the fields of the public set skrishna/coin_flip, and the truth.
+    """Returns a `datasets.Dataset` with `inputs` and `targets`, the columns of the public set skrishna/coin_flip, and
+    the truth.
 
     inputs: the text the model reads (examples with `chat` need the tokenizer).  targets: the answer, without spaces.
     states: the true state after 0, 1, ... operations.  operations: the words of each operation.
-    example: the whole of it as JSON, from which `from_dataset` makes it again.
-    names, flips: who acts, and whether they flip; only where all examples are flips of one coin.
+    example: the complete example as JSON, which `from_dataset` reads.
+    names, flips: who acts, and whether they flip; only if all examples are flips of one coin.
     """
     from datasets import Dataset
 
@@ -43,12 +44,12 @@ def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) 
 
 
 def from_dataset(rows: Dataset) -> list[Example]:
-    """The examples that `to_dataset` wrote, of any task; or those of rows with `inputs` and `targets` alone, as of
-    skrishna/coin_flip: a coin that is heads up, yes or no.
+    """Returns the examples that `to_dataset` wrote, of any task; or those of rows with `inputs` and `targets` only, as
+    in skrishna/coin_flip: a coin that is heads up, yes or no.
 
-    Public texts are kept as they are, but for an "A:" at the end where there is none. A row that is no such question,
-    whose target is not what its sentences give, or whose fields were changed apart from its example, is refused with
-    its index and text. Other columns are not read.
+    Public texts stay as they are, except that a missing "A:" is added at the end. Other columns are not read.
+    Raises: ValueError, with index and text, for a row that is no such question, whose target contradicts its sentences,
+    or whose fields contradict its example.
     """
     missing = {"inputs", "targets"} - set(rows.column_names)
     if missing:

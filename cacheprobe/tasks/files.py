@@ -1,4 +1,4 @@
-"""Examples in files and records, and what is refused when they are read back."""
+"""Writes examples to files and records, reads them back, and refuses invalid ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.coin_flip import coin_question
@@ -14,14 +14,19 @@ from cacheprobe.tasks.coin_flip import coin_question
 FIELDS = {"text", "answer", "answers", "events", "states", "spans", "thoughts"}
 
 
+Unchecked: TypeAlias = Any
+"""A value from JSON whose shape is checked below."""
+
+
 def save_examples(path: str | Path, examples: Iterable[Example]) -> None:
-    """Write examples as JSON lines, one `example_record` each."""
+    """Writes examples as JSON lines, one `example_record` each."""
     lines = [json.dumps(example_record(example), ensure_ascii=False) + "\n" for example in examples]
     Path(path).write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
 def load_examples(path: str | Path) -> list[Example]:
-    """Read what `save_examples` wrote. A coin flip is rebuilt from its events, and must say what they give."""
+    """Reads the examples that `save_examples` wrote. A coin flip is rebuilt from its events, and must agree with
+    them."""
     examples = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
@@ -33,14 +38,14 @@ def load_examples(path: str | Path) -> list[Example]:
     return examples
 
 
-def example_record(example: Example) -> dict[str, Any]:
-    """An example as JSON takes it.
+def example_record(example: Example) -> dict[str, object]:
+    """Returns an example as a dictionary for JSON.
 
-    Of the coin flip: prompt, answer, events, states, and shots and chat where there are any. Of other tasks: question,
-    with every field of it, and shots and chat likewise.
+    For the coin flip: prompt, answer, events, states, and shots and chat if present. For other tasks: question, with
+    all its fields, and shots and chat likewise.
     """
     if all(map(_is_coin_flip, (example.question, *example.shots))):
-        record: dict[str, Any] = {
+        record: dict[str, object] = {
             "prompt": example.prompt,
             "answer": example.answer,
             "events": example.events,
@@ -57,8 +62,8 @@ def example_record(example: Example) -> dict[str, Any]:
     return record
 
 
-def example_from_record(record: Any) -> Example:
-    """The example that `example_record` describes, through JSON or not."""
+def example_from_record(record: Unchecked) -> Example:
+    """Returns the example that `example_record` described. Raises: ValueError for an invalid record."""
     is_coin_flip = not isinstance(record, dict) or "question" not in record
     required = {"prompt", "answer", "events", "states"} if is_coin_flip else {"question"}
     _check_fields(record, required, {"shots", "chat"})
@@ -77,13 +82,13 @@ def example_from_record(record: Any) -> Example:
 
 
 def _is_coin_flip(question: Question) -> bool:
-    """Whether the events alone give the question."""
+    """Returns whether the events alone determine the question."""
     if not all(len(event) == 2 and [type(part) for part in event] == [str, bool] for event in question.events):
         return False
     return question.states[0] in ("heads", "tails") and coin_question(question.states[0], question.events) == question
 
 
-def _coin_question_of(record: dict[str, Any]) -> Question:
+def _coin_question_of(record: Unchecked) -> Question:
     events, states = record["events"], tuple(record["states"])
     for event in events:
         if len(event) != 2 or type(event[0]) is not str or type(event[1]) is not bool:
@@ -94,7 +99,7 @@ def _coin_question_of(record: dict[str, Any]) -> Question:
     return question
 
 
-def _question_of(record: Any) -> Question:
+def _question_of(record: Unchecked) -> Question:
     _check_fields(record, FIELDS, set())
     for field in ("text", "answer"):
         if type(record[field]) is not str:
@@ -107,12 +112,12 @@ def _question_of(record: Any) -> Question:
     return Question(**{field: _frozen(value) for field, value in record.items()})
 
 
-def _frozen(value: Any) -> Any:
-    """Lists as tuples, at every depth."""
+def _frozen(value: Unchecked) -> Unchecked:
+    """Returns the value with lists converted to tuples, at every depth."""
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _check_fields(record: Any, required: set[str], optional: set[str]) -> None:
+def _check_fields(record: object, required: set[str], optional: set[str]) -> None:
     found = set(record) if isinstance(record, dict) else set()
     if not required <= found <= required | optional:
         raise ValueError(f"expected an object with {sorted(required)}, perhaps {sorted(optional)}, got {record!r:.80}")

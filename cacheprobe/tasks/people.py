@@ -15,12 +15,13 @@ NAMES = tuple(
     """.split()
 )
 HELD_OUT_NAMES = NAMES[3::4]
-"""Every fourth name, never to be trained on: for tests with people that a model has not met."""
+"""Every fourth name; never used in training, so that tests have people whom a model has not seen."""
 TRAIN_NAMES = tuple(name for name in NAMES if name not in HELD_OUT_NAMES)
 
 
 def check_names(names: Sequence[str], needed: int, why: str, remedy: str, what: str = "names") -> None:
-    """Refuse anything but `needed` or more different names, each of words with single spaces between them."""
+    """Raises: ValueError unless there are `needed` or more different names, each of words with single spaces between
+    them."""
     if isinstance(names, str):
         raise ValueError(f"{what}={names!r} is one string; give a sequence of {what}")
     for name in names:

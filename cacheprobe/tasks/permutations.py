@@ -1,6 +1,6 @@
-"""Permutations: things change places, or elements of a symmetric group are multiplied.
+"""Permutations: objects change places, or elements of a symmetric group are multiplied.
 
-Source: Li, Guo and Andreas 2025, arXiv 2503.02854: the word problem on S3 and S5, the state being the running product.
+Source: Li, Guo and Andreas 2025, arXiv 2503.02854: the word problem on S3 and S5; the state is the running product.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ ASKED = ("cup", "all")
 def cups_question(
     initial: Sequence[str], events: Sequence[tuple[int, int]], cup: int | None, fillers: Sequence[str] = ()
 ) -> Question:
-    """The question for cups that hold `initial`, after `events`: the numbers, from 1, of two cups that change places.
+    """Returns the question for cups that hold `initial`, after `events`: numbers, from 1, of two cups that change
+    places.
 
-    cup: the one asked about; None asks for all of them. States are the contents in order.
+    cup: the cup of the question; None asks for all of them. States are the contents in order.
     """
     order = list(initial)
     colours = COLOURS[: len(order)]
@@ -46,7 +47,7 @@ def cups_question(
 
 
 def group_question(actions: Sequence[str], fillers: Sequence[str] = ()) -> Question:
-    """The word problem: `actions` are permutations such as "312", which takes 1 to 3, 2 to 1 and 3 to 2.
+    """Returns the word problem: `actions` are permutations such as "312", which takes 1 to 3, 2 to 1 and 3 to 2.
 
     The first action is the initial state; each later one is applied after all before it: state(i) becomes
     action(state(i)).
@@ -64,7 +65,7 @@ def group_question(actions: Sequence[str], fillers: Sequence[str] = ()) -> Quest
 
 
 def parity(order: Sequence) -> int:
-    """0 where an even number of swaps sorts `order`, 1 where an odd number does.
+    """Returns 0 if an even number of swaps sorts `order`, 1 if an odd number does.
 
     Source: Li, Guo and Andreas 2025, the parity of a state.  Twin: tests.test_task_kinds.parity_by_swapping, ==.
     """
@@ -74,13 +75,13 @@ def parity(order: Sequence) -> int:
 @register("tasks", "permutations")
 @dataclass(frozen=True)
 class Permutations(Task):
-    """Permutations of `elements` things, all orders being equally likely at the start, and so at every step.
+    """Permutations of `elements` objects; all orders are equally likely at the start, and therefore at every step.
 
-    wording "cups": cups change places two by two; the state is what all of them hold. As a swap is odd, the number of
-    swaps tells the parity of the change, as in every such game.
-    wording "group": a row of any of the n! permutations; the state is the product so far, and the first is its start.
+    wording "cups": cups change places two by two; the state is what all of them hold. A swap is odd, so the number of
+    swaps determines the parity of the change.
+    wording "group": a sequence of any of the n! permutations; the state is the product so far, starting with the first.
     asked: "cup" asks what one cup holds, "all" for the whole order; "group" always asks for the product.
-    jitter: up to so many meaningless words after each operation, so that operations fall anywhere in a chunk.
+    jitter: up to this many filler words after each operation, so that operations fall anywhere in a chunk.
     """
 
     steps: int = 4
@@ -100,18 +101,22 @@ class Permutations(Task):
 
     @property
     def num_operations(self) -> int:
+        """Number of operations in a question."""
         return self.steps
 
     def with_operations(self, count: int) -> Permutations:
+        """Returns the same task with `count` operations in a question."""
         return replace(self, steps=count)
 
     @property
     def chance(self) -> float:
+        """Accuracy of a uniform guess among the answers."""
         if self.wording == "cups" and self.asked == "cup":
             return 1 / self.elements
         return 1 / len(list(permutations(range(self.elements))))
 
     def vocabulary(self) -> tuple[str, ...]:
+        """Returns all words of this task's texts, sorted."""
         digits = "12345"[: self.elements]
         fillers = FILLERS if self.jitter else ()
         if self.wording == "group":
@@ -120,6 +125,7 @@ class Permutations(Task):
         return vocabulary_of(["The cups hold. Swap and. A:", question, *COLOURS[: self.elements], *digits, *fillers])
 
     def example(self, index: int, seed: int = 0) -> Example:
+        """Returns example `index` of the set `seed`."""
         rng = Random(f"permutations/{seed}/{index}")
         padding = Random(f"permutations/{seed}/{index}/filler")
         fillers = [filler(padding, int(padding.random() * (self.jitter + 1))) for _ in range(self.steps)]

@@ -1,7 +1,8 @@
-"""Gold thoughts: what a Thinking States model should have said after each chunk of a question.
+"""Gold thoughts: the text that a Thinking States model should write after each chunk of a question.
 
 Source: Amos et al. 2026, "Latent Reasoning with Supervised Thinking States", arXiv 2602.08332, on data construction:
-the word that completes an operation marks its step, and every step marked in a chunk is said after that chunk.
+the word that completes an operation marks its step, and the thought after a chunk states every step marked in that
+chunk.
 """
 
 from __future__ import annotations
@@ -9,35 +10,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.drawing import check_count
 from cacheprobe.tasks.words import encode_strictly, refuse_unknown
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
 FORMATS = ("state", "restate", "repeat", "delta")
-"""state: after each operation that ends in the chunk, what the question has to say of it (the state, in most tasks).
-restate: in every chunk, the state after the last operation that ended so far, the stated initial one before the first.
-repeat: as restate, but what the question has to say where that is not the state.
-delta: as state, but only for operations that change the state.
-The statement of the initial state is no operation. A chunk with nothing to say has an empty thought."""
+"""state: after each operation that ends in the chunk, the question's thought for it (the state, in most tasks).
+restate: in every chunk, the state after the last operation that has ended so far; before the first, the stated initial
+state.
+repeat: like restate, but with the question's thought instead of the state.
+delta: like state, but only for operations that change the state.
+The statement of the initial state is no operation. A chunk without any text to think has an empty thought.
+"""
 CHAINS = ("operations", "states")
 """What a chain of thought writes between prompt and answer.
 operations: the initial state, then the words of each operation and the state after it.
-states: the state after each operation alone."""
+states: only the state after each operation.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Annotated:
-    """A question in tokens, cut into chunks, with what is to be thought after each of them.
+    """A question in tokens, cut into chunks, with the gold thought after each chunk.
 
-    token_ids: the prompt, its end on a chunk boundary: pads in front fill it up to whole chunks.
-    thoughts: [n] per chunk, what is to be produced FROM it (so it acts on the next one), <eos> at the end of each.
+    token_ids: the prompt, ending at a chunk boundary: pads in front complete the first chunk.
+    thoughts: [n] one for each chunk, computed FROM that chunk (so it acts on the next one), each with <eos> at its end.
     answer_ids: the answer's tokens, then <eos>.  num_events: operations of the question.
-    chain_ids: what a chain of thought writes before the answer, where one was asked for.
+    chain_ids: the chain of thought before the answer, if one was requested.
     """
 
     token_ids: tuple[int, ...]
@@ -64,7 +69,7 @@ def annotate(
     phase: int = 0,
     max_thought: int | None = None,
 ) -> Annotated:
-    """One example in chunks of `chunk` tokens with gold thoughts in one of FORMATS; see `annotate_all`."""
+    """Returns one example in chunks of `chunk` tokens with gold thoughts in one of FORMATS; see `annotate_all`."""
     return annotate_all([example], tokenizer, chunk, form, [phase], max_thought)[0]
 
 
@@ -77,15 +82,15 @@ def annotate_all(
     max_thought: int | None = None,
     chain: str | None = None,
 ) -> list[Annotated]:
-    """Examples in chunks of `chunk` tokens, with gold thoughts in one of FORMATS.
+    """Returns examples in chunks of `chunk` tokens, with gold thoughts in one of FORMATS.
 
-    phases: per example, how many pads stand right before its closing words, the first after the last operation that a
-    space sets apart ("What's the state? A:"). The end of the prompt lies on a chunk boundary, so pads in front cannot
-    shift operations against chunks, and these do. None: no such pads.
-    max_thought: most tokens of a thought, its <eos> counted; a longer one is an error.
-    chain: one of CHAINS, to be written without chunks or thoughts. None: there is no chain.
-    Operations of which several end in one chunk are all said in "state" and "delta", in their order.
-    Needs a fast tokenizer with pad and eos tokens, and bare questions: neither shots nor a chat template.
+    phases: for each example, how many pads stand right before its closing words, which begin at the first space after
+    the last operation ("What's the state? A:"). The prompt ends at a chunk boundary, so pads in front cannot shift
+    operations relative to chunks; these pads do. None: no such pads.
+    max_thought: maximum tokens of a thought, including <eos>; a longer thought raises an error.
+    chain: one of CHAINS, written without chunks or thoughts. None: no chain.
+    If several operations end in one chunk, "state" and "delta" state all of them, in their order.
+    Needs a fast tokenizer with pad and eos tokens, and examples without shots and chat template.
     Twin: tests.test_thoughts.annotate_slowly, ==.
     """
     check_count("chunk", chunk, at_least=1)
@@ -100,13 +105,14 @@ def annotate_all(
     if any(example.shots or example.chat for example in examples):
         raise ValueError("thoughts are known for bare questions; use examples with shots=0 and chat=False")
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    if pad is None or eos is None:
+    if not isinstance(pad, int) or not isinstance(eos, int):
         raise ValueError(f"a tokenizer with pad and eos tokens is needed, got pad={pad} and eos={eos}")
     if not examples:
         return []
 
     texts = [example.question.text + example.question.answer for example in examples]
-    encoded: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+    assert encoded.encodings is not None, "a fast tokenizer has encodings"
     say = _encoder(tokenizer)
     annotated = []
     rows = zip(examples, encoded["input_ids"], encoded.encodings, phases or repeat(0), strict=phases is not None)
@@ -121,8 +127,8 @@ def annotate_all(
             closing = _closing_token(question, encoding)
         front = -(num_prompt + phase) % chunk
         padded = [pad] * front + token_ids[:closing] + [pad] * phase + token_ids[closing:num_prompt]
-        chunks = [(front + encoding.char_to_token(end - 1)) // chunk for _, end in question.spans]
-        thoughts: list[tuple[Any, ...]] = [(eos,)] * (len(padded) // chunk)
+        chunks = [(front + _token_of(encoding, end - 1)) // chunk for _, end in question.spans]
+        thoughts: list[tuple[int, ...]] = [(eos,)] * (len(padded) // chunk)
         for place, said in _said(question, chunks, len(thoughts), form):
             thought = (*[token_id for text in said for token_id in say(text)], eos)
             if max_thought is not None and len(thought) > max_thought:
@@ -131,14 +137,15 @@ def annotate_all(
                     f"tokens with its end, and max_thought={max_thought}; allow more, or take a smaller chunk"
                 )
             thoughts[place] = thought
-        answer_ids: tuple[Any, ...] = (*token_ids[num_prompt:], eos)
+        answer_ids: tuple[int, ...] = (*token_ids[num_prompt:], eos)
         chain_ids = tuple(token_id for text in _written(question, chain) for token_id in say(text))
         annotated.append(Annotated(tuple(padded), tuple(thoughts), answer_ids, len(question.events), chain_ids))
     return annotated
 
 
 def _said(question: Question, chunks: Sequence[int], count: int, form: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(chunk, the texts said after it) for every chunk that has any; `chunks` are those in which the spans end."""
+    """Yields (chunk, the texts to think after it) for every chunk with a thought; `chunks` are those in which the spans
+    end."""
     states = question.states
     words = states if form == "restate" else question.thoughts or states
     if form in ("restate", "repeat"):
@@ -153,7 +160,7 @@ def _said(question: Question, chunks: Sequence[int], count: int, form: str) -> I
 
 
 def _written(question: Question, chain: str | None) -> Iterator[str]:
-    """The texts of a chain of thought, in their order."""
+    """Yields the texts of a chain of thought, in their order."""
     if chain == "operations":
         yield question.states[0]
     for (begin, end), state in zip(question.spans[1:], question.states[1:], strict=True) if chain else ():
@@ -162,32 +169,40 @@ def _written(question: Question, chain: str | None) -> Iterator[str]:
         yield state
 
 
-def _end_of_prompt(question: Question, encoding: Any) -> int:
-    """How many tokens the prompt has; the answer's begin there."""
-    count = encoding.char_to_token(len(question.text.rstrip()) - 1) + 1
-    if encoding.token_to_chars(count - 1)[1] > len(question.text):
+def _token_of(encoding: Encoding, char: int) -> int:
+    """Returns the index of the token that holds a character."""
+    token = encoding.char_to_token(char)
+    assert token is not None, f"no token holds character {char}"
+    return token
+
+
+def _end_of_prompt(question: Question, encoding: Encoding) -> int:
+    """Returns the number of prompt tokens; the answer's tokens begin there."""
+    count = _token_of(encoding, len(question.text.rstrip()) - 1) + 1
+    if encoding.offsets[count - 1][1] > len(question.text):
         raise ValueError(
             f"the tokenizer joins {question.answer!r} to the last token of {question.text!r}; take another"
         )
     return count
 
 
-def _closing_token(question: Question, encoding: Any) -> int:
-    """The first token that a space sets apart from the last operation; it may hold that space."""
+def _closing_token(question: Question, encoding: Encoding) -> int:
+    """Returns the first token after the last operation that begins with, or follows, a space."""
     end = question.spans[-1][1]
     space = question.text.find(" ", end)
     if space < 0:
         raise ValueError(f"{question.text!r} has no words after its last operation, to set pads before; use phase=0")
     holder = encoding.char_to_token(space)
-    closing = encoding.char_to_token(space + 1) if holder is None else holder
-    return max(closing, encoding.char_to_token(end - 1) + 1)
+    closing = _token_of(encoding, space + 1) if holder is None else holder
+    return max(closing, _token_of(encoding, end - 1) + 1)
 
 
 def _encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
-    """`encode_strictly` that remembers: a set has few different states."""
+    """Returns `encode_strictly` with a memory, because a set of examples has few different states."""
     known: dict[str, list[int]] = {}
 
     def say(text: str) -> list[int]:
+        """Returns the token ids of a text."""
         if text not in known:
             known[text] = encode_strictly(tokenizer, text)
         return known[text]

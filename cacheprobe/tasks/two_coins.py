@@ -1,6 +1,6 @@
-"""Two coins, one of which is asked about: named before the story, or only after it.
+"""Two coins: the question is about one of them, which is named before or after the story.
 
-Source: Amos et al. 2026, Thinking States, arXiv 2602.08332, on state ambiguity: with the question last, a thought
+Source: Amos et al. 2026, Thinking States, arXiv 2602.08332, on state ambiguity: if the question comes last, a thought
 cannot know which quantity will matter.
 """
 
@@ -29,7 +29,8 @@ def two_coins_question(
     says: str = "both",
     question_first: bool = False,
 ) -> Question:
-    """The question for coins that start as `initial`, red then blue, after `events`: (name, coin, whether it flips)."""
+    """Returns the question for coins that start as `initial`, red then blue, after `events`: (name, coin, whether it
+    flips)."""
     sides: dict[str, str] = dict(zip(COINS, initial, strict=True))
     question = f"What's the {asked} coin's state?"
     writer = Writer(f"{question} " if question_first else "")
@@ -60,10 +61,10 @@ class TwoCoins(Task):
     """`people` with random names each flip, or do not, one of two coins; the model is asked for the state of one.
 
     Of examples 0 and 1, 2 and 3, ..., one is heads and one tails. The same seed gives the same stories and questions
-    with the question first and last.
-    says: what there is to think after each operation: the state of "both" coins, of the one "named" in it ("red
-    tails"), or of the one that is "asked" about, which nobody can know while the question has not been read.
-    distinct: no name stands twice in a question.
+    for both places of the question.
+    says: the thought after each operation: the state of "both" coins, of the coin "named" in the operation ("red
+    tails"), or of the coin that is "asked" about, which is unknown until the question has been read.
+    distinct: no name occurs twice in a question.
     """
 
     people: int = 4
@@ -75,10 +76,12 @@ class TwoCoins(Task):
 
     @property
     def answers_balanced_over(self) -> int:
+        """Number of consecutive examples among which answers are balanced."""
         return 2
 
     @property
     def chance(self) -> float:
+        """Accuracy of a uniform guess among the answers."""
         return 0.5
 
     def __post_init__(self) -> None:
@@ -93,17 +96,21 @@ class TwoCoins(Task):
 
     @property
     def num_operations(self) -> int:
+        """Number of people in a question."""
         return self.people
 
     def with_operations(self, count: int) -> TwoCoins:
+        """Returns the same task with `count` people in a question."""
         return replace(self, people=count)
 
     def vocabulary(self) -> tuple[str, ...]:
+        """Returns all words of this task's texts, sorted."""
         events = [("", coin, flipped) for coin in COINS for flipped in (True, False)]
         questions = [two_coins_question((side, side), events, coin) for side in STATES for coin in COINS]
         return vocabulary_of([*(question.text + question.answer for question in questions), *self.names])
 
     def example(self, index: int, seed: int = 0) -> Example:
+        """Returns example `index` of the set `seed`."""
         key = f"two_coins/{seed}"
         rng = Random(f"{key}/{index}")
         asked = pick(rng, COINS)

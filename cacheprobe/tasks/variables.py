@@ -1,7 +1,7 @@
-"""Variables: a few integers are set, then one after another is added to, and the model is asked for one of them.
+"""Variables: integers are set, then added to each other, and the model is asked for the value of one.
 
-Source: Amos et al. 2026, Thinking States, arXiv 2602.08332, on state tracking; there, the number of variables and their
-range are not public. Here values are modulo `modulus`, which the text does not say.
+Source: Amos et al. 2026, Thinking States, arXiv 2602.08332, on state tracking; the paper does not give the number of
+variables or their range. Here values are modulo `modulus`, which the text does not mention.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def variables_question(
     question_first: bool = False,
     fillers: Sequence[str] = (),
 ) -> Question:
-    """The question for variables a, b, ... set to `initial`, after `events`: (changed, added), as in a = a + b.
+    """Returns the question for variables a, b, ... set to `initial`, after `events`: (changed, added), as in a = a + b.
 
-    States are the values in the order of the variables. fillers: what is said after each event, its space included.
+    States are the values in the order of the variables. fillers: words after each event, with a leading space.
     """
     values = dict(zip(ascii_lowercase, initial, strict=False))
     question = f"What is {asked}?"
@@ -62,12 +62,13 @@ def variables_question(
 @register("tasks", "variables")
 @dataclass(frozen=True)
 class Variables(Task):
-    """`variables` integers a, b, ... set at random, then `updates` of the kind a = a + b with two different variables.
+    """`variables` integers a, b, ... set at random, then `updates` such as a = a + b with two different variables.
 
-    All values are modulo `modulus`. Every value of the asked variable is equally likely, since an update can be undone.
-    says: what there is to think after an update: the new "value" ("7"), or the whole "assignment" ("a = 7").
-    question_first: the asked variable is named before the rest, and not after it.
-    jitter: up to so many meaningless words after each update, so that updates fall anywhere in a chunk.
+    All values are modulo `modulus`. Every value of the variable in the question is equally likely, because an update is
+    invertible.
+    says: the thought after an update: the new "value" ("7"), or the whole "assignment" ("a = 7").
+    question_first: the question stands before the rest, not after it.
+    jitter: up to this many filler words after each update, so that updates fall anywhere in a chunk.
     """
 
     updates: int = 4
@@ -89,20 +90,25 @@ class Variables(Task):
 
     @property
     def num_operations(self) -> int:
+        """Number of updates in a question."""
         return self.updates
 
     def with_operations(self, count: int) -> Variables:
+        """Returns the same task with `count` updates in a question."""
         return replace(self, updates=count)
 
     @property
     def chance(self) -> float:
+        """Accuracy of a uniform guess among the answers."""
         return 1 / self.modulus
 
     def vocabulary(self) -> tuple[str, ...]:
+        """Returns all words of this task's texts, sorted."""
         names, numbers = ascii_lowercase[: self.variables], map(str, range(self.modulus))
         return vocabulary_of(["What is? A: =, +.", *names, *numbers, *(FILLERS if self.jitter else ())])
 
     def example(self, index: int, seed: int = 0) -> Example:
+        """Returns example `index` of the set `seed`."""
         rng = Random(f"variables/{seed}/{index}")
         names = ascii_lowercase[: self.variables]
         initial = [int(rng.random() * self.modulus) for _ in names]

@@ -1,4 +1,4 @@
-"""A word-level tokenizer for the texts of a task: every word, punctuation mark and line break is one token."""
+"""A word-level tokenizer for task texts: every word, punctuation mark and line break is one token."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
 
 MARKS = ".,;:?!"
 WORD = rf"[{MARKS}\n]|[^\s{MARKS}]+"
-"""A token. Apostrophes, quotes, hyphens and signs such as = belong to the word they touch."""
+"""A token. Apostrophes, quotes, hyphens and signs such as = belong to the adjacent word."""
 
 UNSPACED = rf" (?=[{MARKS}\n])|(?<=\n) "
-"""Between words stands one space; before a mark, and beside a line break, none."""
+"""Matches the spaces to remove when decoding: before a mark, and beside a line break."""
 
 
 def split_words(text: str) -> list[str]:
-    """The tokens of a text, whatever their vocabulary.  Twin: the tokenizer's own splitting, ==."""
+    """Returns the tokens of a text as words, for any vocabulary.  Twin: the tokenizer's own splitting, ==."""
     return re.findall(WORD, text)
 
 
 def vocabulary_of(texts: Iterable[str]) -> tuple[str, ...]:
-    """All words that stand in `texts`, sorted by code point: the same on every machine."""
+    """Returns all words of `texts`, sorted by code point: the same on every machine."""
     return tuple(sorted({word for text in texts for word in split_words(text)}))
 
 
 def word_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each word of `vocabulary`, numbered from 3 in the order given.
+    """Returns a tokenizer with one token for each word of `vocabulary`, numbered from 3 in the given order.
 
-    <pad> is 0, <eos> 1, <unk> 2. Neither is added to a text. A word is the same token wherever it stands, after a space
-    or not; decoding puts one space between words and none before a mark, and so gives back every task's texts.
+    <pad> is 0, <eos> 1, <unk> 2; encoding adds none of them. A word is the same token with or without a space before
+    it. Decoding puts one space between words and none before a mark, which restores every task's texts.
     A text with other words is encoded with <unk>; `encode_strictly` refuses it.
     """
     for word in vocabulary:
@@ -60,12 +60,12 @@ def word_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, path: str | Path) -> None:
-    """Write the tokenizer as one plain JSON file, such as tokenizer.json; `save_pretrained` works as well."""
+    """Writes the tokenizer as one plain JSON file, such as tokenizer.json; `save_pretrained` works as well."""
     tokenizer.backend_tokenizer.save(str(path))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """Read what `save_tokenizer` wrote."""
+    """Reads the tokenizer that `save_tokenizer` wrote."""
     from tokenizers import Tokenizer
 
     text = Path(path).read_text(encoding="utf-8")
@@ -80,7 +80,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def encode_strictly(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """The tokens of a text, all of whose words the tokenizer must know; nothing is added."""
+    """Returns the token ids of a text without special tokens. Raises: ValueError for a word that the tokenizer does not
+    know."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     refuse_unknown(tokenizer, text, encoded["input_ids"], encoded["offset_mapping"])
     return list(encoded["input_ids"])
@@ -89,7 +90,7 @@ def encode_strictly(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 def refuse_unknown(
     tokenizer: PreTrainedTokenizerFast, text: str, token_ids: Sequence[int], offsets: Sequence[tuple[int, int]]
 ) -> None:
-    """Raise where one of the tokens of `text`, which stand at `offsets`, is the unknown one."""
+    """Raises: ValueError if one of the tokens of `text`, at character `offsets`, is the unknown token."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown not in token_ids:
         return

@@ -1,4 +1,4 @@
-"""What tasks are put together from: draws, marked words, and words that mean nothing to the question."""
+"""Helpers that build task texts: random draws, marked words, and filler words."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ FILLERS = tuple("birds calmly clouds drift falls meanwhile nearby outside quietl
 
 
 class Writer:
-    """A text that grows, and the characters (start, end) of the pieces in it that set a state."""
+    """A growing text, and the characters (start, end) of its parts that set a state."""
 
     def __init__(self, text: str = "") -> None:
         self.text = text
         self.spans: list[tuple[int, int]] = []
 
     def say(self, words: str) -> None:
+        """Appends words."""
         self.text += words
 
     def mark(self, words: str) -> None:
-        """Say words that state the initial state or an operation."""
+        """Appends words that state the initial state or an operation, and records their characters."""
         self.spans.append((len(self.text), len(self.text) + len(words)))
         self.text += words
 
 
 def filler(rng: Random, count: int) -> str:
-    """`count` meaningless words, each with a space in front."""
+    """Returns `count` filler words, each with a leading space."""
     return "".join(" " + FILLERS[int(rng.random() * len(FILLERS))] for _ in range(count))
 
 
 def draw(rng: Random, things: Sequence[T], count: int, distinct: bool = True) -> list[T]:
-    """`count` things: different ones in random order (the start of a Fisher-Yates shuffle), or each any of all."""
+    """Returns `count` things: different ones in random order (the start of a Fisher-Yates shuffle), or independent
+    draws."""
     if not distinct:
         return [things[int(rng.random() * len(things))] for _ in range(count)]
     pool = list(things)
@@ -45,5 +47,5 @@ def draw(rng: Random, things: Sequence[T], count: int, distinct: bool = True) ->
 
 
 def pick(rng: Random, choices: Sequence[T]) -> T:
-    """One of `choices`, each as likely; by rng.random() alone, so that every Python picks the same."""
+    """Returns one of `choices`, uniformly; uses rng.random() only, so that every Python version picks the same."""
     return choices[int(rng.random() * len(choices))]

@@ -336,9 +336,7 @@ def _change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableH
 
         return module.register_forward_hook(on_output)
 
-    def on_input(
-        module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]
-    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]] | None:
+    def on_input(module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]) -> _Inputs | None:
         """Returns the edited input, None if unchanged."""
         edited = edit(args[0] if args else kwargs["hidden_states"])
         if edited is None:

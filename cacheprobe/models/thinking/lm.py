@@ -312,8 +312,7 @@ class ThinkingLM:
 
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
-        """Lets `edit` replace activations, as CachedLM.editing describes. A layer that runs in rounds is edited in each
-        round."""
+        """Lets `edit` replace activations, as CachedLM.editing describes; in each round, if a layer runs in rounds."""
 
         def change(site: str, layer: int, value: Tensor, hook: HookPoint) -> Tensor | None:
             """Returns the edited activation, None if unchanged."""
@@ -322,9 +321,7 @@ class ThinkingLM:
         with computing, self.model.hooks(fwd_hooks=self._hooks(sites, change)):
             yield
 
-    def _hooks(
-        self, sites: Sequence[tuple[str, int]], call: Callable[..., Tensor | None]
-    ) -> list[tuple[str | Callable[..., object], Callable[..., object]]]:
+    def _hooks(self, sites: Sequence[tuple[str, int]], call: Callable[..., Tensor | None]) -> list[_Hook]:
         if any(site == PATTERN for site, _ in sites):  # it would be computed apart, and other bits with it
             raise ModelError(f"{self.name} attends without forming a pattern, so none can be kept; leave out 'pattern'")
         hooks: list[_Hook] = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
