@@ -13,7 +13,7 @@ import cacheprobe as cp
 from cacheprobe.analysis.comparison import RequestDifference
 from cacheprobe.analysis.layer_choices import settling
 from cacheprobe.core.records import fingerprint_differences
-from cacheprobe.dashboard.asking import NotAsked, answered, span
+from cacheprobe.dashboard.asking import CannotShow, answered, span
 from cacheprobe.dashboard.shelf import Shelf, whole
 from cacheprobe.dashboard.tabs import cache, compare, decode
 from cacheprobe.plots.diagrams.cache_strip import cache_strip, memory_sentence
@@ -166,10 +166,10 @@ def test_the_shelf_lists_what_it_is_given(trace: cp.Trace, tmp_path: Path) -> No
         ("one", "there is no run"),
         (True, "no run"),
     ):
-        with pytest.raises(NotAsked, match=said):
+        with pytest.raises(CannotShow, match=said):
             shelf.book(asked)
     for wrong in ([0, 99], [3, 3], [1], ["a", 2], None, [True, 4]):
-        with pytest.raises(NotAsked):
+        with pytest.raises(CannotShow):
             span(wrong, "steps", 80)
     assert whole(2, "run", 3) == 2
 
@@ -180,7 +180,7 @@ def test_what_is_wrong_with_one_view_is_refused_there(caplog: pytest.LogCaptureF
     def broken(ask: dict) -> str:
         raise ask["error"]
 
-    told = answered(broken, {"error": NotAsked("no <b>")})
+    told = answered(broken, {"error": CannotShow("no <b>")})
     assert told == {"html": '<p class="refused">no &lt;b&gt;</p>', "error": "no <b>"} and not caplog.records
     told = answered(broken, {"error": AttributeError("held is a list")})
     assert told["error"] == "this cannot be shown: AttributeError: held is a list" and "refused" in told["html"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dashboard.shelf import NotAsked, Shelf
+from cacheprobe.dashboard.shelf import CannotShow, Shelf
 from cacheprobe.dashboard.tabs import results
 from cacheprobe.plots.sweep_grid import in_order
 
@@ -32,7 +32,7 @@ def test_the_sweep_tab(tmp_path: Path) -> None:
     assert [curve["name"] for curve in curves] == [
         f"seed={seed}, drafter={drafter}" for seed in (0, 1) for drafter in ("ngram", "none")
     ]
-    with pytest.raises(NotAsked, match=r"no facet 'seed.seed'; there are drafter.seed, seed.drafter"):
+    with pytest.raises(CannotShow, match=r"no facet 'seed.seed'; there are drafter.seed, seed.drafter"):
         results.view(shelf, {"result": 0, "facet": "seed.seed"})
     assert shelf.book(2).run is not None
 
@@ -55,9 +55,9 @@ def test_an_axis_of_many_values_is_shown_in_stretches(tmp_path: Path) -> None:
     assert names == {"seed=8", "seed=9"} and more.count("<tr><td>") == 10
     assert 'class="plain chosen" data-intent="set" data-name="facet" data-value="intervention.seed.0.1"' in html
     for wrong in ("intervention.seed.0.2", "intervention.seed.1.0", "intervention.seed.0.-1", "intervention.seed.0.²"):
-        with pytest.raises(NotAsked, match=r"there is no stretch '.*' of (seed|intervention); there are 0 to [01]"):
+        with pytest.raises(CannotShow, match=r"there is no stretch '.*' of (seed|intervention); there are 0 to [01]"):
             results.view(shelf, {"result": 0, "facet": wrong})
-    with pytest.raises(NotAsked, match="there is no facet 'intervention.seed.0'"):
+    with pytest.raises(CannotShow, match="there is no facet 'intervention.seed.0'"):
         results.view(shelf, {"result": 0, "facet": "intervention.seed.0"})
     values = ["zero:layer=10", "none", "zero:layer=9", 16, 4]
     assert in_order(values) == [4, 16, "none", "zero:layer=9", "zero:layer=10"]

@@ -1,1 +1,1 @@
-"""The command line, one file for each group of commands."""
+"""Implements the command line, one file for each group of commands."""

@@ -1,4 +1,4 @@
-"""The commands report, verify and prove, and the list of all others."""
+"""Defines the commands report, verify and prove, and lists all others."""
 
 import os
 import select
@@ -66,9 +66,9 @@ def report(
     out
         The file; by default report.html in the run's directory.
     figures
-        Write each figure into this directory instead, through kaleido and a chromium.
+        Write each figure into this directory instead; needs kaleido and a Chromium.
     format
-        Of these figures.
+        Format of these figures.
     progress
         Show a progress bar.
     """
@@ -89,16 +89,16 @@ def report(
 def verify(run: Path, *, model: str | None = None, adapter: str | None = None, progress: bool = True) -> int:
     """Compare a stored run with the oracle, its tables with each other and its files with their checksums.
 
-    Says what was compared and what was not. Exits 1 with the first difference.
+    Prints what was compared and what was not. Exits with 1 and the first difference if there is one.
 
     Parameters
     ----------
     run
         Directory of a saved run.
     model
-        Name or directory of the model, where it is not the one that the run names.
+        Name or directory of the model, if not the one that the run names.
     adapter
-        Likewise of the adapter.
+        Name or directory of the adapter, if not the one that the run names.
     progress
         Show progress bars.
     """
@@ -136,7 +136,7 @@ def prove(
     seed: int = 0,
     progress: bool = True,
 ) -> int:
-    """Compare random traffic with the oracle, bit for bit; exit 1 with the first difference, or where it is void.
+    """Compare random traffic with the oracle, bit for bit; exit 1 after a difference, or if the control is void.
 
     Parameters
     ----------
@@ -145,11 +145,11 @@ def prove(
     tokens
         Tokens to compare, those of earlier calls with the same --out included.
     out
-        Directory of the proof: it goes on from what is there.
+        Directory of the results; a stress test that is there is continued.
     real
-        Include SmolLM2 in bfloat16, and with it the negative control; without it there is no proof.
+        Include SmolLM2 in bfloat16 and the negative control; without them the result is void.
     seed
-        Of the traffic.
+        Seed of the traffic.
     progress
         Show progress.
     """
@@ -162,21 +162,23 @@ def prove(
 
 
 def _has_reader_gone() -> bool:
-    """Whether the reader of stdout has gone, as in `cacheprobe show RUN | head`; the rest is then thrown away."""
-    asked = select.poll()
-    asked.register(sys.stdout.fileno(), select.POLLOUT)
-    if not any(events & select.POLLERR for _, events in asked.poll(0)):
+    """Returns whether the reader of stdout has ended, as in `cacheprobe show RUN | head`; if so, discards further
+    output.
+    """
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
 
 def main() -> None:
-    """Entry point. Errors of use are one line on stderr and exit code 2."""
+    """Runs the command line. An error of use is printed as one line on stderr, with exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         result = app(result_action="return_value")
-        sys.stdout.flush()  # a pipe that was closed is noticed here, not while Python ends
+        sys.stdout.flush()  # notices a closed pipe here, and not while Python ends
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

@@ -1,29 +1,31 @@
-"""`cacheprobe bench`: list, measure, compare. Heavy imports wait until a command runs."""
+"""Implements `cacheprobe bench`: list, measure, compare. Heavy imports are made when a command runs."""
 
 from importlib import import_module
 from json import dumps, loads
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from cyclopts import App
+
+from cacheprobe.core.values import JsonDict
 
 bench = App(name="bench", help="Measure, in one process, and print ratios of medians.", help_format="plaintext")
 
 
 @bench.default
 def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 3, small: bool = False) -> None:
-    """Measure, in one process, and print ratios of medians. Without a name: which benchmarks there are.
+    """Measure, in one process, and print ratios of medians. Without a name, list the benchmarks.
 
     Parameters
     ----------
     name
-        The benchmark, such as main-job; list, or no name, for those that there are.
+        Name of the benchmark, such as main-job; "list", or no name, lists them.
     json
         Also write the numbers to this file.
     rounds
         Interleaved repetitions.
     small
-        So little of it that it shows no more than that it runs; of those that have such a form.
+        Run a small form that only shows that the benchmark works; not all benchmarks have one.
     """
     catalogue = _part("catalogue")
     if name in (None, "list"):
@@ -41,7 +43,7 @@ def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 
 
 @bench.command
 def compare(old: Path, new: Path) -> int:
-    """Is the second result worse than the first, beyond the noise of their own rounds? Exits 1 where it is.
+    """Compare two results of one benchmark; exit 1 if the second is worse beyond the noise of the rounds.
 
     Parameters
     ----------
@@ -59,7 +61,7 @@ def compare(old: Path, new: Path) -> int:
     return int(any(change.verdict == "worse" for change in changes))
 
 
-def _part(name: str) -> Any:
+def _part(name: str) -> ModuleType:
     try:
         return import_module(f"cacheprobe_benchmarks.{name}")
     except ModuleNotFoundError as missing:
@@ -68,7 +70,7 @@ def _part(name: str) -> Any:
         raise ValueError("the benchmarks are not installed; run from a checkout with pip install -e .") from None
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> JsonDict:
     try:
         held = loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

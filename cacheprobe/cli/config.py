@@ -1,23 +1,23 @@
-"""Settings of a command from a YAML file, below those given as flags; and flags that take several values."""
+"""Reads settings of a command from a YAML file; flags override them. Also defines flags that take several values."""
 
 import inspect
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
-from cyclopts import Parameter
+from cyclopts import App, ArgumentCollection, Parameter
 
 FLAG = "config"
 
 SEVERAL = Parameter(negative="", consume_multiple=1, show_default=False)
-"""Of a flag that takes one value or more: --layer 3 5, and --layer 3 --layer 5 alike."""
+"""Parameter of a flag that takes one or more values: --layer 3 5 and --layer 3 --layer 5 are equal."""
 
 
-def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
-    """Give a command the settings of the file that its --config names, apart from those that flags give.
+def fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Adds to a command's arguments the settings of its --config file; flags override them.
 
-    A source of arguments, in cyclopts' words.
-    Raises: ValueError for a file that cannot be read as settings, and for a name that the command has not.
+    This is a config source of cyclopts.
+    Raises: ValueError for an unreadable file, and for a setting that the command does not have.
     """
     from cyclopts import Token
     from cyclopts.config import Dict
@@ -29,7 +29,7 @@ def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     known = [argument.field_info.name for argument in arguments if argument.field_info.name != FLAG]
     settings = read(path, known)
     for argument in arguments:
-        # what has no flag is given in its order; cyclopts fills flags alone
+        # an argument without a flag is filled here, since cyclopts fills flags only
         name, listed = argument.field_info.name, argument.field_info.kind is inspect.Parameter.VAR_POSITIONAL
         if listed and name in settings:
             value = settings.pop(name)
@@ -40,8 +40,11 @@ def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     Dict(settings, use_commands_as_keys=False, source=str(path))(app, commands, arguments)
 
 
-def read(path: Path, known: list[str]) -> dict[str, Any]:
-    """The settings of a YAML file: a mapping from names as in the flags, with - or _, to values."""
+def read(path: Path, known: Sequence[str]) -> dict[str, object]:
+    """Returns the settings of a YAML file by name, with _ in names. Raises: ValueError for an unknown name.
+
+    known: names of the command's flags. In the file, - and _ in names are equal.
+    """
     import yaml
 
     from cacheprobe.core.strict_yaml import strict_loader
@@ -56,7 +59,7 @@ def read(path: Path, known: list[str]) -> dict[str, Any]:
     if not isinstance(held, dict) or not held:
         what = "nothing" if held is None or held == {} else f"a {type(held).__name__}"
         raise ValueError(f"{path} holds {what} instead of settings; write a line such as `seed: 3` for each")
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     for key, value in held.items():
         name = str(key).replace("-", "_")
         if name not in known:
@@ -67,6 +70,6 @@ def read(path: Path, known: list[str]) -> dict[str, Any]:
             raise ValueError(f"{path} gives {name} twice; leave one")
         if isinstance(value, dict):
             raise ValueError(f"{name} in {path} is a mapping; write a value as on the command line, NAME:key=value,...")
-        if value is not None:  # nothing said, so the default
+        if value is not None:  # null means the default
             settings[name] = value
     return settings

@@ -1,4 +1,4 @@
-"""`cacheprobe dash`. Heavy imports wait until the command runs."""
+"""Implements `cacheprobe dash`. Heavy imports are made when the command runs."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,14 +31,14 @@ def open_runs(
     config
         A YAML file of settings, named as these flags are, and a list of runs; flags win.
     port
-        To listen at; 0 for any that is free.
+        Port to listen at; 0 for any free one.
     host
-        Address to bind to: this machine alone unless told otherwise. 0.0.0.0 is every address that it has, :: those of
-        IPv6 too. Whoever reaches it sees the prompts.
+        Address to listen at; by default only this machine can connect. 0.0.0.0 is every address of this machine, and
+        :: also its IPv6 addresses. Everybody who can connect can read the prompts.
     model
-        Name or directory of the model that reads kept states, where it is not the one that a run names.
+        Name or directory of the model that reads kept states, if not the one that a run names.
     lens
-        Directory of a tuned lens to read them with, or several.
+        Directory of a tuned lens, or several, for reading kept states.
     """
     if not runs:
         eaten = "; name runs before --lens, which takes all that follows it" if lens else ""

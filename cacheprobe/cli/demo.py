@@ -1,20 +1,20 @@
-"""`cacheprobe demo`. Heavy imports wait until the command runs."""
+"""Implements `cacheprobe demo`. Heavy imports are made when the command runs."""
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from cacheprobe.analysis.of_trace import lens_readings
 
 if TYPE_CHECKING:
+    from cacheprobe.models.thinking.lm import ThinkingLM
     from cacheprobe.trace.trace import Trace
 
 
 def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
-    """Run SmolLM2 on coin-flip prompts with an early-exit drafter, and a model that thinks while it reads beside it.
+    """Run SmolLM2 on coin-flip prompts with an early-exit drafter, then a Thinking States model.
 
-    Where SmolLM2 is absent, a model that is shipped takes its place; nothing is fetched. Each run is saved and its
-    report drawn.
+    If SmolLM2 is not installed, a shipped model is used; nothing is downloaded. Saves each run and its report.
 
     Parameters
     ----------
@@ -40,7 +40,8 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
 
-    thinker: Any = cp.load_model(THINKING)
+    thinker = cast("ThinkingLM", cp.load_model(THINKING))
+
     asked = cp.tasks.CoinFlip(people=5).examples(n=4, seed=3)
     trace = cp.run(thinker, asked, window=4, deterministic=True, capacity=128, max_new_tokens=4, progress=False)
     trace.save(beside, overwrite=True)
@@ -69,7 +70,9 @@ def _on_smollm2(progress: bool) -> "Trace":
 
 
 def _on_shipped(progress: bool) -> "Trace":
-    """At temperature 1: greedily, its first layer already says what it will say, and nothing is rolled back."""
+    """Returns a run of a shipped model at temperature 1. A greedy run would roll back no token, since layer 0 already
+    agrees.
+    """
     import cacheprobe as cp
     from cacheprobe.models.inventory import PLAIN
     from cacheprobe.models.smollm2 import INSTALL

@@ -1,13 +1,16 @@
-"""`cacheprobe import`: what another program kept of a generation, as a stored run. Heavy imports wait."""
+"""Implements `cacheprobe import`: saves another program's generation as a run. Heavy imports are made when it runs."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from cyclopts import App, Parameter
 
 from cacheprobe.cli.config import SEVERAL
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from cacheprobe.models.base import CachedLM
     from cacheprobe.trace.trace import Trace
 
 imports = App(name="import", help="Make a run of what another program kept.", help_format="plaintext")
@@ -30,7 +33,7 @@ def generate(
     Parameters
     ----------
     file
-        safetensors with sequences, hidden_states.PASS.BLOCK and, where they were kept, logits.PASS and attention_mask.
+        safetensors file with sequences, hidden_states.PASS.BLOCK and, if kept, logits.PASS and attention_mask.
     out
         Directory for the trace.
     overwrite
@@ -38,19 +41,19 @@ def generate(
     stop
         Id of a token that ended a sequence, or several.
     model
-        Name or directory of what generated: the states are compared with its own.
+        Name or directory of the model that generated; its own states are compared with the imported ones.
     dtype
-        Of that model: float32, bfloat16, float16 or float64.
+        dtype of that model: float32, bfloat16, float16 or float64.
     tokenizer
-        Name or directory, for texts where no model is given.
+        Name or directory of a tokenizer, for texts without a model.
     name
-        Of the model, for the record.
+        Name of the model to store in the run.
     """
     import cacheprobe as cp
     from cacheprobe.trace.places import require_free
 
     require_free(out, overwrite)
-    given = _speakers(model, dtype, tokenizer)
+    given = _text_sources(model, dtype, tokenizer)
     _save(cp.import_generate(file, stop_token_ids=stop, name=name or model, **given), out, overwrite)
 
 
@@ -81,15 +84,15 @@ def vllm(
     overwrite
         Replace the run that --out holds, and remove its report.html.
     num_prompt_tokens
-        How many tokens of each file are prompt; all by default.
+        Number of prompt tokens in each file; all by default.
     model
-        Name or directory of what generated: the states are compared with its own.
+        Name or directory of the model that generated; its own states are compared with the imported ones.
     dtype
-        Of that model: float32, bfloat16, float16 or float64.
+        dtype of that model: float32, bfloat16, float16 or float64.
     tokenizer
-        Name or directory, for texts where no model is given.
+        Name or directory of a tokenizer, for texts without a model.
     name
-        Of the model, for the record.
+        Name of the model to store in the run.
     """
     import cacheprobe as cp
     from cacheprobe.trace.places import require_free
@@ -99,11 +102,19 @@ def vllm(
     except ValueError:
         raise ValueError(f"--layers {' '.join(layers)!r} is no list of numbers, as in 1,2,3,4") from None
     require_free(out, overwrite)
-    given = _speakers(model, dtype, tokenizer)
+    given = _text_sources(model, dtype, tokenizer)
     _save(cp.import_vllm(files, ids, num_prompt_tokens=num_prompt_tokens, name=name or model, **given), out, overwrite)
 
 
-def _speakers(model: str | None, dtype: str, tokenizer: str | None) -> dict[str, Any]:
+class _Sources(TypedDict, total=False):
+    """Keywords of the imports that give texts to token ids."""
+
+    model: "CachedLM"
+    tokenizer: "PreTrainedTokenizerBase"
+
+
+def _text_sources(model: str | None, dtype: str, tokenizer: str | None) -> _Sources:
+    """Returns the loaded model, or else the tokenizer, or {} if neither is given."""
     import cacheprobe as cp
     from cacheprobe.models.known import require_known
 

@@ -1,4 +1,4 @@
-"""The commands that look: show, hypotheses, models, doctor. Heavy imports wait until a command runs."""
+"""Implements show, hypotheses, models and doctor. Heavy imports are made when a command runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ from cacheprobe.cli.config import SEVERAL
 
 
 def show(run: Path, *, request: int | None = None) -> None:
-    """Say what a stored run holds: how it was made, its requests, verdicts, and agreement by layer.
+    """List a stored run: its settings, requests, verdicts, and agreement by layer.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def hypotheses(
     status: Annotated[tuple[str, ...], SEVERAL] = (),
     lens: Annotated[tuple[str, ...], SEVERAL] = (),
 ) -> None:
-    """Write what every layer of a stored run would have said, a line for each reading, as CSV or Parquet.
+    """Write the lens readings of a stored run as CSV or Parquet, one line for each reading.
 
     Parameters
     ----------
@@ -43,16 +43,16 @@ def hypotheses(
     out
         The file, ending in .csv or .parquet.
     request
-        Readings of these requests alone, such as 0 3.
+        Only readings of these requests, such as 0 3.
     layer
-        Of these layers alone, such as 20 29.
+        Only readings of these layers, such as 20 29.
     site
-        Of these sites alone: S, T, C, or thought.
+        Only readings of these sites: S, T, C, or thought.
     status
-        Of rows of these statuses alone: committed, candidate, rolled_back or given_up. The last two are left out unless
-        they are named.
+        Only rows of these statuses: committed, candidate, rolled_back or given_up. By default the last two are left
+        out.
     lens
-        Of these lenses alone, by name.
+        Only readings of these lenses, by name.
     """
     import cacheprobe as cp
     from cacheprobe.core.export import require_ending, select_hypotheses, write_table
@@ -64,7 +64,7 @@ def hypotheses(
 
 
 def models() -> None:
-    """Say which models are here, which others will run, and how to get them."""
+    """List the models on this machine, which others will run, and how to get them."""
     from cacheprobe.core import terminal
     from cacheprobe.doctor.listing import model_listings
 
@@ -72,7 +72,7 @@ def models() -> None:
 
 
 def doctor() -> int:
-    """Say what of this machine cacheprobe uses, and what is missing; exit 1 where `cacheprobe demo` cannot run."""
+    """Show what cacheprobe can use on this machine, and what is missing; exit 1 if `cacheprobe demo` cannot run."""
     from cacheprobe.core import terminal
     from cacheprobe.doctor.checkup import checkup
 

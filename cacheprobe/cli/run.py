@@ -1,10 +1,11 @@
-"""`cacheprobe run`: generate, and save the trace. Heavy imports wait until the command runs."""
+"""Implements `cacheprobe run`: generates and saves the trace. Heavy imports are made when the command runs."""
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cacheprobe.cli.config import SEVERAL
+from cacheprobe.core.values import JsonDict
 
 if TYPE_CHECKING:
     from cacheprobe.capture.interrupts import Interrupted
@@ -67,9 +68,10 @@ def run(
     adapter
         A LoRA adapter to merge: coin-flip, or a directory.
     products
-        compiled: a C++ compiler makes the blocks' products and the statistics of Z, for a CPU whose bfloat16 is slow.
+        compiled: compile the blocks' matrix products and the statistics of Z with a C++ compiler, for a CPU with slow
+        bfloat16.
     think_while_decoding
-        Of a Thinking States model: think about generated tokens too; the window must be a whole number of chunks.
+        Let a Thinking States model also think about generated tokens; the window must be a whole number of chunks.
     prompt
         A prompt's text, or several.
     task
@@ -77,9 +79,9 @@ def run(
     n
         Examples of the task.
     people
-        Of a coin flip: how many people flip the coin, or leave it.
+        Number of people who flip or keep the coin, in a coin task.
     flip_probability
-        Of a coin flip: chance that a person flips it.
+        Chance that a person flips the coin, in a coin task.
     shots
         Worked examples in front of each question, in tasks that have them.
     chat
@@ -87,35 +89,35 @@ def run(
     drafter
         NAME or NAME:key=value,... such as early_exit:layer=20. Without one, only deterministic requests are verified.
     window
-        Rows of a verify pass for each request; by default 16 with a drafter, and 1 without one on a CPU.
+        Token positions of a verify pass for each request; by default 16 with a drafter, and 1 without one on a CPU.
     group
         Requests of a verify pass; by default chosen for model and machine.
     deterministic
-        Fraction of the requests.
+        Fraction of the requests that are deterministic.
     capture
-        Sites to keep, of S, T, C and Z.
+        Sites to keep: letters of S, T, C and Z.
     heads
-        What to keep of attention heads: one or more of q, k, v, z and pattern.
+        Head activations to keep: one or more of q, k, v, z and pattern.
     layers
         Layers to keep, such as 0 15 29; all by default.
     temperature
         0 is greedy.
     top_k
-        Draw from this many of the likeliest tokens only; 0 for all.
+        Number of most likely tokens to draw from; 0 for all.
     top_p
-        Draw from the likeliest tokens whose probabilities sum to this.
+        Draw from the most likely tokens whose probabilities sum to this.
     stop
         A text that ends a request, or several.
     max_new_tokens
-        Most tokens to generate for a prompt.
+        Largest number of tokens to generate for a prompt.
     seed
-        Of the task's examples and of the sampling noise.
+        Seed of the task's examples and of the sampling noise.
     capacity
         Cache rows of each request; prompt, new tokens and window must fit.
     max_batch
         Requests in flight at once; the others wait.
     max_kv_tokens
-        Cache rows in use at once; where they run out, the newest request is stopped and resumed later. No limit by
+        Cache rows in use at once; if they run out, the newest request is preempted and resumed later. No limit by
         default.
     progress
         Show progress bars.
@@ -143,8 +145,8 @@ def run(
     kept = cp.CaptureConfig(capture, heads=heads)
     shapes = dict(window=window, group=group, capacity=capacity, max_batch=max_batch, max_kv_tokens=max_kv_tokens)
     settle_shapes(None, drafter is not None, shapes)
-    prompts: Any = list(prompt)
-    for text in prompts:
+    prompts: list[object] = list(prompt)
+    for text in prompt:
         require_encodable("--prompt", text)
     if task is not None:
         settings = {"people": people, "flip_probability": flip_probability, "shots": shots, "chat": chat}
@@ -195,7 +197,7 @@ def run(
 
 
 def _save_stopped(stopped: "Interrupted", out: Path) -> int:
-    """Save the trace of a run that Ctrl-C stopped, never over an earlier run, and return the exit code."""
+    """Saves the trace of a run that Ctrl-C stopped, never over an earlier run, and returns the exit code."""
     from cacheprobe.trace.places import free_beside
 
     trace = stopped.trace
@@ -216,8 +218,8 @@ _NOT_SETTINGS = ("out", "overwrite", "config", "progress")
 """Flags that change nothing in the run itself."""
 
 
-def _as_given(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """A command's settings, from flags, file and defaults, as they are stored with the run."""
+def _as_given(name: str, given: JsonDict) -> JsonDict:
+    """Returns a command's settings, from flags, file and defaults, as they are stored with the run."""
     file = given["config"]
     settings = {k: v for k, v in given.items() if v not in (None, ()) and k not in _NOT_SETTINGS}
     return {"name": name, "config": file.name if file else None, "settings": settings}

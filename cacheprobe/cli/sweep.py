@@ -1,8 +1,11 @@
-"""`cacheprobe sweep` and `cacheprobe query`. Heavy imports wait until a command runs."""
+"""Implements `cacheprobe sweep` and `cacheprobe query`. Heavy imports are made when a command runs."""
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def sweep(
@@ -16,26 +19,26 @@ def sweep(
     dry_run: bool = False,
     progress: bool = True,
 ) -> int:
-    """Run every combination of models, tasks, drafters and interventions that a file names; what is there is skipped.
+    """Run every combination of models, tasks, drafters and interventions that a file names; skip committed ones.
 
-    Exits with 0 where every cell is committed, 3 where some are (it says which are not, and why), 1 where none is.
+    Exits with 0 if every cell is committed, 3 if some are (and lists the others, with the reasons), 1 if none is.
 
     Parameters
     ----------
     config
         A YAML file: grid or cells, run, resources, disk_budget_gb.
     out
-        Folder or fsspec address of the results, such as s3://bucket/sweep, where the file says none.
+        Folder or fsspec address of the results, such as s3://bucket/sweep; overrides the file's.
     backend
         serial, processes or ray.
     address
-        Of a running Ray cluster; without one, Ray is started on this machine.
+        Address of a running Ray cluster; by default Ray is started on this machine.
     workers
-        Instead of the file's resources.workers.
+        Number of workers; overrides the file's resources.workers.
     alone
-        Nothing else writes to this object store: ask for no lease. For stores without conditional puts.
+        No other sweep writes to this object store, so take no lease. For stores without conditional puts.
     dry_run
-        Check every cell, try one of each model, and say what the sweep would take; nothing is written.
+        Check every cell, run one of each model, and print what the sweep would take; writes no results.
     progress
         Show progress.
     """
@@ -55,18 +58,18 @@ def sweep(
 
 
 def query(sweep: str, sql: str, *, out: Path | None = None, all_versions: bool = False) -> None:
-    """Ask the results of a sweep in SQL: tables cells, layers, and hypotheses, rows, events, ledger of every shard.
+    """Query the results of a sweep in SQL: tables cells, layers, and hypotheses, rows, events, ledger of every shard.
 
     Parameters
     ----------
     sweep
         Folder or fsspec address of a sweep.
     sql
-        Such as "select model, drafter, avg(acceptance) from cells group by all".
+        The query, such as "select model, drafter, avg(acceptance) from cells group by all".
     out
-        Write the answer to this .csv or .parquet file instead.
+        Write the result to this .csv or .parquet file instead.
     all_versions
-        Include shards that are not of the newest plan: those of other settings, and of other versions of the code.
+        Include shards outside the newest plan: of other settings, and of other versions of the code.
     """
     from cacheprobe.sweeps.results import load_sweep
 
@@ -83,7 +86,7 @@ def query(sweep: str, sql: str, *, out: Path | None = None, all_versions: bool =
     print(_as_text(table))
 
 
-def _as_text(table: Any) -> str:
+def _as_text(table: "pd.DataFrame") -> str:
     return table.to_string(index=False, na_rep="-") if len(table) else f"no rows; columns: {', '.join(table.columns)}"
 
 

@@ -1,4 +1,4 @@
-"""The trainings of the command line. Heavy imports wait until a command runs."""
+"""Implements `cacheprobe train`. Heavy imports are made when a command runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +33,7 @@ def lora(
     json: Path | None = None,
     progress: bool = True,
 ) -> None:
-    """Train a LoRA adapter on a task's questions, or evaluate one. A training that was stopped goes on.
+    """Train a LoRA adapter on a task's questions, or evaluate one. Continues a training that was stopped.
 
     Parameters
     ----------
@@ -46,31 +46,31 @@ def lora(
     out
         Directory for the adapter and the checkpoint.
     max_people
-        Most people in a question to train on.
+        Largest number of people in a training question.
     steps
         Steps of the training.
     batch
         Questions of a step.
     rank
-        Of the adapter.
+        Rank of the adapter.
     first_layer
-        The first block that gets an adapter.
+        First block with an adapter.
     learning_rate
-        At its highest.
+        Highest learning rate.
     running_weight
-        Of the auxiliary loss on the state after each person; 0 for the answer alone.
+        Weight of the auxiliary loss on the state after each person; 0 trains on the answer only.
     curriculum
         Share of the steps over which the number of people grows.
     seed
-        Of the questions and the first weights.
+        Seed of the questions and the first weights.
     evaluate
-        Train nothing: ask the model with and without this adapter, a directory or coin-flip.
+        Evaluate the model with and without this adapter, a directory or coin-flip; do not train.
     people
-        Numbers of people that an evaluation asks about; 1 to 6, 8 and 10 by default.
+        Numbers of people in an evaluation; 1 to 6, 8 and 10 by default.
     flip_probability
-        Chances to flip that an evaluation asks about; 0.5 by default.
+        Chances to flip in an evaluation; 0.5 by default.
     questions
-        Questions of an evaluation for each number of people and chance to flip.
+        Number of questions in an evaluation for each number of people and chance to flip.
     json
         Also write the evaluation to this file.
     progress
@@ -117,7 +117,7 @@ def thinking_states(
     out: Path = Path("runs/thinking-states"),
     progress: bool = True,
 ) -> None:
-    """Train a Thinking States model from scratch, or an arm that it is compared with. One that was stopped goes on.
+    """Train a Thinking States model from scratch, or an arm for comparison. Continues a training that was stopped.
 
     Parameters
     ----------
@@ -135,11 +135,10 @@ def thinking_states(
     arm
         thinking; plain (no thoughts); no_feedback (thoughts that change nothing); chain_of_thought.
     form
-        How thoughts are written, instead of as the preset has it: state (after each operation), restate (the state
-        in every chunk), repeat (in every chunk, what the task has to say of the last operation) or delta (only on a
-        change).
+        Content of the thoughts, overrides the preset's: state (after each operation), restate (the state in every
+        chunk), repeat (in every chunk, the task's thought about the last operation) or delta (only on a change).
     seed
-        Of the weights, the texts and their order.
+        Seed of the weights, the texts and their order.
     out
         Directory for the model and its checkpoint.
     progress
@@ -181,11 +180,11 @@ def tuned_lens(
     length
         Tokens of a text.
     learning_rate
-        At the first step, before momentum; it falls to zero.
+        Learning rate of the first step, before momentum; falls to zero.
     held_out
         Texts to compare the two lenses on.
     seed
-        Of the texts.
+        Seed of the texts.
     progress
         Show progress.
     """

@@ -7,7 +7,7 @@ from typing import TypeVar
 from pyarrow import ArrowException
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.dashboard.shelf import NotAsked, whole
+from cacheprobe.dashboard.shelf import CannotShow, whole
 from cacheprobe.plots.text import markup
 
 Ask = JsonDict
@@ -46,29 +46,29 @@ def refusal(error: Exception) -> str:
 
 
 def span(value: object, what: str, most: int) -> range:
-    """Returns [first, end] as a range of 1 to `most` numbers. Raises: NotAsked for anything else."""
+    """Returns [first, end] as a range of 1 to `most` numbers. Raises: CannotShow for anything else."""
     if (
         not isinstance(value, list)
         or len(value) != 2
         or not all(isinstance(v, int) and not isinstance(v, bool) for v in value)
         or not 0 < value[1] - value[0] <= most
     ):
-        raise NotAsked(f"{what} is [first, end], at most {most} apart, got {value!r:.60}")
+        raise CannotShow(f"{what} is [first, end], at most {most} apart, got {value!r:.60}")
     return range(*value)
 
 
 def number(value: object, what: str) -> int:
-    """Returns the value as a whole number. Raises: NotAsked for anything else."""
+    """Returns the value as a whole number. Raises: CannotShow for anything else."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise NotAsked(f"{what} is a whole number, got {value!r:.40}")
+        raise CannotShow(f"{what} is a whole number, got {value!r:.40}")
     return value
 
 
 def one_of(value: object, what: str, known: tuple[T, ...]) -> T:
-    """Returns the value, one of `known`. Raises: NotAsked for anything else."""
+    """Returns the value, one of `known`. Raises: CannotShow for anything else."""
     if value not in known:
-        raise NotAsked(f"{what} is {' or '.join(known)}, got {value!r:.40}")
+        raise CannotShow(f"{what} is {' or '.join(known)}, got {value!r:.40}")
     return known[known.index(value)]
 
 
-__all__ = ["Answer", "Ask", "NotAsked", "answered", "number", "one_of", "reason", "refusal", "span", "whole"]
+__all__ = ["Answer", "Ask", "CannotShow", "answered", "number", "one_of", "reason", "refusal", "span", "whole"]

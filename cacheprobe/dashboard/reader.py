@@ -10,7 +10,7 @@ import pandas as pd
 from cacheprobe import analysis
 from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
-from cacheprobe.dashboard.shelf import NotAsked, Shelf
+from cacheprobe.dashboard.shelf import CannotShow, Shelf
 from cacheprobe.models.shipped import shipped_folder
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Reader:
         return items
 
     def read(self, book: Book, lens: str, site: str, rows: pd.DataFrame) -> pd.DataFrame:
-        """Returns the readings of some rows' kept states, as `cp.analysis.read_states`. Raises: NotAsked with the
+        """Returns the readings of some rows' kept states, as `cp.analysis.read_states`. Raises: CannotShow with the
         reason.
         """
         asked = (id(book), lens, site, tuple(rows.row))
@@ -66,20 +66,20 @@ class Reader:
                     kept = rows[rows.state_index >= 0]
                     self._read[asked] = analysis.read_states(trace, self._lens(lens, model), site, rows=kept)
                 except (ValueError, RuntimeError) as error:
-                    raise NotAsked(str(error)) from error
+                    raise CannotShow(str(error)) from error
                 while len(self._read) > 64:
                     self._read.pop(next(iter(self._read)))
             return self._read[asked]
 
     def attribution(self, book: Book, row: int) -> pd.DataFrame:
-        """Returns the logit attribution of one row, as `cp.analysis.attribution`. Raises: NotAsked with the reason."""
+        """Returns one row's logit attribution, as `cp.analysis.attribution`. Raises: CannotShow with the reason."""
         with self._lock:
             trace, _ = self._trace(book)
             try:
                 number = book.run.rows.set_index("row").loc[row]
                 return analysis.attribution(trace, int(number.request_id), row=row)
             except (ValueError, RuntimeError) as error:
-                raise NotAsked(str(error)) from error
+                raise CannotShow(str(error)) from error
 
     def token_texts(self, book: Book, token_ids: set[int]) -> dict[int, str]:
         """Returns texts that only the model's tokenizer knows; {} if the model was not loaded."""
@@ -90,9 +90,9 @@ class Reader:
         return dict(zip(ids, loaded[1].token_texts(ids), strict=True))
 
     def _trace(self, book: Book) -> "tuple[Trace, CachedLM]":
-        """Returns the run's trace and model; loads both at the first use. Raises: NotAsked with the reason."""
+        """Returns the run's trace and model; loads both at the first use. Raises: CannotShow with the reason."""
         if reason := self.why_not(book):
-            raise NotAsked(reason)
+            raise CannotShow(reason)
         if id(book) not in self._traces:
             from cacheprobe.api import load_model, load_trace
 
@@ -110,7 +110,7 @@ class Reader:
                 self._traces[id(book)] = load_trace(book.run.directory, model), model
             except (ValueError, OSError, RuntimeError, ImportError) as error:
                 self._refused[id(book)] = str(error)
-                raise NotAsked(str(error)) from error
+                raise CannotShow(str(error)) from error
         return self._traces[id(book)]
 
     def _lens(self, name: str, model: "CachedLM") -> "Lens":
@@ -120,7 +120,7 @@ class Reader:
             return LogitLens()
         kind, _, number = name.partition(":")
         if kind != "tuned" or not number.isdigit() or int(number) >= len(self._shelf.lenses):
-            raise NotAsked(f"there is no lens {name!r:.40}")
+            raise CannotShow(f"there is no lens {name!r:.40}")
         return TunedLens.load(self._shelf.lenses[int(number)], model)
 
 

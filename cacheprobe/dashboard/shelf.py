@@ -14,7 +14,7 @@ MOST_CELLS = 200
 """Largest number of a sweep's cells in the menu of runs."""
 
 
-class NotAsked(ValueError):
+class CannotShow(ValueError):
     """Raised for a question that cannot be answered: something that the command line did not name, or data that the run
     lacks.
     """
@@ -56,12 +56,12 @@ class Shelf:
         return cls(tuple(entries), tuple(results), model, tuple(lenses), tuple(more))
 
     def book(self, number: object) -> Book:
-        """Returns the run of this number. Raises: NotAsked for another number, or for a run that cannot be opened."""
+        """Returns the run of this number. Raises: CannotShow for another number, or for a run that cannot be opened."""
         place = whole(number, "run", len(self.entries) + len(self.more))
         count = len(self.entries)
         entry = self.entries[place] if place < count else _opened(self.more[place - count])
         if entry.book is None:
-            raise NotAsked(f"{entry.name} cannot be opened: {entry.reason}")
+            raise CannotShow(f"{entry.name} cannot be opened: {entry.reason}")
         return entry.book
 
     def numbers(self) -> dict[str, int]:
@@ -76,9 +76,9 @@ class Shelf:
 
 
 def whole(value: object, what: str, count: int) -> int:
-    """Returns `value` as a number from 0 to count - 1. Raises: NotAsked for anything else."""
+    """Returns `value` as a number from 0 to count - 1. Raises: CannotShow for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
-        raise NotAsked(f"there is no {what} {value!r:.40}; there are {count}, counted from 0")
+        raise CannotShow(f"there is no {what} {value!r:.40}; there are {count}, counted from 0")
     return value
 
 

@@ -1,1 +1,1 @@
-"""What of a machine cacheprobe uses, and what is missing on it: `cacheprobe doctor`."""
+"""Checks what cacheprobe can use on this machine, and what is missing: `cacheprobe doctor`."""

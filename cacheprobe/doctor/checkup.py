@@ -1,4 +1,4 @@
-"""The whole check-up: what is here, what is missing, and whether the demo can run."""
+"""Runs the whole check-up: what is installed, what is missing, and whether the demo can run."""
 
 from dataclasses import dataclass
 
@@ -22,24 +22,27 @@ class Checkup:
 
     @property
     def missing(self) -> list[Finding]:
+        """Findings that are missing, of all sections."""
         return [finding for findings in self.sections.values() for finding in findings if not finding.is_there]
 
     @property
     def can_demo(self) -> bool:
+        """Whether `cacheprobe demo` can run."""
         return not any(finding.demo_needs_it for finding in self.missing)
 
     @property
     def listings(self) -> list[Listing]:
-        """A listing for each section, and one of what is missing, with how to get it."""
-        told = [Listing(name, (), [(f.name, f.said) for f in found]) for name, found in self.sections.items()]
+        """A listing for each section, and one of the missing items with how to get them."""
+        sections = [Listing(name, (), [(f.name, f.said) for f in found]) for name, found in self.sections.items()]
         rows = [(f.name, f.remedy, "yes" if f.demo_needs_it else "no") for f in self.missing]
         return [
-            *told,
+            *sections,
             Listing("missing", ("what", "how to get it", "the demo needs it"), rows, "" if rows else "nothing"),
         ]
 
     @property
     def verdict(self) -> str:
+        """A sentence on whether the demo can run."""
         if self.can_demo:
             return "cacheprobe demo can run"
         lacking = ", ".join(finding.name for finding in self.missing if finding.demo_needs_it)
@@ -47,7 +50,7 @@ class Checkup:
 
 
 def checkup() -> Checkup:
-    """Look at everything; a second or two, most of it imports."""
+    """Checks everything; takes a second or two, most of it for imports."""
     fingerprint = [Finding(name, str(value) or "not set") for name, value in numeric_settings().items()]
     return Checkup(
         {

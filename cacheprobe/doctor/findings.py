@@ -1,10 +1,10 @@
-"""One thing that was looked for."""
+"""Defines the result of one check."""
 
 from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """What was looked for, and what was found; with a remedy where it is missing."""
+    """The checked item, the result in words, and a remedy if the item is missing."""
 
     name: str
     said: str

@@ -1,4 +1,4 @@
-"""Which operations run as kernels on this machine, and why the others do not."""
+"""Reports which operations run as kernels on this machine, and why the others do not."""
 
 import torch
 
@@ -7,11 +7,11 @@ from cacheprobe.ops.dispatch import KERNEL, paths
 
 
 def kernels() -> list[Finding]:
-    """A line for each operation; one for all where all have the same reason. On a GPU it compiles them."""
+    """Returns a finding for each operation, or one for all if they share a reason. On a GPU it compiles the kernels."""
     found = paths("cuda" if torch.cuda.is_available() else "cpu")
-    told = {name: f"{path.runs}: {path.reason}" for name, path in found.items()}
-    if len(set(told.values())) == 1:
-        return [Finding(f"all {len(told)}", next(iter(told.values())))]
+    said_of = {name: f"{path.runs}: {path.reason}" for name, path in found.items()}
+    if len(set(said_of.values())) == 1:
+        return [Finding(f"all {len(said_of)}", next(iter(said_of.values())))]
     return [
-        Finding(name, said, found[name].runs == KERNEL, "the reference runs instead") for name, said in told.items()
+        Finding(name, said, found[name].runs == KERNEL, "the reference runs instead") for name, said in said_of.items()
     ]

@@ -1,4 +1,4 @@
-"""Which models are here and which will run, as listings for a terminal."""
+"""Lists for a terminal which models are here and which families will run."""
 
 from cacheprobe.core.terminal import Listing
 from cacheprobe.models.inventory import (
@@ -15,7 +15,7 @@ from cacheprobe.models.smollm2 import INSTALL, WEIGHTS_NOTE, cache_directory
 
 
 def model_listings() -> list[Listing]:
-    """The models of this machine, adapters, families that are tested, and how the rest is had."""
+    """Returns the models of this machine, adapters, tested families, and how to get other models."""
     here = [(m.name, f"shipped, {m.parameters:,} parameters, {m.made_by}") for m in shipped_models()]
     state = smollm2_state()
     if state != "absent":

@@ -1,4 +1,4 @@
-"""The processor, its instruction set, threads, and which dtypes it computes in hardware."""
+"""Reports the processor, its instruction set, threads, and the dtypes that it multiplies in hardware."""
 
 import os
 import platform
@@ -16,27 +16,27 @@ from cacheprobe.ops.compiled.build import CompilerError, compiler
 
 CPU_INFO = Path("/proc/cpuinfo")
 IN_HARDWARE = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
-"""Flags of the processor, any of which computes products of that dtype."""
+"""Flags of the processor; any of them means that it multiplies matrices of that dtype in hardware."""
 SAVES = 0.8
-"""A product in 16 bits that takes less than this share of float32's time is computed in hardware."""
+"""A 16-bit matrix product in less than this share of float32's time counts as computed in hardware."""
 _SHAPE = (128, 512)
 _REPEATS = 5
 
 
 def machine() -> list[Finding]:
-    """Processor, memory, instruction set, threads."""
+    """Returns findings on processor, memory, instruction set and threads."""
     info = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""
     names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
     facts = numeric_settings()
     limits = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")}
-    told = ", ".join(f"{name}={value}" for name, value in limits.items() if value)
+    limits_set = ", ".join(f"{name}={value}" for name, value in limits.items() if value)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [
         Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Finding("processor", names[0] if names else platform.processor() or "unknown"),
         Finding("memory", f"{_memory_gib():.1f} GiB"),
         Finding("instruction set", f"{facts['cpu_capability']}, as torch uses it"),
-        Finding("threads", f"{facts['threads']} of {cores} cores" + (f"; {told}" if told else "")),
+        Finding("threads", f"{facts['threads']} of {cores} cores" + (f"; {limits_set}" if limits_set else "")),
         _compiler(),
         Finding(
             "GPU",
@@ -48,7 +48,7 @@ def machine() -> list[Finding]:
 
 
 def _compiler() -> Finding:
-    """Nothing but an option needs one."""
+    """Returns a finding on the C++ compiler, which only products="compiled" needs."""
     try:
         return Finding("C++ compiler", f'{compiler()}, for products="compiled"')
     except CompilerError as error:
@@ -56,9 +56,10 @@ def _compiler() -> Finding:
 
 
 def dtypes(seconds_of: "Callable[[str], float] | None" = None) -> list[Finding]:
-    """How long a product takes in each dtype beside float32, measured now, and what the processor's flags say.
+    """Returns the time of a matrix product in each dtype compared with float32, measured now, and the processor's
+    flags.
 
-    seconds_of: seconds of one product in a dtype.
+    seconds_of: returns the seconds of one product in a dtype.
     """
     seconds_of = seconds_of or product_seconds
     flags = set(CPU_INFO.read_text(encoding="utf-8").split()) if CPU_INFO.exists() else set()
@@ -74,7 +75,7 @@ def dtypes(seconds_of: "Callable[[str], float] | None" = None) -> list[Finding]:
 
 
 def product_seconds(dtype: str) -> float:
-    """Seconds of a product of 128 x 512 x 512 numbers, the median of a few."""
+    """Returns the seconds of a product of a 128 x 512 and a 512 x 512 matrix, the median of a few."""
     rows, width = _SHAPE
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, width, generator=generator).to(getattr(torch, dtype)) for n in (rows, width))

@@ -1,4 +1,4 @@
-"""Which models are here, and whether there is room to convert one."""
+"""Reports which models are here, and whether there is room to convert one."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ CONVERSION_BYTES = 600_000_000
 
 
 def models() -> list[Finding]:
-    """SmolLM2, the shipped checkpoints and adapters, and the disk of the cache folder."""
+    """Returns findings on SmolLM2, the shipped checkpoints and adapters, and the disk of the cache folder."""
     return [*_smollm2(), *_shipped()]
 
 
@@ -47,5 +47,5 @@ def _shipped() -> list[Finding]:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Returns the path, or the nearest existing folder above it."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())

@@ -1,4 +1,4 @@
-"""What draws pictures into files, and what drives pages in tests."""
+"""Reports whether figures can be written to files."""
 
 from importlib.util import find_spec
 
@@ -10,7 +10,7 @@ _HTML = "reports in HTML need neither"
 
 
 def pictures() -> list[Finding]:
-    """kaleido and a chromium: for `cacheprobe report --figures`."""
+    """Returns findings on kaleido and Chromium, which `cacheprobe report --figures` needs."""
     has_kaleido, browser = find_spec("kaleido") is not None, browser_path()
     return [
         Finding("kaleido", "installed" if has_kaleido else f"not installed; {_HTML}", has_kaleido,

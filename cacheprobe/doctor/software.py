@@ -1,4 +1,4 @@
-"""Which packages are installed, of the base and of each extra."""
+"""Reports which required and optional packages are installed."""
 
 from collections.abc import Iterable
 from importlib import metadata
@@ -11,7 +11,7 @@ INSTALL = "pip install 'cacheprobe{0}', or in a checkout pip install -e '.{0}'"
 
 
 def software(project: str = "cacheprobe") -> list[Finding]:
-    """The base's packages with their versions, and each extra."""
+    """Returns a finding on the required packages with their versions, and one on each extra."""
     try:
         asked = [Requirement(text) for text in metadata.requires(project) or ()]
     except metadata.PackageNotFoundError:
@@ -27,7 +27,7 @@ def software(project: str = "cacheprobe") -> list[Finding]:
 
 
 def versions(names: Iterable[str]) -> list[Finding]:
-    """Installed versions of packages by name."""
+    """Returns the installed versions of packages by name."""
     return [Finding(name, _version(name) or "not installed", _version(name) is not None) for name in names]
 
 

@@ -1,9 +1,12 @@
-"""The negative control: without verification some output must depend on the batch, or nothing was proven.
+"""Runs the negative control: without verification some output must depend on the batch, else the stress test shows
+nothing.
 
-Which traffic diverges depends on the libraries: with ONEDNN_MAX_CPU_ISA=AVX2 torch computes products in bfloat16 and
-float16 with a routine that treats every row alike, and only float32 diverges. So several kinds of traffic are tried.
+Which traffic diverges depends on the libraries. With ONEDNN_MAX_CPU_ISA=AVX2, for example, torch multiplies bfloat16
+and
+float16 matrices with a batch-invariant routine, so only float32 diverges. Therefore several kinds of traffic are tried.
 
-`python -m cacheprobe.stress.control` prints it as JSON, in one thread: so a proof runs it beside its soak.
+`python -m cacheprobe.stress.control` prints the result as JSON, computed in one thread; a stress test runs this beside
+its soak.
 """
 
 import json
@@ -15,17 +18,18 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import IO
 
 from cacheprobe.api import run
 from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.values import JsonDict
 from cacheprobe.stress.refusals import run_in_serving_shape
 from cacheprobe.stress.subjects import Subject, real_subjects, twin_subjects
 from cacheprobe.stress.traffic import draw_request
 from cacheprobe.trace.trace import Trace
 
 Differing = dict[str, int]
-"""How many sequences differ between the batch sizes, by what is compared: tokens, logprobs."""
+"""Number of sequences that differ between the batch sizes, by compared quantity: tokens, logprobs."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Traffic:
     num_prompts: int = 13
     new_tokens: int = 24
     batches: tuple[int, ...] = (13, 3, 1)
-    """Requests in flight, one run for each."""
+    """Requests in flight, one run for each number."""
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, self.batches))
@@ -49,8 +53,13 @@ class Traffic:
         """
         sampling = SamplingParams(temperature=0.0, max_new_tokens=self.new_tokens, stop_token_ids=())
         requests = [Request(draw_request(subject, n).prompt, sampling) for n in range(self.num_prompts)]
-        settings: dict[str, Any] = dict(**subject.settings, deterministic=is_verified, capture=None, progress=False)
-        traces = [run(subject.model, requests, **settings, max_batch=size) for size in self.batches]
+        traces = [
+            run(
+                subject.model, requests, deterministic=is_verified, capture=None, progress=False,
+                **subject.settings, max_batch=size,
+            )
+            for size in self.batches
+        ]  # fmt: skip
         return {
             "tokens": _num_differing([[tuple(trace.committed(i)) for trace in traces] for i in range(len(requests))]),
             "logprobs": _num_differing([[tuple(_nats(trace, i)) for trace in traces] for i in range(len(requests))]),
@@ -62,7 +71,7 @@ def _nats(trace: Trace, request_id: int) -> list[str]:
 
 
 def _num_differing(said: list[list[tuple]]) -> int:
-    """said: for each request, what it gave with each batch size."""
+    """Returns how many requests differ. said: for each request, its output at each batch size."""
     return sum(len(set(answers)) > 1 for answers in said)
 
 
@@ -75,7 +84,7 @@ def traffic_to_try() -> Iterator[Traffic]:
     yield from map(Traffic, twin_subjects())
 
 
-def negative_control(to_try: Iterable[Traffic]) -> dict[str, Any]:
+def negative_control(to_try: Iterable[Traffic]) -> JsonDict:
     """Runs kinds of traffic without verification until the tokens of one diverge, then that one verified.
 
     Returns control_traffic, the kind that diverged, of `control_sequences` sequences. `control_unverified_differ` of
@@ -85,7 +94,7 @@ def negative_control(to_try: Iterable[Traffic]) -> dict[str, Any]:
     """
     tried: dict[str, Differing] = {}
     refused: dict[str, str] = {}
-    figures: dict[str, Any] = {"control_traffic": "none", "control_sequences": 0}
+    figures: JsonDict = {"control_traffic": "none", "control_sequences": 0}
     unverified = verified = 0
     for traffic in to_try:
         tried[str(traffic)] = differing = traffic.run(traffic.subject, is_verified=False)
@@ -107,17 +116,20 @@ def negative_control(to_try: Iterable[Traffic]) -> dict[str, Any]:
 
 
 class ControlError(RuntimeError):
-    """The process that runs the negative control has failed."""
+    """Raised if the process of the negative control fails."""
 
 
 class ControlBeside:
-    """The negative control in a process of its own, on another core than the soak's."""
+    """The negative control in a process of its own, which may use another core than the soak."""
 
-    def __init__(self, process: subprocess.Popen[str], errors: Any) -> None:
+    def __init__(self, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self._process, self._errors = process, errors
 
-    def result(self) -> dict[str, Any]:
-        """What `negative_control` returned, and `control_seconds`; waits for it. Raises: ControlError."""
+    def result(self) -> JsonDict:
+        """Waits for the process; returns the result of `negative_control`, and `control_seconds`.
+
+        Raises: ControlError if the process failed.
+        """
         text, _ = self._process.communicate()
         if self._process.returncode == 0:
             return json.loads(text)
@@ -131,7 +143,7 @@ class ControlBeside:
 
 @contextmanager
 def control_beside() -> Iterator[ControlBeside]:
-    """Starts the control now; it is ended with the block, also by an error or an interrupt."""
+    """Starts the control at once; ends its process with the block, also after an error or an interrupt."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         command = [sys.executable, "-m", "cacheprobe.stress.control"]

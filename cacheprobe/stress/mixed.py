@@ -1,13 +1,12 @@
-"""Episodes that draw heads, evictions, interventions, streams and cancellations together, each compared by a replay.
+"""Runs episodes that mix head capture, preemptions, interventions, streams and cancellations; a replay checks each.
 
-The pool's kept answers do not hold here, since interventions and patterns change the schedule: `cp.verify` asks the
-oracle again, with the same interventions, and compares tokens, log-probabilities, states, heads and readings. A
-cancelled request is compared up to what it committed.
+Interventions and patterns change the schedule, so the pool's stored answers do not apply. Instead `cp.verify` computes
+each request again with the same interventions, and compares tokens, log-probabilities, states, heads and readings. A
+cancelled request is compared up to its last committed token.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from cacheprobe.api import run, stream, verify
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.hook_names import HEAD_SITES, PATTERN
 from cacheprobe.core.records import Request
+from cacheprobe.core.values import JsonDict
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.make import add, zero
 from cacheprobe.stress.refusals import run_in_serving_shape
@@ -26,27 +26,27 @@ from cacheprobe.trace.trace import Trace
 
 MOST_REQUESTS = {"tiny": 5, "twins": 5, "real": 3}
 _LONGEST = {"tiny": 24, "twins": 24, "real": 10}
-"""New tokens of a request at most: the oracle computes all of them again."""
+"""Largest number of new tokens of a request, because the oracle computes all of them again."""
 _FIRST_NUMBER = 2**32
-"""Requests are drawn from here on: none of them is in the pool."""
+"""Request numbers start here, so that none of them is in the pool."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """What one episode draws."""
+    """The random choices of one episode."""
 
     requests: tuple[Request, ...]
-    settings: dict[str, Any]
+    settings: JsonDict
     interventions: tuple[Intervention, ...]
     is_stream: bool
     cancelled: dict[int, int]
-    """By request: after how many pieces of the stream it is cancelled."""
+    """By request: the number of stream pieces after which it is cancelled."""
     num_abandoned: int
-    """Pieces taken of a stream that is left before the compared run begins; 0 where there is none."""
+    """Number of pieces taken of a stream that is left before the compared run begins; 0 for none."""
 
 
 def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
-    """Requests, settings and disturbances of one episode, a function of the seed alone."""
+    """Returns requests, settings and disturbances of one episode, a function of the seed only."""
     rng = np.random.default_rng(list(seed))
     requests = []
     for _ in range(int(rng.integers(2, MOST_REQUESTS[subject.kind] + 1))):
@@ -59,7 +59,7 @@ def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
     heads = [site for site in HEAD_SITES if rng.random() < (0.3 if site == PATTERN else 0.5)] or ["z"]
     n = subject.model.n_layers
     needed = max(rows_needed(request, subject.window) for request in requests)
-    settings: dict[str, Any] = {
+    settings: JsonDict = {
         "capture": CaptureConfig(sites=str(rng.choice(["STCZ", "SZ", "S", "TC"])), heads=tuple(heads)),
         "layers": (0, n // 2, n - 1) if subject.is_real else tuple(range(n)),
         "max_kv_tokens": needed + int(rng.integers(0, 12)) if rng.random() < 0.8 else None,
@@ -78,12 +78,15 @@ def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
 
 
 def _draw_interventions(subject: Subject, requests: Sequence[Request], rng: np.random.Generator) -> list[Intervention]:
-    """At most one for each request: positions of the prompt, which a cancelled request has too, or every position."""
+    """Returns at most one intervention for each request: at one prompt position, or at every position.
+
+    Prompt positions exist also in a cancelled request.
+    """
     made = []
     for number, request in enumerate(requests):
         if rng.random() < 0.7:
             continue
-        where: dict[str, Any] = {
+        where: JsonDict = {
             "request_id": number,
             "site": str(rng.choice(["S", "T", "C", "pre"])),
             "layer": int(rng.integers(subject.model.n_layers)),
@@ -99,10 +102,11 @@ def _draw_interventions(subject: Subject, requests: Sequence[Request], rng: np.r
 def mixed_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
     """Draws an episode, runs it, compares it with the oracle by a replay, and counts what was drawn.
 
-    Runs the same requests in another shape if the trial refuses the subject's.
+    If the trial of shapes refuses the subject's shape, the same requests run in another shape.
     """
 
     def compute(shape: Subject) -> tuple[Mixed, Trace]:
+        """Draws and runs the episode in this shape."""
         drawn = draw_mixed(shape, seed)
         if drawn.num_abandoned:
             _abandon(shape, drawn)
@@ -138,7 +142,7 @@ def _run(subject: Subject, drawn: Mixed) -> Trace:
 
 
 def _abandon(subject: Subject, drawn: Mixed) -> None:
-    """Leave a stream of the same requests in the middle; the run that follows must not know of it."""
+    """Leaves a stream of the same requests in the middle; the run that follows must not be affected."""
     given = {**subject.settings, **drawn.settings, "interventions": drawn.interventions}
     pieces = stream(subject.model, drawn.requests, **given)
     for _ in zip(range(drawn.num_abandoned), pieces, strict=False):

@@ -1,8 +1,8 @@
-"""The oracle's answers, asked once for each request and schedule, and kept."""
+"""Computes the oracle's answer to each request, once for each schedule, with `cp.reference`."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
@@ -16,9 +16,9 @@ _READINGS = ["position", "layer", "token_id", "logprob_nats", "entropy_nats", "r
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request must give: tokens, and digests of log-probabilities, states and readings.
+    """Expected output of a request: tokens, and digests of log-probabilities, states and readings.
 
-    The last two are empty where nothing was captured.
+    The last two are '' if no states were captured.
     """
 
     tokens: tuple[int, ...]
@@ -28,7 +28,7 @@ class Answer:
 
 
 def answer_of(trace: Trace, request_id: int) -> Answer:
-    """What a run gave for one request."""
+    """Returns the output of a run for one request."""
     nats = hashlib.sha256(repr(trace.logprobs(request_id)).encode()).hexdigest()[:16]
     states = readings = ""
     if trace.store.sites:
@@ -42,7 +42,7 @@ def answer_of(trace: Trace, request_id: int) -> Answer:
     return Answer(tuple(trace.committed(request_id)), nats, states, readings)
 
 
-def ask(subject: Subject, request: Request, capture: str | None, layers: Any) -> Answer:
-    """The oracle's own run of one request, alone."""
+def ask(subject: Subject, request: Request, capture: str | None, layers: Sequence[int]) -> Answer:
+    """Returns the output of the oracle's own run of one request, alone."""
     trace = reference(subject.model, [request], **subject.settings, capture=capture, layers=layers, progress=False)
     return answer_of(trace, 0)

@@ -1,11 +1,11 @@
-"""The whole proof: soak, third party, negative control; and what it says at its end."""
+"""Runs the whole stress test: soak, comparison with Hugging Face, negative control; prints and stores the result."""
 
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from cacheprobe.core.progress import Progress
+from cacheprobe.core.values import JsonDict
 from cacheprobe.stress.control import control_beside
 from cacheprobe.stress.soak import soak
 from cacheprobe.stress.subjects import real_subjects, tiny_subjects, twin_subjects
@@ -14,8 +14,8 @@ from cacheprobe.stress.tally import Tally
 TALLY = "tally.json"
 
 
-def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progress: bool = True) -> dict[str, Any]:
-    """Compare `num_tokens` tokens with the oracle, going on from what `out` holds; then the control.
+def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progress: bool = True) -> JsonDict:
+    """Compares tokens with the oracle until `num_tokens` are reached, counting those in `out`; then runs the control.
 
     real: include SmolLM2 and the negative control, which runs beside the soak.
     Returns the figures, also written to out/proof.json, with `is_proven`.
@@ -24,11 +24,12 @@ def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progr
     path = out / TALLY
     tally = Tally.load(path) if path.exists() else Tally()
     subjects = [*tiny_subjects(), *twin_subjects(), *(real_subjects() if real else [])]
-    control: dict[str, Any] = {"negative_control": "not run"}
+    control: JsonDict = {"negative_control": "not run"}
     with control_beside() if real else nullcontext() as beside:
         with Progress(num_tokens, "comparing", "tokens", done=tally.num_compared, enabled=progress) as bar:
 
             def report(at: Tally) -> None:
+                """Shows the progress."""
                 refused = f", shapes refused by the trial: {len(at.refused)}" if at.refused else ""
                 bar.at(min(at.num_compared, num_tokens), f"{len(at.differences)} differences{refused}")
 

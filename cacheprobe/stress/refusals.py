@@ -1,4 +1,4 @@
-"""Runs traffic in another shape if the trial of shapes refuses the one that was drawn."""
+"""Runs traffic in another shape if the trial of shapes refuses the drawn one."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,22 +7,23 @@ from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.stress.subjects import Subject, other_shapes
 
 MOST_REFUSED = 20
-"""Shapes that may be refused in a row, the drawn one included."""
+"""Largest number of shapes that may be refused in a row, the drawn one included."""
 
 T = TypeVar("T")
 
 
 class NoShapeServes(RuntimeError):
-    """The trial refused every shape that was drawn for a subject."""
+    """Raised if the trial refused every shape that was drawn for a subject."""
 
 
 def run_in_serving_shape(
     subject: Subject, refused: dict[str, str], compute: Callable[[Subject], T]
 ) -> tuple[Subject, T]:
-    """Returns the first shape of `subject` that the trial serves, and what `compute` gave in it.
+    """Returns the first shape of `subject` that the trial accepts, and the result of `compute` in this shape.
 
     compute: draws the traffic for a shape and runs it. Only `ShapeRefused` is caught, which is raised before a request
-        is computed. Any other error passes through.
+    is
+        computed. Other errors are passed on.
     refused: receives the key of each refused shape and the trial's reason.
     Raises: NoShapeServes if MOST_REFUSED shapes in a row are refused.
     """

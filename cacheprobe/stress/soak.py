@@ -1,9 +1,9 @@
-"""Episode after episode of random traffic, each compared with the oracle, until enough tokens were compared."""
+"""Runs episodes of random traffic, each compared with the oracle, until enough tokens were compared."""
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -19,18 +19,25 @@ from cacheprobe.stress.traffic import Corrupted, Episode, draw_episode, draw_req
 from cacheprobe.trace.trace import Trace
 
 SHARES = {"tiny": 0.875, "twins": 0.1, "real": 0.025}
-"""Of the compared tokens, by kind of subject. A token of the real model costs some forty of a tiny one."""
+"""Share of the compared tokens, by kind of subject. A token of the real model takes about forty times a tiny model's
+time."""
 NEW_SHARES = {"tiny": 0.12, "twins": 0.2, "real": 0.9}
-"""Of an episode's requests, those that are new to the pool: the oracle's tokens are the dearest."""
+"""Share of an episode's requests that are new to the pool, by kind; the oracle's tokens take most time."""
 MOST_REQUESTS = {"tiny": 24, "twins": 24, "real": 6}
-"""Under test in an episode, beside up to three neighbours."""
+"""Largest number of tested requests in an episode, beside up to three neighbours."""
 CAPTURE_SHARE = 0.15
-"""Share of episodes that also capture states and readings, and compare them."""
+"""Share of episodes that also capture and compare states and readings."""
 MIXED_SHARE = 0.4
-"""Share of episodes with heads, evictions, interventions, streams and cancellations together; see `stress.mixed`."""
+"""Share of episodes that mix heads, preemptions, interventions, streams and cancellations; see `stress.mixed`."""
 STATES_EVERY = 4
-"""The oracle keeps states and readings of every so many requests of a pool."""
+"""The oracle keeps states and readings of every fourth request of a pool."""
 SAVE_EVERY_SECONDS = 5.0
+
+
+class _Generates(Protocol):
+    """A Hugging Face model with `generate`, whose own annotations a type checker cannot bind."""
+
+    def generate(self, inputs: torch.Tensor, **settings: object) -> torch.Tensor: ...
 
 
 def soak(
@@ -41,7 +48,7 @@ def soak(
     seed: int,
     report: Callable[[Tally], None],
 ) -> None:
-    """Run episodes until `num_tokens` tokens were compared in all; the tally goes on from where it stands."""
+    """Runs episodes until `num_tokens` tokens were compared in all, counting those already in the tally."""
     kinds: dict[str, list[Subject]] = {}
     for subject in subjects:
         kinds.setdefault(subject.kind, []).append(subject)
@@ -66,7 +73,7 @@ def soak(
 def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
     """Draws requests and settings, runs them, and compares each request with the oracle.
 
-    Runs the same requests in another shape if the trial refuses the subject's.
+    If the trial of shapes refuses the subject's shape, the same requests run in another shape.
     """
     rng = np.random.default_rng(list(seed))
     is_captured = bool(rng.random() < CAPTURE_SHARE)
@@ -81,6 +88,7 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
     layers = captured_layers(subject)
 
     def compute(shape: Subject) -> tuple[Episode, Trace]:
+        """Draws and runs the episode in this shape."""
         episode = draw_episode(shape, episode_seed, numbers)
         trace = run(
             shape.model,
@@ -105,13 +113,15 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
 
 
 def captured_layers(subject: Subject) -> tuple[int, ...]:
-    """All of a tiny model's layers, three of the real one's: the first, the middle, the last."""
+    """Returns all layers of a tiny model; of the real one the first, the middle and the last."""
     n = subject.model.n_layers
     return (0, n // 2, n - 1) if subject.is_real else tuple(range(n))
 
 
 def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:
-    """The oracle's kept answers hold for one schedule; a resumed proof on another machine starts over."""
+    """Checks that the schedule is that of the stored answers. Raises: ValueError on another machine or with other
+    settings.
+    """
     known = tally.fingerprints.setdefault(subject.key, trace.fingerprint)
     if known != trace.fingerprint:
         differing = sorted(k for k in known.keys() | trace.fingerprint if known.get(k) != trace.fingerprint.get(k))
@@ -122,7 +132,7 @@ def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:
 
 
 def _compare(
-    subject: Subject, tally: Tally, trace: Trace, request_id: int, number: int, layers: object, is_captured: bool
+    subject: Subject, tally: Tally, trace: Trace, request_id: int, number: int, layers: Sequence[int], is_captured: bool
 ) -> None:
     request = draw_request(subject, number)
     key = f"{subject.key} {number}"
@@ -149,9 +159,10 @@ def _compare(
 
 
 def third_party(subject: Subject, tally: Tally, request: Request, answer: Answer) -> None:
-    """In float32 a greedy answer is also Hugging Face's own, from a copy of the model that we never touched.
+    """Compares a greedy answer in float32 with Hugging Face's own `generate` on an untouched copy of the model.
 
-    Not where a token hangs on the last bits of its logits: there Hugging Face's shapes give other tokens, and may.
+    Subjects with near ties are left out: there the last bits of the logits decide, which differ with Hugging Face's
+    shapes.
     """
     sampling = request.sampling
     assert sampling is not None
@@ -161,7 +172,7 @@ def third_party(subject: Subject, tally: Tally, request: Request, answer: Answer
     ids = torch.tensor([list(request.prompt)])
     stops = list(cast("tuple[int, ...]", sampling.stop_token_ids or ())) or None
     with torch.inference_mode():
-        out = cast(Any, subject.plain).generate(
+        out = cast(_Generates, subject.plain).generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=sampling.max_new_tokens,
             eos_token_id=stops, pad_token_id=0,
         )  # fmt: skip
@@ -189,11 +200,12 @@ def _count(subject: Subject, tally: Tally, trace: Trace, episode: Episode) -> No
 
 
 def kind_of_rollback(episode: Episode, request: Request, position: int) -> str:
-    """Why the candidate at `position` was rejected.
+    """Returns why the candidate at `position` was rejected: injected, natural or other.
 
-    injected: it was put there in place of the drafter's.  natural: the fast path's own candidate, of a request that is
-    judged by equality, so its verifier said another token.  other: what another drafter proposed, or what rejection
-    sampling, which is a matter of chance, turned down.
+    injected: the stress test replaced the drafter's candidate.  natural: the fast path's own candidate in a request
+    with
+    acceptance by equality, so the verifier chose another token.  other: a candidate of another drafter, or one that
+    rejection sampling rejected at random.
     """
     if isinstance(episode.drafter, Corrupted) and (request.request_id, position) in episode.drafter.altered:
         return "injected"

@@ -1,9 +1,9 @@
-"""What is put to the test: tiny models, near-tied ones and the real one, each with its shapes."""
+"""Lists the tested models with their shapes: tiny models, models with near ties, and SmolLM2."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -17,13 +17,15 @@ from cacheprobe.models.loaders import load_model
 REAL = "smollm2-135m"
 _SLIDING_WIDTH = 8
 _MOVED = 0.02
-"""Of a weight's spread: how far a draft model's weights are from the model's own."""
+"""Distance of a draft model's weights from the model's own, as a share of each weight's standard deviation."""
 _SHAPES = ((4, 4, 1), (8, 2, 2), (1, 8, 1), (3, 4, 3), (16, 1, 1), (5, 4, 2))
-"""(window, group, prefill_group) of the tiny models, dealt out in turn. Windows of one row have unpadded prompts."""
+"""(window, group, prefill_group) of the tiny models, assigned in turn. With a window of one token, prompts are not
+padded."""
 _REAL_SHAPES = ((4, 1, 1, 16), (8, 2, 2, 16), (1, 16, 1, 64), (16, 4, 1, 32))
-"""The same and prefill_chunk, of the real model: small ones, the one that determinism is cheapest with, the default."""
+"""(window, group, prefill_group, prefill_chunk) of the real model: two small shapes, the fastest verified one, the
+default."""
 _LONGEST_WINDOW, _LARGEST_GROUP, _LARGEST_GROUP_OF_ONE = 16, 8, 24
-"""Of the shapes that are drawn where one is refused."""
+"""Limits of the shapes that are drawn if one is refused."""
 _TWINS = (
     ("llama", "float32", TWINS, 4, 2),
     ("qwen3", "bfloat16", WIDE, 4, 2),
@@ -34,12 +36,23 @@ _TWINS = (
     ("gemma3", "float32", TWINS, 4, 2),
     ("llama", "float16", WIDE, 4, 4),
 )
-"""Family, dtype, size, window and group of the models that disagree with themselves."""
+"""Family, dtype, size, window and group of the models whose fast path and verifier disagree."""
+
+
+class Shapes(TypedDict):
+    """Keywords of `cp.run` that fix the shapes of the passes; see `EngineConfig`."""
+
+    window: int
+    group: int
+    capacity: int
+    prefill_chunk: int
+    prefill_group: int
+    pad_prefill: bool
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model under one schedule."""
+    """A model with one shape of passes."""
 
     name: str
     dtype: str
@@ -48,30 +61,33 @@ class Subject:
     capacity: int
     prefill_chunk: int
     build: Callable[[], PreTrainedModel] | None = None
-    """Makes the model as Hugging Face has it; None for the real one."""
+    """Builds the model as Hugging Face has it; None for the real one."""
     prefill_group: int = 1
     disagrees: bool = False
-    """Its fast path differs from its verifier by itself, so it is given traffic that shows it."""
+    """Whether its fast path often differs from its verifier; such a subject gets traffic that shows this."""
     original: "Subject | None" = None
     """The subject whose shape was refused, if this one runs the same model and traffic in another shape."""
 
     @property
     def key(self) -> str:
+        """Name, dtype and shape, as one text."""
         ends = "" if self.pads_prefill else " unpadded"
         name = f"{self.name} {self.dtype}" if self.original is None else f"{self.original.key} as"
         return f"{name} W{self.window} G{self.group} P{self.prefill_group}{ends}"
 
     @property
     def traffic_key(self) -> str:
-        """Returns the key that requests are drawn with and counted by; another shape keeps that of its original."""
+        """Key by which requests are drawn and counted; a replacement shape keeps the key of its original."""
         return self.key if self.original is None else self.original.traffic_key
 
     @property
     def pads_prefill(self) -> bool:
+        """Whether prompts are padded to whole chunks."""
         return self.window > 1
 
     @property
     def is_real(self) -> bool:
+        """Whether the model is SmolLM2."""
         return self.build is None
 
     @property
@@ -81,6 +97,7 @@ class Subject:
 
     @cached_property
     def model(self) -> CachedLM:
+        """The model, loaded at the first use."""
         if self.original is not None:
             return self.original.model
         if self.build is None:
@@ -89,7 +106,7 @@ class Subject:
 
     @cached_property
     def neighbour(self) -> CachedLM | None:
-        """A draft model that is often right: the same weights, a little moved. None for the real model."""
+        """A draft model that is often right: the same weights with a little noise. None for the real model."""
         if self.original is not None:
             return self.original.neighbour
         if self.build is None:
@@ -104,23 +121,25 @@ class Subject:
 
     @cached_property
     def plain(self) -> PreTrainedModel | None:
-        """Hugging Face's own copy, which nothing of ours has touched; None for the real model."""
+        """Hugging Face's own copy, untouched by cacheprobe; None for the real model."""
         if self.original is not None:
             return self.original.plain
         return self.build() if self.build else None
 
     @property
-    def settings(self) -> dict[str, Any]:
-        prefill = dict(prefill_chunk=self.prefill_chunk, prefill_group=self.prefill_group)
-        pads = dict(pad_prefill=self.pads_prefill)
-        return dict(window=self.window, group=self.group, capacity=self.capacity, **prefill, **pads)
+    def settings(self) -> Shapes:
+        """Keywords of `cp.run` that fix the shapes of the passes."""
+        return Shapes(
+            window=self.window, group=self.group, capacity=self.capacity, prefill_chunk=self.prefill_chunk,
+            prefill_group=self.prefill_group, pad_prefill=self.pads_prefill,
+        )  # fmt: skip
 
 
 def other_shapes(subject: Subject, number: int) -> Iterator[Subject]:
     """Yields the subject in up to `number` other shapes, drawn at random from its key, so in the same order each time.
 
-    A window of one token stays one, a longer one stays longer: so prompts stay padded or unpadded, and unpadded ones
-    are read one a pass. A window of one token has larger groups to choose among.
+    A window of one token stays one, a longer one stays longer. So prompts stay padded or unpadded, and unpadded prompts
+    stay one a pass. For a window of one token, larger groups are allowed.
     """
     rng = np.random.default_rng([*subject.key.encode()])
     windows = range(2, _LONGEST_WINDOW + 1) if subject.window > 1 else (1,)
@@ -142,7 +161,7 @@ def _real_model(dtype: str) -> CachedLM:
 
 
 def tiny_subjects() -> list[Subject]:
-    """Every family in every dtype, those with sliding windows also past their windows."""
+    """Returns every family in every dtype; those with sliding windows also with prompts longer than the window."""
     kinds = [(family, None) for family in FAMILIES] + [(family, _SLIDING_WIDTH) for family in SLIDING]
     subjects = []
     for i, (family, width) in enumerate(kinds):
@@ -155,12 +174,14 @@ def tiny_subjects() -> list[Subject]:
 
 
 def twin_subjects() -> list[Subject]:
-    """Random weights too, and a vocabulary of near twins: the fast path and the verifier disagree by themselves.
+    """Returns models with random weights and pairs of nearly equal tokens, whose fast path and verifier often disagree.
 
-    Tiny models hardly do. Another number of rows reorders the sums, which shows in the last bits of most logits in
-    float32, and far less often in 16 bits, where sums are kept in float32 and rounded; a token shows it only where two
-    of them are that close. So every token here has one whose unembedding differs in the last bits alone. In bfloat16
-    it takes decodes of one row, in float16 decodes of any number, and products wide enough.
+    Tiny models hardly ever disagree. Another batch size reorders the sums, which changes the last bits of most logits
+    in
+    float32, and of far fewer in 16 bits, where sums are kept in float32 and rounded. A token changes only if two logits
+    are
+    that close. So every token here has a partner whose unembedding differs in the last bits only. In bfloat16 the
+    disagreement needs decodes of one request, in float16 decodes of any number, and matrices wide enough.
     """
     subjects = []
     for family, dtype, size, window, group in _TWINS:
@@ -170,7 +191,9 @@ def twin_subjects() -> list[Subject]:
 
 
 def real_subjects() -> list[Subject]:
-    """SmolLM2 in bfloat16, where batches really change the answer, loaded once; the smallest shapes first."""
+    """Returns SmolLM2 in bfloat16, where the batch really changes the answer; loaded once, the smallest shapes
+    first.
+    """
     return [
         Subject(REAL, "bfloat16", window, group, 128, chunk, None, prefill_group, disagrees=True)
         for window, group, prefill_group, chunk in _REAL_SHAPES

@@ -1,4 +1,4 @@
-"""What a proof has tried so far: counts, differences, and the file that lets it go on after a break."""
+"""Keeps the counts and differences of a stress test, in a file from which it can continue."""
 
 import json
 import os
@@ -12,34 +12,36 @@ from cacheprobe.stress.subjects import REAL, Subject
 
 @dataclass
 class Tally:
-    """Everything that a proof prints. Written whole after every episode."""
+    """Everything that a stress test reports. The file is replaced as a whole."""
 
     episodes: int = 0
     compared: Counter[str] = field(default_factory=Counter)
-    """Tokens compared, by subject."""
+    """Number of tokens compared, by subject."""
     distinct: Counter[str] = field(default_factory=Counter)
-    """Tokens that the oracle gave, by subject: each compared at least once."""
+    """Number of tokens that the oracle computed, by subject; each is compared at least once."""
     natural: Counter[str] = field(default_factory=Counter)
-    """Natural rollbacks, by subject."""
+    """Number of natural rollbacks, by subject."""
     counts: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
     answers: dict[str, Answer] = field(default_factory=dict)
-    """By subject and request: the oracle is asked once."""
+    """Oracle's answer by subject and request, so that the oracle computes each once."""
     pools: Counter[str] = field(default_factory=Counter)
-    """Requests in each subject's pool."""
+    """Number of requests in each subject's pool."""
     episodes_of: Counter[str] = field(default_factory=Counter)
-    """Episodes, by subject."""
+    """Number of episodes, by subject."""
     fingerprints: dict[str, dict] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    """Shapes that the trial refused: by subject and shape, the reason."""
+    """Reason for each shape that the trial refused, by subject and shape."""
 
     @property
     def num_compared(self) -> int:
+        """Number of tokens compared, over all subjects."""
         return sum(self.compared.values())
 
     @property
     def num_distinct(self) -> int:
+        """Number of distinct tokens compared, over all subjects."""
         return sum(self.distinct.values())
 
     def compared_of(self, subject: Subject) -> int:
@@ -48,6 +50,7 @@ class Tally:
         return sum(n for key, n in self.compared.items() if key == subject.key or key.startswith(in_other_shapes))
 
     def save(self, path: Path) -> None:
+        """Writes the tally to a JSON file; after an error the earlier file is unchanged."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
         with temporary.open("w", encoding="utf-8") as file:
@@ -60,6 +63,7 @@ class Tally:
 
     @classmethod
     def load(cls, path: Path) -> "Tally":
+        """Returns the tally of a file that `save` wrote."""
         held = json.loads(path.read_text(encoding="utf-8"))
         held["answers"] = {
             key: Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for key, answer in held["answers"].items()
@@ -68,7 +72,7 @@ class Tally:
         return cls(**{**held, **{name: Counter(held[name]) for name in counters}})
 
     def numbers(self) -> dict:
-        """The figures, for a file: what was tried, and what differed."""
+        """Returns the figures for a file: the amounts tested, and the number of differences."""
         return {
             "episodes": self.episodes,
             "compared_tokens": self.num_compared,
@@ -88,7 +92,7 @@ class Tally:
         }
 
     def text(self) -> str:
-        """The figures as lines for a terminal."""
+        """Returns the figures as lines for a terminal."""
         numbers = self.numbers()
         del numbers["refused_shapes"]
         width = max(map(len, numbers))
@@ -104,7 +108,7 @@ def refused_line(refused: dict[str, str]) -> str:
 
 
 def _by_dtype(counted: Counter[str]) -> dict[str, int]:
-    """Sums over the subjects of each dtype."""
+    """Returns sums over the subjects of each dtype."""
     sums: Counter[str] = Counter()
     for subject, count in counted.items():
         sums[subject.split()[1]] += count

@@ -1,12 +1,13 @@
-"""Random traffic: which requests, beside which neighbours, arriving when, drafted by whom, with how little memory."""
+"""Draws random traffic: requests, neighbours, arrival steps, drafters, and the size of the cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.values import JsonDict
 from cacheprobe.drafters.base import DraftContext, Drafter
 from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.fast_path import FastPath
@@ -19,7 +20,7 @@ from cacheprobe.stress.subjects import Subject
 
 @dataclass
 class Corrupted:
-    """A drafter some of whose candidates are replaced: rollbacks to order."""
+    """A drafter with some candidates replaced, which causes rollbacks."""
 
     inner: Drafter
     rate: float
@@ -29,13 +30,15 @@ class Corrupted:
     name: ClassVar[str] = "corrupted"
 
     def check(self, model: CachedLM) -> None:
+        """Checks the model, as the inner drafter does."""
         self.inner.check(model)
 
     def release(self, state: SequenceState) -> None:
+        """Frees what the inner drafter keeps of a request."""
         self.inner.release(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """What the inner drafter says, with some tokens replaced in the drafts of verified requests."""
+        """Returns the inner drafter's tokens, with some tokens replaced in the drafts of verified requests."""
         proposals = self.inner.extend(context, states)
         for state, tokens in zip(states, proposals, strict=True):
             for k in range(len(tokens)):
@@ -50,11 +53,11 @@ class Corrupted:
 
 
 _STOP_TEXTS = ("not flip", "What's", " A: ", "\n\nA")
-"""Of the coin's words, each more than one token: a draft may end in the middle of it."""
+"""Stop texts from the coin task, each more than one token: a draft may end in the middle of one."""
 
 
 def draw_request(subject: Subject, number: int) -> Request:
-    """Request `number` of a subject's pool: the same in every episode, so that the oracle is asked once."""
+    """Returns request `number` of a subject's pool: the same in every episode, so that the oracle computes it once."""
     rng = np.random.default_rng([number, *subject.traffic_key.encode()])
     vocab = subject.model.d_vocab
     length = int(rng.integers(1, 34))
@@ -86,23 +89,23 @@ def _text_ids(subject: Subject, number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Episode:
-    """One run's traffic: the requests under test, their neighbours, and everything that must not matter."""
+    """Traffic of one run: the tested requests, their neighbours, and settings that must not change the output."""
 
     requests: tuple[Request, ...]
     pool_numbers: tuple[int | None, ...]
-    """Number of each request in the subject's pool; None for a neighbour, whose output is not looked at."""
+    """Number of each request in the subject's pool; None for a neighbour, whose output is not compared."""
     drafter: Drafter | None
-    settings: dict[str, Any]
+    settings: JsonDict
 
     @property
     def drafter_name(self) -> str:
-        """Of the drafter whose candidates may be replaced; "none" where the fast path drafts by itself."""
+        """Name of the drafter whose candidates may be replaced; "none" if the fast path drafts by default."""
         inner = self.drafter.inner if isinstance(self.drafter, Corrupted) else self.drafter
         return "none" if inner is None else inner.name
 
 
 def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode:
-    """Traffic around the pool's requests `numbers`."""
+    """Returns traffic that contains the pool's requests `numbers`."""
     rng = np.random.default_rng(seed)
     listed: list[tuple[Request, int | None]] = [(draw_request(subject, n), n) for n in numbers]
     for _ in range(int(rng.integers(0, 2 if subject.is_real else 4))):
@@ -119,7 +122,7 @@ def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode
         requests = tuple(replace(r, is_deterministic=r.is_deterministic and rng.random() < 0.75) for r in requests)
     alone = 0.5 if subject.disagrees else 0.05
     needed = max(rows_needed(request, subject.window) for request in requests)
-    settings: dict[str, Any] = {
+    settings: JsonDict = {
         "max_batch": 1 if rng.random() < alone else int(rng.integers(2, len(requests) + 2)),
         "draft_length": [None, None, "adaptive", 2][int(rng.integers(4))],
         "max_kv_tokens": int(needed * rng.uniform(1, 5)) if rng.random() < 0.3 else None,
@@ -129,16 +132,16 @@ def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode
 
 
 def rows_needed(request: Request, window: int) -> int:
-    """Return the cache rows without which the request cannot run alone."""
+    """Returns the least number of cache rows with which the request can run alone."""
     assert request.sampling is not None and request.sampling.max_new_tokens is not None
     return len(request.prompt) + request.sampling.max_new_tokens + window
 
 
 def draw_drafter(subject: Subject, rng: np.random.Generator) -> Drafter | None:
-    """Draw a drafter, some of them with replaced candidates; None for the fast path by itself."""
+    """Returns a drafter, sometimes with replaced candidates; None for the fast path alone."""
     early, smaller = EarlyExit(layer=subject.model.n_layers - 2), subject.neighbour
     known = [None, FastPath(), early, NGram(), NGram() if smaller is None else DraftModel(smaller)]
     inner: Drafter | None = known[int(rng.choice(5, p=[0.3, 0.45, 0.1, 0.1, 0.05]))]
-    if rng.random() < (0.2 if subject.disagrees else 0.5):  # what is replaced hides what would have differed by itself
+    if rng.random() < (0.2 if subject.disagrees else 0.5):  # replaced candidates hide natural disagreements
         return Corrupted(inner or FastPath(), float(rng.choice([0.05, 0.2, 0.6])), rng)
     return inner

@@ -1,6 +1,6 @@
-"""Sweeps: one file of settings, thousands of runs, each committed whole and never run twice.
+"""Runs sweeps: one file of settings, thousands of runs. Each run is committed complete and never repeated.
 
-settings.py what the file may say; cells.py its cells; checks.py what is refused before anything runs; holder.py one
-model and its cells; store.py where shards are committed, clients.py how that is reached, lock.py and lease.py who may;
-engine.py what is done in which order; backends/ who does it; index.py and results.py what comes of it.
+settings.py checks the file; cells.py lists its cells; checks.py refuses impossible ones before anything runs;
+workers/holder.py holds one model and runs its cells; storage/ commits shards and locks the results; engine.py fixes the
+order of steps; backends/ runs the cells; index.py and results.py read the results.
 """

@@ -1,17 +1,20 @@
-"""Cells: one combination of the axes, named by the hash of all that its bits depend on."""
+"""Defines cells: one combination of the axes, named by the hash of everything that its bits depend on."""
 
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 from cacheprobe.core.registry import names, same_name
+from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.settings import Axes, SweepConfig
 
 AXES = tuple(Axes.model_fields)
+ModelKey: TypeAlias = tuple[str, str, str | None, str, str]
+"""Name, dtype, adapter, products and device: cells of one key can run on one loaded model."""
 _RANGE = re.compile(r"\blayer=(\d+)-(\d+)\b")
 
 
@@ -19,53 +22,59 @@ _RANGE = re.compile(r"\blayer=(\d+)-(\d+)\b")
 class Cell:
     """One run of a sweep, as plain values."""
 
-    axes: Mapping[str, Any]
-    """By the names of AXES."""
-    run: Mapping[str, Any]
+    axes: JsonDict
+    """Value of each axis, by the names of AXES."""
+    run: JsonDict
     """RunSettings, the same for all cells."""
-    origin: Mapping[str, Any]
-    """What else its bits depend on: the code, the trace format, libraries, threads, and the bytes of the model."""
+    origin: JsonDict
+    """Everything else that the bits depend on: code, trace format, libraries, threads, and the bytes of the model."""
 
     @property
     def digest(self) -> str:
-        """20 hexadecimal digits of the SHA-256 of the canonical JSON; the name of its shard."""
+        """20 hexadecimal digits of the SHA-256 of the canonical JSON; the name of the cell's shard."""
         return hashlib.sha256(canonical(self.to_json()).encode()).hexdigest()[:20]
 
     @property
-    def model_key(self) -> tuple[str, str, str | None, str, str]:
-        """Name, dtype, adapter, products and device: cells of one key can be run with one loaded model."""
+    def model_key(self) -> ModelKey:
+        """Name, dtype, adapter, products and device of the cell's model."""
         axes = self.axes
         return axes["model"], axes["dtype"], axes["adapter"], axes["products"], self.run["device"]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonDict:
+        """Returns the cell as plain JSON values."""
         return {"axes": dict(self.axes), "run": dict(self.run), "origin": dict(self.origin)}
 
     @classmethod
-    def from_json(cls, held: Mapping[str, Any]) -> "Cell":
+    def from_json(cls, held: JsonDict) -> "Cell":
+        """Returns the cell that `to_json` wrote."""
         return cls(held["axes"], held["run"], held["origin"])
 
     def __str__(self) -> str:
-        """The axes that are set, as in model=x seed=3."""
+        """Returns the axes that are set, such as model=x seed=3."""
         return " ".join(f"{name}={value}" for name, value in self.axes.items() if value is not None)
 
 
 def told_apart(cells: Mapping[str, Cell]) -> dict[str, str]:
-    """A name for each of these cells, by digest: the axes that differ among them; all that are set, where none does."""
+    """Returns a label for each cell, keyed by digest: axis=value for every axis that differs between the cells.
+
+    If no axis differs, the label has every axis that is set.
+    """
     varied = [name for name in AXES if len({canonical(cell.axes[name]) for cell in cells.values()}) > 1]
     return {digest: _said(cell.axes, varied) if varied else str(cell) for digest, cell in cells.items()}
 
 
-def _said(axes: Mapping[str, Any], names: list[str]) -> str:
+def _said(axes: JsonDict, names: list[str]) -> str:
     return " ".join(f"{name}={'none' if axes[name] is None else axes[name]}" for name in names)
 
 
-def canonical(held: Any) -> str:
-    """JSON with sorted names and no spaces: equal values give equal text."""
+def canonical(held: object) -> str:
+    """Returns JSON with sorted names and no spaces: equal values give equal text."""
     return json.dumps(held, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def combinations(config: SweepConfig) -> Iterator[dict[str, Any]]:
-    """The axes of every cell, a grid's last axis changing fastest; each combination once."""
+def combinations(config: SweepConfig) -> Iterator[JsonDict]:
+    """Yields the axes of every cell, each combination once; a grid's last axis changes fastest."""
+    every: Iterator[JsonDict]
     if config.grid is not None:
         values = [_spread(getattr(config.grid, name)) for name in AXES]
         every = (dict(zip(AXES, chosen, strict=True)) for chosen in itertools.product(*values))
@@ -82,17 +91,18 @@ def combinations(config: SweepConfig) -> Iterator[dict[str, Any]]:
 
 
 def _as_registered(task: str) -> str:
-    """A name with - or _ in the one spelling that it has, so that a task is one cell; unknown ones as they are."""
+    """Returns the task with its name as registered, since - and _ are equal in names; unknown names stay as
+    they are.
+    """
     name, colon, options = task.partition(":")
     return f"{same_name(name, names('tasks')) or name}{colon}{options}"
 
 
-def _spread(values: Any) -> list[Any]:
-    """Every text with layer=A-B becomes as many as there are layers from A to B."""
+def _spread(values: Iterable[object]) -> list[object]:
+    """Replaces every text with layer=A-B by one text for each layer from A to B."""
     out = []
     for value in values:
-        found = _RANGE.search(value) if isinstance(value, str) else None
-        if found is None:
+        if not isinstance(value, str) or (found := _RANGE.search(value)) is None:
             out.append(value)
             continue
         first, last = int(found[1]), int(found[2])

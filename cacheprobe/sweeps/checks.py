@@ -1,11 +1,12 @@
-"""What is refused before anything runs: combinations that cannot be, and results that would not fit."""
+"""Refuses cells before anything runs: impossible combinations, and results that would not fit."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from cacheprobe.core.config import CaptureConfig, resolve_layers
 from cacheprobe.core.registry import make, parse_options
+from cacheprobe.core.values import JsonDict
 from cacheprobe.engine.shapes import settle_shapes
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.tuned_files import require_tuned_lens
@@ -15,14 +16,18 @@ from cacheprobe.sweeps.settings import RunSettings
 
 SHOWN = 8
 NEEDS_OBJECTS = {"draft_model": "a loaded model", "scripted": "a function"}
-"""Drafters that no text stands for, and what they are made of."""
+"""Drafters that a text cannot describe, and the object that each needs."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARD_BYTES, ROW_BYTES, READING_BYTES = 40_000, 24, 40
 """Rough sizes on disk: of a shard whatever it holds, of a token's row in the tables, and of one layer's reading."""
 
 
-def prompts_of(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> tuple[int, ...]:
-    """Tokens of each prompt of a cell; what was counted once is held."""
+PromptKey: TypeAlias = tuple[str, str, int]
+"""Model, task and seed, which fix the prompts of a cell."""
+
+
+def prompts_of(axes: JsonDict, run: RunSettings, held: dict[PromptKey, tuple[int, ...]]) -> tuple[int, ...]:
+    """Returns the number of tokens of each prompt of a cell. held: counts so far, by PromptKey; is filled here."""
     key = (axes["model"], axes["task"], axes["seed"])
     if key not in held:
         facts = model_facts(axes["model"])
@@ -32,8 +37,11 @@ def prompts_of(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> 
     return held[key]
 
 
-def complaint(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> str | None:
-    """Why a cell cannot be run; None where nothing speaks against it that is known before the weights are loaded."""
+def complaint(axes: JsonDict, run: RunSettings, held: dict[PromptKey, tuple[int, ...]]) -> str | None:
+    """Returns why a cell cannot run; None if no reason is known before its weights are loaded.
+
+    held: see `prompts_of`.
+    """
     try:
         facts = model_facts(axes["model"])
         names = ("group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill")
@@ -63,7 +71,7 @@ def complaint(axes: dict[str, Any], run: RunSettings, held: dict[Any, Any]) -> s
     return None
 
 
-def _check_model(facts: ModelFacts, axes: dict[str, Any]) -> None:
+def _check_model(facts: ModelFacts, axes: JsonDict) -> None:
     if facts.thinking is None:
         if axes["adapter"] is not None:
             from cacheprobe.models.hf.adapters import adapter_directory
@@ -75,7 +83,7 @@ def _check_model(facts: ModelFacts, axes: dict[str, Any]) -> None:
     facts.thinking.check_window(facts.name, axes["window"])
 
 
-def _check_products(axes: dict[str, Any], run: RunSettings, is_thinking: bool) -> None:
+def _check_products(axes: JsonDict, run: RunSettings, is_thinking: bool) -> None:
     if axes["products"] == "torch":
         return
     if is_thinking:
@@ -92,7 +100,7 @@ def _check_products(axes: dict[str, Any], run: RunSettings, is_thinking: bool) -
         raise ValueError(str(error)) from error
 
 
-def _check_parts(facts: ModelFacts, axes: dict[str, Any]) -> None:
+def _check_parts(facts: ModelFacts, axes: JsonDict) -> None:
     if axes["drafter"] is not None:
         name, _, listed = axes["drafter"].partition(":")
         if name in NEEDS_OBJECTS:
@@ -116,36 +124,36 @@ def _check_parts(facts: ModelFacts, axes: dict[str, Any]) -> None:
 
 
 def _check_stored_lens(facts: ModelFacts, text: str, folder: Path) -> None:
-    """Its directory and shape; whose unembedding it is for is known once the weights are."""
+    """Checks a stored lens's directory and shape; its unembedding is checked when the weights are loaded."""
     if not folder.is_dir():
         raise ValueError(f"lens {text!r}: there is no directory {folder}")
-    held = require_tuned_lens(folder)
-    shape = (held.get("n_layers", held.get("num_hidden_layers")), held.get("d_model"))
+    config = require_tuned_lens(folder)
+    shape = (config.get("n_layers", config.get("num_hidden_layers")), config.get("d_model"))
     if shape != (facts.n_layers, facts.d_model):
         raise ValueError(
             f"lens {text!r} is for (layers, width) {shape}, {facts.name} has {(facts.n_layers, facts.d_model)}"
         )
 
 
-def _last_changed(axes: dict[str, Any]) -> int:
-    """The last position that the cell's intervention names; -1 where it names none."""
+def _last_changed(axes: JsonDict) -> int:
+    """Returns the last position that the cell's intervention names; -1 if it names none."""
     where = parse_change(axes["intervention"]).where if axes["intervention"] is not None else {}
     return max(where.get("positions") or (-1,))
 
 
-def _changes_verify(axes: dict[str, Any]) -> bool:
-    """Whether the cell's intervention is of verify passes alone."""
+def _changes_verify(axes: JsonDict) -> bool:
+    """Returns whether the cell's intervention applies to verify passes only."""
     return axes["intervention"] is not None and parse_change(axes["intervention"]).where.get("phases") == "verify"
 
 
-def require_possible(combinations: Sequence[dict[str, Any]], run: RunSettings) -> dict[Any, tuple[int, ...]]:
-    """Check all cells; returns the prompts' tokens by (model, task, seed).
+def require_possible(combinations: Sequence[JsonDict], run: RunSettings) -> dict[PromptKey, tuple[int, ...]]:
+    """Checks all cells, and returns the number of tokens of their prompts by (model, task, seed).
 
-    Raises: ValueError that counts the impossible ones, and names the first of each reason.
+    Raises: ValueError with the number of impossible cells, and one example for each reason.
     """
-    held: dict[Any, Any] = {}
-    reasons: dict[str, list[dict[str, Any]]] = {}
-    known: dict[Any, str | None] = {}
+    held: dict[PromptKey, tuple[int, ...]] = {}
+    reasons: dict[str, list[JsonDict]] = {}
+    known: dict[tuple[object, ...], str | None] = {}
     for axes in combinations:
         key = tuple(axes.values())
         said = known.setdefault(key, complaint(axes, run, held))
@@ -159,14 +167,18 @@ def require_possible(combinations: Sequence[dict[str, Any]], run: RunSettings) -
     return held
 
 
-def _named(which: Sequence[dict[str, Any]]) -> str:
+def _named(which: Sequence[JsonDict]) -> str:
     first = " ".join(f"{name}={value}" for name, value in which[0].items() if value is not None)
     return first if len(which) == 1 else f"{len(which)} cells, such as {first}"
 
 
-def estimated_bytes(axes: dict[str, Any], run: RunSettings, prompt_tokens: Iterable[int]) -> int:
-    """What a cell's shard will take on disk, roughly: every token is counted as computed twice. Where most drafts of a
-    long window are rejected it is several times that; a sweep with a budget stops when it is used up."""
+def estimated_bytes(axes: JsonDict, run: RunSettings, prompt_tokens: Iterable[int]) -> int:
+    """Returns roughly how many bytes a cell's shard takes on disk.
+
+    Every generated token counts as computed twice. If most drafts of a long window are rejected, the shard is several
+    times
+    larger; a sweep with a disk budget stops when the budget is used up.
+    """
     facts = model_facts(axes["model"])
     layers = len(resolve_layers(run.layers, facts.n_layers))
     counts = list(prompt_tokens)

@@ -1,16 +1,18 @@
-"""The version of the code that made a shard: a hash of every source file that a run goes through."""
+"""Computes the version of the code that made a shard: a hash of every source file that a run uses."""
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from cacheprobe.core.values import JsonDict
 
 _PACKAGE = Path(__file__).parents[1]
 _PARTS = (
     "core", "plan.py", "api.py", "ops", "kvcache", "tasks", "models", "lenses", "drafters", "interventions", "engine",
     "capture", "trace", "analysis", "sweeps/workers/work.py", "sweeps/factory.py",
 )  # fmt: skip
-"""Plots, commands and what schedules a sweep change no bit of a shard, so they are left out."""
+"""Hashed parts. Plots, commands and the scheduling of a sweep change no bit of a shard, so they are left out."""
 
 
 _SUFFIXES = {".py", ".cpp", ".h"}
@@ -18,7 +20,7 @@ _SUFFIXES = {".py", ".cpp", ".h"}
 
 @cache
 def code_version() -> str:
-    """16 hexadecimal digits."""
+    """Returns 16 hexadecimal digits of the hash."""
     digest = hashlib.sha256()
     for part in _PARTS:
         path = _PACKAGE / part
@@ -31,16 +33,16 @@ def code_version() -> str:
 
 @cache
 def libraries() -> tuple[tuple[str, str], ...]:
-    """(name, version) of what writes and computes the bytes of a shard."""
+    """Returns (name, version) of the libraries that compute and write the bytes of a shard."""
     from importlib.metadata import version
 
     return tuple((name, version(name)) for name in ("torch", "transformers", "pyarrow", "pandas", "safetensors"))
 
 
-def origin(threads: int, sources: dict[str, Any]) -> dict[str, Any]:
-    """What a cell's bits depend on besides its settings. sources: by name, hashes of models and lenses."""
+def origin(threads: int, sources: Mapping[str, str]) -> JsonDict:
+    """Returns what a cell's bits depend on besides its settings. sources: hashes of models and lenses, by name."""
     from cacheprobe import __version__
     from cacheprobe.trace.manifest import FORMAT_VERSION
 
     own = {"version": __version__, "code": code_version(), "trace_format": FORMAT_VERSION, "threads": threads}
-    return {**own, "libraries": dict(libraries()), "sources": sources}
+    return {**own, "libraries": dict(libraries()), "sources": dict(sources)}

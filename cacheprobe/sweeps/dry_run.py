@@ -1,26 +1,26 @@
-"""What a sweep would take: cells, disk and time, with one cell of each model tried and thrown away."""
+"""Estimates cells, disk and time of a sweep, by running one cell of each model and discarding the result."""
 
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from cacheprobe.core.registry import find
+from cacheprobe.sweeps.cells import ModelKey
 from cacheprobe.sweeps.events import seconds_by_model
 from cacheprobe.sweeps.plan import Plan, make_plan, require_room
 from cacheprobe.sweeps.progress_table import duration
-from cacheprobe.sweeps.settings import read_config
+from cacheprobe.sweeps.settings import ConfigSource, read_config
 from cacheprobe.sweeps.storage.store import SweepStore
 
 
 def dry_run(
-    config: Any, *, out: "str | Path | None" = None, backend: str = "serial", workers: int | None = None
+    config: ConfigSource, *, out: "str | Path | None" = None, backend: str = "serial", workers: int | None = None
 ) -> str:
-    """Check every cell and say what the sweep would take. Writes nothing where the results go.
+    """Checks every cell and returns a text with the sweep's cells, time and disk. Writes no results.
 
-    Time is that of the cells of each model which the sweep's logs know, or else of one cell that is tried here, times
-    its cells, and that of loading the models; over the workers, where the backend has several.
+    Seconds of a cell come from the sweep's logs, or else from one cell of the model that is run here. The time adds the
+    loading of the models, and is divided by the number of workers if the backend has several.
     Raises: ValueError as `sweep` does.
     """
     settings = read_config(config)
@@ -46,15 +46,15 @@ def dry_run(
     size = sum(plan.sizes[digest] for digest in missing)
     total = f"{len(plan.cells)} cells, {len(plan.cells) - len(missing)} of them committed"
     budget = f", of a budget of {settings.disk_budget_gb:g} GB" if settings.disk_budget_gb else ""
-    # every worker loads a model, and as long as there are more models than workers, each is loaded once
+    # every worker loads a model; with more models than workers, each model is loaded once
     seconds = work / hands + loading / min(hands, max(len(counts), 1))
     on = f"{hands} worker{'s' if hands > 1 else ''}, once started"
     lines = [total, *lines, f"time: about {duration(seconds)} on {on}"]
     return "\n".join([*lines, f"disk: about {size / 1e9:.3g} GB more{budget}"])
 
 
-def _try(plan: Plan, key: Any) -> tuple[float, float]:
-    """Seconds of one cell of a model, and of loading it with the libraries that only a run needs."""
+def _try(plan: Plan, key: ModelKey) -> tuple[float, float]:
+    """Returns (seconds of one cell of a model, seconds to load the model and the libraries of a run)."""
     from cacheprobe.sweeps.workers.holder import Holder
 
     cell = next(cell for cell in plan.cells.values() if cell.model_key == key)

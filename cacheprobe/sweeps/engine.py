@@ -1,18 +1,18 @@
-"""`cacheprobe.sweep`: check, lock, skip what is committed, run the rest, say what came of it."""
+"""Runs `cacheprobe.sweep`: checks, locks, skips committed cells, runs the others, and reports."""
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from cacheprobe.core.registry import find
 from cacheprobe.models.devices import checked_device
-from cacheprobe.sweeps.cells import told_apart
+from cacheprobe.sweeps.cells import Cell, told_apart
 from cacheprobe.sweeps.events import Event, EventLog
 from cacheprobe.sweeps.index import refresh
 from cacheprobe.sweeps.plan import Plan, make_plan, require_room
-from cacheprobe.sweeps.progress_table import Board
-from cacheprobe.sweeps.settings import SweepConfig, read_config
+from cacheprobe.sweeps.progress_table import ProgressTable
+from cacheprobe.sweeps.settings import ConfigSource, read_config
 from cacheprobe.sweeps.storage.lock import only_sweep
 from cacheprobe.sweeps.storage.store import PLAN, SweepStore
 from cacheprobe.sweeps.workers.holder import FULL, Job, Outcome
@@ -24,34 +24,35 @@ COMPLETE, FAILED, PARTIAL = 0, 1, 3
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What a start of a sweep came to."""
+    """Result of one start of a sweep."""
 
     url: str
     total: int
-    """Cells of the plan."""
+    """Number of cells of the plan."""
     skipped: int
-    """Of them, those that were committed before."""
+    """Number of cells that were committed before."""
     committed: int
-    """Those that this start committed."""
+    """Number of cells that this start committed."""
     failures: tuple[Outcome, ...] = ()
     stopped_by: str = ""
-    """Why cells were left undone: Ctrl-C, a full disk, a lost cluster; empty where none was."""
+    """Why cells were not run: Ctrl-C, a full disk, a lost cluster; '' if the sweep was not stopped."""
     names: dict[str, str] = field(default_factory=dict, repr=False)
-    """Of the cells that are not committed, by digest."""
+    """Labels of the cells that are not committed, by digest."""
 
     @property
     def is_complete(self) -> bool:
+        """Whether every cell of the plan is committed."""
         return self.skipped + self.committed == self.total
 
     @property
     def exit_code(self) -> int:
-        """0 complete; 3 partial: going on is worth it; 1 failed: nothing is committed at all."""
+        """0: complete. 3: partial, so start the sweep again. 1: failed, no cell is committed."""
         if self.is_complete:
             return COMPLETE
         return PARTIAL if self.skipped + self.committed or self.stopped_by == INTERRUPTED else FAILED
 
     def __str__(self) -> str:
-        """Which cells are missing and why, and how to go on."""
+        """Returns which cells are missing and why, and how to continue."""
         done = self.skipped + self.committed
         lines = [f"{done} of {self.total} cells are committed in {self.url}, {self.skipped} of them before"]
         if self.is_complete:
@@ -75,7 +76,7 @@ OVER_BUDGET = "the shards have taken all of disk_budget_gb; raise it, or keep fe
 
 
 def sweep(
-    config: "str | Path | dict[str, Any] | SweepConfig",
+    config: ConfigSource,
     *,
     out: "str | Path | None" = None,
     backend: str = "serial",
@@ -84,16 +85,17 @@ def sweep(
     alone: bool = False,
     progress: bool = True,
 ) -> SweepReport:
-    """Run every cell of a sweep that is not committed yet, and commit each as a shard.
+    """Runs every cell of a sweep that is not committed yet, and commits each as a shard.
 
-    config: the YAML file of a sweep, or what it would hold.  out: folder or fsspec address, where the file says none or
-        another is wanted.
-    backend: "serial", "processes" or "ray".  address: of a Ray cluster.  workers: instead of the file's.
-    alone: nothing else writes to this object store, which the caller knows, so no lease is asked for.
-    All cells are checked before any runs. A cell that fails is reported and the others go on; Ctrl-C ends the sweep
-    with a report, and what was committed stays.
-    Returns what came of it; `load_sweep` opens the results.
-    Raises: ValueError for settings that cannot be met, SweepBusy where another sweep writes there.
+    config: the YAML file of a sweep, or its content.  out: folder or fsspec address of the results; overrides the
+    file's.
+    backend: "serial", "processes" or "ray".  address: of a Ray cluster.  workers: overrides the file's.
+    alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken.
+    All cells are checked before any runs. A cell that fails is reported and the others continue. Ctrl-C ends the sweep
+    with
+    a report; committed cells stay.
+    Returns a report; `load_sweep` opens the results.
+    Raises: ValueError for settings that cannot be met, SweepBusy if another sweep writes to the same place.
     """
     config = read_config(config)
     url = str(out or config.out or "")
@@ -106,7 +108,7 @@ def sweep(
         raise ValueError(f"an address is that of a Ray cluster; the backend is {backend}")
     if backend == "ray" and config.run.device != "cpu" and not config.resources.num_gpus:
         raise ValueError(f"run.device is {config.run.device}, and Ray gives no GPU; set resources.num_gpus: 1")
-    if backend != "ray":  # Ray's nodes may have what this machine has not
+    if backend != "ray":  # Ray's nodes may have devices that this machine lacks
         checked_device(config.run.device)
     plan, resources = make_plan(config), config.resources
     store = SweepStore(url)
@@ -125,8 +127,8 @@ def sweep(
 
 
 def _run(
-    run_cells: Any, plan: Plan, missing: dict[str, Any], store: SweepStore, job: Job, backend: str, progress: bool,
-    room: float,
+    run_cells: Callable[[Waiting, Job], Iterator[Event]], plan: Plan, missing: Mapping[str, Cell], store: SweepStore,
+    job: Job, backend: str, progress: bool, room: float,
 ) -> SweepReport:  # fmt: skip
     every = told_apart(plan.cells)
     names = {digest: every[digest] for digest in missing}
@@ -134,20 +136,20 @@ def _run(
     committed, stopped_by = 0, ""
     skipped = len(plan.cells) - len(missing)
     waiting = Waiting(missing.values())
-    board = Board(len(plan.cells), skipped, names, backend, progress)
-    with EventLog(store) as log, board:
+    progress_table = ProgressTable(len(plan.cells), skipped, names, backend, progress)
+    with EventLog(store) as log, progress_table:
         log.write(Event("sweep_started"), backend=backend, total=len(plan.cells), skipped=skipped, plan=plan.digest)
         events = run_cells(waiting, job) if missing else iter(())
         try:
             for event in events:
                 log.write(event)
-                board.see(event)
+                progress_table.show(event)
                 if (outcome := event.outcome) is None:
                     continue
                 names.pop(outcome.digest) if outcome.is_committed else failures.append(outcome)
                 committed += outcome.is_committed
                 room -= outcome.size
-                if outcome.cause == FULL or room < 0:  # every other cell would fail alike; rejected drafts take room
+                if outcome.cause == FULL or room < 0:  # the other cells would fail too
                     waiting.stop()
                     stopped_by = FULL if outcome.cause == FULL else OVER_BUDGET
         except KeyboardInterrupt:
@@ -162,7 +164,7 @@ def _run(
     return report
 
 
-def _json(held: Any) -> bytes:
+def _json(held: object) -> bytes:
     import json
 
     return json.dumps(held, ensure_ascii=False).encode()

@@ -1,24 +1,26 @@
-"""What happens in a sweep, as a log that a program reads: a line of JSON for each event."""
+"""Logs the events of a sweep as lines of JSON."""
 
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TextIO
 
+from cacheprobe.sweeps.cells import ModelKey
 from cacheprobe.sweeps.storage.store import SweepStore
 from cacheprobe.sweeps.workers.holder import Outcome
 
 SECONDS_BETWEEN_PUTS = 10.0
-"""An object store takes no appends: the log so far is put anew."""
+"""Seconds between uploads to an object store: it cannot append, so the whole log is put again."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """started, ended, worker_died; and of the sweep itself: sweep_started, sweep_ended."""
+    """One event: started, ended, worker_died of a cell; sweep_started, sweep_ended of the sweep."""
 
     event: str
     digest: str = ""
@@ -28,13 +30,13 @@ class Event:
 
 
 class EventLog:
-    """Of one start of a sweep. `with` it; a killed sweep leaves all but its last moments."""
+    """Log of one start of a sweep, open during a `with` block; after a kill, only the last moments are missing."""
 
     def __init__(self, store: SweepStore) -> None:
         began = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         self.name = f"events/{began}-{secrets.token_hex(3)}.jsonl"
         self._store, self._lines, self._put_at = store, [], 0.0
-        self._file: Any = None
+        self._file: TextIO | None = None
 
     def __enter__(self) -> "EventLog":
         if self._store.is_local:
@@ -49,8 +51,8 @@ class EventLog:
         else:
             self._put()
 
-    def write(self, event: Event, **more: Any) -> None:
-        """Add a line. A full disk loses it, and not the sweep."""
+    def write(self, event: Event, **more: object) -> None:
+        """Adds a line. On a full disk the line is lost and the sweep continues."""
         said = {k: v for k, v in asdict(event).items() if v not in ("", None)}
         said |= said.pop("outcome", {})
         said = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **said, **more}
@@ -64,32 +66,32 @@ class EventLog:
             self._file.write(line)
             self._file.flush()
         except OSError:
-            self._reopen()
+            self._reopen(self._file)
 
     def _put(self) -> None:
         self._put_at = time.monotonic()
         try:
             self._store.write(self.name, "".join(self._lines).encode())
-        except Exception:  # the log is no reason to end a sweep; the next put holds these lines too
+        except Exception:  # an error of the log does not end the sweep; the next put has these lines too
             self._put_at += SECONDS_BETWEEN_PUTS
 
-    def _reopen(self) -> None:
-        """What could not be flushed is dropped with the buffer."""
+    def _reopen(self, failed: TextIO) -> None:
+        """Opens the log again; lines that could not be flushed are lost with the buffer."""
         path = Path(self._store.path(self.name))
         try:
-            self._file.close()
+            failed.close()
         except OSError:
             pass
         self._file = path.open("a", encoding="utf-8")
 
 
-def seconds_by_model(store: SweepStore, keys: dict[str, Any]) -> dict[Any, tuple[float, float]]:
-    """Mean seconds of the committed cells in a sweep's logs, and of loading their model, by model key.
+def seconds_by_model(store: SweepStore, keys: Mapping[str, ModelKey]) -> dict[ModelKey, tuple[float, float]]:
+    """Returns (mean seconds of a committed cell, mean seconds of loading) by model key, from a sweep's logs.
 
     keys: the model key of each digest.
     """
-    sums: dict[Any, list[float]] = {}
-    loads: dict[Any, list[float]] = {}
+    sums: dict[ModelKey, list[float]] = {}
+    loads: dict[ModelKey, list[float]] = {}
     try:
         names = store.fs.find(store.path("events"))
     except FileNotFoundError:

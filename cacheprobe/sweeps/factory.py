@@ -1,31 +1,41 @@
-"""From the texts of a cell to objects: lens and interventions. Tasks and drafters are the registry's."""
+"""Makes lenses and interventions from the texts of a cell. The registry makes tasks and drafters."""
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cacheprobe.core.registry import find, parse_options
 from cacheprobe.core.registry import names as plug_in_names
+from cacheprobe.core.values import JsonDict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cacheprobe.interventions.base import Intervention
+    from cacheprobe.lenses.base import Lens
+    from cacheprobe.models.base import CachedLM
 
 MADE_HERE = ("zero", "add", "mean", "resample")
 NEEDS_STATES = ("mean", "resample")
 _WHOLE = ((int,), "a whole number")
 _NUMBERS = {"layer": _WHOLE, "head": _WHOLE, "seed": _WHOLE, "value": ((int, float), "a number")}
-"""Options of an intervention that are numbers: the kinds that they may be read as."""
+"""Options of an intervention that are numbers, with the allowed types."""
 
 
 class Change(NamedTuple):
-    """An intervention as a cell names it, of every request."""
+    """An intervention as a cell names it; it applies to every request."""
 
     name: str
-    where: dict[str, Any]
-    """site, layer, positions, head, phases: fields of `Intervention`."""
-    options: dict[str, Any]
+    where: JsonDict
+    """Fields of `Intervention`: site, layer, positions, head, phases."""
+    options: JsonDict
     """value of add; seed of resample."""
 
 
 def parse_change(text: str) -> Change:
-    """zero:site=T,layer=3,positions=4-9 and its like. Raises: ValueError for what cannot be said in a sweep."""
+    """Returns the intervention of a text such as zero:site=T,layer=3,positions=4-9. Raises: ValueError if a sweep
+    cannot run it.
+    """
     from cacheprobe.core.records import PHASES
     from cacheprobe.interventions.base import EDITED_SITES
 
@@ -66,8 +76,8 @@ def _positions(listed: str, text: str) -> tuple[int, ...]:
     return tuple(range(int(first), int(last or first) + 1))
 
 
-def make_changes(change: Change, request_ids: Iterable[int], states: Any = None) -> list[Any]:
-    """An intervention for each request. states: [n, m] of the plain run, for those that need them."""
+def make_changes(change: Change, request_ids: Iterable[int], states: "Tensor | None" = None) -> "list[Intervention]":
+    """Returns an intervention for each request. states: [n, m] of the plain run, for mean and resample."""
     import torch
 
     from cacheprobe import interventions
@@ -79,15 +89,19 @@ def make_changes(change: Change, request_ids: Iterable[int], states: Any = None)
             made.append(interventions.zero(**where))
         elif change.name == "add":
             made.append(interventions.add(torch.full((1, 1), float(change.options["value"])), **where))
-        elif change.name == "mean":
-            made.append(interventions.mean(states, **where))
         else:
-            made.append(interventions.resample(states, seed=int(change.options.get("seed", 0)), **where))
+            assert states is not None
+            if change.name == "mean":
+                made.append(interventions.mean(states, **where))
+            else:
+                made.append(interventions.resample(states, seed=int(change.options.get("seed", 0)), **where))
     return made
 
 
 def lens_folder(text: str) -> Path | None:
-    """The directory of a stored lens; None for the logit lens. Raises: ValueError for one that cannot be had."""
+    """Returns the directory of a stored lens; None for the logit lens. Raises: ValueError for an unknown or incomplete
+    lens.
+    """
     name, _, folder = text.partition(":")
     if name not in (known := plug_in_names("lenses")):
         raise ValueError(f"unknown lens {name!r}; there are {', '.join(known)}")
@@ -102,6 +116,7 @@ def lens_folder(text: str) -> Path | None:
     return Path(folder)
 
 
-def make_lens(text: str, model: Any) -> Any:
+def make_lens(text: str, model: "CachedLM") -> "Lens":
+    """Returns the lens of a cell, loaded for this model. Raises: ValueError as `lens_folder`."""
     folder, kind = lens_folder(text), find("lenses", text.partition(":")[0])
     return kind() if folder is None else kind.load(folder, model)

@@ -1,33 +1,38 @@
-"""What is known of a model before its weights are loaded: enough to refuse a cell that could not run."""
+"""Finds what is known of a model before its weights are loaded: enough to refuse a cell that cannot run."""
 
 import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from cacheprobe.models.base import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from cacheprobe.models.thinking.config import ThinkingConfig
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Of a model by name or directory."""
+    """Shape, tokenizer and source of a model, by name or directory."""
 
     name: str
     n_layers: int
     d_model: int
     n_heads: int
     n_ctx: int
-    tokenizer: Any
+    tokenizer: "PreTrainedTokenizerBase"
     source: str
-    """Hash of its files, or the revision of a hub name."""
-    thinking: Any = None
-    """The ThinkingConfig of a Thinking States model."""
+    """Hash of the model's files, or the revision of a hub name."""
+    thinking: "ThinkingConfig | None" = None
+    """The ThinkingConfig of a Thinking States model; None for another model."""
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens the loaded model makes of a prompt, those that it puts in front included.
+        """Returns the number of tokens of a prompt for the loaded model, with those that the model adds in front.
 
-        Raises: ValueError for a word that the vocabulary of a Thinking States model does not hold.
+        Raises: ValueError for a word that is not in the vocabulary of a Thinking States model.
         Twin: CachedLM.encode, ==.
         """
         if self.thinking is None:
@@ -35,7 +40,7 @@ class ModelFacts:
         from cacheprobe.tasks.words import encode_strictly
 
         try:
-            count = len(encode_strictly(self.tokenizer, text))
+            count = len(encode_strictly(cast("PreTrainedTokenizerFast", self.tokenizer), text))
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         return count + -count % self.thinking.chunk
@@ -43,7 +48,7 @@ class ModelFacts:
 
 @cache
 def model_facts(name: str) -> ModelFacts:
-    """Facts of a model that `load_model` takes by name. Raises: ModelError where there is none."""
+    """Returns the facts of a model that `load_model` takes by name. Raises: ModelError if there is none."""
     from cacheprobe.models.shipped import shipped_folder
     from cacheprobe.models.thinking.store import is_thinking_folder
 
@@ -57,7 +62,7 @@ def _thinking_facts(name: str, folder: Path) -> ModelFacts:
     from cacheprobe.models.thinking.store import TOKENIZER, checked_config, read_config
     from cacheprobe.tasks.words import load_tokenizer
 
-    config = checked_config(folder, read_config(folder))  # and its files, before one of them is parsed
+    config = checked_config(folder, read_config(folder))  # also checks the other files, before they are parsed
     shape = (config.n_layers, config.d_model, config.n_heads, config.n_ctx)
     return ModelFacts(name, *shape, load_tokenizer(folder / TOKENIZER), folder_digest(folder), config)
 
@@ -73,13 +78,13 @@ def _plain_facts(name: str) -> ModelFacts:
         from cacheprobe.models.smollm2 import smollm2_directory
 
         source = str(smollm2_directory(progress=False))
-        known = Path(source).name  # it names the hash of the weights
+        known = Path(source).name  # the folder is named by the hash of the weights
     is_local = Path(source).is_dir()
     try:
         require_known(source)
         config = AutoConfig.from_pretrained(source, local_files_only=is_local)
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local)
-        if tokenizer.bos_token is not None:  # as the bridge does it, whatever the model's own settings say
+        if tokenizer.bos_token is not None:  # the bridge adds this token too, whatever the model's settings
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local, add_bos_token=True)
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -93,7 +98,7 @@ def _plain_facts(name: str) -> ModelFacts:
 
 @cache
 def folder_digest(folder: Path) -> str:
-    """Hash of the names and bytes of a folder's files."""
+    """Returns a hash of the names and bytes of a folder's files. Raises: ValueError if there is no such folder."""
     if not folder.is_dir():
         raise ValueError(f"there is no directory {folder}; give an existing one")
     digest = hashlib.sha256()

@@ -1,23 +1,23 @@
-"""One table over all committed shards, so that ten thousand of them open as one file.
+"""Keeps one table over all committed shards, so that ten thousand shards open as one file.
 
-It holds nothing that the shards' manifests do not say: where it lacks some, or is missing, it is made up from them.
+The table holds only data of the shards' manifests: missing lines, or the whole table, are rebuilt from them.
 """
 
 import io
 import json
 from collections.abc import Iterable
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.cells import AXES
 from cacheprobe.sweeps.plan import size_of
 from cacheprobe.sweeps.storage.store import SHARDS, SweepStore
 
 INDEX = "index/cells.parquet"
 AXIS_COLUMNS = tuple("window_rows" if name == "window" else name for name in AXES)
-"""The axes as columns: a bare `window` is a word of SQL."""
+"""Axes as columns; the axis `window` is renamed, because SQL reserves that word."""
 _LAYER = pa.struct(
     [
         ("layer", pa.int32()),
@@ -45,12 +45,13 @@ SCHEMA = pa.schema(
         ("layers", pa.list_(_LAYER)),
     ]
 )
-"""digest; the axes; what `work.facts` says; run: the common settings as JSON; version and code that made it; bytes;
-tables: names of its Parquet files; layers: `measures.by_layer`."""
+"""digest; the axes; the columns of `work.facts`; run: the common settings as JSON; version and code that made the
+shard;
+bytes; tables: names of its Parquet files; layers: `measures.by_layer`."""
 
 
 def refresh(store: SweepStore) -> pa.Table:
-    """The index of what is committed now, brought up to date, and stored where that can be done."""
+    """Returns an up-to-date index of the committed shards, and stores it if the place can be written."""
     there = store.committed()
     held = _stored(store)
     known = set(held["digest"].to_pylist())
@@ -62,7 +63,7 @@ def refresh(store: SweepStore) -> pa.Table:
     pq.write_table(table, sink)
     try:
         store.write(INDEX, sink.getvalue())
-    except OSError:  # a full disk, or somebody else's folder: it is made up again at the next opening
+    except OSError:  # a full disk, or a read-only folder: the index is rebuilt at the next opening
         pass
     return table
 
@@ -71,7 +72,7 @@ def _stored(store: SweepStore) -> pa.Table:
     data = store.read(INDEX)
     if data is not None:
         try:
-            # in this thread alone: one of Arrow's that still holds our bytes when Python ends aborts the process
+            # read in this thread: an Arrow thread that still uses these bytes when Python ends aborts the process
             table = pq.ParquetFile(io.BytesIO(data), pre_buffer=False).read(use_threads=False)
             if table.schema.equals(SCHEMA):
                 return table
@@ -89,8 +90,8 @@ def _rows(store: SweepStore, digests: Iterable[str]) -> pa.Table:
     return pa.Table.from_pylist([_row(manifest) for manifest in manifests], schema=SCHEMA)
 
 
-def _row(manifest: dict[str, Any]) -> dict[str, Any]:
-    """An axis that a shard of an older version does not know is null."""
+def _row(manifest: JsonDict) -> JsonDict:
+    """Returns a shard's line of the index; an axis that an older version did not have is null."""
     about = manifest["meta"]["sweep"]
     cell = about["cell"]
     return {

@@ -1,11 +1,11 @@
-"""From a sweep's settings to its cells, all of them checked, and what they will need."""
+"""Turns a sweep's settings into checked cells, with an estimate of their size."""
 
 import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.cells import Cell, canonical, combinations
 from cacheprobe.sweeps.checks import estimated_bytes, require_possible
 from cacheprobe.sweeps.code import code_version, origin
@@ -17,20 +17,21 @@ from cacheprobe.sweeps.storage.store import SweepStore
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done; cells in the order of the grid."""
+    """Cells of a sweep, in the order of the grid."""
 
     config: SweepConfig
     cells: Mapping[str, Cell]
-    """By digest."""
+    """Cell by digest."""
     sizes: Mapping[str, int]
     """Estimated bytes by digest."""
 
     @property
     def digest(self) -> str:
-        """Of its cells, whatever their order."""
+        """Hash of the cells' digests, independent of their order."""
         return hashlib.sha256(canonical(sorted(self.cells)).encode()).hexdigest()[:20]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonDict:
+        """Returns the plan as it is stored."""
         return {
             "format": "cacheprobe sweep",
             "format_version": 1,
@@ -42,7 +43,7 @@ class Plan:
 
 
 def make_plan(config: SweepConfig) -> Plan:
-    """Raises: ValueError where any cell is impossible, with all reasons."""
+    """Returns the plan of a sweep. Raises: ValueError with all reasons if any cell is impossible."""
     chosen = list(combinations(config))
     prompts = require_possible(chosen, config.run)
     cells, sizes = {}, {}
@@ -54,8 +55,8 @@ def make_plan(config: SweepConfig) -> Plan:
     return Plan(config, cells, sizes)
 
 
-def _sources(axes: dict[str, Any]) -> dict[str, str]:
-    """Hashes of what a cell reads besides its settings, and of what this machine's compiler makes for it."""
+def _sources(axes: JsonDict) -> dict[str, str]:
+    """Returns hashes of the model, adapter and lens that a cell reads, and of the compiled code that it uses."""
     held = {"model": model_facts(axes["model"]).source}
     if axes["adapter"] is not None:
         from cacheprobe.models.hf.adapters import adapter_directory
@@ -71,9 +72,9 @@ def _sources(axes: dict[str, Any]) -> dict[str, str]:
 
 
 def require_room(plan: Plan, store: SweepStore, missing: Mapping[str, Cell]) -> float:
-    """Bytes that the missing cells may take.
+    """Returns the bytes that the missing cells may take.
 
-    Raises: ValueError where the plan's results would exceed its disk budget, those that are there included.
+    Raises: ValueError if the plan's results, with those that are there, would exceed its disk budget.
     """
     budget = plan.config.disk_budget_gb
     if budget is None:
@@ -89,6 +90,6 @@ def require_room(plan: Plan, store: SweepStore, missing: Mapping[str, Cell]) -> 
     return budget * 1e9 - there
 
 
-def size_of(manifest: Mapping[str, Any]) -> int:
-    """Bytes of a shard's files, the manifest not counted."""
+def size_of(manifest: JsonDict) -> int:
+    """Returns the bytes of a shard's files, without the manifest."""
     return sum(manifest["files"].values())

@@ -1,16 +1,20 @@
-"""How a sweep goes: one live table on a terminal, plain lines elsewhere. All of it on stderr."""
+"""Shows the progress of a sweep on stderr: a live table on a terminal, plain lines otherwise."""
 
 import sys
 import time
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cacheprobe.core.progress import SECONDS_BETWEEN_LINES
 from cacheprobe.sweeps.events import Event
 
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
 
-class Board:
-    """Enter it, and tell it every event. total: cells of the plan; done: those that were committed before."""
+
+class ProgressTable:
+    """Shows a sweep's progress while the `with` block runs. total: cells of the plan; done: committed before."""
 
     def __init__(self, total: int, done: int, names: dict[str, str], backend: str, enabled: bool) -> None:
         self.total, self.first, self.names, self.backend, self.enabled = total, done, names, backend, enabled
@@ -18,15 +22,15 @@ class Board:
         self.failures: Counter[str] = Counter()
         self.at: dict[str, str] = {}
         self._began = self._spoken = time.monotonic()
-        self._live: Any = None
+        self._live: Live | None = None
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> "ProgressTable":
         self._began = self._spoken = time.monotonic()
         if self.enabled and sys.stderr.isatty():
             from rich.console import Console
-            from rich.live import Live
+            from rich.live import Live as RichLive
 
-            self._live = Live(self.table(), console=Console(stderr=True), refresh_per_second=4, transient=True)
+            self._live = RichLive(self.table(), console=Console(stderr=True), refresh_per_second=4, transient=True)
             self._live.start()
         return self
 
@@ -35,7 +39,8 @@ class Board:
             self._live.stop()
             self._live = None
 
-    def see(self, event: Event) -> None:
+    def show(self, event: Event) -> None:
+        """Counts the event, and updates the table or prints a line."""
         if event.event == "started":
             self.at[event.worker] = self.names.get(event.digest, event.digest)
         elif event.event == "worker_died":
@@ -56,14 +61,16 @@ class Board:
             print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:
+        """Returns the progress as one line."""
         said = f"sweep: {self.first + self.committed} of {self.total} cells, {self._rate()}, {self._left()} left"
         return said + (f", failed: {self._causes()}" if self.failures else "")
 
-    def table(self) -> Any:
-        from rich.table import Table
+    def table(self) -> "Table":
+        """Returns the progress as rich's table."""
+        from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = Table(title=f"sweep on {self.backend}", title_justify="left", show_header=False)
+        table = RichTable(title=f"sweep on {self.backend}", title_justify="left", show_header=False)
         rows = {
             "committed": f"{self.first + self.committed} of {self.total}, {self.first} of them before",
             "rate": self._rate(),
@@ -92,7 +99,7 @@ class Board:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that suits: 12 s, 3.5 min, 2.1 h."""
+    """Returns the time in a suitable unit: 12 s, 3.5 min, 2.1 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

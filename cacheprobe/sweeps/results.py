@@ -1,46 +1,51 @@
-"""`cacheprobe.load_sweep`: what a sweep came to, as tables that SQL is asked of, and as runs."""
+"""Opens a sweep's results (`cacheprobe.load_sweep`), as tables for SQL and as runs."""
 
 import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import pyarrow as pa
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.index import AXIS_COLUMNS, refresh
 from cacheprobe.sweeps.storage.store import PLAN, SHARDS, SweepStore
 
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
 SHARD_TABLES = ("hypotheses", "rows", "events", "ledger", "thoughts")
 _NAMED = re.compile(r"(?:\bfrom|\bjoin|,)\s*\"?(\w+)")
-"""What may be a table in a question: a name too many costs a view, and nothing else."""
+"""Finds words of a query that may be table names; a wrong match only creates an unused view."""
 _LAYERS = (
     f"select digest, {', '.join(AXIS_COLUMNS)}, unnest(layers, recursive := true) from cells_held where len(layers) > 0"
 )
 
 
 class Sweep:
-    """The committed cells of a sweep. Tables are read when asked for, states when a run is asked for them.
+    """Committed cells of a sweep. Tables are read at first use; states are read through the run of a cell.
 
-    cells: one line a cell: digest; its axes (model, dtype, adapter, products, task, drafter, window_rows, lens,
+    cells: one line for each cell: digest; its axes (model, dtype, adapter, products, task, drafter, window_rows, lens,
         intervention, seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the
         committed tokens, accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and
-        code that made it, bytes.
+        code that made the shard, bytes.
     layers: one line for each cell, layer and status: digest, axes, and the columns of `analysis.measures.by_layer`.
     """
 
-    def __init__(self, store: SweepStore, index: pa.Table, plan: dict[str, Any], all_versions: bool) -> None:
+    def __init__(self, store: SweepStore, index: pa.Table, plan: JsonDict, all_versions: bool) -> None:
         self.store, self.plan = store, plan
         planned = frozenset(plan["digests"])
         digests = index["digest"].to_pylist()
         there = frozenset(digests)
         is_planned = [digest in planned for digest in digests]
         self.num_others = 0 if all_versions else len(digests) - sum(is_planned)
-        """Shards of other plans or versions of the code, left out here."""
+        """Number of shards of other plans or versions of the code, which are left out here."""
         self._index = index if all_versions else index.filter(pa.array(is_planned, pa.bool_()))
         self.pending = tuple(digest for digest in plan["digests"] if digest not in there)
-        """Digests of cells that are planned and not committed."""
+        """Digests of planned cells that are not committed."""
 
     def __repr__(self) -> str:
         others = f"; {self.num_others} shards of other plans or versions are left out" if self.num_others else ""
@@ -51,18 +56,22 @@ class Sweep:
 
     @property
     def cells(self) -> pd.DataFrame:
+        """One line for each committed cell: digest, axes, facts, settings, versions, bytes."""
         return self._index.drop_columns(["layers", "tables"]).to_pandas()
 
     @property
     def layers(self) -> pd.DataFrame:
+        """One line for each cell, layer and status, with the columns of `analysis.measures.by_layer`."""
         return self.query("select * from layers")
 
     def query(self, sql: str) -> pd.DataFrame:
-        """The answer to a question over the tables cells and layers, and hypotheses, rows, events, ledger and thoughts
-        of all shards, with the cell's digest in front: `... from hypotheses join cells using (digest)`.
+        """Returns the result of an SQL query over the tables cells, layers, hypotheses, rows, events, ledger and
+        thoughts.
 
-        Files of shards are opened only where the question names their table.
-        Raises: ValueError for SQL that DuckDB refuses, with what it says.
+        Lines of shards' tables begin with the cell's digest: `... from hypotheses join cells using (digest)`. Files of
+        shards
+        are opened only if the query names their table.
+        Raises: ValueError with DuckDB's message for SQL that DuckDB refuses.
         """
         if not sql.strip():
             raise ValueError('the query is empty; ask, for one, "select * from cells"')
@@ -79,20 +88,23 @@ class Sweep:
             except database.Error as error:
                 raise ValueError(f"the query cannot be answered: {error}") from error
 
-    def trace(self, digest: str) -> Any:
-        """The run of one cell, as `load_trace` gives it: its states are read when first asked for."""
+    def trace(self, digest: str) -> "Trace":
+        """Returns the run of one cell, as `load_trace`: its states are read at their first use."""
         from cacheprobe.trace.trace import load_trace
 
         return load_trace(self.store.fetch(self._full(digest)))
 
-    def traces(self, where: str = "true") -> Iterator[tuple[dict[str, Any], Any]]:
-        """(cell, run) of every cell that a condition over `cells` holds for, such as "seed = 0 and drafter is null",
-        one at a time."""
+    def traces(self, where: str = "true") -> "Iterator[tuple[JsonDict, Trace]]":
+        """Yields (cell, run) for every cell that meets a condition over `cells`, such as "seed = 0 and drafter is
+        null".
+        """
         for cell in self.query(f"select * from cells where {where}").to_dict("records"):
             yield cell, self.trace(cell["digest"])
 
     def folder(self, digest: str) -> Path:
-        """A cell's run as a local directory, for commands that take one; fetched where the sweep is far away."""
+        """Returns a cell's run as a local directory, for commands that need one; copied if the sweep is in an object
+        store.
+        """
         return self.store.fetch(self._full(digest))
 
     def _full(self, digest: str) -> str:
@@ -102,7 +114,7 @@ class Sweep:
         return found[0]
 
     def _shard_table(self, name: str) -> str:
-        """SQL that reads one table of every shard that has it; empty where none has."""
+        """Returns SQL that reads one table of every shard that has this table; '' if none has."""
         files = [
             f"{SHARDS}/{digest}/{file}"
             for digest, listed in zip(self._index["digest"].to_pylist(), self._index["tables"].to_pylist(), strict=True)
@@ -117,11 +129,12 @@ class Sweep:
 
 
 def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
-    """The results of a sweep, complete or not.
+    """Returns the results of a sweep, complete or not.
 
-    url: its folder or fsspec address.  all_versions: include shards that are not of the newest plan: those of other
-    settings, and of other versions of the code, which the column `code` tells apart.
-    Raises: ValueError where there is no sweep.
+    url: folder or fsspec address of the sweep.  all_versions: include shards outside the newest plan, from other
+    settings or
+    other versions of the code (column `code`).
+    Raises: ValueError if there is no sweep.
     """
     store = SweepStore(url)
     plan = store.read_json(PLAN)
@@ -132,8 +145,8 @@ def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
     return Sweep(store, refresh(store), plan, all_versions)
 
 
-def duckdb() -> Any:
-    """The library. Raises: ValueError where it is not installed."""
+def duckdb() -> ModuleType:
+    """Returns the duckdb library. Raises: ValueError if it is not installed."""
     try:
         return import_module("duckdb")
     except ModuleNotFoundError:

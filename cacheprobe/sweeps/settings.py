@@ -1,18 +1,24 @@
-"""What a sweep's file may say, checked as a whole: unknown names and wrong kinds are refused with the place."""
+"""Checks the settings of a sweep's file; errors name the unknown setting or wrong value and its place."""
 
 import re
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from cacheprobe.core.values import JsonDict
 
-def _listed(value: Any) -> Any:
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+def _listed(value: object) -> list | tuple:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _none(value: Any) -> Any:
+def _none(value: object) -> object:
     return None if value == "none" else value
 
 
@@ -29,7 +35,7 @@ class _Strict(BaseModel):
 
 
 class Axes(_Strict):
-    """One value of each: what a cell is. Names are those of `cacheprobe run`."""
+    """One value of each axis: together they are a cell. Names are those of `cacheprobe run`."""
 
     model: Text = "smollm2-135m"
     dtype: DType = "float32"
@@ -39,22 +45,23 @@ class Axes(_Strict):
     drafter: Maybe = None
     window: Rows = 16
     lens: Text = "logit"
-    """logit, or KIND:DIRECTORY of a stored one, such as tuned:lenses/smollm2."""
+    """logit, or KIND:DIRECTORY of a stored lens, such as tuned:lenses/smollm2."""
     intervention: Maybe = None
-    """zero, add, mean or resample, such as zero:site=T,layer=3,positions=4-9; of every request."""
+    """zero, add, mean or resample, such as zero:site=T,layer=3,positions=4-9; applies to every request."""
     seed: Seed = 0
 
 
-def _many(of: Any, listed: Any = _listed) -> Any:
+def _many(of: Any, listed: Callable[[object], object] = _listed) -> Any:
+    """Returns the type of a list of values, at least one; pydantic reads it at run time."""
     return Annotated[tuple[of, ...], BeforeValidator(listed), Field(min_length=1)]
 
 
-def _seeds(value: Any) -> Any:
+def _seeds(value: object) -> list[object]:
     return [seed for given in _listed(value) for seed in _span(given)]
 
 
-def _span(given: Any) -> Any:
-    """0-99 as a hundred seeds; another value as it is, to be judged by its kind."""
+def _span(given: object) -> Iterable[object]:
+    """Returns the seeds of a range such as 0-99; another value unchanged in a list, for pydantic to check."""
     found = _RANGE.fullmatch(given) if isinstance(given, str) else None
     if found is None:
         return [given]
@@ -66,12 +73,13 @@ def _span(given: Any) -> Any:
 
 _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
 MOST_SEEDS = 100_000
-"""Of one range: more would be a slip of the pen, and fill the memory before it is refused."""
+"""Largest number of seeds in one range; more is likely a typing error, and would fill the memory."""
 
 
 class Grid(_Strict):
-    """Lists of values of the same axes; every combination is a cell. layer=0-5 in a text stands for six values, and a
-    seed of 0-5 for six seeds."""
+    """Lists of values of the same axes; every combination is a cell. layer=0-5 in a text is six values, seed: 0-5 six
+    seeds.
+    """
 
     model: _many(Text) = ("smollm2-135m",)  # pyright: ignore[reportInvalidTypeForm]
     dtype: _many(DType) = ("float32",)  # pyright: ignore[reportInvalidTypeForm]
@@ -86,16 +94,16 @@ class Grid(_Strict):
 
 
 class RunSettings(_Strict):
-    """What all cells have in common, named as in `cacheprobe.run`."""
+    """Settings that all cells share, named as in `cacheprobe.run`."""
 
     n: Rows = 8
     """Examples of the task in each cell."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
-    """cpu, cuda or cuda:1. An actor of Ray sees the GPUs that `resources.num_gpus` gives it, counted from 0."""
+    """cpu, cuda or cuda:1. A Ray actor sees the GPUs that `resources.num_gpus` gives it, counted from 0."""
     max_new_tokens: Rows = 32
     capacity: Rows = 512
     group: Rows | None = None
-    """None for what `cp.run` chooses, here and for the three below."""
+    """None takes the choice of `cp.run`, here and for the three settings below."""
     prefill_chunk: Rows | None = None
     prefill_group: Rows | None = None
     pad_prefill: Annotated[bool, Field(strict=True)] | None = None
@@ -110,30 +118,30 @@ class RunSettings(_Strict):
 
 
 class Resources(_Strict):
-    """Of one worker, which holds one model. They change no bits but for `threads`."""
+    """Resources of one worker, which holds one model. Only `threads` changes bits."""
 
     workers: Rows = 2
     num_cpus: Annotated[float, Field(ge=0)] = 1
-    """Of a Ray actor."""
+    """CPUs of a Ray actor."""
     num_gpus: Annotated[float, Field(ge=0)] = 0
     threads: Rows = 1
-    """Of torch. Sums depend on their number, so it is part of a cell's digest."""
+    """Threads of torch. Sums depend on their number, so it is part of a cell's digest."""
     retries: Annotated[int, Field(ge=0, strict=True)] = 2
-    """How often a cell is tried again whose worker died."""
+    """How often a cell is run again after its worker died."""
 
 
 class SweepConfig(_Strict):
-    """A sweep's file."""
+    """Content of a sweep's file."""
 
     out: str | None = None
     """Folder or fsspec address of the results, such as s3://bucket/sweep."""
     grid: Grid | None = None
     cells: tuple[Axes, ...] | None = None
-    """A list of cells, instead of a grid."""
+    """List of cells, in place of a grid."""
     run: RunSettings = RunSettings()
     resources: Resources = Resources()
     disk_budget_gb: Annotated[float, Field(gt=0)] | None = None
-    """Refuse a sweep whose results are estimated to be larger."""
+    """Refuses a sweep whose estimated results are larger."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "SweepConfig":
@@ -150,10 +158,14 @@ class SweepConfig(_Strict):
         return self
 
 
-def read_config(source: "str | Path | dict[str, Any] | SweepConfig") -> SweepConfig:
-    """A sweep's settings from a YAML file, or from what such a file would hold.
+ConfigSource: TypeAlias = str | Path | JsonDict | SweepConfig
+"""A sweep's YAML file, its content, or its checked settings."""
 
-    Raises: ValueError with every name or value that is not understood, and where it stands.
+
+def read_config(source: ConfigSource) -> SweepConfig:
+    """Returns a sweep's settings from a YAML file, or from the content of one.
+
+    Raises: ValueError with every unknown name or wrong value, and its place.
     """
     if isinstance(source, SweepConfig):
         return source
@@ -168,7 +180,7 @@ def read_config(source: "str | Path | dict[str, Any] | SweepConfig") -> SweepCon
         raise ValueError("; ".join(_said(item, where) for item in error.errors())) from None
 
 
-def _read_yaml(path: Path) -> Any:
+def _read_yaml(path: Path) -> object:
     import yaml
 
     from cacheprobe.core.strict_yaml import strict_loader
@@ -181,15 +193,15 @@ def _read_yaml(path: Path) -> Any:
         raise ValueError(f"{path} is not readable as YAML ({' '.join(str(error).split())})") from error
 
 
-def _said(item: Any, where: str) -> str:
-    """One complaint of pydantic in our words."""
+def _said(item: "ErrorDetails", where: str) -> str:
+    """Returns one error of pydantic as a sentence."""
     place = [part for part in item["loc"] if not str(part).startswith(("constrained", "function-"))]
     if item["type"] != "extra_forbidden":
         at = f"{'.'.join(map(str, place))} in {where}: " if place else f"{where}: "
         given = "" if item["type"] == "value_error" else f", got {item['input']!r:.60}"
         return at + item["msg"].removeprefix("Value error, ") + given
     holders = {"grid": Grid, "cells": Axes, "run": RunSettings, "resources": Resources}
-    holder = SweepConfig if len(place) == 1 else holders[place[0]]
+    holder = SweepConfig if len(place) == 1 else holders[str(place[0])]
     near = get_close_matches(str(place[-1]), holder.model_fields, 1, 0.5)
     remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(holder.model_fields)}"
     return f"unknown setting {'.'.join(map(str, place))!r} in {where}; {remedy}"

@@ -4,7 +4,7 @@ sentence.
 
 from cacheprobe.analysis.layer_choices import settling
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
-from cacheprobe.dashboard.asking import Ask, NotAsked, number, one_of, whole
+from cacheprobe.dashboard.asking import Ask, CannotShow, number, one_of, whole
 from cacheprobe.dashboard.reader import Reader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.lens import chosen_row, readings_of
@@ -25,7 +25,7 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     position = int(row.position)
     table = readings_of(book, reader, ask["lens"], site, request, range(position, position + 1), int(row.row))
     if table.empty:
-        raise NotAsked(f"no reading of request {request} at position {position} was kept; widen the capture filters")
+        raise CannotShow(f"no reading of request {request} at position {position} was kept; widen the capture filters")
     table = table[table.site != "thought"]
     ids = {int(i) for top in table.top_token_ids for i in top}
     named = book.run.token_texts

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pandas as pd
 
-from cacheprobe.dashboard.asking import Answer, Ask, NotAsked, number, one_of, whole
+from cacheprobe.dashboard.asking import Answer, Ask, CannotShow, number, one_of, whole
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.figures import graphs
 from cacheprobe.dashboard.reader import RECORDED, Reader
@@ -28,7 +28,7 @@ def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     columns = min(max((width - LABEL_WIDTH - 4) // PITCH, 1), MOST_COLUMNS)
     page = book.page(request, number(ask["position"], "position"), include, columns)
     if not page:
-        raise NotAsked(f"request {request} has no row that predicts a generated token")
+        raise CannotShow(f"request {request} has no row that predicts a generated token")
     table = readings_of(book, reader, ask["lens"], site, request, page)
     picture = readings_picture(table, request, colour=colour, include=include, positions=page, width=width)
     shown = select(table, request, include, page)
@@ -53,14 +53,14 @@ def readings_of(
 ) -> pd.DataFrame:
     """Returns recorded readings, or readings computed now from kept states. row: of that row only.
 
-    Raises: NotAsked if there are none.
+    Raises: CannotShow if there are none.
     """
     if lens == RECORDED:
         if not book.run.has_readings:
-            raise NotAsked("this run recorded no lens readings; choose a lens that reads its kept states, or run it "
+            raise CannotShow("this run recorded no lens readings; choose a lens that reads its kept states, or run it "
                            "with Z in capture=")  # fmt: skip
         if site != "S":
-            raise NotAsked(f"recorded readings are of S; choose a lens that is read now for {site}")
+            raise CannotShow(f"recorded readings are of S; choose a lens that is read now for {site}")
         table = book.readings(request, page)
         return table if row is None else table[table.row == row]
     rows = book.predicting_rows(request)
@@ -69,14 +69,14 @@ def readings_of(
 
 
 def chosen_row(book: Book, request: int, position: int, row: object) -> pd.Series:
-    """Returns the row of this number, or by default the canonical row at this position. Raises: NotAsked if none."""
+    """Returns the row of this number, or by default the canonical row at this position. Raises: CannotShow if none."""
     rows = book.predicting_rows(request)
     if row is not None:
         found = rows[rows.row == number(row, "row")]
     else:
         found = rows[(rows.position == position) & (rows.status == "committed")]
     if found.empty:
-        raise NotAsked(
+        raise CannotShow(
             f"request {request} has no reading at position {position}: readings begin at the prompt's last token, "
             f"position {book.prompt_length(request) - 1}, and end before the newest token"
         )
@@ -84,14 +84,16 @@ def chosen_row(book: Book, request: int, position: int, row: object) -> pd.Serie
 
 
 def contributions(shelf: Shelf, reader: Reader, ask: Ask) -> Answer:
-    """Returns bars of a row's logit attribution, by layer and site. Raises: NotAsked that says how to record missing
+    """Returns bars of a row's logit attribution, by layer and site. Raises: CannotShow that says how to record missing
     states.
     """
     book = shelf.book(ask["run"])
     missing = [site for site in "STC" if site not in book.run.sites]
     if missing:
-        raise NotAsked(f"this run kept no {' and '.join(missing)}; record them with --capture STCZ, and what attention "
-                       "and MLP gave each logit can be told apart")  # fmt: skip
+        raise CannotShow(
+            f"this run kept no {' and '.join(missing)}; record them with --capture STCZ, and what attention "
+            "and MLP gave each logit can be told apart"
+        )
     request = whole(ask["request"], "request", len(book.run.requests))
     row = chosen_row(book, request, number(ask["position"], "position"), ask.get("row"))
     figure = attribution(reader.attribution(book, int(row.row)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.dashboard.asking import Answer, Ask, NotAsked, whole
+from cacheprobe.dashboard.asking import Answer, Ask, CannotShow, whole
 from cacheprobe.dashboard.figures import graphs
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.sweep import is_sweep, sweep_view
@@ -43,7 +43,7 @@ def kind_of(path: Path) -> str:
     """Returns the tab of a result, by its content. An unreadable file gets the tab "results", which shows the error."""
     try:
         held = _held(path)
-    except (NotAsked, OSError):
+    except (CannotShow, OSError):
         return "results"
     if _is_grid(held):
         return "patching"
@@ -68,14 +68,14 @@ def view(shelf: Shelf, ask: Ask) -> str | Answer:
 
 
 def _held(path: Path) -> object:
-    """Returns the file's JSON. Raises: NotAsked for a large or unreadable file."""
+    """Returns the file's JSON. Raises: CannotShow for a large or unreadable file."""
     size = path.stat().st_size
     if size > MOST_BYTES:
-        raise NotAsked(f"{path.name} has {size} bytes, at most {MOST_BYTES} are shown")
+        raise CannotShow(f"{path.name} has {size} bytes, at most {MOST_BYTES} are shown")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise NotAsked(f"{path.name} is not readable as JSON ({error!s:.120})") from error
+        raise CannotShow(f"{path.name} is not readable as JSON ({error!s:.120})") from error
 
 
 def _figures(path: Path, held: object) -> tuple[Sequence[Figure], str]:

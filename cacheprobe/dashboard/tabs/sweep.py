@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from cacheprobe.dashboard.asking import Answer, Ask, NotAsked
+from cacheprobe.dashboard.asking import Answer, Ask, CannotShow
 from cacheprobe.dashboard.figures import graphs
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.sweep_grid import MOST, NONE, in_order, sweep_grid
@@ -61,18 +61,18 @@ def _named(table: pd.DataFrame, axis: str) -> pd.Series:
 def _asked(facet: object, pairs: list[str], varied: Mapping[str, Sequence[object]]) -> tuple[str, dict[str, int]]:
     """Returns the pair of axes of a facet, and the page of values of each axis.
 
-    Raises: NotAsked for an unknown pair or page.
+    Raises: CannotShow for an unknown pair or page.
     """
     parts = str(facet).split(".")
     named, places = parts[:2], parts[2:] or ["0", "0"]
     pair = ".".join(named)
     if pair not in pairs or len(places) != 2:
-        raise NotAsked(f"there is no facet {facet!r:.60}; there are {', '.join(pairs)}")
+        raise CannotShow(f"there is no facet {facet!r:.60}; there are {', '.join(pairs)}")
     at = {}
     for name, number in zip(named, places, strict=True):
         most = (len(varied[name]) - 1) // MOST
         if not (number.isascii() and number.isdecimal()) or len(number) > 9 or int(number) > most:
-            raise NotAsked(f"there is no stretch {number!r:.20} of {name}; there are 0 to {most}")
+            raise CannotShow(f"there is no stretch {number!r:.20} of {name}; there are 0 to {most}")
         at[name] = int(number)
     return pair, at
 

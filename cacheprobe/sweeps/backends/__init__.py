@@ -1,1 +1,1 @@
-"""Who runs the cells: one file each, found by the registry under "sweeps.backends"."""
+"""Holds the backends that run the cells, one file each; the registry finds them under "sweeps.backends"."""

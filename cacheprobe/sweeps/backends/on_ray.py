@@ -1,57 +1,62 @@
-"""On a Ray cluster: one actor holds one model. Placement, retries and the restart of dead actors are Ray's.
+"""Runs cells on a Ray cluster: one actor holds one model. Ray places, retries and restarts actors.
 
-A task is retried for as long as its actor may come back: while a lost node is not yet known to be lost, Ray calls its
-actors unavailable, and a number of retries would be spent within seconds. What is counted is restarts.
+A task is retried for as long as its actor may be restarted. A limited number of task retries would not work: before Ray
+knows that a node is lost, it calls the node's actors unavailable, and would use up the retries within seconds. So the
+number of restarts is limited instead.
 """
 
 import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from types import ModuleType
 from typing import Any
 
 from cacheprobe.core.registry import register
 from cacheprobe.sweeps.backends.processes import DIED
-from cacheprobe.sweeps.cells import Cell
+from cacheprobe.sweeps.cells import Cell, ModelKey
 from cacheprobe.sweeps.events import Event
 from cacheprobe.sweeps.workers.holder import Holder, Job, Outcome
 from cacheprobe.sweeps.workers.queue import Waiting
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""So that Ctrl-C is heard."""
+"""Seconds between checks; short enough that Ctrl-C is noticed."""
 SECONDS_WITHOUT_HEAD = 20.0
-"""Time for a head node to come back. After 60 s without one Ray ends the program, and nobody hears what came of it."""
+"""Longest time without a head node. After 60 s without one, Ray ends the program without a report."""
 
 SECONDS_TO_CONNECT = 5.0
 TRIES_VARIABLE, TRIES_TO_JOIN = "RAY_gcs_server_port_wait_time_s", 2
-"""Of forty seconds each, where something listens that never answers; Ray by itself tries twenty times, in silence."""
+"""Number of tries to join, of forty seconds each if the address accepts connections but never answers. Ray's own number
+is twenty, without a message."""
 
 
 class _Watch:
-    """Whether there is a cluster. Ray says of a lost head node nothing, and then ends the program."""
+    """Checks whether the cluster still answers. Ray reports no lost head node; it ends the program."""
 
-    def __init__(self, ray: Any) -> None:
+    def __init__(self, ray: ModuleType) -> None:
         self._ray = ray
         self.address: str = ray.get_runtime_context().gcs_address
         self._seen = self._looked = time.monotonic()
         self._answers = True
 
     def look(self) -> bool:
-        """Whether the head node answers. Raises: ConnectionError where it has not for a while, or no node is left."""
+        """Returns whether the head node answers. Raises: ConnectionError if it has not for a while, or no node
+        is left.
+        """
         if time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS:
             self._answers = self._is_there()
             self._looked = time.monotonic()
         return self._answers
 
     def wait(self) -> None:
-        """Until the head node answers: what Ray asks of it, such as a new actor, would not return without it."""
+        """Waits until the head node answers. Without it, Ray's calls (such as a new actor) would not return."""
         self._looked = -math.inf
         while not self.look():
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _is_there(self) -> bool:
-        if why := _unheard(self.address, SECONDS_BETWEEN_LOOKS):
+        if why := _connection_error(self.address, SECONDS_BETWEEN_LOOKS):
             self._give_up_after_a_while(f"the head node of the Ray cluster at {self.address} has gone ({why})")
             return False
         if any(node["Alive"] for node in self._ray.nodes()):
@@ -66,18 +71,18 @@ class _Watch:
 
 
 class _Slot:
-    """A place for one actor; another model takes another actor."""
+    """A place for one actor; another model needs a new actor."""
 
     def __init__(self, name: str, job: Job, watch: _Watch) -> None:
         self.name, self.job, self._watch = name, job, watch
         self.cell: Cell | None = None
-        self.actor: Any = None
-        self.held: Any = None
+        self.actor: Any = None  # Ray's actor handles have no useful type
+        self.held: ModelKey | None = None
         self.answered = 0
-        """Cells that the actor has answered for."""
+        """Number of cells that the actor has finished."""
 
-    def give(self, cell: Cell) -> Any:
-        """The reference to what will become of the cell."""
+    def give(self, cell: Cell) -> Hashable:
+        """Starts the cell on the actor, and returns Ray's reference to the outcome."""
         import ray
 
         if self.held != cell.model_key:
@@ -93,6 +98,7 @@ class _Slot:
         return self.actor.run.remote(cell.to_json())
 
     def end(self) -> None:
+        """Ends the actor."""
         import ray
 
         if self.actor is not None:
@@ -103,10 +109,10 @@ class _Slot:
 
 @register("sweeps.backends", "ray")
 def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
-    """Yields what happens. Joins the cluster of `job.address`, or starts one on this machine and stops it at the end.
+    """Yields the events of the cells. Joins the cluster of `job.address`, or starts one here and stops it at the end.
 
-    Results must go where every node writes: a shared folder, or an object store.
-    Raises: ValueError without Ray, ConnectionError where there is no cluster at the address, or none any more.
+    Results must go where every node can write: a shared folder, or an object store.
+    Raises: ValueError without Ray, ConnectionError if there is no cluster at the address, or no longer.
     """
     try:
         import ray
@@ -120,7 +126,7 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
         _join(ray, job)
     watch = _Watch(ray)
     slots = [_Slot(str(i), job, watch) for i in range(min(job.workers, len(waiting)))]
-    running: dict[Any, _Slot] = {}
+    running: dict[Hashable, _Slot] = {}
     given_back: set[str] = set()
     try:
         for slot in slots:
@@ -134,7 +140,7 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
                 try:
                     outcome = ray.get(reference)
                     slot.answered += 1
-                except RayError as error:  # Ray has restarted the actor as often as it was asked to
+                except RayError as error:  # Ray has used up the actor's restarts
                     yield from _bury(slot, waiting, error, given_back)
                 else:
                     yield Event("ended", slot.cell.digest, worker=slot.name, outcome=outcome)
@@ -147,8 +153,11 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
 
 
 def _bury(slot: _Slot, waiting: Waiting, error: Exception, given_back: set[str]) -> Iterator[Event]:
-    """The cell of a lost actor has failed; but where the actor ran others too, and may have spent its restarts on them,
-    the cell is given back, once."""
+    """Reports the cell of a lost actor as failed.
+
+    But if the actor ran other cells before, which may have used up its restarts, the cell is put back into the queue,
+    once.
+    """
     cell, lines = slot.cell, [line.strip() for line in str(error).strip().splitlines()]
     assert cell is not None
     words = " ".join(dict.fromkeys((lines[0], lines[-1])))[:500]  # Ray says what, where, and at the end why
@@ -162,19 +171,19 @@ def _bury(slot: _Slot, waiting: Waiting, error: Exception, given_back: set[str])
     slot.end()
 
 
-def _hand(slot: _Slot, waiting: Waiting, running: dict[Any, _Slot]) -> Iterator[Event]:
+def _hand(slot: _Slot, waiting: Waiting, running: dict[Hashable, _Slot]) -> Iterator[Event]:
     if (cell := waiting.take(slot.held)) is None:
-        slot.end()  # what it held is free for the others
+        slot.end()  # frees its resources for other slots
         return
     running[slot.give(cell)] = slot
     yield Event("started", cell.digest, worker=slot.name)
 
 
-def _join(ray: Any, job: Job) -> None:
+def _join(ray: ModuleType, job: Job) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     asked = dict(log_to_driver=False, logging_level="error")
     if job.address is not None:
-        if why := _unheard(job.address, SECONDS_TO_CONNECT):
+        if why := _connection_error(job.address, SECONDS_TO_CONNECT):
             raise ConnectionError(
                 f"no head node of a Ray cluster answers at {job.address} ({why}); start one, or look at the address"
             )
@@ -184,7 +193,7 @@ def _join(ray: Any, job: Job) -> None:
             ray.init(address=job.address, **asked)
         except (ConnectionError, RuntimeError) as error:
             raise ConnectionError(f"the Ray cluster at {job.address} could not be joined: {error}") from error
-        finally:  # a head node that is started later reads it as seconds
+        finally:  # a head node that is started later would read the variable as seconds
             if given is None:
                 os.environ.pop(TRIES_VARIABLE, None)
     else:
@@ -193,10 +202,10 @@ def _join(ray: Any, job: Job) -> None:
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **asked)
 
 
-def _unheard(address: str, seconds: float) -> str:
-    """Why nothing listens at an address, where it is HOST:PORT and nothing does; otherwise nothing."""
+def _connection_error(address: str, seconds: float) -> str:
+    """Returns the connection error as text if `address` is HOST:PORT and nothing listens there, else ''."""
     host, _, port = address.rpartition(":")
-    if "/" in address or not port.isdigit():  # "auto", ray://...: Ray looks for itself
+    if "/" in address or not port.isdigit():  # "auto", ray://...: Ray finds the cluster itself
         return ""
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()

@@ -1,4 +1,4 @@
-"""In processes of this machine, each with a model of its own. A process that dies is started again."""
+"""Runs cells in processes of this machine, each with its own model. A process that dies is replaced."""
 
 import json
 import os
@@ -8,10 +8,10 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO
 
 from cacheprobe.core.registry import register
-from cacheprobe.sweeps.cells import Cell
+from cacheprobe.sweeps.cells import Cell, ModelKey
 from cacheprobe.sweeps.events import Event
 from cacheprobe.sweeps.workers.holder import Job, Outcome
 from cacheprobe.sweeps.workers.queue import Waiting
@@ -20,12 +20,12 @@ DIED = "worker died"
 
 
 class _Worker:
-    """One process, and what it is at."""
+    """One process, and the cell that it runs."""
 
     def __init__(self, name: str, job: Job) -> None:
         self.name = name
         self.cell: Cell | None = None
-        self.held: Any = None
+        self.held: ModelKey | None = None
         self._said: IO[bytes] = tempfile.TemporaryFile()
         threads = str(job.threads)
         self.process = subprocess.Popen(
@@ -33,7 +33,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            # workers that wait for their threads should not burn a core that another one needs
+            # a worker that waits for its threads should not use a core that another worker needs
             env={
                 "OMP_WAIT_POLICY": "PASSIVE",
                 **os.environ,
@@ -46,7 +46,7 @@ class _Worker:
         self.asks, self.answers = self.process.stdin, self.process.stdout
 
     def give(self, cell: Cell) -> bool:
-        """Whether the process could be told."""
+        """Sends the cell to the process; returns False if the process has ended."""
         self.cell, self.held = cell, cell.model_key
         try:
             self.asks.write(json.dumps(cell.to_json()).encode() + b"\n")
@@ -56,18 +56,19 @@ class _Worker:
         return True
 
     def answer(self) -> Outcome | None:
-        """Its outcome; None where the process is gone."""
+        """Returns the outcome of the cell; None if the process has ended."""
         line = self.answers.readline()
         return Outcome(**json.loads(line)) if line.endswith(b"\n") else None
 
     def last_words(self) -> str:
-        """How it ended, and the end of what it said."""
+        """Returns how the process ended, and the end of its error output."""
         code = self.process.wait()
         self._said.seek(max(self._said.seek(0, os.SEEK_END) - 600, 0))
         said = " ".join(self._said.read().decode("utf-8", "replace").split())
         return (f"signal {-code}" if code < 0 else f"exit code {code}") + (f": {said}" if said else "")
 
     def end(self) -> None:
+        """Ends the process and closes its pipes."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.asks, self.answers, self._said):
@@ -79,7 +80,7 @@ class _Worker:
 
 @register("sweeps.backends", "processes")
 def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
-    """Yields what happens; on closing it every process is ended."""
+    """Yields the events of the cells; when closed, it ends every process."""
     workers = [_Worker(str(i), job) for i in range(min(job.workers, len(waiting)))]
     deaths: Counter[str] = Counter()
     with selectors.DefaultSelector() as ready:
@@ -111,12 +112,12 @@ def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
 
 def _hand(worker: _Worker, waiting: Waiting) -> Iterator[Event]:
     if (cell := waiting.take(worker.held)) is not None:
-        worker.give(cell)  # where it is dead already, its silence says so
+        worker.give(cell)  # a dead process is noticed when its answer is read
         yield Event("started", cell.digest, worker=worker.name)
 
 
 def _bury(worker: _Worker, waiting: Waiting, job: Job, deaths: Counter[str]) -> Iterator[Event]:
-    """Give back the cell of a dead worker, or count it as failed where it has outlived its retries."""
+    """Puts the cell of a dead worker back into the queue, or reports it as failed if its retries are used up."""
     cell, words = worker.cell, worker.last_words()
     worker.cell = None
     worker.end()
@@ -132,5 +133,5 @@ def _bury(worker: _Worker, waiting: Waiting, job: Job, deaths: Counter[str]) -> 
 
 
 def _path() -> str:
-    """So that a worker imports what this process does, from wherever that is."""
+    """Returns a PYTHONPATH with which a worker imports the same modules as this process."""
     return os.pathsep.join(filter(None, sys.path))

@@ -1,4 +1,4 @@
-"""In this process, one cell after another."""
+"""Runs cells in this process, one after another."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from cacheprobe.sweeps.workers.queue import Waiting
 
 @register("sweeps.backends", "serial")
 def serial(waiting: Waiting, job: Job) -> Iterator[Event]:
-    """Yields what happens. What else a process may hold, and how often it is started, changes no shard."""
+    """Yields the events of the cells. The number of processes and restarts of other backends changes no shard."""
     holder, held = Holder(job.url), None
     while (cell := waiting.take(held)) is not None:
         held = cell.model_key

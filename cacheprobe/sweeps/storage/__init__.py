@@ -1,1 +1,1 @@
-"""Where shards of a sweep are committed, and who may write there."""
+"""Commits the shards of a sweep, and controls who may write."""

@@ -1,9 +1,15 @@
-"""Clients of what fsspec reaches: which one opens an address, and what they raise, as one line of ours."""
+"""Opens fsspec addresses with the installed client, and turns the clients' errors into one line."""
 
 from collections.abc import Callable
 from functools import wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _CLIENTS = {
     "s3": "s3fs",
@@ -14,26 +20,31 @@ _CLIENTS = {
     "abfss": "adlfs",
     "az": "adlfs",
 }
-"""By protocol, fsspec's own client; where it is not installed, obstore takes its place."""
+"""fsspec's own client for each protocol; if it is not installed, obstore is used."""
 
 
 class Asked:
-    """An fsspec client whose failures are OSErrors of one line: each has errors of its own, and some fill pages."""
+    """Wraps an fsspec client so that its failures are OSErrors of one line; each client has its own errors, some a page
+    long.
+    """
 
-    def __init__(self, fs: Any, url: str) -> None:
+    def __init__(self, fs: "AbstractFileSystem", url: str) -> None:
         self.client, self._url = fs, url
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.client, name)
-        return self._told(found) if callable(found) else found
+        return self._with_short_errors(found) if callable(found) else found
 
-    def _told(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_short_errors(self, method: Callable[P, R]) -> Callable[P, R]:
+        """Returns the method with its errors turned into OSErrors of one line."""
+
         @wraps(method)
-        def ask(*arguments: Any, **named: Any) -> Any:
+        def ask(*arguments: P.args, **named: P.kwargs) -> R:
+            """Calls the client's method."""
             try:
                 return method(*arguments, **named)
             except (FileNotFoundError, FileExistsError):
-                raise  # an answer
+                raise  # these say whether the file is there, and are no failure
             except Exception as error:
                 said = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise OSError(
@@ -44,8 +55,9 @@ class Asked:
 
 
 def opened(url: str) -> tuple[Any, str, bool]:
-    """(client, path of the address in it, whether that is a folder of this machine).
+    """Returns (client, path of the address for the client, whether the path is a folder of this machine).
 
+    The client is fsspec's for a folder, else an `Asked`.
     Raises: ValueError for an address that no installed client knows.
     """
     import fsspec
@@ -60,7 +72,7 @@ def opened(url: str) -> tuple[Any, str, bool]:
         if not issubclass(fsspec.registry.get(protocol, object), FsspecStore):
             register(protocol)
     try:
-        # a client that is kept would not see that the environment names another server
+        # a cached client would not notice that the environment now names another server
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except (ImportError, ValueError) as error:
         raise ValueError(f"{url} cannot be opened: {error}") from error
@@ -68,13 +80,13 @@ def opened(url: str) -> tuple[Any, str, bool]:
 
 
 def put_new(fs: Asked, path: str, data: bytes) -> None:
-    """Put an object on the condition that there is none of its name.
+    """Puts an object on the condition that there is none of its name.
 
-    Raises: FileExistsError where there is, OSError where the store does not know the condition.
+    Raises: FileExistsError if there is one, OSError if the store does not support the condition.
     """
     if not any(base.__module__ == "obstore.fsspec" for base in type(fs.client).__mro__):
         return fs.pipe_file(path, data, mode="create")
-    # obstore's fsspec client takes mode="create" and overwrites all the same
+    # obstore's fsspec client accepts mode="create", but overwrites the object
     import obstore
     from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
     from obstore.store import from_url
@@ -92,5 +104,5 @@ def put_new(fs: Asked, path: str, data: bytes) -> None:
         ) from error
 
 
-def _protocols(fs: Any) -> tuple[str, ...]:
+def _protocols(fs: "AbstractFileSystem") -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)

@@ -1,8 +1,8 @@
-"""Who may write to an object store, which has no lock of an operating system: whoever put the newest lease.
+"""Controls who may write to an object store, which has no lock of an operating system: the holder of the newest lease.
 
-Leases are numbered objects. The next number is put on the condition that it is not there, so of several that want it
-one gets it. Its holder renews it; where the holder was killed, others wait until it has run out, and take the number
-after it. A store that ignores conditions would let everybody through: it is tried, and refused by name.
+Leases are numbered objects. The next number is put on the condition that it does not exist, so only one of several
+sweeps gets it. Its holder renews it. If the holder was killed, others wait until the lease has run out, and take the
+next number. A store that ignores conditions would let every sweep through; this is tested, and such a store is refused.
 """
 
 import json
@@ -14,28 +14,31 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
-from typing import Any
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.storage.store import SweepStore
 
 LEASES, SECONDS, RENEWED_EVERY = "lease", 60.0, 15.0
 
 
 class SweepBusy(RuntimeError):
-    """Another sweep writes here."""
+    """Raised if another sweep writes to the same place."""
 
 
 @contextmanager
 def leased(store: SweepStore) -> Iterator[None]:
-    """Hold the lease of this store. Raises: SweepBusy where another has it, ValueError where the store takes no
-    conditions."""
+    """Holds the lease of this store during a `with` block.
+
+    Raises: SweepBusy if another sweep has the lease, ValueError if the store does not support conditions.
+    """
     holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
     name = _take(store, holder)
     over = threading.Event()
 
     def renew() -> None:
+        """Renews the lease until the block ends or the lease is lost."""
         while not over.wait(RENEWED_EVERY):
-            with suppress(Exception):  # the next one may get through; a lease that runs out costs time, and no shard
+            with suppress(Exception):  # the next try may work; a lease that runs out costs time, but no shard
                 if not renewed(store, name, holder):
                     return
 
@@ -52,7 +55,7 @@ def leased(store: SweepStore) -> Iterator[None]:
 
 
 def renewed(store: SweepStore, name: str, holder: str) -> bool:
-    """Renew a lease; False where it ran out and another has taken the next one since."""
+    """Renews a lease; returns False if the lease ran out and another sweep has taken the next one."""
     if not _is_held(store, name, holder) or _newest(store)[0] != _number(name):
         return False
     store.write(name, _lease(holder))
@@ -60,7 +63,7 @@ def renewed(store: SweepStore, name: str, holder: str) -> bool:
 
 
 def _take(store: SweepStore, holder: str) -> str:
-    """The name of a lease that is this holder's."""
+    """Returns the name of a lease that this holder now has."""
     number, held = _newest(store)
     if held is not None and (left := held["until"] - time.time()) > 0:
         raise SweepBusy(
@@ -68,7 +71,7 @@ def _take(store: SweepStore, holder: str) -> str:
             "has run out"
         )
     name = f"{LEASES}/{number + 1:08}.json"
-    # a put that was sent again because its answer was lost finds its own lease
+    # after a lost answer the put is sent again, and then finds its own lease
     if not store.create(name, _lease(holder)) and not _is_held(store, name, holder):
         raise SweepBusy(f"another sweep began to write to {store.url} at the same moment; wait for it")
     if store.create(name, _lease(holder)):
@@ -84,8 +87,8 @@ def _take(store: SweepStore, holder: str) -> str:
     return name
 
 
-def _newest(store: SweepStore) -> tuple[int, dict[str, Any] | None]:
-    """The highest number and its lease; 0 and None where there is none."""
+def _newest(store: SweepStore) -> tuple[int, JsonDict | None]:
+    """Returns the highest number and its lease; (0, None) without leases."""
     number = max(_numbers(store), default=0)
     return number, store.read_json(f"{LEASES}/{number:08}.json") if number else None
 

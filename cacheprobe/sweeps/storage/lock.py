@@ -1,4 +1,4 @@
-"""Two sweeps may not write one place at once: a lock of the system keeps a folder, a lease an object store."""
+"""Keeps two sweeps from writing to one place: a file lock for a folder, a lease for an object store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,10 @@ from cacheprobe.sweeps.storage.store import SweepStore
 
 @contextmanager
 def only_sweep(store: SweepStore, *, alone: bool = False) -> Iterator[None]:
-    """alone: the caller knows that nothing else writes to this object store, so no lease is asked for.
+    """Holds the lock or lease of this store during a `with` block.
 
-    Raises: SweepBusy where another sweep writes there, ValueError where a store cannot tell.
+    alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken.
+    Raises: SweepBusy if another sweep writes there, ValueError if the store does not support conditions.
     """
     if alone:
         if store.is_local:
@@ -25,7 +26,7 @@ def only_sweep(store: SweepStore, *, alone: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _locked(store: SweepStore) -> Iterator[None]:
-    """The lock ends with its process, however that ends."""
+    """Holds the folder's lock; the operating system releases it when the process ends."""
     from filelock import FileLock, Timeout
 
     path = Path(store.path(".lock"))

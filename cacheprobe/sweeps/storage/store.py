@@ -1,15 +1,15 @@
-"""Where shards are committed: a folder, or anything that fsspec reaches.
+"""Commits shards to a folder, or to any store that fsspec can reach.
 
     sweep/
       sweep.json              the newest plan: its cells, settings and code version
       shards/<digest>/        one cell: a saved run; committed once its manifest.json is there
-      index/                  what tables of cells are read from; made anew from the manifests where it is missing
-      events/<id>.jsonl       what happened, by start of the sweep
+      index/                  the table of cells; rebuilt from the manifests if it is missing
+      events/<id>.jsonl       the log of each start of the sweep
       lease/                  of an object store: who writes there now
 
-In a folder a shard is written beside its place, flushed to the disk, and the directory is renamed into its place. An
-object store has no such rename: the files are put one by one and the manifest last, and a shard without one does not
-count. In both, a shard is there whole or not at all, and committing one twice writes the same bytes.
+In a folder, a shard is written to a temporary directory, flushed to the disk, and renamed into its place. An object
+store has no such rename: the files are put one by one and the manifest last, and a shard without a manifest does not
+count. In both, a shard is complete or absent, and committing it twice writes the same bytes.
 """
 
 import errno
@@ -20,10 +20,11 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 from cacheprobe.core.files import fsync
+from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.storage.clients import opened, put_new
 from cacheprobe.trace.manifest import MANIFEST
 
@@ -32,7 +33,7 @@ PLAN = "sweep.json"
 
 
 class SweepStore:
-    """The shards and records of one sweep, at a path or fsspec address."""
+    """Shards and records of one sweep, at a path or fsspec address."""
 
     def __init__(self, url: "str | Path") -> None:
         self.url = str(url)
@@ -42,12 +43,13 @@ class SweepStore:
         return f"SweepStore({self.url!r})"
 
     def path(self, name: str) -> str:
+        """Returns the full path of a file of the sweep."""
         return f"{self.root.rstrip('/')}/{name}"
 
     # -- small files
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a whole file: renamed into its place in a folder, one put in an object store."""
+        """Writes a whole file: renamed into its place in a folder, one put in an object store."""
         if self.is_local:
             from cacheprobe.core.files import write_whole
 
@@ -56,8 +58,9 @@ class SweepStore:
             self.fs.pipe_file(self.path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put a file on the condition that there is none of its name, in one step where the store's client can do that.
-        False where there is one. Of object stores alone."""
+        """Puts a file into an object store on the condition that there is none of its name; returns False if there is
+        one.
+        """
         try:
             put_new(self.fs, self.path(name), data)
         except FileExistsError:
@@ -65,20 +68,21 @@ class SweepStore:
         return True
 
     def read(self, name: str) -> bytes | None:
-        """The bytes of a file; None where there is none."""
+        """Returns the bytes of a file; None if there is none."""
         try:
             return self.fs.cat_file(self.path(name))
         except FileNotFoundError:
             return None
 
-    def read_json(self, name: str) -> Any:
+    def read_json(self, name: str) -> JsonDict | None:
+        """Returns the JSON object in a file; None if there is no file."""
         data = self.read(name)
         return None if data is None else json.loads(data)
 
     # -- shards
 
     def committed(self) -> frozenset[str]:
-        """Digests of the shards that are there whole."""
+        """Returns the digests of the shards that are complete."""
         if self.is_local:
             folder = self.path(SHARDS)
             found = (e.name for e in os.scandir(folder) if e.is_dir()) if os.path.isdir(folder) else ()
@@ -90,15 +94,15 @@ class SweepStore:
             return frozenset()
         return frozenset(name.split("/")[-2] for name in listed if name.endswith(f"/{MANIFEST}"))
 
-    def manifest(self, digest: str) -> dict[str, Any]:
-        """A committed shard's manifest. Raises: ValueError where there is no such shard."""
+    def manifest(self, digest: str) -> JsonDict:
+        """Returns a committed shard's manifest. Raises: ValueError if there is no such shard."""
         held = self.read_json(f"{SHARDS}/{digest}/{MANIFEST}")
         if held is None:
             raise ValueError(f"{self.url} has no shard {digest}; its run was not committed: run the sweep again")
         return held
 
-    def commit(self, digest: str, build: Callable[[Path], Any]) -> int:
-        """Let `build` write a shard into an empty directory, and commit it. Returns its bytes."""
+    def commit(self, digest: str, build: Callable[[Path], object]) -> int:
+        """Calls `build` to write a shard into a new directory, commits the shard, and returns its bytes."""
         staging = Path(self.path(STAGING)) if self.is_local else Path(tempfile.gettempdir())
         staging.mkdir(parents=True, exist_ok=True)
         made = staging / f"cacheprobe-{digest}-{secrets.token_hex(4)}"
@@ -124,7 +128,7 @@ class SweepStore:
                 raise
             if (target / MANIFEST).exists():  # another worker was first: the same bytes
                 return
-            shutil.rmtree(target)  # copied here by hand, and not whole
+            shutil.rmtree(target)  # an incomplete copy that somebody made by hand
             os.rename(made, target)
         fsync(target.parent)
 
@@ -134,12 +138,14 @@ class SweepStore:
             self.fs.pipe_file(self.path(f"{SHARDS}/{digest}/{name}"), (made / name).read_bytes())
 
     def fetch(self, digest: str) -> Path:
-        """A committed shard as a local directory: itself, or a copy that is kept for as long as this process lives."""
+        """Returns a committed shard as a local directory: its own, or a copy that this process deletes at its end."""
         files = (*self.manifest(digest)["files"], MANIFEST)
         return self.local_files([f"{SHARDS}/{digest}/{name}" for name in files])[0].parent
 
     def local_files(self, names: Sequence[str]) -> list[Path]:
-        """These files as local ones: themselves, or copies. A digest names bytes, so no copy grows old."""
+        """Returns these files as local ones: themselves, or copies. A digest names fixed bytes, so copies stay
+        valid.
+        """
         if self.is_local:
             return [Path(self.path(name)) for name in names]
         targets = [Path(_copies().name) / hashlib.sha256(self.url.encode()).hexdigest()[:12] / name for name in names]
@@ -151,18 +157,15 @@ class SweepStore:
         return targets
 
     def clean(self) -> None:
-        """Remove what killed workers left half written. Only whoever holds the lock may."""
+        """Removes the incomplete files of killed workers. Only the holder of the lock may call it."""
         if self.is_local:
             shutil.rmtree(self.path(STAGING), ignore_errors=True)
 
 
-_held: list[Any] = []
-
-
-def _copies() -> Any:
-    if not _held:
-        _held.append(tempfile.TemporaryDirectory(prefix="cacheprobe-sweep-"))
-    return _held[0]
+@cache
+def _copies() -> tempfile.TemporaryDirectory[str]:
+    """Returns the folder of local copies, which is deleted when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="cacheprobe-sweep-")
 
 
 def _write_through(path: Path, data: bytes) -> None:

@@ -1,19 +1,23 @@
-"""Holds one model and runs cells on it, wherever that is: in this process, another, or a Ray actor."""
+"""Holds one model and runs cells on it: in this process, in another, or in a Ray actor."""
 
 import errno
 import os
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from cacheprobe.sweeps.cells import Cell
+from cacheprobe.core.values import JsonDict
+from cacheprobe.sweeps.cells import Cell, ModelKey
 from cacheprobe.sweeps.storage.store import SweepStore
+
+if TYPE_CHECKING:
+    from cacheprobe.models.base import CachedLM
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker of a sweep is told."""
+    """Settings that every worker of a sweep needs."""
 
     url: str
     workers: int
@@ -22,46 +26,46 @@ class Job:
     num_gpus: float
     retries: int
     address: str | None = None
-    """Of a Ray cluster; None for one of this machine's own."""
+    """Address of a Ray cluster; None to start one on this machine."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell."""
+    """Result of one cell."""
 
     digest: str
     cause: str = ""
-    """Empty where it was committed; else in a word or two, for counting."""
+    """'' if the cell was committed; else the cause in a word or two, for counting."""
     message: str = ""
     trace: str = ""
-    """Of the exception, for the event log."""
+    """Traceback of the exception, for the event log."""
     seconds: float = 0.0
-    """Of the run and the commit."""
+    """Seconds of the run and the commit."""
     load_seconds: float = 0.0
-    """Of loading the model, where it had to be."""
+    """Seconds of loading the model; 0 if it was loaded already."""
     size: int = 0
     """Bytes of the shard."""
 
     @property
     def is_committed(self) -> bool:
+        """Whether the cell was committed."""
         return not self.cause
 
 
 FULL = "no space left"
-"""The cause after which a sweep stops handing out cells."""
+"""Cause after which a sweep starts no more cells."""
 
 
 class Holder:
-    """Loads a model once, for as long as its cells come one after another."""
+    """Keeps one model loaded while cells of this model follow each other."""
 
     def __init__(self, url: str) -> None:
         self.store = SweepStore(url)
-        self._key: Any = None
-        self._model: Any = None
+        self._key: ModelKey | None = None
+        self._model: CachedLM | None = None
 
-    def run(self, held: dict[str, Any]) -> Outcome:
-        """Run and commit the cell of this JSON. What goes wrong with it is in the outcome; it raises nothing of its own
-        but what ends a process."""
+    def run(self, held: JsonDict) -> Outcome:
+        """Runs and commits the cell of this JSON. An error of the cell is in the outcome and is not raised."""
         cell = Cell.from_json(held)
         digest, began, loaded = cell.digest, time.perf_counter(), 0.0
         if why := _other_code(cell):  # on another node, or since the sweep began
@@ -70,6 +74,7 @@ class Holder:
             loaded = self._load(cell)
             from cacheprobe.sweeps.workers.work import run_cell, save_cell
 
+            assert self._model is not None
             trace = run_cell(cell, self._model)
             size = self.store.commit(digest, lambda directory: save_cell(cell, trace, directory))
         except Exception as error:  # a cell's failure is a result: the others go on
@@ -84,7 +89,7 @@ class Holder:
         from cacheprobe.api import load_model
 
         began = time.perf_counter()
-        self._key = self._model = None  # the old one goes before the new one comes
+        self._key = self._model = None  # frees the old model before the new one is loaded
         name, dtype, adapter, products, device = cell.model_key
         self._model = load_model(name, dtype=dtype, device=device, adapter=adapter, products=products, progress=False)
         self._key = cell.model_key
@@ -92,18 +97,18 @@ class Holder:
 
 
 def _other_code(cell: Cell) -> str:
-    """What is not as the cell's digest says; otherwise nothing."""
+    """Returns how code or libraries differ from those that the cell was planned with; '' if they are equal."""
     from cacheprobe.sweeps.code import code_version, libraries
 
-    here: dict[str, Any] = {"code": code_version(), **dict(libraries())}
-    asked: dict[str, Any] = {"code": cell.origin["code"], **cell.origin["libraries"]}
+    here = {"code": code_version(), **dict(libraries())}
+    asked: dict[str, str] = {"code": cell.origin["code"], **cell.origin["libraries"]}
     differ = [name for name in here if asked.get(name) != here[name]]
     said = "; ".join(f"{name} {asked.get(name)} is asked for and {here[name]} is here" for name in differ)
     return said and f"{said}: install what the sweep was begun with, or begin it again"
 
 
 def cause_of(error: BaseException) -> str:
-    """A failure's cause, for counting."""
+    """Returns a failure's cause, for counting."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or os.strerror(errno.ENOSPC) in str(error):  # safetensors says it in words alone
         return FULL

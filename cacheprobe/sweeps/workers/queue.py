@@ -1,18 +1,17 @@
-"""Cells that wait, by model: a worker goes on with the model that it holds for as long as there are cells of it."""
+"""Queues the cells by model, so that a worker continues with its loaded model while there are cells of that model."""
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
-from cacheprobe.sweeps.cells import Cell
+from cacheprobe.sweeps.cells import Cell, ModelKey
 
 
 class Waiting:
     """A queue of cells for each model."""
 
     def __init__(self, cells: Iterable[Cell]) -> None:
-        self._by_model: dict[Any, deque[Cell]] = {}
-        self._holders: dict[Any, int] = {}
+        self._by_model: dict[ModelKey | None, deque[Cell]] = {}
+        self._holders: dict[ModelKey | None, int] = {}
         self.is_stopped = False
         for cell in cells:
             self._by_model.setdefault(cell.model_key, deque()).append(cell)
@@ -20,9 +19,11 @@ class Waiting:
     def __len__(self) -> int:
         return sum(map(len, self._by_model.values()))
 
-    def take(self, held: Any = None) -> Cell | None:
-        """The next cell for a worker that holds the model of key `held`: one of that model, or else of the model with
-        the most cells waiting for each worker that already holds it. None where nothing is left to do."""
+    def take(self, held: ModelKey | None = None) -> Cell | None:
+        """Returns the next cell for a worker that has the model of key `held` loaded; None if no cell is left.
+
+        The cell is of that model, or else of the model with most waiting cells per worker.
+        """
         if self.is_stopped:
             return None
         if not self._by_model.get(held):
@@ -36,10 +37,10 @@ class Waiting:
         return self._by_model[held].popleft()
 
     def put_back(self, cell: Cell) -> None:
-        """First in line again: its worker died."""
+        """Puts a cell first in the queue again, because its worker died."""
         self._by_model[cell.model_key].appendleft(cell)
         self._holders[cell.model_key] = max(self._holders.get(cell.model_key, 0) - 1, 0)
 
     def stop(self) -> None:
-        """Hand out nothing more."""
+        """Makes `take` return None from now on."""
         self.is_stopped = True

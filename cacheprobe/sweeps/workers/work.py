@@ -1,8 +1,9 @@
-"""One cell on a loaded model: the run, and its shard, whose bytes are a function of the cell alone."""
+"""Runs one cell on a loaded model, and saves its shard, whose bytes depend on the cell only."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
 from cacheprobe.analysis.measures import by_layer
@@ -11,19 +12,23 @@ from cacheprobe.api import run
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.records import SamplingParams
 from cacheprobe.core.registry import make
+from cacheprobe.core.values import JsonDict
+from cacheprobe.interventions.base import Intervention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.sweeps.cells import Cell
 from cacheprobe.sweeps.factory import NEEDS_STATES, make_changes, make_lens, parse_change
+from cacheprobe.tasks import Example
 from cacheprobe.trace.storage import save_trace
 from cacheprobe.trace.trace import Trace
 
 
 def run_cell(cell: Cell, model: CachedLM) -> Trace:
-    """The cell's run, under its number of threads.
+    """Returns the cell's trace, computed with the cell's number of threads.
 
-    Examples and noise are drawn from its seed, so cells of one seed read the same prompts whatever else differs; the
-    global generator, which nothing of ours draws from, is set from the cell's digest.
-    Raises: what `cacheprobe.run` raises, and RuntimeError where a request ended with an error.
+    Examples and noise are drawn from the cell's seed, so cells of one seed have the same prompts. torch's global
+    generator,
+    which cacheprobe does not use, is seeded from the cell's digest.
+    Raises: any error of `cacheprobe.run`, and RuntimeError if a request ended with an error.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(cell.origin["threads"])
@@ -40,7 +45,7 @@ def run_cell(cell: Cell, model: CachedLM) -> Trace:
 
 
 def save_cell(cell: Cell, trace: Trace, directory: Path) -> Path:
-    """Write the shard: a saved run that `load_trace` opens, its file names those of the digest, its times left out."""
+    """Writes the shard: a saved run for `load_trace`, with file names from the digest, and without times."""
     trace.event_table = trace.event_table.assign(seconds=float("nan"))
     trace.meta["sweep"] = {
         "digest": cell.digest,
@@ -51,8 +56,8 @@ def save_cell(cell: Cell, trace: Trace, directory: Path) -> Path:
     return save_trace(trace, directory, run_id=cell.digest[:8])
 
 
-def facts(trace: Trace) -> dict[str, Any]:
-    """What a table of cells says of one: requests, tokens, steps, drafts, and how the model did on the task."""
+def facts(trace: Trace) -> dict[str, int | float | None]:
+    """Returns a cell's numbers for the table of cells: requests, tokens, steps, drafts, and accuracy on the task."""
     drafted, behaviour = trace.num_drafted, trace.meta["behaviour"] or {}
     return {
         "requests": len(trace.requests),
@@ -66,8 +71,8 @@ def facts(trace: Trace) -> dict[str, Any]:
     }
 
 
-def layers(trace: Trace) -> list[dict[str, Any]]:
-    """`measures.by_layer` of the readings as records; empty where Z was not kept."""
+def layers(trace: Trace) -> list[dict[str, object]]:
+    """Returns `measures.by_layer` of the readings as records; [] if Z was not kept."""
     if trace.hypothesis_table is None or trace.hypothesis_table.empty:
         return []
     table = by_layer(lens_readings(trace))
@@ -95,14 +100,14 @@ def _run(cell: Cell, model: CachedLM) -> Trace:
     return run(model, examples, drafter=drafter, capture=capture, interventions=changes, **settings)
 
 
-def _changes(text: str | None, model: CachedLM, examples: Any, settings: dict[str, Any]) -> list[Any]:
-    """The cell's intervention for every request; mean and resample take the states of a plain run of these prompts."""
+def _changes(text: str | None, model: CachedLM, examples: Sequence[Example], settings: JsonDict) -> list[Intervention]:
+    """Returns the cell's intervention for every request; mean and resample use states of a plain run of the prompts."""
     if text is None:
         return []
     change, states = parse_change(text), None
     if change.name in NEEDS_STATES:
         site, layer = change.where["site"], change.where["layer"]
-        of_site: dict[str, Any] = {**settings, "layers": [layer], "lens": None}
+        of_site: JsonDict = {**settings, "layers": [layer], "lens": None}
         plain = run(model, examples, capture=site, **of_site)
         states = torch.cat([plain.states(site, layer, request.request_id) for request in plain.requests])
     return make_changes(change, range(len(examples)), states)
@@ -112,7 +117,7 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _plain(value: Any) -> Any:
-    """A number as JSON takes it; NaN, which it does not, becomes null."""
-    value = value.item() if hasattr(value, "item") else value
+def _plain(value: object) -> object:
+    """Returns numpy's number as Python's; NaN, which JSON does not have, becomes None."""
+    value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and value != value else value

@@ -1,6 +1,7 @@
-"""A worker process of the `processes` backend: a cell comes in as a line of JSON, its outcome goes out as one.
+"""Runs cells in a worker process of the `processes` backend: one line of JSON in for each cell, one out for its
+outcome.
 
-It ends when its input does, so it does not outlive the sweep by more than the cell that it is at.
+The process ends after its input ends, so after the end of the sweep it finishes at most its current cell.
 """
 
 import json
@@ -11,9 +12,10 @@ from dataclasses import asdict
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sweep's to answer
+    """Reads cells from stdin, runs them, and writes their outcomes to stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep handles Ctrl-C
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries goes to stderr
     from cacheprobe.sweeps.workers.holder import Holder
 
     holder = Holder(sys.argv[1])
@@ -25,4 +27,4 @@ if __name__ == "__main__":
     try:
         main()
     except BrokenPipeError:
-        os._exit(1)  # the sweep is gone; nobody is left to tell
+        os._exit(1)  # the sweep has ended
