@@ -4,8 +4,8 @@ import copy
 
 import torch
 
+from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.live import LiveModule
 from cacheprobe.models.loaders import load_model
 
 
