@@ -31,10 +31,10 @@ class Preset:
     """Whether training adds the attention bias that stands for the skipped tokens; see `crowd`."""
     pool: int = 12_000
     """Number of examples from which batches are drawn."""
-    model: Mapping[str, int] = field(default_factory=dict)
+    model: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     """Fields of ThinkingConfig that differ from the defaults."""
     loop: LoopSettings = field(default_factory=LoopSettings)
-    arms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    arms: Mapping[str, Mapping[str, int | float]] = field(default_factory=dict)
     """By arm: fields of LoopSettings, and `reach`, with which the arm performs best in distribution."""
 
     def tasks(self) -> list[Task]:
@@ -52,7 +52,7 @@ class Preset:
 
     def reach_of(self, arm: str) -> int:
         """Returns the maximum position jump in an arm's training."""
-        return self.arms.get(arm, {}).get("reach", self.reach)
+        return int(self.arms.get(arm, {}).get("reach", self.reach))
 
     def chain_of(self, arm: str) -> str | None:
         """Returns what an arm writes before the answer, one of CHAINS; None if the arm writes only the answer."""
