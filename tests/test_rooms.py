@@ -3,9 +3,9 @@
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.step import Engine
+from cacheprobe.models.fast.hooked_hf import HookedHF
 from tests.test_structure import imports, source_files
 from tests.tiny import hf_model
 
@@ -97,52 +98,43 @@ MOST_FRAMES = {"verify": 6, "prefill": 9, "decode": 10}
 decode goes through the drafter, which may be a user's."""
 
 
-def frames_of_passes(run: Callable[[], object]) -> dict[str, set[int]]:
-    """Returns, by phase, how many of the package's functions lie between `cp.run` and each pass's forward."""
+@contextmanager
+def counted_frames() -> Iterator[dict[str, set[int]]]:
+    """Inside the `with`, collects by phase how many of the package's functions each forward pass of a run needs."""
     home, found = str(Path(cp.__file__).parent), {}
+    forward = HookedHF.forward
+    begins, runs_a_pass = (inspect.unwrap(function).__code__ for function in (cp.run, ModelRunner.run))
 
-    def watch(frame: FrameType | None, event: str, argument: object) -> None:
-        if event != "call" or frame is None or frame.f_code.co_name != "forward":
-            return
-        if not frame.f_code.co_filename.startswith(f"{home}/models"):  # a module of torch's inside the pass
-            return
-        names, phase = [], None
-        while frame is not None:
+    def counting(*args: object, **settings: object) -> object:
+        frame, count, phase = sys._getframe(), 2, None  # the run and the forward are counted too
+        while frame is not None and frame.f_code is not begins:
             code = frame.f_code
-            if code.co_filename.startswith(home) and not code.co_name.startswith("<"):
-                names.append(code.co_name)
-                if isinstance(frame.f_locals.get("self"), ModelRunner):
-                    phase = frame.f_locals["phase"]
-                if code is cp.run.__code__:
-                    break
+            count += code.co_filename.startswith(home) and not code.co_name.startswith("<")
+            if code is runs_a_pass:
+                phase = frame.f_locals["phase"]
             frame = frame.f_back
-        if phase is not None and names.count("forward") == 1:
-            found.setdefault(phase, set()).add(len(names))
+        if frame is not None and phase is not None:
+            found.setdefault(phase, set()).add(count)
+        return forward(*args, **settings)
 
-    sys.setprofile(watch)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HookedHF, "forward", counting)
+        yield found
 
 
 def test_few_frames_lie_between_a_run_and_a_forward_pass() -> None:
-    model = cp.load_model(hf_model())
-    found = frames_of_passes(
-        lambda: cp.run(model, [[1, 2, 3]], max_new_tokens=4, window=4, deterministic=True, progress=False)
-    )
+    with counted_frames() as found:
+        cp.run(cp.load_model(hf_model()), [[1, 2, 3]], max_new_tokens=4, window=4, deterministic=True, progress=False)
     assert set(found) == set(MOST_FRAMES)
     assert [phase for phase, counts in found.items() if max(counts) > MOST_FRAMES[phase]] == [], found
 
 
 def test_a_further_frame_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Engine.verify
+    """One function more, compiled under the name of a file of the package."""
     path = Path(cp.__file__).parent / "engine" / "step.py"
-    wrapper = compile("def longer(engine, states):\n    return right(engine, states)", str(path), "exec")
-    names: dict[str, Any] = {"right": right}
-    exec(wrapper, names)
+    names: dict[str, Any] = {"right": Engine.verify}
+    exec(compile("def longer(engine, states):\n    return right(engine, states)", str(path), "exec"), names)
     monkeypatch.setattr(Engine, "verify", names["longer"])
-    model = cp.load_model(hf_model())
-    found = frames_of_passes(lambda: cp.run(model, [[1, 2]], max_new_tokens=3, deterministic=True, progress=False))
+    with counted_frames() as found:
+        cp.run(cp.load_model(hf_model()), [[1, 2]], max_new_tokens=3, deterministic=True, progress=False)
     assert max(found["verify"]) == MOST_FRAMES["verify"] + 1

@@ -35,6 +35,8 @@ from cacheprobe.models.turns import computing
 
 MOST_GIVEN_UP = 8
 """Calls of one run that may run out of time; the drafter is then not called again. Each one leaves a thread behind."""
+_LITTLE_SECONDS = 0.002
+"""Of the processor's time: a thread that only waits takes less of it in a tenth of a second."""
 _PASSES_COUNT = 10
 """Deadlines that a call may take in all, the passes that it asks for included."""
 
@@ -194,14 +196,30 @@ class _Thread:
             until += time.monotonic() - asked
 
     def give_up(self) -> None:
-        """Abandons the thread: its further requests to the engine are refused, and a Python loop in it is ended."""
+        """Abandons the thread: its further requests to the engine are refused, and a Python loop in it is ended.
+
+        A thread that only waits gets no exception: while one is pending for a blocked thread, Python 3.11 hangs as soon
+        as a profiler or a debugger is set in any other thread.
+        """
         self._is_given_up.set()
         self._answers.put((None, _GivenUpError()))
+        ident = self._thread.ident
+        if ident is not None and _is_computing(ident):  # it lives: jobs end with the None below
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_GivenUpError))
         self.jobs.put(None)
-        if self._thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self._thread.ident), ctypes.py_object(_GivenUpError)
-            )
+
+
+def _is_computing(ident: int) -> bool:
+    """Returns whether a living thread computes during the next tenth of a second; True if the system cannot tell."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return True
+    clock = time.pthread_getcpuclockid(ident)
+    began = time.clock_gettime(clock)
+    for _ in range(10):
+        time.sleep(0.01)
+        if time.clock_gettime(clock) - began > _LITTLE_SECONDS:
+            return True
+    return False
 
 
 class _Lent:
