@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from cacheprobe.sweeps.storage.store import SweepStore
 from cacheprobe.sweeps.workers.holder import Job
 from cacheprobe.sweeps.workers.queue import Waiting
 from cacheprobe_benchmarks import sweep_backends
-from cacheprobe_benchmarks.ray_faults import children
+from cacheprobe_benchmarks.ray_faults import children, command_line
 from cacheprobe_benchmarks.struck import CELLS
 from cacheprobe_benchmarks.sweep_faults import FAULTS, run
 from tests.test_sweeps import RUN, SMALL, digests
@@ -73,6 +75,15 @@ def test_a_model_is_loaded_once(tmp_path: Path) -> None:
     (log,) = (tmp_path / "s" / "events").glob("*.jsonl")
     ended = [said for line in log.read_text().splitlines() if (said := json.loads(line))["event"] == "ended"]
     assert [said["load_seconds"] > 0 for said in ended] == [True, False, True, False]
+
+
+def test_a_process_is_found_as_soon_as_it_is_started() -> None:
+    # about 1 in 100 has an empty command line at its first reading
+    for _ in range(400):
+        with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", "wanted"]) as process:
+            said = command_line(process.pid)
+            process.kill()
+        assert "wanted" in said
 
 
 def killing(events: Iterator[Event], strikes: int) -> list[Event]:

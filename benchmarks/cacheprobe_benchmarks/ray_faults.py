@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,17 +93,36 @@ def kill_own_node(folder: Path, chance: random.Random) -> Fate | str:
 
 
 def children(pid: int, said: str) -> list[int]:
-    """Processes that this one started, whose command line says so."""
+    """Returns the processes that this one started and whose command line contains the text."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
-            words = (path.parent / "cmdline").read_text()
+            if int(_stat(folder)[1]) == pid and said in command_line(int(folder.name)):
+                found.append(int(folder.name))
         except OSError:
             continue
-        if int(fields[1]) == pid and said in words:
-            found.append(int(path.parent.name))
     return sorted(found)
+
+
+def command_line(pid: int) -> str:
+    """Returns a process's command line; '' for one that has ended.
+
+    Linux shows an empty one for a moment after exec has closed the parent's pipe, that is after Popen has returned.
+    """
+    folder = Path("/proc", str(pid))
+    while not (words := (folder / "cmdline").read_text()) and _stat(folder)[0] not in "ZX" and _is_a_program(folder):
+        time.sleep(0.001)
+    return words
+
+
+def _is_a_program(folder: Path) -> bool:
+    """Returns False for a thread of the kernel, which has no command line."""
+    return int(_stat(folder)[6]) & 0x00200000 == 0
+
+
+def _stat(folder: Path) -> list[str]:
+    """Returns the fields of /proc/PID/stat from the state on."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()
 
 
 def _free_port() -> int:
