@@ -33,6 +33,12 @@ ANYWHERE = ("product", "norm", "activation")
 
 
 @pytest.fixture(autouse=True)
+def two_threads() -> None:
+    """Some faults act on two threads alone. `conftest` sets the number of the environment again after the test."""
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
 def few_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused shape is not held against many others, which would take most of the time."""
     monkeypatch.setattr(consistency, "_GROUPS", (4, 2))
