@@ -1,6 +1,7 @@
 """Defines once the settings of a run that are written as text: flags of `cacheprobe run`, and lines of its YAML file.
 
-Each field is a flag; its docstring is the flag's help. Names and defaults are those of `cp.load_model` and `cp.run`.
+Each field is a flag; its docstring is the flag's help. Names are those of `cp.load_model` and `cp.run`. A sweep's file
+takes its defaults from here.
 """
 
 from dataclasses import dataclass
