@@ -1,6 +1,8 @@
 """A request's status: which transitions happen in real runs, which are refused, and which fields fit which status."""
 
+import contextvars
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import ALLOWED, FIELDS, OF_FINISH, Status, StatusError, checked_states, is_checking
+from cacheprobe.stress.prove import prove
 from tests.invariants.machines import Call, Faulty, tiny
 from tests.invariants.runs import PROMPTS, Watched
 
@@ -158,8 +161,6 @@ def test_a_run_that_breaks_the_invariant_stops_after_the_step(monkeypatch: pytes
 
 def test_a_run_is_checked_only_inside_the_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs nothing elsewhere."""
-    import contextvars
-
     calls: list[int] = []
     monkeypatch.setattr(SequenceState, "check", lambda state: calls.append(state.request_id))
     settings = dict(max_new_tokens=3, deterministic=True, progress=False)
@@ -172,3 +173,16 @@ def test_a_run_is_checked_only_inside_the_with(monkeypatch: pytest.MonkeyPatch) 
 
     contextvars.Context().run(checked)
     assert len(calls) >= 4
+
+
+def test_the_stress_command_checks_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: set[Status] = set()
+    right = SequenceState.check
+
+    def check(state: SequenceState) -> None:
+        calls.add(state.status)
+        right(state)
+
+    monkeypatch.setattr(SequenceState, "check", check)
+    contextvars.Context().run(lambda: prove(40, tmp_path, real=False, progress=False))
+    assert {Status.RUNNING, Status.FINISHED} <= calls
