@@ -36,7 +36,7 @@ def with_flags(command: Command) -> Command:
             values[name] = settings(**named)
         return command(*args, **values)
 
-    run.__signature__ = inspect.Signature(flags)  # pyright: ignore[reportAttributeAccessIssue]
+    vars(run)["__signature__"] = inspect.Signature(flags)  # read by cyclopts, and by inspect.signature
     run.__annotations__ = {flag.name: flag.annotation for flag in flags}
     return run
 
@@ -55,13 +55,17 @@ def _flags(settings: type) -> Iterator[inspect.Parameter]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
-            annotation=Annotated[kind, *several, Parameter(help=said[field.name])],
+            annotation=Annotated[kind, *several, Parameter(help=said.get(field.name))],
         )
 
 
 def attribute_docs(settings: type) -> dict[str, str]:
-    """Returns the docstring below each field of a class, read from its source."""
-    (found,) = ast.parse(dedent(inspect.getsource(settings))).body
+    """Returns the docstring below each field of a class, read from its source; nothing if there is no source file."""
+    try:
+        source = inspect.getsource(settings)
+    except OSError:
+        return {}
+    (found,) = ast.parse(dedent(source)).body
     assert isinstance(found, ast.ClassDef)
     docs = {}
     for field, doc in zip(found.body, found.body[1:], strict=False):
