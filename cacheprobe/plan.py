@@ -13,7 +13,7 @@ from cacheprobe.capture.assemble import assemble
 from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.capture.observers import Tee
 from cacheprobe.capture.recorder import Recorder
-from cacheprobe.core.config import CaptureConfig, EngineConfig, pick_deterministic, resolve_layers
+from cacheprobe.core.config import CaptureConfig, EngineConfig, captured_layers, pick_deterministic
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.core.values import number, whole_number
@@ -80,7 +80,7 @@ class RunPlan:
         self.model, self.path_reason = choose_path(model, path, self.capture.heads)
         self.model.check_settings(config.window)
         self.config, self.is_group_given = config, is_group_given
-        self.layers = resolve_layers(layers if self.capture.layers is None else self.capture.layers, model.n_layers)
+        self.layers = captured_layers(self.capture, layers, model.n_layers)
         if self.capture.heads:
             require_heads(self.model, self.capture.heads, self.layers)
         self.lens = LogitLens() if lens is None else lens

@@ -39,3 +39,12 @@ def as_many_threads_as_before() -> Iterator[None]:
         torch = sys.modules["torch"]
         if torch.get_num_threads() != (wanted := int(os.environ["OMP_NUM_THREADS"])):
             torch.set_num_threads(wanted)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def checked_requests() -> Iterator[None]:
+    """Every run checks the state of its requests after each step."""
+    from cacheprobe.kvcache.status import checked_states
+
+    with checked_states():
+        yield

@@ -35,6 +35,8 @@ WRONG = {  # a call's prompts and settings, as source -> the name and the expect
     f"{P}, deterministic=float('nan')": "deterministic as a fraction must lie between 0 and 1, got nan",
     f"{P}, layers=[1.5]": "layers: a layer must be a whole number, got 1.5",
     f"{P}, layers=[True]": "layers: a layer must be a whole number, got True",
+    f"{P}, layers=[1], capture=cp.CaptureConfig(layers=[0])": "layers=[1] and CaptureConfig(layers=(0,)) both name",
+    f"{P}, layers=0, capture=cp.CaptureConfig(layers=[0])": "layers=0 and CaptureConfig(layers=(0,)) both name layers",
     f"{P}, seed=-1": "seed must be a non-negative integer, got -1",
     f"{P}, seed=None": "seed must be a whole number, got None",
     f"{P}, seed=1.5": "seed must be a whole number, got 1.5",

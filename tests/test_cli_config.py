@@ -1,13 +1,21 @@
 """Settings from a file: flags win, names are checked, and the run keeps what it was made with."""
 
+from dataclasses import dataclass, field, fields
+from inspect import signature
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 import cacheprobe as cp
 from cacheprobe.cli.app import app
 from cacheprobe.cli.config import read
+from cacheprobe.cli.flags import with_flags
+from cacheprobe.core.config import EngineConfig, EngineOptions
+from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
 from cacheprobe.plots.report.listings import run_listings
+from cacheprobe.sweeps.settings import Axes
+from cacheprobe.sweeps.settings import RunSettings as SweepRun
 
 ROOT = Path(__file__).parents[1]
 FILE = """
@@ -146,3 +154,48 @@ def test_a_proof_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "file.yaml").write_text(f"out: {tmp_path / 'proof'}\ntokens: 40\nreal: false\nprogress: false")
     assert command("prove", "--config", str(tmp_path / "file.yaml")) == 0
     assert "0 differences in" in capsys.readouterr().out and (tmp_path / "proof").is_dir()
+
+
+# -- one definition
+
+
+def test_the_flags_of_a_run_are_settings_of_the_calls() -> None:
+    """Their names and defaults stay those of `cp.load_model` and `cp.run`, and those of a sweep's file are theirs."""
+    flags = {field.name: field.default for kind in (ModelFlags, RunFlags) for field in fields(kind)}
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    for call in (cp.load_model, cp.run):
+        given = signature(call).parameters.items()
+        defaults |= {name: one.default for name, one in given if one.default is not one.empty}
+    sampling = {field.name for field in fields(cp.SamplingParams)} | {field.name for field in fields(cp.CaptureConfig)}
+    assert set(flags) <= set(defaults) | set(EngineOptions.__annotations__) | sampling
+    differ = {name for name, value in flags.items() if name in defaults and defaults[name] != value}
+    assert differ == {"dtype", "window", "group", "max_new_tokens"}  # what a call leaves open, or decides elsewhere
+    shared = {**Axes.model_fields, **SweepRun.model_fields}
+    known = {**flags, **{field.name: field.default for field in fields(PromptFlags)}}
+    assert set(shared) - set(known) == {"lens", "intervention", "prefill_chunk", "prefill_group", "pad_prefill"}
+    differ = {name for name in set(shared) & set(known) if shared[name].default not in (known[name], None)}
+    assert differ == {"dtype", "task", "window", "device", "capture"}
+
+
+def test_fields_are_flags() -> None:
+    @dataclass(frozen=True)
+    class Settings:
+        size: int = 3
+        """Rows of it."""
+        names: tuple[str, ...] = ()
+        """Names, or one."""
+        hidden: int = field(default=4, metadata={"flag": False})
+
+    @with_flags
+    def measure(path: Path, *, settings: Settings, fast: bool = False) -> tuple[Path, Settings, bool]:
+        return path, settings, fast
+
+    assert list(signature(measure).parameters) == ["path", "size", "names", "fast"]
+    assert measure(Path("a"), size=5, fast=True) == (Path("a"), Settings(size=5), True)
+    with pytest.raises(TypeError, match="hidden"):
+        measure(Path("a"), hidden=5)
+    of = App(default_command=measure)
+    _, given, *_ = of.parse_args(["a", "--names", "b", "c"], exit_on_error=False, print_error=False)
+    assert given.kwargs == {"names": ("b", "c")}
+    said = {one.names[0]: one.parameter.help for one in of.assemble_argument_collection(parse_docstring=True)}
+    assert said["--size"] == "Rows of it." and said["--names"] == "Names, or one."

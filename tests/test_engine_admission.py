@@ -63,8 +63,8 @@ def test_cancelling_a_preempted_request_ends_that_one_alone() -> None:
     for _ in run:
         state = run.states[1]
         if state.row < 0 and 0 < state.num_generated < NEW:
-            state.is_cancelled = True
-    assert run.states[1].is_cancelled, "nothing was preempted"
+            state.is_cancel_requested = True
+    assert run.states[1].is_cancel_requested, "nothing was preempted"
     assert run.trace.meta["finish"] == {"0": "length", "1": "cancelled"}
     want = cp.reference(tiny(), PROMPTS[:2], **RUN)
     assert run.trace.committed(0) == want.committed(0)
@@ -75,7 +75,7 @@ def test_cancelling_a_preempted_request_ends_that_one_alone() -> None:
 def test_cancelling_one_that_waits_evicts_nobody() -> None:
     def preempted(is_cancelled: bool) -> list:
         run = Watched(tiny(), PROMPTS[:2] + [[1, 5]], deterministic=True, max_batch=2, max_kv_tokens=40)
-        run.states[2].is_cancelled = is_cancelled
+        run.states[2].is_cancel_requested = is_cancelled
         run.finished()
         assert run.trace.meta["finish"]["2"] == ("cancelled" if is_cancelled else "length")
         return run.trace.meta["preemptions"]
@@ -91,7 +91,7 @@ def test_every_moment_is_right_for_cancelling() -> None:
         run = Watched(tiny(), PROMPTS[:3], deterministic=True, max_kv_tokens=30)
         for number, _ in enumerate(run):
             if number == round_number and not run.states[1].finish:
-                run.states[1].is_cancelled = True
+                run.states[1].is_cancel_requested = True
                 moments += 1
         for i in (0, 2):
             assert run.trace.committed(i) == want.committed(i)

@@ -104,7 +104,7 @@ def episode(seed: int) -> Counter:
             rows = [state.row for state in run.running]
             assert len(set(rows)) == len(rows) == run.cache.rows - run.cache.num_free_rows
             if number in cancels:
-                rng.choice(run.states).is_cancelled = True
+                rng.choice(run.states).is_cancel_requested = True
     except EngineError:
         assert all(state.error for state in run.states)
         return Counter(error=len(run.states))

@@ -64,6 +64,16 @@ def crowded(files: Mapping[str, str]) -> Iterator[str]:
             yield f"{folder} holds {count} files"
 
 
+def long_signatures(files: Mapping[str, str]) -> Iterator[str]:
+    """Public functions and methods with too many arguments; those behind `**options` are named in a TypedDict."""
+    for path, source in files.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                count = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+                if count > MOST_ARGUMENTS:
+                    yield f"{path}: {node.name} has {count} arguments"
+
+
 def test_no_modules_import_each_other() -> None:
     assert circles(PACKAGE) == []
 
@@ -81,6 +91,20 @@ def test_a_trace_is_data() -> None:
 @pytest.mark.parametrize("name", [name for name in cp.__all__ if inspect.isfunction(getattr(cp, name))])
 def test_a_public_function_has_few_arguments(name: str) -> None:
     assert len(inspect.signature(getattr(cp, name)).parameters) <= MOST_ARGUMENTS
+
+
+def test_no_public_function_has_many_arguments() -> None:
+    """Before: cli.run had 33, train lora 19, probes.fit 15 and causal_tracing 14."""
+    assert list(long_signatures(PACKAGE)) == []
+
+
+@pytest.mark.parametrize("place", ["def {}: ...", "class A:\n    def {}: ...", "async def {}: ..."])
+def test_a_long_signature_is_noticed(place: str) -> None:
+    names = [f"a{i}" for i in range(MOST_ARGUMENTS)]
+    for arguments, count in ((", ".join(names), 0), (", ".join([*names[:2], "*", *names[2:], "more"]), 1)):
+        source = place.format(f"f({arguments}, **options)")
+        assert len(list(long_signatures({"x.py": source}))) == count
+    assert not list(long_signatures({"x.py": f"def _f({', '.join(names)}, more): ..."}))
 
 
 def test_a_circle_and_a_crowd_are_noticed() -> None:

@@ -20,6 +20,9 @@ from cacheprobe.trace.manifest import damaged_files
 from cacheprobe.trace.state_store import ShardStore
 from cacheprobe.trace.trace import Trace
 
+_SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill")
+"""Settings of the run that the oracle takes over."""
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -83,8 +86,44 @@ def replay(
     Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request was verified.
     """
     require_run(trace)
-    config = EngineConfig(**trace.meta["config"])
-    path = str(trace.fingerprint["path"])
+    config, path = _schedule(trace, model, interventions)
+    asked = _verified_requests(trace, config, interventions)
+    has_readings = trace.hypothesis_table is not None and trace.meta["lens"] == LogitLens.name
+    again = oracle(
+        model,
+        [_as_asked(trace, request) for request in asked],
+        **{name: getattr(config, name) for name in _SHAPES},
+        capture=_capture(trace, has_readings),
+        path=path,
+        interventions=_renumbered(interventions, asked),
+        progress=progress,
+    )
+    num_files, faults = _files(trace)
+    checked = audit(trace, model.token_texts)
+    found = _Found(next(iter((*faults, *checked.faults)), None))
+    for number, request in enumerate(asked):
+        _compare_request(found, trace, again, model, request, number, has_readings)
+    return Replay(
+        len(asked),
+        found.num_tokens,
+        found.num_states,
+        found.num_readings,
+        len(trace.requests) - len(asked),
+        found.difference,
+        found.num_logprobs,
+        num_files,
+        checked.lines,
+        tuple(_not_compared(trace, asked, has_readings, num_files)),
+    )
+
+
+def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Intervention]) -> tuple[EngineConfig, str]:
+    """Returns the run's engine settings and path.
+
+    Raises: ValueError for a run that cannot be made again from what was saved; FingerprintMismatch for another
+    schedule.
+    """
+    config, path = EngineConfig(**trace.meta["config"]), str(trace.fingerprint["path"])
     path = path if path in PATHS else "auto"
     here, _ = choose_path(model, path)
     if trace.meta.get("interventions") and not interventions:
@@ -96,73 +135,82 @@ def replay(
         raise ValueError("this run went on from cache rows, which are not saved with it; replay it before it is saved")
     schedule = schedule_fingerprint(here, config, LENS_TILE, interventions, trace.requests)
     require_same(trace.fingerprint, schedule, "the run and this machine")
+    return config, path
+
+
+def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequence[Intervention]) -> list[Request]:
+    """Returns the requests whose tokens the oracle commits too. Raises: ValueError if there is none.
+
+    Left out are requests that ended with an error or without a token, and those with interventions by step, because
+    the oracle has other steps.
+    """
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     is_by_equality = is_all_verified and config.acceptance == "equality"
-    asked = [r for r in trace.requests if is_by_equality or r.is_deterministic]
-    asked = [r for r in asked if str(r.request_id) not in trace.meta["errors"] and trace.tokens[r.request_id]]
-    by_step = {one.request_id for one in interventions if one.steps is not None}  # the oracle's steps are others
-    asked = [r for r in asked if r.request_id not in by_step]
-    if not asked:
+    by_step = {one.request_id for one in interventions if one.steps is not None}
+    found = [
+        request
+        for request in trace.requests
+        if (is_by_equality or request.is_deterministic)
+        and str(request.request_id) not in trace.meta["errors"]
+        and trace.tokens[request.request_id]
+        and request.request_id not in by_step
+    ]
+    if not found:
         raise ValueError("no request of this run was verified: it had no drafter and none was deterministic")
-    has_readings = trace.hypothesis_table is not None and trace.meta["lens"] == LogitLens.name
-    sites = "".join(trace.store.sites) + ("Z" if has_readings else "")
-    capture = trace.meta["capture"]
-    again = oracle(
-        model,
-        [_as_asked(trace, request) for request in asked],
-        window=config.window,
-        group=config.group,
-        capacity=config.capacity,
-        prefill_chunk=config.prefill_chunk,
-        prefill_group=config.prefill_group,
-        pad_prefill=config.pad_prefill,
-        # states are kept by layer; readings of a tile depend on no other layer
-        capture=CaptureConfig(
-            sites=sites or None,
-            heads=trace.store.heads,
-            layers=tuple(capture["layers"]) if sites or trace.store.heads else None,
-            dtype=capture["dtype"],
-            top_k=capture["top_k"],
-            prompt_hypotheses=capture["prompt_hypotheses"],
-        ),
-        path=path,
-        interventions=[
-            replace(one, request_id=number)
-            for number, request in enumerate(asked)
-            for one in interventions
-            if one.request_id == request.request_id
-        ],
-        progress=progress,
+    return found
+
+
+def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
+    """Returns what the oracle has to keep. States are kept by layer; readings of a tile depend on no other layer."""
+    capture, sites = trace.meta["capture"], "".join(trace.store.sites) + ("Z" if has_readings else "")
+    return CaptureConfig(
+        sites=sites or None,
+        heads=trace.store.heads,
+        layers=tuple(capture["layers"]) if sites or trace.store.heads else None,
+        dtype=capture["dtype"],
+        top_k=capture["top_k"],
+        prompt_hypotheses=capture["prompt_hypotheses"],
     )
-    num_files, faults = _files(trace)
-    checked = audit(trace, model.token_texts)
-    num_tokens = num_states = num_readings = num_logprobs = 0
-    difference = next(iter((*faults, *checked.faults)), None)
-    for number, request in enumerate(asked):
-        difference = difference or _first_token_difference(trace, again, request, number)
-        num_tokens += len(trace.tokens[request.request_id])
-        difference = difference or _end_difference(trace, again, model, request, number)
-        if request.is_deterministic and difference is None and "log-probabilities" not in trace.missing:
-            num_logprobs += len(trace.tokens[request.request_id])
-        if request.is_deterministic and difference is None:
-            difference, compared = _first_state_difference(trace, again, request, number)
-            num_states += compared
-            difference = difference or _first_thought_difference(trace, again, request, number)
-        if request.is_deterministic and difference is None and has_readings:
-            difference, compared = _first_reading_difference(trace, again, request, number)
-            num_readings += compared
-    return Replay(
-        len(asked),
-        num_tokens,
-        num_states,
-        num_readings,
-        len(trace.requests) - len(asked),
-        difference,
-        num_logprobs,
-        num_files,
-        checked.lines,
-        tuple(_not_compared(trace, asked, has_readings, num_files)),
-    )
+
+
+def _renumbered(interventions: Sequence[Intervention], asked: Sequence[Request]) -> list[Intervention]:
+    """Returns the interventions on the asked requests, with the oracle's request numbers."""
+    return [
+        replace(one, request_id=number)
+        for number, request in enumerate(asked)
+        for one in interventions
+        if one.request_id == request.request_id
+    ]
+
+
+@dataclass
+class _Found:
+    """What was compared so far, and the first difference."""
+
+    difference: str | None
+    num_tokens: int = 0
+    num_states: int = 0
+    num_readings: int = 0
+    num_logprobs: int = 0
+
+
+def _compare_request(
+    found: _Found, trace: Trace, again: Trace, model: CachedLM, request: Request, number: int, has_readings: bool
+) -> None:
+    """Compares one request with request `number` of the oracle's run, until a difference is found."""
+    found.difference = found.difference or _first_token_difference(trace, again, request, number)
+    found.num_tokens += len(trace.tokens[request.request_id])
+    found.difference = found.difference or _end_difference(trace, again, model, request, number)
+    if found.difference is not None or not request.is_deterministic:
+        return
+    if "log-probabilities" not in trace.missing:
+        found.num_logprobs += len(trace.tokens[request.request_id])
+    found.difference, compared = _first_state_difference(trace, again, request, number)
+    found.num_states += compared
+    found.difference = found.difference or _first_thought_difference(trace, again, request, number)
+    if found.difference is None and has_readings:
+        found.difference, compared = _first_reading_difference(trace, again, request, number)
+        found.num_readings += compared
 
 
 def _files(trace: Trace) -> tuple[int, list[str]]:

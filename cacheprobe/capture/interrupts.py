@@ -51,7 +51,7 @@ def cancelling(states: Sequence[SequenceState], says_so: bool) -> Iterator[Stop]
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stop.is_asked = True
         for state in states:
-            state.is_cancelled = True
+            state.is_cancel_requested = True
         if says_so:
             with suppress(RuntimeError):  # the signal came while stderr was being written
                 print("\nstopping after this pass; Ctrl-C again ends at once", file=sys.stderr, flush=True)

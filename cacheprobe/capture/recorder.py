@@ -27,6 +27,22 @@ _LENS_CHECK_ROWS = 16
 
 
 @dataclass
+class Unconfirmed:
+    """What the passes since the last report have added. If their step fails, all of it is discarded."""
+
+    first_row: int = 0
+    """Number of rows that are confirmed; those behind are not."""
+    first_thought: int = 0
+    """Number of thoughts that are confirmed."""
+    num_blocks: int = 0
+    """Number of blocks of states that these passes opened."""
+    reads: list[tuple[RowRecord, Queued]] = field(default_factory=list)
+    """Lens readings to queue once the step is confirmed."""
+    masses: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Entries of `Recorder.answer_mass`."""
+
+
+@dataclass
 class Recorder:
     """An Observer that collects what a Trace is built from."""
 
@@ -63,10 +79,7 @@ class Recorder:
             r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()
         }
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
-        # counters and queues of the passes since the last report; their step may still fail
-        self._num_settled = self._num_settled_thoughts = self._num_open_blocks = 0
-        self._pending_reads: list[tuple[RowRecord, Queued]] = []
-        self._pending_masses: dict[int, tuple[float, ...]] = {}
+        self._unconfirmed = Unconfirmed()
         self._prompt_rows: dict[int, list[RowRecord]] = {}
         self._prompt_reads: dict[int, list[Queued]] = {}
         self._seen_phases: set[str] = set()
@@ -96,7 +109,7 @@ class Recorder:
         now = self._now = OpenPass.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
         if any(kept):
             now.states = self.blocks.open(len(now.keep_index), width)
-            self._num_open_blocks += 1
+            self._unconfirmed.num_blocks += 1
             if self.head_blocks is not None:
                 positions = [row.position for row, is_kept in zip(rows, kept, strict=True) if is_kept]
                 now.heads = self.head_blocks.open(now.keep_index, positions)
@@ -158,7 +171,7 @@ class Recorder:
         layers = self._layers_below[ran]
         states = states[: len(layers)].clone()
         queued = Queued(len(self.rows) - 1, row.position, states, layers, request_id=row.request_id, step=row.step)
-        self._pending_reads.append((row, queued))
+        self._unconfirmed.reads.append((row, queued))
 
     def _pass_on(self, row: RowRecord, queued: Queued) -> None:
         assert self.reader is not None
@@ -182,36 +195,33 @@ class Recorder:
             logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
 
-    def _settle(self) -> None:
+    def _confirm(self) -> None:
         """Confirms all rows since the last report: they belong to a step that did not fail.
 
         Hands their lens readings on. The engine commits only after every choice of a step, so no failed step gets here.
         """
-        for row in self.rows[self._num_settled :]:
+        for row in self.rows[self._unconfirmed.first_row :]:
             if row.role == "prompt" and row.status == "committed":
                 self._prompt_rows.setdefault(row.request_id, []).append(row)
-        for row, queued in self._pending_reads:
+        for row, queued in self._unconfirmed.reads:
             if row.role == "prompt":
                 self._prompt_reads.setdefault(row.request_id, []).append(replace(queued))
             self._pass_on(row, queued)
-        self._num_settled, self._num_settled_thoughts, self._num_open_blocks = len(self.rows), len(self.thoughts), 0
-        self._pending_reads.clear()
-        self.answer_mass |= self._pending_masses
-        self._pending_masses.clear()
+        self.answer_mass |= self._unconfirmed.masses
+        self._unconfirmed = Unconfirmed(len(self.rows), len(self.thoughts))
 
     def on_failure(self, step: int) -> None:
         """Discards all passes since the last report; the engine runs them again."""
-        for _ in range(self._num_open_blocks):
+        first_row, first_thought = self._unconfirmed.first_row, self._unconfirmed.first_thought
+        for _ in range(self._unconfirmed.num_blocks):
             self.blocks.drop_last()
             if self.head_blocks is not None:
                 self.head_blocks.drop_last()
-        lost = {id(row) for row in self.rows[self._num_settled :]}
+        lost = {id(row) for row in self.rows[first_row:]}
         for request_id, rows in self._undecided.items():
             self._undecided[request_id] = [row for row in rows if id(row) not in lost]
-        del self.rows[self._num_settled :], self.thoughts[self._num_settled_thoughts :]
-        self._num_open_blocks = 0
-        self._pending_reads.clear()
-        self._pending_masses.clear()
+        del self.rows[first_row:], self.thoughts[first_thought:]
+        self._unconfirmed = Unconfirmed(first_row, first_thought)
         self._now = None
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
@@ -225,7 +235,7 @@ class Recorder:
             self.rows.append(mine)
             if (queued := reads.get(numbers.get(id(row), -1))) is not None:
                 own = replace(queued, row=len(self.rows) - 1, target=-1, request_id=request_id)
-                self._pending_reads.append((mine, own))
+                self._unconfirmed.reads.append((mine, own))
         prompt = len(self.prompts[source_id])
         for thought in [t for t in self.thoughts if t.request_id == source_id and t.end < prompt]:
             self.thoughts.append(replace(thought, request_id=request_id))
@@ -263,7 +273,7 @@ class Recorder:
         """Sets the roles of committed tokens. For an accepted draft the verifier's rows are canonical, the drafter's
         candidates.
         """
-        self._settle()
+        self._confirm()
         self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
         for row in self._undecided[request_id]:
             if not row.role:
@@ -278,7 +288,7 @@ class Recorder:
         answers = self.answers.get(request_id)
         if answers and position == len(self.prompts[request_id]) and request_id not in self.answer_mass:
             probs = logits.float().softmax(-1)
-            self._pending_masses[request_id] = tuple(float(probs[token]) for token in answers)
+            self._unconfirmed.masses[request_id] = tuple(float(probs[token]) for token in answers)
 
     def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
         """Keeps the change of provenance."""
@@ -286,7 +296,7 @@ class Recorder:
 
     def on_step(self, record: StepRecord) -> None:
         """Confirms the step's rows and keeps the step's record."""
-        self._settle()
+        self._confirm()
         self.steps.append(record)
 
     def on_finish(self, finished: Finished) -> None:

@@ -91,7 +91,7 @@ class Stream:
     def cancel(self, request_id: int) -> None:
         """Ends a request at the next round: its draft is rolled back; tokens that were handed out stay."""
         self._require(request_id)
-        self._states[request_id].is_cancelled = True
+        self._states[request_id].is_cancel_requested = True
 
     def cache_rows(self, request_id: int) -> KVSnapshot:
         """Returns a copy of a request's cache rows between two rounds.

@@ -1,36 +1,24 @@
 """Implements `cacheprobe train`. Heavy imports are made when a command runs."""
 
 from pathlib import Path
-from typing import Annotated
 
 from cyclopts import App
 
-from cacheprobe.cli.config import SEVERAL, fill
+from cacheprobe.cli.config import fill
+from cacheprobe.cli.flags import with_flags
+from cacheprobe.training.lora.settings import EvaluationSettings, LoraSettings
 
 train = App(name="train", help="Train a model for a task.", help_format="plaintext")
 
 
 @train.command(config=fill)
+@with_flags
 def lora(
     *,
     config: Path | None = None,
-    model: str = "smollm2-135m",
-    task: str = "coin-flip",
     out: Path = Path("runs/lora-coin-flip"),
-    max_people: int = 4,
-    steps: int = 240,
-    batch: int = 16,
-    rank: int = 8,
-    first_layer: int = 10,
-    learning_rate: float = 2e-3,
-    running_weight: float = 0.5,
-    curriculum: float = 0.5,
-    seed: int = 0,
-    evaluate: str | None = None,
-    people: Annotated[tuple[int, ...], SEVERAL] = (1, 2, 3, 4, 5, 6, 8, 10),
-    flip_probability: Annotated[tuple[float, ...], SEVERAL] = (0.5,),
-    questions: int = 200,
-    json: Path | None = None,
+    settings: LoraSettings,
+    evaluation: EvaluationSettings,
     progress: bool = True,
 ) -> None:
     """Train a LoRA adapter on a task's questions, or evaluate one. Continues a training that was stopped.
@@ -39,64 +27,26 @@ def lora(
     ----------
     config
         A YAML file of settings, named as these flags are; flags win.
-    model
-        The base model: smollm2-135m, a hub name or a local directory.
-    task
-        coin-flip.
     out
         Directory for the adapter and the checkpoint.
-    max_people
-        Largest number of people in a training question.
-    steps
-        Steps of the training.
-    batch
-        Questions of a step.
-    rank
-        Rank of the adapter.
-    first_layer
-        First block with an adapter.
-    learning_rate
-        Highest learning rate.
-    running_weight
-        Weight of the auxiliary loss on the state after each person; 0 trains on the answer only.
-    curriculum
-        Share of the steps over which the number of people grows.
-    seed
-        Seed of the questions and the first weights.
-    evaluate
-        Evaluate the model with and without this adapter, a directory or coin-flip; do not train.
-    people
-        Numbers of people in an evaluation; 1 to 6, 8 and 10 by default.
-    flip_probability
-        Chances to flip in an evaluation; 0.5 by default.
-    questions
-        Number of questions in an evaluation for each number of people and chance to flip.
-    json
-        Also write the evaluation to this file.
     progress
         Show progress.
     """
-    if evaluate is not None:
+    if evaluation.evaluate is not None:
         from cacheprobe.training.lora.report import evaluate_adapter
 
-        evaluate_adapter(model, evaluate, people, flip_probability, questions, json, progress)
+        evaluate_adapter(
+            settings.model,
+            evaluation.evaluate,
+            evaluation.people,
+            evaluation.flip_probability,
+            evaluation.questions,
+            evaluation.json,
+            progress,
+        )
         return
     from cacheprobe.training.lora.run import train_lora
-    from cacheprobe.training.lora.settings import LoraSettings
 
-    settings = LoraSettings(
-        model=model,
-        task=task,
-        max_people=max_people,
-        steps=steps,
-        batch=batch,
-        rank=rank,
-        first_layer=first_layer,
-        learning_rate=learning_rate,
-        running_weight=running_weight,
-        curriculum=curriculum,
-        seed=seed,
-    )
     done = train_lora(settings, out, progress=progress)
     print(
         f"{done['settings']['steps']} steps, {done['questions']} questions: {done['seconds']:.0f} s, "

@@ -41,7 +41,7 @@ class EngineOptions(TypedDict, total=False):
     acceptance: str
     """"equality", or "rejection" for speculative sampling of requests that are not deterministic."""
     layers: "str | int | Iterable[int]"
-    """Layers to keep states of: "all", a number or a list."""
+    """Layers to keep states of: "all", a number or a list. Not together with those of a CaptureConfig."""
     path: str
     """"twin" (fast forward), "bridge" (TransformerLens), or "auto": the fast forward unless an intervention edits
     states."""
@@ -132,7 +132,7 @@ class CaptureConfig:
     heads: "str | Sequence[str]" = ()
     """Head activations to keep: one or more of q, k, v, z and pattern. Only the bridge gives patterns."""
     layers: tuple[int, ...] | None = None
-    """Layers to keep; None for all."""
+    """Layers to keep; None for those of the run's `layers`, all by default."""
     positions: Sequence[int] | None = None
     """Absolute positions to keep; None for all."""
     phases: tuple[str, ...] | None = None
@@ -229,6 +229,20 @@ def resolve_layers(layers: object, n_layers: int) -> tuple[int, ...]:
         if not -n_layers <= layer < n_layers:
             raise ValueError(f"unknown layer {layer}; the model has layers 0 to {n_layers - 1}")
     return tuple(sorted({layer % n_layers for layer in wanted}))
+
+
+def captured_layers(capture: CaptureConfig, layers: object, n_layers: int) -> tuple[int, ...]:
+    """Returns the layers that a run keeps: those of `capture`, or else `layers`.
+
+    Raises: ValueError if both name layers, and for a layer that the model does not have.
+    """
+    if capture.layers is None:
+        return resolve_layers(layers, n_layers)
+    if not (layers is None or (isinstance(layers, str) and layers == "all")):
+        raise ValueError(
+            f"layers={layers!r:.60} and CaptureConfig(layers={capture.layers!r:.60}) both name layers to keep; give one"
+        )
+    return resolve_layers(capture.layers, n_layers)
 
 
 def pick_deterministic(deterministic: object, n: int) -> frozenset[int]:

@@ -11,6 +11,7 @@ from cacheprobe.core.records import Finished, StepRecord, Verdict
 from cacheprobe.engine.choosing import JUDGES, Choice, choose_next, describe
 from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.status import is_checking
 from cacheprobe.ops.acceptance import find_ending
 from cacheprobe.ops.processors import target_probs
 from cacheprobe.ops.sampling import lowest_argmax
@@ -108,9 +109,9 @@ class Committer:
         longest = max(self.config.window - 1, 1)
         state.draft_cap = max(state.draft_cap - 1, 1) if verdict.is_rollback else min(state.draft_cap + 2, longest)
 
-    def _end(self, state: SequenceState, reason: str | None) -> None:
+    def _end(self, state: SequenceState, reason: str | None, error: str | None = None) -> None:
         if reason is not None:
-            state.finish = reason
+            state.end(reason, error)
             finished = Finished(state.request_id, self.runner.step, reason, tuple(state.generated))
             self.observer.on_finish(finished)
 
@@ -123,8 +124,7 @@ class Committer:
         else:
             self.clear_draft(state)
             self.cache.scrub(state.row, 0)  # NaN may have come with an earlier pass than the one that failed of it
-        state.error = error
-        self._end(state, reason)
+        self._end(state, reason, error)
 
     def clear_draft(self, state: SequenceState) -> None:
         """Removes a request's draft and its uncommitted cache contents after a failed pass."""
@@ -141,7 +141,7 @@ class Committer:
         self._give_up_draft(state)
         self._truncate(state, 0)
         self.cache.release(state.row)
-        state.row, state.num_prefilled, state.num_rebuilt, state.prompt_logits = -1, 0, 0, None
+        state.preempt()
         self.observer.on_preempt(state.request_id, self.runner.step)
 
     def _give_up_draft(self, state: SequenceState) -> None:
@@ -179,6 +179,9 @@ class Committer:
             )
         )
         self.forget_choices()
+        if is_checking():
+            for state in states:
+                state.check()
 
     def forget_choices(self) -> None:
         """Drops the choices of a failed step, so that they are not reported."""

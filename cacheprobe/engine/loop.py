@@ -18,6 +18,7 @@ from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.status import is_checking
 from cacheprobe.models.base import CachedLM
 
 FIRST_DRAFT_LENGTH = 4
@@ -82,6 +83,9 @@ def rounds(
                         engine.verify(some)
             for state in scheduler.retire():
                 calls.release(drafter, state)
+            if is_checking():
+                for state in states:
+                    state.check()
             yield engine.runner.step
 
     engine.cache.check_integrity()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.status import Status
 from cacheprobe.kvcache.surgery import put_rows
 
 FREE_PREFILL_WIDTH = 128
@@ -127,6 +128,7 @@ class Prefill:
                 self._rewrite("verify", state, ids, start, window, self.config.group, is_checked=True)
             self._mark(state, len(prompt), state.last_committed_position, "verified")
         state.num_prefilled = len(prompt)
+        state.become(Status.RUNNING)
 
     def _mark(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
         if end > start:

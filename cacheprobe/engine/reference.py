@@ -21,7 +21,7 @@ def read_rows(
 ) -> KVSnapshot:
     """Returns the keys and values of a prompt without its last token, as the reference's prefill writes them."""
     cache = model.new_cache(2, config.capacity)
-    state.row = cache.allocate()
+    state.admit(cache)
     Engine(ModelRunner(model, cache, observer, editor), config).admit([state], [state])
     if state.error:
         raise EngineError(state.error)
@@ -45,12 +45,12 @@ def run_reference(
     first_step = -1
     for state in states:
         cache = model.new_cache(2, config.capacity)
-        state.row, state.cache = cache.allocate(), cache
+        state.admit(cache)
         passes = ModelRunner(model, cache, observer, editor, watch)
         passes.step = first_step
         engine = Engine(passes, config)
         engine.admit([state], [state])
-        while not state.finish:
+        while not state.is_ended:
             for attempt in engine.attempts([state]):
                 with attempt as alone:
                     engine.verify(alone)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.status import Status
 
 WATCHED_EVERY = 16
 """Of so many full passes, one leaves a place free, in which the pass is compared with itself; a request waits for the
@@ -45,8 +46,7 @@ class Scheduler:
             if not has_arrived or not self._fits(state):
                 break
             self.waiting.popleft()
-            state.row, state.cache = self.cache.allocate(), self.cache
-            state.admitted_at = self._num_admitted
+            state.admit(self.cache, self._num_admitted)
             self._num_admitted += 1
             self.running.append(state)
             admitted.append(state)
@@ -70,14 +70,14 @@ class Scheduler:
 
     def cancelled(self) -> list[SequenceState]:
         """Returns the requests cancelled since the last round; those not yet admitted leave the queue."""
-        for state in [s for s in self.waiting if s.is_cancelled]:
+        for state in [s for s in self.waiting if s.is_cancel_requested]:
             self.waiting.remove(state)
             self.running.append(state)
-        return [s for s in self.running if s.is_cancelled and not s.finish]
+        return [s for s in self.running if s.is_cancel_requested and not s.is_ended]
 
     def retire(self) -> list[SequenceState]:
         """Frees the cache places of finished requests, and returns these requests."""
-        finished = [state for state in self.running if state.finish]
+        finished = [state for state in self.running if state.is_ended]
         for state in finished:
             self.running.remove(state)
             row = state.row
@@ -100,7 +100,9 @@ class Scheduler:
 
     def growing(self) -> list[SequenceState]:
         """Returns the requests of the next decode: all but those that wait for the verifier."""
-        return [state for state in self.running if not state.finish and not state.is_ready(self.config.window)]
+        return [
+            state for state in self.running if state.status is Status.RUNNING and not state.is_ready(self.config.window)
+        ]
 
     def piggybacked(self) -> list[SequenceState]:
         """Requests that are never verified and fill up the passes of those that are, where the window is one row.

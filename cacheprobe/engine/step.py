@@ -14,6 +14,7 @@ from cacheprobe.engine.drafting import DrafterCalls
 from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner, ShapeFault
 from cacheprobe.engine.prefill import Prefill
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.status import Status
 from cacheprobe.ops.acceptance import clip_draft
 
 
@@ -207,4 +208,6 @@ def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> Seque
 def _twin(state: SequenceState, running: Sequence[SequenceState]) -> SequenceState | None:
     """Returns a running request whose cache holds the same prompt, computed by the same schedule; None if there is
     none."""
-    return _same_prompt(state, [s for s in running if s.prompt_logits is not None and not s.error and s is not state])
+    return _same_prompt(
+        state, [s for s in running if s.prompt_logits is not None and s.status is not Status.FAILED and s is not state]
+    )

@@ -1,15 +1,24 @@
 """Activation patching: puts one state of the clean run at a time into the corrupted run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from typing import Unpack
 
 import torch
 
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
-from cacheprobe.patching.asked import PATCHED_SITES, as_layers, as_pair, as_positions, check_site, usable
+from cacheprobe.patching.asked import (
+    PATCHED_SITES,
+    GridOptions,
+    as_layers,
+    as_pair,
+    as_positions,
+    check_site,
+    grid_config,
+    usable,
+)
 from cacheprobe.patching.cells import Cell, Edit, cell
 from cacheprobe.patching.grid import Grid
 from cacheprobe.patching.pair import answers, grid_of_pair, run_pair
@@ -26,11 +35,7 @@ def activation(
     site: str = "S",
     heads: bool = False,
     answer: "Sequence[str | int] | None" = None,
-    layers: "Iterable[int] | None" = None,
-    positions: "Iterable[int] | None" = None,
-    store: "str | Path | None" = None,
-    path: str = "auto",
-    progress: bool = True,
+    **options: Unpack[GridOptions],
 ) -> Grid:
     """Runs the corrupted prompt once for each layer and position, with the clean run's state there, and measures its
     answer.
@@ -38,9 +43,8 @@ def activation(
     clean, corrupt: prompts of one length: text, token ids or task examples.
     site: S, T, C, or "pre", the residual stream that enters the block.  heads: at site T, one head at a time.
     answer: the clean answer and the other one; by default the first choices of the two runs.
-    layers, positions: those of the grid, None for all.
-    store: a folder for finished cells; the same call resumes from there.
-    path: "twin", "bridge" or "auto", as in `cp.run`.
+    options, the keywords of GridOptions: layers and positions of the grid, None for all; store, a folder for finished
+    cells, from which the same call resumes; path, "twin", "bridge" or "auto", as in `cp.run`; progress.
     Returns a Grid; its table has layer, position, head (if requested), token, logit_difference, nld, flip,
     logprob_nats.
     Raises: ValueError for prompts of different length, for equal prompts, for a site, layer or position that does not
@@ -53,9 +57,10 @@ def activation(
     check_site(site, PATCHED_SITES)
     if heads and site != "T":
         raise ValueError(f"heads give to site T alone, not to {site}; leave out heads=, or use site='T'")
-    model = usable(model, path)
+    config = grid_config(**options)
+    model = usable(model, config.path)
     ids = as_pair(model, clean, corrupt)
-    in_layers, at_positions = as_layers(layers, model), as_positions(positions, len(ids[0]))
+    in_layers, at_positions = as_layers(config.layers, model), as_positions(config.positions, len(ids[0]))
     place = HEADS if heads else site
     runs = run_pair(model, *ids, (place,))
     pair = answers(model, answer, *runs)
@@ -70,7 +75,7 @@ def activation(
         for p in at_positions
     ]
     axes = ["layer", "position", *(["head"] if heads else [])]
-    return grid_of_pair(model, "activation", place, axes, runs, pair, in_layers, groups, store, progress)
+    return grid_of_pair(model, "activation", place, axes, runs, pair, in_layers, groups, config)
 
 
 def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, Cell]:

@@ -1,7 +1,11 @@
 """Reads and checks the arguments of a patching grid before the model runs."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict, Unpack
 
+from cacheprobe.core.config import require_known_options
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.paths import choose_path
@@ -9,6 +13,38 @@ from cacheprobe.models.prompts import Prompt, PromptExample
 
 RESIDUAL_SITES = ("pre", "S")
 PATCHED_SITES = (*RESIDUAL_SITES, "T", "C")
+
+
+class GridOptions(TypedDict, total=False):
+    """Keywords that `activation`, `prefix` and `causal_tracing` share: the extent of a grid and how it is computed."""
+
+    layers: "Iterable[int] | None"
+    """Layers of the grid; None for all."""
+    positions: "Iterable[int] | None"
+    """Positions of the grid; None for all."""
+    store: "str | Path | None"
+    """A folder for finished cells; the same call resumes from there."""
+    path: str
+    """"twin", "bridge" or "auto", as in `cp.run`."""
+    progress: bool
+    """Whether a bar is shown on a terminal."""
+
+
+@dataclass(frozen=True)
+class GridConfig:
+    """Holds the GridOptions of one call, with a default for each that was not given."""
+
+    layers: "Iterable[int] | None" = None
+    positions: "Iterable[int] | None" = None
+    store: "str | Path | None" = None
+    path: str = "auto"
+    progress: bool = True
+
+
+def grid_config(**options: Unpack[GridOptions]) -> GridConfig:
+    """Returns the options with their defaults. Raises: TypeError for an unknown option, with the nearest name."""
+    require_known_options(options, GridOptions.__annotations__)
+    return GridConfig(**options)
 
 
 def usable(model: CachedLM, path: str) -> CachedLM:

@@ -1,14 +1,23 @@
 """Prefix patching: patches every position up to one position, at one layer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from typing import Unpack
 
 import torch
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
-from cacheprobe.patching.asked import RESIDUAL_SITES, as_layers, as_pair, as_positions, check_site, usable
+from cacheprobe.patching.asked import (
+    RESIDUAL_SITES,
+    GridOptions,
+    as_layers,
+    as_pair,
+    as_positions,
+    check_site,
+    grid_config,
+    usable,
+)
 from cacheprobe.patching.cells import Cell, Edit
 from cacheprobe.patching.grid import Grid
 from cacheprobe.patching.pair import answers, grid_of_pair, run_pair
@@ -24,11 +33,7 @@ def prefix(
     *,
     site: str = "S",
     answer: "Sequence[str | int] | None" = None,
-    layers: "Iterable[int] | None" = None,
-    positions: "Iterable[int] | None" = None,
-    store: "str | Path | None" = None,
-    path: str = "auto",
-    progress: bool = True,
+    **options: Unpack[GridOptions],
 ) -> Grid:
     """Runs, for every layer and position p, the corrupted prompt with the clean run's states at all positions up to p.
 
@@ -39,9 +44,10 @@ def prefix(
     Twin: tests.patching_slowly.naive_grid, close(1e-5) in float32.
     """
     check_site(site, RESIDUAL_SITES)
-    model = usable(model, path)
+    config = grid_config(**options)
+    model = usable(model, config.path)
     ids = as_pair(model, clean, corrupt)
-    in_layers, at_positions = as_layers(layers, model), as_positions(positions, len(ids[0]))
+    in_layers, at_positions = as_layers(config.layers, model), as_positions(config.positions, len(ids[0]))
     runs = run_pair(model, *ids, ())
     pair = answers(model, answer, *runs)
 
@@ -54,7 +60,7 @@ def prefix(
         for p in at_positions
     ]
     axes = ["layer", "position"]
-    return grid_of_pair(model, "prefix", site, axes, runs, pair, in_layers, groups, store, progress)
+    return grid_of_pair(model, "prefix", site, axes, runs, pair, in_layers, groups, config)
 
 
 def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, Cell]:

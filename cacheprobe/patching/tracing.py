@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
+from typing import Unpack
 
 import pandas as pd
 import torch
@@ -13,11 +13,13 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
 from cacheprobe.patching.asked import (
     PATCHED_SITES,
+    GridOptions,
     as_answer,
     as_layers,
     as_positions,
     as_token_ids,
     check_site,
+    grid_config,
     usable,
 )
 from cacheprobe.patching.cells import Cell, Edit, cell
@@ -39,11 +41,7 @@ def causal_tracing(
     noise: float = 3.0,
     samples: int = 10,
     seed: int = 0,
-    layers: "Iterable[int] | None" = None,
-    positions: "Iterable[int] | None" = None,
-    store: "str | Path | None" = None,
-    path: str = "auto",
-    progress: bool = True,
+    **options: Unpack[GridOptions],
 ) -> Grid:
     """Runs the prompt with noise on the subject's embeddings, once for each layer and position with the clean state
     restored there.
@@ -54,7 +52,7 @@ def causal_tracing(
     noise: standard deviation of the noise, as a multiple of the standard deviation of this prompt's input to block 0.
     The paper uses 3 times that of embeddings over many subjects, without positions.
     samples: number of noise draws, each with its own grid; draw i depends on (seed, i) only.
-    layers, positions, store, path: as in `activation`.
+    options: layers, positions, store, path and progress, as in `activation`.
     Returns a Grid; its table has layer, position, sample, token, probability (of the answer), effect (its gain over the
     noisy run, the indirect effect) and is_top (whether the answer is the first choice again).
     Raises: ValueError for a site, layer or position that does not exist, and for invalid window, samples or noise.
@@ -68,10 +66,11 @@ def causal_tracing(
             f"window={window}, samples={samples}, noise={noise}: give at least one layer and one sample, and noise "
             "above zero"
         )
-    model = usable(model, path)
+    config = grid_config(**options)
+    model = usable(model, config.path)
     ids = as_token_ids(model, prompt, "traced")
-    noisy_at, at_positions = (as_positions(given, len(ids)) for given in (tuple(subject), positions))
-    in_layers = as_layers(layers, model)
+    noisy_at, at_positions = (as_positions(given, len(ids)) for given in (tuple(subject), config.positions))
+    in_layers = as_layers(config.layers, model)
     clean = run_once(model, ids, (site,))
     first = int(clean.logits.argmax()) if answer is None else as_answer(model, answer)
     scale = noise * float(clean.at("pre", 0).float().std())
@@ -97,7 +96,7 @@ def causal_tracing(
     asked = dict(kind="causal tracing", site=site, window=window, answer=first, prompt=ids, subject=noisy_at)
     asked |= dict(noise=noise, seed=seed, layers=in_layers)
     both = (first, first)
-    said = sweep(model, groups, both, parts_of(store, model, asked), progress)
+    said = sweep(model, groups, both, parts_of(config.store, model, asked), config.progress)
     drowned = [_probability(read(noisy(i).logits[None], both)[0]) for i in range(samples)]
     texts = model.token_texts(ids)
     meta: GridMeta = {

@@ -1,21 +1,48 @@
 """Linear probes by site, layer and place, each compared with baselines that do not use the states."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.probes.checks import LEAST, ProbeError, chosen_pairs, require_enough
+from cacheprobe.core.config import require_known_options
+from cacheprobe.probes.checks import LEAST, ProbeError, require_enough
+from cacheprobe.probes.examples import Examples, States, of_trace, of_vectors, pooled_examples
 from cacheprobe.probes.groups import control_labels, effective_number, group_folds, wilson
-from cacheprobe.probes.places import embeddings, labelled
 from cacheprobe.probes.ridge import held_out_scores
 from cacheprobe.trace.trace import Trace
 
-States = Mapping[tuple[str, int], Tensor]
-"""Vectors [n, m], keyed by (site, layer)."""
+COLUMNS = [
+    "site", "layer", "at", "place", "examples", "groups", "classes", "accuracy", "low", "high", "control",
+    "selectivity", "majority", "untrained", "embedding", "strength", "is_above",
+]  # fmt: skip
+
+
+class ProbeOptions(TypedDict, total=False):
+    """Keywords of `fit` for how a probe is tested."""
+
+    folds: int
+    """Number of folds; each is tested by a probe fitted on the others."""
+    controls: int
+    """Number of tasks in which every word has a random label; without words there are none."""
+    least: int
+    """Minimum number of groups of each class at a place."""
+    seed: int
+    """Seed of the folds and of the control tasks."""
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """Holds the ProbeOptions of one call, with a default for each that was not given."""
+
+    folds: int = 5
+    controls: int = 10
+    least: int = LEAST
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,10 +86,7 @@ def fit(
     pooled: bool = False,
     untrained: "Trace | States | None" = None,
     embedding: Tensor | None = None,
-    folds: int = 5,
-    controls: int = 10,
-    least: int = LEAST,
-    seed: int = 0,
+    **options: Unpack[ProbeOptions],
 ) -> ProbeResult:
     """Fits a linear classifier of the true state for every site, layer and place, and tests it on held-out groups.
 
@@ -71,44 +95,51 @@ def fit(
     sites, layers: by default, those that were captured.  pooled: one probe for all places instead of one for each.
     untrained: the same prompts on `untrained(model)`, or its states, as a baseline.  embedding: [n, m] of the words
     alone; for a trace, computed with its model.
-    folds: number of folds; each is tested by a probe fitted on the others.  controls: number of tasks in which every
-    word has a random label; without `words` there are none.
-    least: minimum number of groups of each class at a place.
+    options: folds (5), controls (10), least (20 groups of each class at a place) and seed; ProbeOptions says what each
+    does.
     Raises: ProbeError for too few examples, and for sites and layers that do not exist.
     Source: linear probes, Alain and Bengio 2016 (arXiv 1610.01644); selectivity, Hewitt and Liang 2019 (arXiv
     1909.03368), section 3. The classifier is ridge regression on the classes: one factorisation serves the true labels
     and all control tasks.  Twin: tests.probes_slowly.fit_slowly (scikit-learn), accuracies ==.
     """
-    at = at if isinstance(at, str) else list(at)
-    about, kept = _examples(states, labels, groups, places, words, at, sites, layers)
-    kind = "given" if not isinstance(states, Trace) else "event" if isinstance(at, str) else "position"
-    bare = None if untrained is None else _aligned(untrained, about, at, list(kept))
-    if isinstance(states, Trace) and embedding is None:
-        embedding = embeddings(states, about)
-    if pooled:
-        about = about.assign(place="all")
-    parts = []
-    for place in about.place.drop_duplicates():
-        here = np.flatnonzero((about.place == place).to_numpy())
-        some = about.iloc[here]
-        require_enough(some, place, folds, least)
-        known = _Place(some, folds, controls, seed)
-        baseline = np.nan if embedding is None else known.accuracies(embedding[here][None])[0][0]
-        for site in dict.fromkeys(site for site, _ in kept):
-            at_site = [layer for s, layer in kept if s == site]
-            found = known.accuracies(torch.stack([kept[site, layer][here] for layer in at_site]), with_controls=True)
-            without = (
-                np.full(len(at_site), np.nan)
-                if bare is None
-                else known.accuracies(torch.stack([bare[site, layer][here] for layer in at_site]))[0]
+    require_known_options(options, ProbeOptions.__annotations__)
+    config = ProbeConfig(**options)
+    if isinstance(states, Trace):
+        if any(given is not None for given in (labels, groups, places, words)):
+            raise ProbeError(
+                "a trace brings its own labels, groups, places and words; to give others, give vectors too: "
+                "fit({(site, layer): trace.vectors(site, layer, rows)}, labels, groups)"
             )
-            parts.append(known.lines(site, at_site, found, without, baseline).assign(place=place, at=kind))
-    columns = [
-        "site", "layer", "at", "place", "examples", "groups", "classes", "accuracy", "low", "high", "control",
-        "selectivity", "majority", "untrained", "embedding", "strength", "is_above",
-    ]  # fmt: skip
-    table = pd.concat(parts, ignore_index=True)[columns]
-    return ProbeResult(table, folds, controls if "word" in about else 0, seed)
+        examples = of_trace(states, at, sites, layers, untrained, embedding)
+    else:
+        examples = of_vectors(states, (labels, groups, places, words), at, sites, layers, untrained, embedding)
+    if pooled:
+        examples = pooled_examples(examples)
+    parts = [part for place in examples.places for part in _tables(examples, place, config)]
+    controls = config.controls if "word" in examples.about else 0
+    return ProbeResult(pd.concat(parts, ignore_index=True)[COLUMNS], config.folds, controls, config.seed)
+
+
+def _tables(examples: Examples, place: Hashable, config: ProbeConfig) -> Iterator[pd.DataFrame]:
+    """Yields the lines of one place, one table for each site."""
+    here = np.flatnonzero((examples.about.place == place).to_numpy())
+    some = examples.about.iloc[here]
+    require_enough(some, place, config.folds, config.least)
+    known = _Place(some, config.folds, config.controls, config.seed)
+    embedding, baseline = examples.embedding, np.nan
+    if embedding is not None:
+        baseline = known.accuracies(embedding[here][None])[0][0]
+    for site in dict.fromkeys(site for site, _ in examples.states):
+        at_site = [layer for s, layer in examples.states if s == site]
+        found = known.accuracies(_stacked(examples.states, site, at_site, here), with_controls=True)
+        without = np.full(len(at_site), np.nan)
+        if examples.untrained is not None:
+            without = known.accuracies(_stacked(examples.untrained, site, at_site, here))[0]
+        yield known.lines(site, at_site, found, without, baseline).assign(place=place, at=examples.kind)
+
+
+def _stacked(states: States, site: str, layers: list[int], here: np.ndarray) -> Tensor:
+    return torch.stack([states[site, layer][here] for layer in layers])
 
 
 class _Place:
@@ -158,55 +189,3 @@ class _Place:
                  strength=strength)
         )  # fmt: skip
         return table.assign(is_above=table.low > table[["majority", "untrained", "embedding"]].max(axis=1))
-
-
-def _examples(
-    states: "Trace | States",
-    labels: "Iterable[object] | None",
-    groups: "Iterable[Hashable] | None",
-    places: "Iterable[Hashable] | None",
-    words: "Iterable[Hashable] | None",
-    at: "str | Iterable[int]",
-    sites: "Iterable[str] | None",
-    layers: "Iterable[int] | None",
-) -> tuple[pd.DataFrame, States]:
-    """Returns the examples' labels, groups, places and words, and their vectors keyed by (site, layer)."""
-    if isinstance(states, Trace):
-        if labels is not None or groups is not None or places is not None or words is not None:
-            raise ProbeError(
-                "a trace brings its own labels, groups, places and words; to give others, give vectors too: "
-                "fit({(site, layer): trace.vectors(site, layer, rows)}, labels, groups)"
-            )
-        about = labelled(states, at)
-        wanted = chosen_pairs(states.store.sites, states.store.layers, sites, layers)
-        return about, {pair: states.vectors(*pair, about) for pair in wanted}
-    if labels is None or groups is None:
-        raise ProbeError("vectors need labels, and groups: what stands in one group is never split, such as a prompt")
-    about = pd.DataFrame({"label": list(labels), "group": list(groups)})
-    about["place"] = "all" if places is None else list(places)
-    if words is not None:
-        about["word"] = list(words)
-    held = tuple(sorted({site for site, _ in states}))
-    wanted = chosen_pairs(held, tuple(sorted({layer for _, layer in states})), sites, layers)
-    kept = {pair: states[pair] for pair in wanted if pair in states}
-    for (site, layer), vectors in kept.items():
-        if vectors.ndim != 2 or len(vectors) != len(about):
-            raise ProbeError(
-                f"states of {site} at layer {layer} are {list(vectors.shape)}; {len(about)} labels need [n, m] with "
-                f"n = {len(about)}"
-            )
-    return about, kept
-
-
-def _aligned(untrained: "Trace | States", about: pd.DataFrame, at: "str | Iterable[int]", pairs: list) -> States:
-    """Returns the untrained model's states of the same examples."""
-    if isinstance(untrained, Trace):
-        same = labelled(untrained, at)
-        columns = ["request_id", "place", "position", "label", "word"]
-        if len(same) != len(about) or not same[columns].equals(about[columns]):
-            raise ProbeError("the untrained model's run is of other prompts; run it on the same examples")
-        untrained = {(site, layer): untrained.vectors(site, layer, same) for site, layer in pairs}
-    for pair in pairs:
-        if pair not in untrained or len(untrained[pair]) != len(about):
-            raise ProbeError(f"the untrained model's states have no {pair[0]} of layer {pair[1]} for every example")
-    return untrained

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.values import JsonDict
+from cacheprobe.kvcache.status import checked_states
 from cacheprobe.stress.control import control_beside
 from cacheprobe.stress.soak import soak
 from cacheprobe.stress.subjects import real_subjects, tiny_subjects, twin_subjects
@@ -33,7 +34,8 @@ def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progr
                 refused = f", shapes refused by the trial: {len(at.refused)}" if at.refused else ""
                 bar.at(min(at.num_compared, num_tokens), f"{len(at.differences)} differences{refused}")
 
-            soak(subjects, tally, num_tokens, path, seed, report)
+            with checked_states():
+                soak(subjects, tally, num_tokens, path, seed, report)
         if beside:
             numbers = beside.result()
             is_void = not numbers["control_unverified_differ"]

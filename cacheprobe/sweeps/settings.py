@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
 from cacheprobe.core.values import JsonDict
 
 if TYPE_CHECKING:
@@ -35,20 +36,22 @@ class _Strict(BaseModel):
 
 
 class Axes(_Strict):
-    """One value of each axis: together they are a cell. Names are those of `cacheprobe run`."""
+    """One value of each axis: together they are a cell. Names, and defaults unless written here, are those of
+    `cacheprobe run`.
+    """
 
-    model: Text = "smollm2-135m"
+    model: Text = ModelFlags.model
     dtype: DType = "float32"
-    adapter: Maybe = None
-    products: Products = "torch"
+    adapter: Maybe = ModelFlags.adapter
+    products: Products = ModelFlags.products
     task: Text = "coin_flip"
-    drafter: Maybe = None
+    drafter: Maybe = RunFlags.drafter
     window: Rows = 16
     lens: Text = "logit"
     """logit, or KIND:DIRECTORY of a stored lens, such as tuned:lenses/smollm2."""
     intervention: Maybe = None
     """zero, add, mean or resample, such as zero:site=T,layer=3,positions=4-9; applies to every request."""
-    seed: Seed = 0
+    seed: Seed = RunFlags.seed
 
 
 def _many(of: Any, listed: Callable[[object], object] = _listed) -> Any:
@@ -94,27 +97,27 @@ class Grid(_Strict):
 
 
 class RunSettings(_Strict):
-    """Settings that all cells share, named as in `cacheprobe.run`."""
+    """Settings that all cells share. Names, and defaults unless written here, are those of `cacheprobe run`."""
 
-    n: Rows = 8
+    n: Rows = PromptFlags.n
     """Examples of the task in each cell."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """cpu, cuda or cuda:1. A Ray actor sees the GPUs that `resources.num_gpus` gives it, counted from 0."""
-    max_new_tokens: Rows = 32
-    capacity: Rows = 512
-    group: Rows | None = None
+    max_new_tokens: Rows = RunFlags.max_new_tokens
+    capacity: Rows = RunFlags.capacity
+    group: Rows | None = RunFlags.group
     """None takes the choice of `cp.run`, here and for the three settings below."""
     prefill_chunk: Rows | None = None
     prefill_group: Rows | None = None
     pad_prefill: Annotated[bool, Field(strict=True)] | None = None
-    deterministic: Annotated[float, Field(ge=0, le=1)] = 0.0
+    deterministic: Annotated[float, Field(ge=0, le=1)] = RunFlags.deterministic
     capture: str | None = "Z"
     """Sites to keep, of S, T, C and Z."""
     layers: tuple[Annotated[int, Field(strict=True)], ...] | None = None
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    top_k: Annotated[int, Field(ge=0, strict=True)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()
+    temperature: Annotated[float, Field(ge=0)] = RunFlags.temperature
+    top_k: Annotated[int, Field(ge=0, strict=True)] = RunFlags.top_k
+    top_p: Annotated[float, Field(gt=0, le=1)] = RunFlags.top_p
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = RunFlags.stop
 
 
 class Resources(_Strict):

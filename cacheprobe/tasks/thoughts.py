@@ -93,13 +93,7 @@ def annotate_all(
     Needs a fast tokenizer with pad and eos tokens, and examples without shots and chat template.
     Twin: tests.test_thoughts.annotate_slowly, ==.
     """
-    check_count("chunk", chunk, at_least=1)
-    if form not in FORMATS:
-        raise ValueError(f"form={form!r} is unknown; use one of {FORMATS}")
-    if chain is not None and chain not in CHAINS:
-        raise ValueError(f"chain={chain!r} is unknown; use one of {CHAINS}")
-    if max_thought is not None:
-        check_count("max_thought", max_thought, at_least=1)
+    _require_choices(chunk, form, max_thought, chain)
     if phases is not None and len(phases) != len(examples):
         raise ValueError(f"give one phase for each of {len(examples)} examples, got {len(phases)}")
     if any(example.shots or example.chat for example in examples):
@@ -109,7 +103,6 @@ def annotate_all(
         raise ValueError(f"a tokenizer with pad and eos tokens is needed, got pad={pad} and eos={eos}")
     if not examples:
         return []
-
     texts = [example.question.text + example.question.answer for example in examples]
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     assert encoded.encodings is not None, "a fast tokenizer has encodings"
@@ -117,30 +110,49 @@ def annotate_all(
     annotated = []
     rows = zip(examples, encoded["input_ids"], encoded.encodings, phases or repeat(0), strict=phases is not None)
     for index, (example, token_ids, encoding, phase) in enumerate(rows):
-        question = example.question
         if tokenizer.unk_token_id in token_ids:
             refuse_unknown(tokenizer, texts[index], token_ids, encoding.offsets)
-        num_prompt = _end_of_prompt(question, encoding)
-        closing = num_prompt
-        if phase:
-            check_count("phase", phase, at_least=0)
-            closing = _closing_token(question, encoding)
-        front = -(num_prompt + phase) % chunk
-        padded = [pad] * front + token_ids[:closing] + [pad] * phase + token_ids[closing:num_prompt]
+        question, num_prompt = example.question, _end_of_prompt(example.question, encoding)
+        prompt, front = _padded(question, encoding, token_ids[:num_prompt], chunk, phase, pad)
         chunks = [(front + _token_of(encoding, end - 1)) // chunk for _, end in question.spans]
-        thoughts: list[tuple[int, ...]] = [(eos,)] * (len(padded) // chunk)
+        thoughts: list[tuple[int, ...]] = [(eos,)] * (len(prompt) // chunk)
         for place, said in _said(question, chunks, len(thoughts), form):
-            thought = (*[token_id for text in said for token_id in say(text)], eos)
-            if max_thought is not None and len(thought) > max_thought:
+            thoughts[place] = (*[token_id for text in said for token_id in say(text)], eos)
+            if max_thought is not None and len(thoughts[place]) > max_thought:
                 raise ValueError(
-                    f"example {index}, {question.text!r:.80}, chunk {place}: the thought {said} has {len(thought)} "
-                    f"tokens with its end, and max_thought={max_thought}; allow more, or take a smaller chunk"
+                    f"example {index}, {question.text!r:.80}, chunk {place}: the thought {said} has "
+                    f"{len(thoughts[place])} tokens with its end, and max_thought={max_thought}; allow more, or take a "
+                    "smaller chunk"
                 )
-            thoughts[place] = thought
         answer_ids: tuple[int, ...] = (*token_ids[num_prompt:], eos)
         chain_ids = tuple(token_id for text in _written(question, chain) for token_id in say(text))
-        annotated.append(Annotated(tuple(padded), tuple(thoughts), answer_ids, len(question.events), chain_ids))
+        annotated.append(Annotated(tuple(prompt), tuple(thoughts), answer_ids, len(question.events), chain_ids))
     return annotated
+
+
+def _require_choices(chunk: int, form: str, max_thought: int | None, chain: str | None) -> None:
+    """Raises: ValueError for a form or a chain that does not exist, and for a chunk or thought without a token."""
+    check_count("chunk", chunk, at_least=1)
+    if form not in FORMATS:
+        raise ValueError(f"form={form!r} is unknown; use one of {FORMATS}")
+    if chain is not None and chain not in CHAINS:
+        raise ValueError(f"chain={chain!r} is unknown; use one of {CHAINS}")
+    if max_thought is not None:
+        check_count("max_thought", max_thought, at_least=1)
+
+
+def _padded(
+    question: Question, encoding: Encoding, prompt: list[int], chunk: int, phase: int, pad: int
+) -> tuple[list[int], int]:
+    """Returns the prompt with its pads, and how many of them stand in front: so many that it fills whole chunks.
+
+    phase: number of pads before the closing words.
+    """
+    front, closing = -(len(prompt) + phase) % chunk, len(prompt)
+    if phase:
+        check_count("phase", phase, at_least=0)
+        closing = _closing_token(question, encoding)
+    return [pad] * front + prompt[:closing] + [pad] * phase + prompt[closing:], front
 
 
 def _said(question: Question, chunks: Sequence[int], count: int, form: str) -> Iterator[tuple[int, tuple[str, ...]]]:

@@ -47,7 +47,7 @@ def test_invariant_15_no_leak() -> None:
         run = Watched(Faulty(tiny(), plan), requests, **settings)
         for number, _ in enumerate(run):
             if number in moments and run.running:
-                rng.choice(run.running).is_cancelled = True
+                rng.choice(run.running).is_cancel_requested = True
             run.cache.check_integrity()
             rows = [state.row for state in run.running]
             assert len(set(rows)) == len(rows) == run.cache.rows - run.cache.num_free_rows

@@ -252,6 +252,6 @@ def test_invariant_16_isolation_from_those_who_leave() -> None:
         for number, _ in enumerate(run):
             if number == moment and not run.states[1].finish:
                 midway += bool(run.states[1].draft)
-                run.states[1].is_cancelled = True
+                run.states[1].is_cancel_requested = True
         assert [run.trace.committed(i) for i in (0, 2)] == [want.committed(i) for i in (0, 2)]
     assert midway

@@ -25,7 +25,7 @@ from cacheprobe.models.fast.fused_linear import Product
 from cacheprobe.models.fast.head_places import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.models.hf.cache import staged
+from cacheprobe.models.hf.cache import ForwardInputs, staged
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights, empty_model
@@ -139,33 +139,47 @@ class HookedHF:
         if not self.weights.is_current:
             self.weights.bind()
             self._lean = None
-        if self._lean is not None and not self._lean.is_current:
-            self._lean = None
-        if self._lean_kind and self._nothing_acts and not cache.head_masks.concern(rows):
-            if self._lean is None:
-                self._lean = self._make_lean(self._lean_kind)
-            placed = staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx)
-            with placed as inputs, keeping_float64(self.dtype):
-                where = inputs["position_ids"], inputs["attention_mask"]
-                return self._lean(token_ids.to(self.device), cache, *where, self._listeners, num_layers, logit_slots)
+        lean = self._lean_forward(cache, rows)
         can_choose = logit_slots is not None and self._can_choose_logits
-        extra = {"logits_to_keep": torch.tensor(list(logit_slots or ()), device=self.device)} if can_choose else {}
         with ExitStack() as stack:
             inputs = stack.enter_context(staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx))
             stack.enter_context(keeping_float64(self.dtype))
+            token_ids = token_ids.to(self.device)
+            if lean is not None:
+                where = inputs["position_ids"], inputs["attention_mask"]
+                return lean(token_ids, cache, *where, self._listeners, num_layers, logit_slots)
             stack.enter_context(attending(cache.reach, self.n_layers if num_layers is None else num_layers))
-            if num_layers is not None:
-                stack.enter_context(self._stop_after(num_layers))
+            out = self._run_modules(token_ids, inputs, num_layers, logit_slots if can_choose else None)
+        return out if logit_slots is None or can_choose or num_layers is not None else out[:, list(logit_slots)]
+
+    def _lean_forward(self, cache: KVCache, rows: Sequence[int]) -> FunctionalForward | LeanGPT | None:
+        """Returns the forward without modules; None if the family has none, or a hook or a head mask needs modules."""
+        if self._lean is not None and not self._lean.is_current:
+            self._lean = None
+        if self._lean_kind is None or not self._nothing_acts or cache.head_masks.concern(rows):
+            return None
+        if self._lean is None:
+            is_llama = self._lean_kind is FunctionalForward
+            compiled = (self._compiled_block,) if is_llama else ()
+            self._lean = self._lean_kind(self.model, self._product, *compiled)
+        return self._lean
+
+    def _run_modules(
+        self, token_ids: Tensor, inputs: ForwardInputs, num_layers: int | None, logit_slots: Sequence[int] | None
+    ) -> Tensor:
+        """Runs the plain model: all blocks and the logits, of these slots if given; or the first `num_layers` blocks
+        alone."""
+        if num_layers is None:
+            extra = (
+                {} if logit_slots is None else {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)}
+            )
+            return self.model(token_ids, use_cache=True, **inputs, **extra).logits
+        with self._stop_after(num_layers):
             try:
-                out = self.model(token_ids.to(self.device), use_cache=True, **inputs, **extra).logits
+                self.model(token_ids, use_cache=True, **inputs)
             except _Stopped as stopped:
                 return stopped.residual
-        return out if logit_slots is None or can_choose else out[:, list(logit_slots)]
-
-    def _make_lean(self, kind: type[FunctionalForward] | type[LeanGPT]) -> FunctionalForward | LeanGPT:
-        if kind is FunctionalForward:
-            return FunctionalForward(self.model, self._product, self._compiled_block)
-        return kind(self.model, self._product)
+        raise ModelError(f"{self.name} did not reach block {num_layers}")
 
     @contextmanager
     def _stop_after(self, num_layers: int) -> Iterator[None]:

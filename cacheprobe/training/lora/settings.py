@@ -1,7 +1,8 @@
 """Settings of a LoRA training, checked before loading; and the names that are held out from training."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import cos, pi
+from pathlib import Path
 
 from cacheprobe.tasks.coin_flip import NAMES
 
@@ -11,46 +12,59 @@ TRAIN_NAMES = tuple(name for name in NAMES if name not in HELD_OUT_NAMES)
 
 TASKS = ("coin-flip",)
 
+NO_FLAG = {"flag": False}
+"""Metadata of a setting that `cacheprobe train lora` has no flag for."""
+
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Everything that a training's result depends on, except the output folder. Equal settings give the same bits."""
+    """Everything that a training's result depends on, except the output folder. Equal settings give the same bits.
+
+    The docstrings of the fields are the help of `cacheprobe train lora`.
+    """
 
     model: str = "smollm2-135m"
+    """The base model: smollm2-135m, a hub name or a local directory."""
     task: str = "coin-flip"
+    """coin-flip."""
     max_people: int = 4
+    """Largest number of people in a training question."""
     steps: int = 240
+    """Steps of the training."""
     batch: int = 16
-    """Questions in a step."""
-    micro_batch: int = 8
+    """Questions of a step."""
+    micro_batch: int = field(default=8, metadata=NO_FLAG)
     """Questions in a forward. Similar lengths are put together, to compute few pads."""
     rank: int = 8
-    alpha: int = 16
+    """Rank of the adapter."""
+    alpha: int = field(default=16, metadata=NO_FLAG)
     """The adapter's product is scaled by alpha / rank."""
     first_layer: int = 10
-    """First block with an adapter; no gradient runs through earlier blocks."""
+    """First block with an adapter."""
     learning_rate: float = 2e-3
-    """Peak value, reached after `warmup_steps`; then falls by a cosine to zero at the end."""
-    warmup_steps: int = 10
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    """Highest learning rate."""
+    warmup_steps: int = field(default=10, metadata=NO_FLAG)
+    """Steps until the highest learning rate, which then falls by a cosine to zero at the end."""
+    weight_decay: float = field(default=0.0, metadata=NO_FLAG)
+    max_grad_norm: float = field(default=1.0, metadata=NO_FLAG)
     running_weight: float = 0.5
-    """Weight of the auxiliary loss: heads against tails on the token that completes each person's words. 0 for none."""
+    """Weight of the auxiliary loss on the state after each person; 0 trains on the answer only."""
     curriculum: float = 0.5
-    """Share of the steps over which the number of people grows from 1 to `max_people`."""
+    """Share of the steps over which the number of people grows."""
     seed: int = 0
+    """Seed of the questions and the first weights."""
 
     def __post_init__(self) -> None:
         if self.task.replace("_", "-") not in TASKS:
             raise ValueError(f"no training for the task {self.task!r}; there is one for {', '.join(TASKS)}")
         object.__setattr__(self, "task", self.task.replace("_", "-"))
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in (int, float):
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.type in (int, float):
                 whole = isinstance(value, int) and not isinstance(value, bool)
-                if not (whole or (field.type is float and isinstance(value, float))) or not 0 <= value < 2**31:
-                    kind = "whole number" if field.type is int else "number"
-                    raise ValueError(f"{field.name} must be a {kind} of at least 0, got {value!r}")
+                if not (whole or (one.type is float and isinstance(value, float))) or not 0 <= value < 2**31:
+                    kind = "whole number" if one.type is int else "number"
+                    raise ValueError(f"{one.name} must be a {kind} of at least 0, got {value!r}")
         for name in ("max_people", "steps", "batch", "micro_batch", "rank", "alpha", "learning_rate", "max_grad_norm"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must be more than 0")
@@ -75,11 +89,27 @@ class LoraSettings:
     def command(self) -> str:
         """Returns the command line that trains with these settings."""
         words = ["cacheprobe train lora", f"--model {self.model}", f"--task {self.task}"]
-        for field in fields(self)[2:]:
-            if (value := getattr(self, field.name)) != field.default:
-                words.append(f"--{field.name.replace('_', '-')} {value}")
+        for one in fields(self)[2:]:
+            if (value := getattr(self, one.name)) != one.default:
+                words.append(f"--{one.name.replace('_', '-')} {value}")
         return " ".join(words)
 
     def as_dict(self) -> dict[str, object]:
         """Returns the settings as a dictionary."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """Settings of an evaluation of an adapter by `cacheprobe train lora --evaluate`."""
+
+    evaluate: str | None = None
+    """Evaluate the model with and without this adapter, a directory or coin-flip; do not train."""
+    people: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10)
+    """Numbers of people in an evaluation; 1 to 6, 8 and 10 by default."""
+    flip_probability: tuple[float, ...] = (0.5,)
+    """Chances to flip in an evaluation; 0.5 by default."""
+    questions: int = 200
+    """Number of questions in an evaluation for each number of people and chance to flip."""
+    json: Path | None = None
+    """Also write the evaluation to this file."""

@@ -1,0 +1,74 @@
+"""Gives a command one flag for each field of the settings that it takes: a flag is defined where its setting is."""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import Field, fields, is_dataclass
+from functools import wraps
+from textwrap import dedent
+from typing import Annotated, Any, get_origin, get_type_hints
+
+from cyclopts import Parameter
+
+from cacheprobe.cli.config import SEVERAL
+
+Command = Callable[..., Any]
+
+
+def with_flags(command: Command) -> Command:
+    """Returns the command with every parameter that is a dataclass of settings replaced by one flag for each field.
+
+    The field's docstring is the flag's help. A field with metadata {"flag": False} is no flag and keeps its default.
+    """
+    given = inspect.signature(command).parameters
+    groups: dict[str, type] = {
+        name: one.annotation
+        for name, one in given.items()
+        if isinstance(one.annotation, type) and is_dataclass(one.annotation)
+    }
+    flags = [flag for name, one in given.items() for flag in (_flags(groups[name]) if name in groups else [one])]
+
+    @wraps(command)
+    def run(*args: Any, **values: Any) -> Any:
+        """Makes the settings from the flags, and runs the command with them."""
+        for name, settings in groups.items():
+            named = {field.name: values.pop(field.name) for field in flagged(settings) if field.name in values}
+            values[name] = settings(**named)
+        return command(*args, **values)
+
+    vars(run)["__signature__"] = inspect.Signature(flags)  # read by cyclopts, and by inspect.signature
+    run.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return run
+
+
+def flagged(settings: type) -> list[Field]:
+    """Returns the fields of a settings class that are flags."""
+    return [field for field in fields(settings) if field.metadata.get("flag", True)]
+
+
+def _flags(settings: type) -> Iterator[inspect.Parameter]:
+    kinds, said = get_type_hints(settings), attribute_docs(settings)
+    for field in flagged(settings):
+        kind = kinds[field.name]
+        several = (SEVERAL,) if get_origin(kind) is tuple else ()
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=Annotated[kind, *several, Parameter(help=said.get(field.name))],
+        )
+
+
+def attribute_docs(settings: type) -> dict[str, str]:
+    """Returns the docstring below each field of a class, read from its source; nothing if there is no source file."""
+    try:
+        source = inspect.getsource(settings)
+    except OSError:
+        return {}
+    (found,) = ast.parse(dedent(source)).body
+    assert isinstance(found, ast.ClassDef)
+    docs = {}
+    for field, doc in zip(found.body, found.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+            docs[ast.unparse(field.target)] = inspect.cleandoc(str(doc.value.value))
+    return docs

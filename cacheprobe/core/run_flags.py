@@ -1,0 +1,99 @@
+"""Defines once the settings of a run that are written as text: flags of `cacheprobe run`, and lines of its YAML file.
+
+Each field is a flag; its docstring is the flag's help. Names are those of `cp.load_model` and `cp.run`. A sweep's file
+takes its defaults from here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cacheprobe.core.config import CaptureConfig, EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Settings that `cp.load_model` takes."""
+
+    model: str = "smollm2-135m"
+    """"smollm2-135m", a hub name or a local directory."""
+    dtype: str = "bfloat16"
+    """float32, bfloat16, float16 or float64."""
+    device: str | None = None
+    """cpu, cuda or cuda:1; the CPU by default."""
+    adapter: str | None = None
+    """A LoRA adapter to merge: coin-flip, or a directory."""
+    products: Literal["torch", "compiled"] = "torch"
+    """compiled: compile the blocks' matrix products and the statistics of Z with a C++ compiler, for a CPU with slow
+    bfloat16."""
+    think_while_decoding: bool | None = None
+    """Let a Thinking States model also think about generated tokens; the window must be a whole number of chunks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFlags:
+    """Settings of what a run reads: texts, or examples of a task."""
+
+    prompt: tuple[str, ...] = ()
+    """A prompt's text, or several."""
+    task: str | None = None
+    """NAME or NAME:key=value,... of a task, such as coin_flip or variables:updates=3,modulus=7, instead of prompts."""
+    n: int = 8
+    """Examples of the task."""
+    people: int | None = None
+    """Number of people who flip or keep the coin, in a coin task."""
+    flip_probability: float | None = None
+    """Chance that a person flips the coin, in a coin task."""
+    shots: int | None = None
+    """Worked examples in front of each question, in tasks that have them."""
+    chat: bool | None = None
+    """Use the model's chat template, in tasks that have it."""
+
+    def require_one_source(self) -> None:
+        """Raises: ValueError unless either prompts or a task are given."""
+        if bool(self.prompt) == (self.task is not None):
+            raise ValueError("give either --prompt (once or more) or --task, such as --task coin_flip")
+
+    @property
+    def task_settings(self) -> dict[str, object]:
+        """Settings of the task that are given, by name."""
+        named = {name: getattr(self, name) for name in ("people", "flip_probability", "shots", "chat")}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """Settings that `cp.run` takes."""
+
+    drafter: str | None = None
+    """NAME or NAME:key=value,... such as early_exit:layer=20. Without one, only deterministic requests are verified."""
+    window: int | None = None
+    """Token positions of a verify pass for each request; by default 16 with a drafter, and 1 without one on a CPU."""
+    group: int | None = None
+    """Requests of a verify pass; by default chosen for model and machine."""
+    deterministic: float = 0.0
+    """Fraction of the requests that are deterministic."""
+    capture: str = str(CaptureConfig.sites)
+    """Sites to keep: letters of S, T, C and Z."""
+    heads: tuple[str, ...] = ()
+    """Head activations to keep: one or more of q, k, v, z and pattern."""
+    layers: tuple[int, ...] = ()
+    """Layers to keep, such as 0 15 29; all by default."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Number of most likely tokens to draw from; 0 for all."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens whose probabilities sum to this."""
+    stop: tuple[str, ...] = ()
+    """A text that ends a request, or several."""
+    max_new_tokens: int = 32
+    """Largest number of tokens to generate for a prompt."""
+    seed: int = 0
+    """Seed of the task's examples and of the sampling noise."""
+    capacity: int = EngineConfig.capacity
+    """Cache rows of each request; prompt, new tokens and window must fit."""
+    max_batch: int = EngineConfig.max_batch
+    """Requests in flight at once; the others wait."""
+    max_kv_tokens: int | None = EngineConfig.max_kv_tokens
+    """Cache rows in use at once; if they run out, the newest request is preempted and resumed later. No limit by
+    default."""

@@ -1,0 +1,108 @@
+"""Examples for probes, from a trace of task prompts or from vectors with labels."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+from torch import Tensor
+
+from cacheprobe.probes.checks import ProbeError, chosen_pairs
+from cacheprobe.probes.places import embeddings, labelled
+from cacheprobe.trace.trace import Trace
+
+States = Mapping[tuple[str, int], Tensor]
+"""Vectors [n, m], keyed by (site, layer)."""
+
+Given = tuple[
+    "Iterable[object] | None", "Iterable[Hashable] | None", "Iterable[Hashable] | None", "Iterable[Hashable] | None"
+]
+"""Labels, groups, places and words, each [n] or None."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The n examples that probes are fitted on, and their baselines."""
+
+    about: pd.DataFrame
+    """One line for each example: label, group, place and, if known, word."""
+    states: States
+    kind: str
+    """"event", "position" or "given": where the examples come from."""
+    untrained: States | None
+    """States of the same examples in an untrained model."""
+    embedding: Tensor | None
+    """Features [n, 2m] of the words alone."""
+
+    @property
+    def places(self) -> list[Hashable]:
+        """Places, in the order of their first example."""
+        return list(self.about.place.drop_duplicates())
+
+
+def of_trace(
+    trace: Trace,
+    at: "str | Iterable[int]",
+    sites: "Iterable[str] | None",
+    layers: "Iterable[int] | None",
+    untrained: "Trace | States | None",
+    embedding: Tensor | None,
+) -> Examples:
+    """Returns the examples of a trace of task prompts. Raises: ProbeError for a site or layer that was not captured."""
+    at = at if isinstance(at, str) else list(at)
+    about = labelled(trace, at)
+    wanted = chosen_pairs(trace.store.sites, trace.store.layers, sites, layers)
+    states = {pair: trace.vectors(*pair, about) for pair in wanted}
+    bare = None if untrained is None else _aligned(untrained, about, at, wanted)
+    embedding = embeddings(trace, about) if embedding is None else embedding
+    return Examples(about, states, "event" if isinstance(at, str) else "position", bare, embedding)
+
+
+def of_vectors(
+    vectors: States,
+    given: Given,
+    at: "str | Iterable[int]",
+    sites: "Iterable[str] | None",
+    layers: "Iterable[int] | None",
+    untrained: "Trace | States | None",
+    embedding: Tensor | None,
+) -> Examples:
+    """Returns vectors [n, m] with their labels and groups as examples. Raises: ProbeError if their numbers differ."""
+    labels, groups, places, words = given
+    if labels is None or groups is None:
+        raise ProbeError("vectors need labels, and groups: what stands in one group is never split, such as a prompt")
+    about = pd.DataFrame({"label": list(labels), "group": list(groups)})
+    about["place"] = "all" if places is None else list(places)
+    if words is not None:
+        about["word"] = list(words)
+    held = tuple(sorted({site for site, _ in vectors}))
+    wanted = chosen_pairs(held, tuple(sorted({layer for _, layer in vectors})), sites, layers)
+    states = {pair: vectors[pair] for pair in wanted if pair in vectors}
+    for (site, layer), kept in states.items():
+        if kept.ndim != 2 or len(kept) != len(about):
+            raise ProbeError(
+                f"states of {site} at layer {layer} are {list(kept.shape)}; {len(about)} labels need [n, m] with "
+                f"n = {len(about)}"
+            )
+    bare = None if untrained is None else _aligned(untrained, about, at, list(states))
+    return Examples(about, states, "given", bare, embedding)
+
+
+def pooled_examples(examples: Examples) -> Examples:
+    """Returns the examples with one place for all of them."""
+    return replace(examples, about=examples.about.assign(place="all"))
+
+
+def _aligned(
+    untrained: "Trace | States", about: pd.DataFrame, at: "str | Iterable[int]", pairs: Sequence[tuple[str, int]]
+) -> States:
+    """Returns the untrained model's states of the same examples."""
+    if isinstance(untrained, Trace):
+        same = labelled(untrained, at)
+        columns = ["request_id", "place", "position", "label", "word"]
+        if len(same) != len(about) or not same[columns].equals(about[columns]):
+            raise ProbeError("the untrained model's run is of other prompts; run it on the same examples")
+        untrained = {(site, layer): untrained.vectors(site, layer, same) for site, layer in pairs}
+    for pair in pairs:
+        if pair not in untrained or len(untrained[pair]) != len(about):
+            raise ProbeError(f"the untrained model's states have no {pair[0]} of layer {pair[1]} for every example")
+    return untrained

@@ -1,0 +1,188 @@
+"""A request's status: which transitions happen in real runs, which are refused, and which fields fit which status."""
+
+import contextvars
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.status import ALLOWED, FIELDS, OF_FINISH, Status, StatusError, checked_states, is_checking
+from cacheprobe.stress.prove import prove
+from tests.invariants.machines import Call, Faulty, tiny
+from tests.invariants.runs import PROMPTS, Watched
+
+Transition = tuple[Status, Status]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Transition]]:
+    """Collects the transitions of all requests."""
+    found, right = set(), SequenceState.become
+
+    def become(state: SequenceState, status: Status) -> None:
+        before = state.status
+        right(state, status)
+        found.add((before, status))
+
+    monkeypatch.setattr(SequenceState, "become", become)
+    yield found
+
+
+def test_real_runs_go_through_every_allowed_transition(seen: set[Transition]) -> None:
+    """With preemption, with cancellation in each status from which it is possible, and with passes that fail."""
+    preempting = dict(deterministic=True, max_kv_tokens=24)
+    assert Watched(tiny(), PROMPTS[:2], **preempting).finished().trace.meta["preemptions"]
+    for status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED):
+        run = Watched(tiny(), PROMPTS[:2], **preempting, max_batch=2)
+        last = run.states[1]
+        last.is_cancel_requested = status is Status.WAITING
+        for _ in run:
+            last.is_cancel_requested |= last.status is status
+        assert last.status is Status.CANCELLED and last.finish == "cancelled"
+    for first_bad in (0, 8):  # in a prefill, and later
+
+        def plan(call: Call, first_bad: int = first_bad):
+            return RuntimeError("kernel") if call.number >= first_bad and call.rows[0] == 1 else None
+
+        run = Watched(Faulty(tiny(), plan), PROMPTS[:2], deterministic=[0])
+        run.finished()
+        assert Status.FAILED in {state.status for state in run.states}
+    allowed = {(before, after) for before, listed in ALLOWED.items() for after in listed}
+    assert seen == allowed
+
+
+@pytest.mark.parametrize("before", Status)
+@pytest.mark.parametrize("after", Status)
+def test_a_transition_that_is_not_allowed_names_request_from_and_to(before: Status, after: Status) -> None:
+    state = made(before)
+    if after in ALLOWED[before]:
+        state.become(after)
+        assert state.status is after
+        return
+    with pytest.raises(StatusError, match=f"request 7 cannot go from {before.value} to {after.value}; from"):
+        state.become(after)
+    assert state.status is before
+
+
+# -- the invariant
+
+
+def made(status: Status) -> SequenceState:
+    """A request of that status, as a run leaves it between two rounds."""
+    sampling = SamplingParams(max_new_tokens=4, stop_token_ids=(), stop=())
+    state = SequenceState(Request([1, 2, 3], request_id=7, prompt_token_ids=(1, 2, 3)), True, sampling)
+    if status is not Status.WAITING:
+        state.admit(KVCache(1, 16, [(2, 4, 4)], torch.float32), 0)
+    if status not in (Status.WAITING, Status.PREFILLING):
+        state.cache.extend(state.row, 0, 3, "prefill")
+        state.num_prefilled = 3
+        state.commit((9,))
+    if status is Status.PREEMPTED:
+        state.preempt()
+    elif status in ALLOWED[Status.RUNNING]:
+        reason = {status: reason for reason, status in OF_FINISH.items()}.get(status, "length")
+        state.end(reason, "a kernel failed" if status is Status.FAILED else None)
+    return state
+
+
+SET = dict(
+    row=0, cache=KVCache(1, 16, [(2, 4, 4)], torch.float32), prompt_logits=torch.zeros(3), num_prefilled=3, draft=[5],
+    draft_probs={4: (5, torch.ones(3))}, token_ids=[1, 2, 3, 9], finish="length", error="why", kept_rows="rows",
+)  # fmt: skip
+UNSET = dict(
+    row=-1, cache=None, prompt_logits=None, num_prefilled=0, draft=[], draft_probs={}, token_ids=[1, 2, 3],
+    finish=None, error=None, kept_rows=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("status", Status)
+def test_every_status_passes_its_check(status: Status) -> None:
+    made(status).check()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("status", Status)
+def test_a_field_that_does_not_fit_the_status_is_noticed(status: Status, name: str) -> None:
+    must, may = FIELDS[name]
+    field = "token_ids" if name == "num_generated" else name
+    for values, is_right in ((SET, status in may), (UNSET, status not in must)):
+        state = made(status)
+        setattr(state, field, values[field])
+        if is_right:
+            continue
+        with pytest.raises(StatusError, match=f"request 7 is {status.value}, but its {name} is"):
+            state.check()
+
+
+def test_the_cache_holds_what_was_committed_and_drafted() -> None:
+    """From every committed token but the newest to the whole draft."""
+    for length, is_right in ((2, False), (3, True), (4, True), (6, True), (7, False)):
+        state = made(Status.RUNNING)
+        state.draft = [5, 6]
+        state.cache.lengths[state.row] = length
+        if is_right:
+            state.check()
+            continue
+        with pytest.raises(StatusError, match=f"running and has {length} tokens in the cache, 4 committed and 2 draft"):
+            state.check()
+    state = made(Status.RUNNING)
+    state.num_prefilled = 2
+    with pytest.raises(StatusError, match="its prompt is read to 2"):
+        state.check()
+    state = made(Status.FINISHED)
+    state.finish = "cancelled"
+    with pytest.raises(StatusError, match="is finished, but its finish is 'cancelled'"):
+        state.check()
+
+
+def test_the_status_is_shown() -> None:
+    assert "1 committed, 0 drafted, preempted" in repr(made(Status.PREEMPTED))
+    assert "length" in repr(made(Status.FINISHED))
+
+
+def test_a_run_that_breaks_the_invariant_stops_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit that leaves its draft, planted; in the tests every run is checked."""
+    assert is_checking()
+    right = SequenceState.end
+
+    def ends_with_a_draft(state: SequenceState, reason: str, error: str | None = None) -> None:
+        right(state, reason, error)
+        state.draft.append(3)
+
+    monkeypatch.setattr(SequenceState, "end", ends_with_a_draft)
+    with pytest.raises(StatusError, match=r"request 0 is finished, but its draft is \[3\]"):
+        cp.run(tiny(), PROMPTS[:1], max_new_tokens=3, deterministic=True, progress=False)
+
+
+def test_a_run_is_checked_only_inside_the_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs nothing elsewhere."""
+    calls: list[int] = []
+    monkeypatch.setattr(SequenceState, "check", lambda state: calls.append(state.request_id))
+    settings = dict(max_new_tokens=3, deterministic=True, progress=False)
+    contextvars.Context().run(lambda: cp.run(tiny(), PROMPTS[:1], **settings))
+    assert not calls
+
+    def checked() -> None:
+        with checked_states():
+            cp.run(tiny(), PROMPTS[:1], **settings)
+
+    contextvars.Context().run(checked)
+    assert len(calls) >= 4
+
+
+def test_the_stress_command_checks_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: set[Status] = set()
+    right = SequenceState.check
+
+    def check(state: SequenceState) -> None:
+        calls.add(state.status)
+        right(state)
+
+    monkeypatch.setattr(SequenceState, "check", check)
+    contextvars.Context().run(lambda: prove(40, tmp_path, real=False, progress=False))
+    assert {Status.RUNNING, Status.FINISHED} <= calls
