@@ -67,8 +67,20 @@ def test_without_it_page_tests_are_skipped_and_fail_in_ci(tmp_path: Path, monkey
         assert ended.type is how
 
 
-def test_make_test_runs_it_and_ci_says_that_it_is_ci() -> None:
-    root = SCRIPT.parents[1]
-    makefile = (root / "Makefile").read_text()
-    assert "test: $(STAMP) browser\n" in makefile and f"@bash scripts/{SCRIPT.name}\n" in makefile
-    assert "export CI=1" in (root / ".ci/run").read_text() and os.access(root / ".ci/run", os.X_OK)
+def test_make_test_runs_it_first() -> None:
+    """As `make` says when it runs nothing."""
+    command = ["make", "-n", "test"]
+    said = subprocess.run(command, cwd=SCRIPT.parents[1], capture_output=True, text=True, check=True).stdout
+    assert 0 < said.index(f"bash scripts/{SCRIPT.name}") < said.index("-m pytest")
+
+
+def test_ci_says_that_it_is_ci_and_makes_every_check(tmp_path: Path) -> None:
+    """With another program in place of `make`, which notes what it was asked for."""
+    asked = tmp_path / "asked"
+    program(tmp_path / "bin", "make", f'echo "$CI $1 $2" >> {asked}')
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "CI": ""}
+    subprocess.run([SCRIPT.parents[1] / ".ci" / "run"], env=environment, check=True)
+    said = [line.split(" ", 2) for line in asked.read_text().splitlines()]
+    assert {ci for ci, *_ in said} == {"1"}
+    assert {target for _, target, _ in said} >= {"lint", "types", "test", "test-processors", "demo", "wheel-check"}
+    assert all(more.startswith("ENVIRONMENTS=") for _, target, more in said if target == "test-processors")

@@ -1,11 +1,9 @@
-"""How often the server reads the files of a run; and, among the slow tests, how long a page of a long run takes to open
-and a click to be answered. The slow test prints what it measured.
+"""The work of a page: how often the server reads the files of a run, and how many answers and bytes a click takes.
 
-The slow test holds wall time to the limits only where the machine has nothing else to do, and the server's own
-processor time always.
+The slow test counts on a long run, and prints the seconds too, which it does not judge.
 """
 
-import os
+import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +23,8 @@ from tests.large_run import save_large_run
 
 VIEWS = ("insight", "timeline", "decode", "cache", "card", "grid", "window", "prompt")
 """All that the replay shows."""
-OPEN_SECONDS, CLICK_SECONDS = 3.0, 0.3
+CLICK_QUESTIONS, CLICK_BYTES = 2, 700_000
+"""At most, for a click, however long the run is: questions to the server, and bytes of its answers."""
 
 CLICK = """([request, step]) => new Promise((yes) => {
     const said = (name) => JSON.parse(document.getElementById(name + "-view").dataset.answer);
@@ -60,12 +59,14 @@ def by_clock(act: Callable[[], None]) -> float:
 
 def in_browser(
     browser: Browser, run: Path, clicks: list[tuple[int, int]]
-) -> tuple[list[float], list[float], list[float]]:
+) -> tuple[list[float], list[float], list[float], int]:
     """Seconds of opening three pages, until the replay is there with its lens grid; and of each click on (request,
-    step), until the cache and the card are the clicked one's, and until every view that follows it is."""
+    step), until the cache and the card are the clicked one's, and until every view that follows it is. Last, the number
+    of questions to the server after all clicks."""
     opened: list[float] = []
     answers: list[float] = []
     wholes: list[float] = []
+    questions: list[str] = []
     with served(Shelf.of([run])) as address:
         for number in range(3):
             page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -81,12 +82,13 @@ def in_browser(
                 page.close()
         page.wait_for_timeout(2000)  # nothing of the opening is left to do
 
+        page.on("request", lambda one: questions.append(one.url) if one.url.endswith("/ask") else None)
         for request, step in clicks:
             first, whole = page.evaluate(CLICK, [request, step])
             answers.append(first / 1000)
             wholes.append(whole / 1000)
         page.close()
-    return opened, answers, wholes
+    return opened, answers, wholes, len(questions)
 
 
 def views_of_clicks(run: Path, clicks: list[tuple[int, int]]) -> Iterator[dict[str, Callable[[], object]]]:
@@ -111,17 +113,21 @@ def views_of_clicks(run: Path, clicks: list[tuple[int, int]]) -> Iterator[dict[s
         }
 
 
-def on_the_server(run: Path, clicks: list[tuple[int, int]]) -> tuple[float, dict[str, float]]:
-    """Processor seconds of all first answers together; and of each view's answer to a click, the median."""
+def on_the_server(run: Path, clicks: list[tuple[int, int]]) -> tuple[float, dict[str, float], list[int]]:
+    """Processor seconds of all first answers together; of each view's answer to a click, the median; and the bytes of
+    all answers to each click."""
     start, opening = time.process_time(), 0.0
     taken: dict[str, list[float]] = {}
+    sizes: list[int] = []
     for views in views_of_clicks(run, clicks):
+        sizes.append(0)
         for name, view in views.items():
             before = time.process_time()
-            view()
+            answer = view()
             taken.setdefault(name, []).append(time.process_time() - before)
+            sizes[-1] += len(json.dumps(answer, default=str))
         opening = opening or time.process_time() - start
-    return opening, {name: median(many[1:]) for name, many in taken.items()}
+    return opening, {name: median(many[1:]) for name, many in taken.items()}, sizes
 
 
 def median(values: list[float]) -> float:
@@ -129,22 +135,18 @@ def median(values: list[float]) -> float:
 
 
 def measured(what: str, browser: Browser, run: Path, clicks: list[tuple[int, int]]) -> None:
-    """Prints the seconds of opening and of clicks, and holds them to the limits."""
-    opening, views = on_the_server(run, clicks)
+    """Prints the seconds of opening and of clicks, and holds the work of clicks to the limits."""
+    opening, views, sizes = on_the_server(run, clicks)
     each = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in views.items())
     print(f"\n{what}, processor time of the server: opening {opening:.2f} s; answers to a click, ms: {each}")
-    assert opening < OPEN_SECONDS and max(views.values()) < CLICK_SECONDS
-    opened, answers, wholes = in_browser(browser, run, clicks)
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    opened, answers, wholes, questions = in_browser(browser, run, clicks)
     told = [
         f"{', '.join(f'{seconds:.2f}' for seconds in many)} (median {median(many):.2f}, worst {max(many):.2f})"
         for many in (opened, answers, wholes)
     ]
-    print(
-        f"in the browser, s: opening {told[0]}; clicks {told[1]}, all views {told[2]}; load {load:.1f} on {cores} cores"
-    )
-    if load < cores:
-        assert max(opened) < OPEN_SECONDS and max(answers) < CLICK_SECONDS and median(wholes) < CLICK_SECONDS
+    print(f"in the browser, s: opening {told[0]}; clicks {told[1]}, all views {told[2]}")
+    print(f"{questions} questions after {len(clicks)} clicks; bytes of the answers: {sizes}")
+    assert len(clicks) <= questions <= CLICK_QUESTIONS * len(clicks) and max(sizes) <= CLICK_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -168,14 +170,12 @@ def test_a_click_reads_no_file_twice(short_run: Path, monkeypatch: pytest.Monkey
     assert readings == [1, 2]
 
 
-def test_the_short_run_is_opened_and_clicked_in_a_browser(browser: Browser, short_run: Path) -> None:
-    """The slow test's way of measuring works, whatever the seconds are."""
-    opened, answers, wholes = in_browser(browser, short_run, [(1, 4), (2, 8)])
-    assert len(opened) == 3 and len(answers) == len(wholes) == 2
+def test_a_click_in_a_short_run_takes_little_work(browser: Browser, short_run: Path) -> None:
+    measured("3 requests x 12 tokens x 4 layers", browser, short_run, [(1, 4), (2, 8)])
 
 
 @pytest.mark.slow
-def test_a_long_run_opens_and_answers_quickly(browser: Browser, tmp_path: Path) -> None:
+def test_a_click_in_a_long_run_takes_little_work(browser: Browser, tmp_path: Path) -> None:
     run = save_large_run(tmp_path / "run", requests=64, tokens=512, layers=30)
     clicks = [(1, 4), (2, 8), (5, 6), (7, 12), (3, 4), (6, 20), (4, 24), (0, 30), (2, 40), (5, 44), (1, 16), (3, 28)]
     measured("64 requests x 512 tokens x 30 layers", browser, run, clicks)

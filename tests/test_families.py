@@ -12,7 +12,20 @@ DRAFTERS = {"none": None, "early exit": cp.drafters.EarlyExit(layer=1), "fast pa
 
 
 ALIKE = {"llama-tied": "llama", "qwen3": "qwen2", "phi": "gpt-neox", "gemma2": "gemma3"}
-"""Families whose loop adds little to another's; what is their own, test_twin and test_sliding try."""
+"""Families whose loop adds little to another's: `make test` tries each once, `make test-all` as the others."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_family_like_another(name: str) -> None:
+    """Twin and bridge commit Hugging Face's tokens, and rolled-back drafts leave nothing in the states."""
+    early_exit, new = DRAFTERS["early exit"], SMALL["max_new_tokens"]
+    for path in ("twin", "bridge"):
+        oracle = cp.reference(loaded(name), PROMPTS[:2], **SMALL, path=path)
+        trace = cp.run(loaded(name), PROMPTS[:2], **SMALL, path=path, drafter=early_exit, deterministic=True)
+        assert trace.num_rolled_back > 0 and trace.fingerprint["path"] == path
+        for i, prompt in enumerate(PROMPTS[:2]):
+            assert trace.committed(i) == oracle.committed(i) == hf_greedy(hf_model(name), prompt, new)
+            assert trace.digest(i) == oracle.digest(i), f"request {i}: states differ"
 
 
 @pytest.fixture(

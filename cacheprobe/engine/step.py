@@ -130,14 +130,10 @@ class Engine:
         """Runs one pass of exactly G x W tokens: accepts the longest matching prefix, adds the verifier's own next
         token.
 
-        Fed: the newest committed token, then the candidates; one that would end the request is compared and never fed.
         The verifier's keys and values have overwritten the fast path's; those of rejected rows are truncated. Requests
         that are never verified may ride along in a window of one row: a dummy's place costs nothing.
         """
-        entries = []
-        for state in states:
-            fed = state.draft[:-1] if state.draft_ends() else state.draft
-            entries.append(Entry(state, (state.token_ids[-1], *fed), state.last_committed_position, True, len(fed)))
+        entries = [verify_entry(state) for state in states]
         result = self.runner.run("verify", entries, self.config.window, batch=self.config.group)
         verdicts, piggybacked = [], []
         for entry, b in zip(entries, result.batch_index, strict=True):
@@ -195,6 +191,15 @@ class Engine:
             return [states]
         self.committer.stop(state, "error", error=str(error))
         return []
+
+
+def verify_entry(state: SequenceState) -> Entry:
+    """Returns what a request feeds to a verify pass: its newest committed token, then its candidates.
+
+    A candidate that would end the request is compared and never fed.
+    """
+    fed = state.draft[:-1] if state.draft_ends() else state.draft
+    return Entry(state, (state.token_ids[-1], *fed), state.last_committed_position, True, len(fed))
 
 
 def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:

@@ -1,1 +1,1 @@
-"""Deliberate bugs, each put into the real code for a moment, and the invariants whose tests must turn red under it."""
+"""Deliberate bugs, each put in place of a function for a moment, and the tests that must turn red under it."""

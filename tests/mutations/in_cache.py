@@ -1,201 +1,224 @@
 """Bugs of the cache: provenance, lengths, masks, rows that leak, and of the model over it."""
 
-from tests.mutations.in_engine import BOOKS, SCHEDULER, STEPPER, VERIFY_PASS
-from tests.mutations.mutate import Edit, Mutation, one, then
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
-CACHE = "cacheprobe.kvcache.cache:KVCache"
-TWIN = "cacheprobe.models.fast.hooked_hf"
-STAGED = "cacheprobe.models.hf.cache:staged"
-HIDDEN = "hidden = slots > positions[..., None]"
-RESTORE = """held = (*self.cache.keys, *self.cache.values)
-    before = [one.clone() for one in held]
-    result = self.runner.run("verify", entries, self.config.window, batch=self.config.group)
-    for state in states:
-        for one, kept in zip(held, before):
-            end = state.last_committed_position + len(state.draft)
-            start = state.last_committed_position
-            one[state.row, :, start:end] = kept[state.row, :, start:end]"""
+import torch
+
+from cacheprobe.ops.attention.by_request import reach_of_pass
+from tests.mutations.in_engine import COMMITTER, RUN, SCHEDULER
+from tests.mutations.mutate import bug, instead, without
+
+CACHE, HOOKED = "cacheprobe.kvcache.cache:KVCache", "cacheprobe.models.fast.hooked_hf"
+MARKS_VERIFIED = f"{COMMITTER}.write_ledger"
+
+
+def _keeps_drafted(real: Any) -> Any:
+    def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
+        held = (*self.cache.keys, *self.cache.values)
+        before = [one.clone() for one in held]
+        out = real(self, phase, entries, width, **options)
+        for entry in entries if phase == "verify" and not options.get("is_hidden") else ():
+            row, drafted = entry.state.row, slice(entry.start, entry.start + len(entry.state.draft))
+            for one, kept in zip(held, before, strict=True):
+                one[row, :, drafted] = kept[row, :, drafted]
+        return out
+
+    return run
+
+
+def _marks(change: Any) -> Any:
+    """Verified positions are marked with the (end, provenance) of `change(end)`."""
+
+    def make(real: Any) -> Any:
+        def write_ledger(self: Any, state: Any, start: int, end: int, provenance: str) -> None:
+            real(self, state, start, *(change(end) if provenance == "verified" else (end, provenance)))
+
+        return write_ledger
+
+    return make
+
+
+def _adds(real: Any) -> Any:
+    def store(self: Any, layer: int, k: Any, v: Any) -> Any:
+        width = k.shape[2]
+        held = [self.keys[layer][row, :, start : start + width] for row, start in self._staged_places]
+        return real(self, layer, k + torch.stack(held), v)
+
+    return store
+
+
+def _forgets_the_last(real: Any) -> Any:
+    def copy_row(self: Any, source: int, target: int, length: int) -> None:
+        before = [held[target, :, length - 1].clone() for held in (*self.keys, *self.values)]
+        real(self, source, target, length)
+        for held, old in zip((*self.keys, *self.values), before, strict=True):
+            held[target, :, length - 1] = old
+
+    return copy_row
+
+
+def _after_rollback(harm: Any) -> Any:
+    """After a verdict with a rollback, `harm(cache, row)` is done."""
+
+    def make(real: Any) -> Any:
+        def settle(self: Any, state: Any, verdict: Any) -> None:
+            real(self, state, verdict)
+            if verdict.is_rollback:
+                harm(self.cache, state.row)
+
+        return settle
+
+    return make
+
+
+def _shorten_others(cache: Any, row: int) -> None:
+    cache.lengths[:] = (cache.lengths - 1).clamp(min=0)
+    cache.lengths[row] += 1
+
+
+def _keeps_cancelled(real: Any) -> Any:
+    def retire(self: Any) -> Any:
+        kept, release = {s.row for s in self.running if s.finish == "cancelled"}, self.cache.release
+        with patch.object(self.cache, "release", lambda row: None if row in kept else release(row)):
+            return real(self)
+
+    return retire
+
+
+def _from_the_window(real: Any) -> Any:
+    @contextmanager
+    def staged(*given: Any) -> Any:
+        with real(*given) as inputs:
+            at = inputs["position_ids"]
+            yield {**inputs, "position_ids": at - at[:, :1]}
+
+    return staged
+
+
+def _drafter_is_canonical(real: Any) -> Any:
+    def on_commit(self: Any, request_id: int, *more: Any) -> None:
+        decided = [row for row in self._undecided[request_id] if not row.role]
+        real(self, request_id, *more)
+        for row in decided:
+            row.status = "candidate" if row.phase == "verify" else "committed"
+
+    return on_commit
+
+
+def _tile_as_needed(real: Any) -> Any:
+    def read_tile(self: Any) -> None:
+        taken = self._take()
+        count = sum(len(queued.layers) for queued in taken)
+        with patch("cacheprobe.capture.lens_reader.LENS_TILE", count), patch.object(self, "_take", lambda: taken):
+            real(self)
+
+    return read_tile
+
+
+def _stays(real: Any) -> Any:
+    def listen(*given: Any) -> Any:
+        real(*given)
+        return SimpleNamespace(remove=lambda: None)
+
+    return listen
+
+
+def _no_grad_after(real: Any) -> Any:
+    def prepare(*given: Any) -> Any:
+        torch.set_grad_enabled(False)
+        return real(*given)
+
+    return prepare
+
 
 MUTATIONS = [
     # -- who wrote a row
-    one(
-        "the fast path's keys and values stay",
-        ("02", "13_kv_provenance"),
-        f"{STEPPER}.verify",
-        f"result = self.runner.run({VERIFY_PASS})",
-        RESTORE,
+    bug("the fast path's keys and values stay", ("02", "13_kv_provenance"), RUN, _keeps_drafted),
+    bug(
+        "the ledger calls verified rows provisional", ("13",), MARKS_VERIFIED, _marks(lambda end: (end, "provisional"))
     ),
-    one("the ledger calls verified rows provisional", ("13",), f"{BOOKS}.settle", '"verified"', '"provisional"'),
-    one(
-        "keys are added to what a slot held",
-        ("04", "13"),
-        f"{CACHE}.store",
-        "keys[row, :, start : start + width] = k",
-        "keys[row, :, start : start + width] += k",
-    ),
-    one(
-        "one row of a shared prompt is forgotten",
-        ("22",),
-        f"{CACHE}.copy_row",
-        "held[target, :, :length] = held[source, :, :length]",
-        "held[target, :, : length - 1] = held[source, :, : length - 1]",
-    ),
+    bug("keys are added to what a slot held", ("04", "13"), f"{CACHE}.store", _adds),
+    bug("one row of a shared prompt is forgotten", ("22",), f"{CACHE}.copy_row", _forgets_the_last),
     # -- lengths
-    one(
-        "rejected rows are not truncated",
-        ("14",),
-        f"{BOOKS}.settle",
-        "self._truncate(state, last_committed_position)",
-        "pass",
-    ),
-    one(
-        "the last_committed_position is one too far",
-        ("14",),
-        f"{BOOKS}.settle",
-        "last_committed_position + len(committed)",
-        "last_committed_position + len(committed) + 1",
-    ),
-    one(
-        "a rollback shortens everybody",
-        ("14", "16"),
-        f"{BOOKS}.settle",
-        "self._truncate(state, last_committed_position)",
-        then(
-            "self._truncate(state, last_committed_position)",
-            "if verdict.is_rollback:",
-            "    self.cache.lengths[:] = (self.cache.lengths - 1).clamp(min=0)",
-            "    self.cache.lengths[state.row] += 1",
-        ),
-    ),
-    one(
+    bug("rejected rows are not truncated", ("14",), f"{COMMITTER}.settle", without("_truncate")),
+    bug("verified rows reach one too far", ("14",), MARKS_VERIFIED, _marks(lambda end: (end + 1, "verified"))),
+    bug("a rollback shortens everybody", ("14", "16"), f"{COMMITTER}.settle", _after_rollback(_shorten_others)),
+    bug(
         "a rollback zeroes the rows of its neighbour",
         ("16",),
-        f"{BOOKS}.settle",
-        "self._truncate(state, last_committed_position)",
-        then(
-            "self._truncate(state, last_committed_position)",
-            "if verdict.is_rollback:",
-            "    self.cache.scrub((state.row + 1) % self.cache.rows, 0)",
-        ),
+        f"{COMMITTER}.settle",
+        _after_rollback(lambda cache, row: cache.scrub((row + 1) % cache.rows, 0)),
     ),
     # -- rows
-    one(
-        "the row of a cancelled request is kept",
+    bug("the row of a cancelled request is kept", ("15",), f"{SCHEDULER}.retire", _keeps_cancelled),
+    bug("an evicted request's row is kept", ("15",), f"{COMMITTER}.evict", without("cache.release")),
+    bug(
+        "a row is given twice",
         ("15",),
-        f"{SCHEDULER}.retire",
-        "if row >= 0:",
-        'if row >= 0 and state.finish != "cancelled":',
+        f"{CACHE}.allocate",
+        instead(lambda self: self._taken.__setitem__(0, True) or 0),
     ),
-    one("an evicted request's row is kept", ("15",), f"{BOOKS}.evict", "self.cache.release(state.row)", "pass"),
-    one("a row is given twice", ("15",), f"{CACHE}.allocate", "row = self._taken.index(False)", "row = 0"),
-    one(
+    bug(
         "releasing twice is allowed",
         ("15_no_double_free",),
         f"{CACHE}.release",
-        "if not self._taken[row]:",
-        "if False:",
+        lambda real: lambda self, row: self._taken.__setitem__(row, True) or real(self, row),
     ),
     # -- masks and shapes
-    one(
+    bug(
         "the mask shows one slot more",
         ("06_padding_independence_in_one", "08"),
         f"{CACHE}.mask",
-        HIDDEN,
-        HIDDEN + " + 1",
+        lambda real: lambda self, positions, *given: real(self, positions + 1, *given),
     ),
-    one(
-        "the mask shows the whole window",
-        ("06_padding_independence_in_one", "08"),
-        f"{CACHE}.mask",
-        HIDDEN,
-        "hidden = slots > positions.amax(-1, keepdim=True)[..., None]",
-    ),
-    Mutation(
+    bug(
         "attention runs over the used length",
         ("07_window_offset_independence_of_shapes",),
-        (
-            Edit(
-                "cacheprobe.engine.model_runner:ModelRunner._reach",
-                'reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions',
-                "reach_of_pass",
-            ),
-        ),
+        "cacheprobe.engine.model_runner:reach_of_positions",
+        instead(reach_of_pass),
     ),
-    one(
-        "positions count from the window's start",
-        ("07",),
-        STAGED,
-        "positions.clamp(max=n_ctx - 1)",
-        "(positions - positions[:, :1]).clamp(max=n_ctx - 1)",
-    ),
-    one(
+    bug("positions count from the window's start", ("07",), "cacheprobe.models.hf.cache:staged", _from_the_window),
+    bug(
         "the cache begins as NaN",
         ("02", "05"),
         "cacheprobe.kvcache.cache:_slots",
-        "return torch.zeros(rows, heads, held, width,",
-        "return torch.full((rows, heads, held, width), torch.nan,",
+        lambda real: lambda *given: real(*given).fill_(torch.nan),
     ),
-    one(
+    bug(
         "a neighbour's row is attended",
         ("05",),
         f"{CACHE}.row_view",
-        "row, _ = self._staged_places[batch_row]",
-        "row, _ = self._staged_places[batch_row - 1]",
+        lambda real: lambda self, layer, batch_row, span: real(self, layer, batch_row - 1, span),
     ),
-    one(
+    bug(
         "logits differ from call to call",
         ("04",),
-        f"{TWIN}:HookedHF.forward",
-        "return out if logit_slots is None",
-        "out = out + 1e-4 * torch.rand_like(out)\n    return out if logit_slots is None",
+        f"{HOOKED}:HookedHF.forward",
+        lambda real: lambda *given, **more: (out := real(*given, **more)) + 1e-4 * torch.rand_like(out),
     ),
     # -- the capture
-    one(
+    bug(
         "the drafter's rows are canonical",
         ("02",),
         "cacheprobe.capture.recorder:Recorder.on_commit",
-        '"committed" if row.phase == "verify" else "candidate"',
-        '"candidate" if row.phase == "verify" else "committed"',
+        _drafter_is_canonical,
     ),
-    Mutation(
+    bug(
         "a tile of readings is as high as it needs",
         ("09_fixed_shape_also",),
-        (
-            Edit(
-                "cacheprobe.capture.lens_reader:LensReader._read_tile",
-                "torch.zeros(LENS_TILE, self.model.d_model",
-                "torch.zeros(count, self.model.d_model",
-            ),
-            Edit(
-                "cacheprobe.capture.lens_reader:LensReader._read_tile",
-                "torch.zeros(LENS_TILE, dtype",
-                "torch.zeros(count, dtype",
-            ),
-            Edit(
-                "cacheprobe.capture.lens_reader:LensReader._read_tile", "torch.full((LENS_TILE,)", "torch.full((count,)"
-            ),
-        ),
+        "cacheprobe.capture.lens_reader:LensReader._read_tile",
+        _tile_as_needed,
     ),
     # -- switches
-    one(
-        "hooks stay on the model",
-        ("26",),
-        f"{TWIN}:HookedHF.capturing",
-        "stack.callback(_listen(place, hear).remove)",
-        "_listen(place, hear)",
-    ),
-    one(
+    bug("hooks stay on the model", ("26",), f"{HOOKED}:_listen", _stays),
+    bug(
         "attention leaves one thread behind",
         ("26",),
         "cacheprobe.ops.attention.by_request:_Threads.__exit__",
-        "torch.set_num_threads(self._all)",
-        "pass",
+        lambda real: lambda self, *error: setattr(self, "_all", self._now) or real(self, *error),
     ),
-    one(
-        "gradients stay off",
-        ("26",),
-        "cacheprobe.engine.loop:prepare",
-        "if not states:",
-        '__import__("torch").set_grad_enabled(False)\n    if not states:',
-    ),
+    bug("gradients stay off", ("26",), "cacheprobe.engine.loop:prepare", _no_grad_after),
 ]

@@ -1,287 +1,350 @@
-"""Bugs of the loop: verdicts, windows, shapes, prefill, eviction."""
+"""Bugs of the loop: verdicts, windows, shapes, prefill, preemption, failures."""
 
-from tests.mutations.mutate import Edit, Mutation, one, then
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
-BOOKS, CHOOSING = "cacheprobe.engine.committer:Committer", "cacheprobe.engine.choosing"
-STEPPER, PREFILL = "cacheprobe.engine.step:Engine", "cacheprobe.engine.prefill:Prefill"
-SCHEDULER, STATE = "cacheprobe.engine.scheduler:Scheduler", "cacheprobe.kvcache.sequence:SequenceState"
-ACCEPTED = "cacheprobe.ops.acceptance:num_accepted"
-SETUP = "cacheprobe.plan:RunPlan"
-STOP_SCRUBS = "self.cache.scrub(state.row, 0)"
-VERIFY_PASS = '"verify", entries, self.config.window, batch=self.config.group'
+import torch
+
+from tests.mutations.mutate import Mutation, bug, instead, under, without
+
+COMMITTER, ENGINE = "cacheprobe.engine.committer:Committer", "cacheprobe.engine.step:Engine"
+PREFILL, SCHEDULER = "cacheprobe.engine.prefill:Prefill", "cacheprobe.engine.scheduler:Scheduler"
+RUN, STATE = "cacheprobe.engine.model_runner:ModelRunner.run", "cacheprobe.kvcache.sequence:SequenceState"
+ACCEPTED, PLAN = "cacheprobe.ops.acceptance:num_accepted", "cacheprobe.plan:RunPlan"
+
+
+def _verified_if(chosen: Any) -> Any:
+    """Requests are verified if `chosen(state, drafter, is_all_verified)`."""
+
+    def make(real: Any) -> Any:
+        def states(self: Any, drafter: Any, is_all_verified: bool = False) -> Any:
+            made = real(self, drafter, is_all_verified)
+            for state in made:
+                state.is_verified = chosen(state, drafter, is_all_verified)
+            return made
+
+        return states
+
+    return make
+
+
+def _verify_pass(change: Any) -> Any:
+    """Verify passes, except those of a rebuilt cache, run with width and batch from `change(entries, width, batch)`."""
+
+    def make(real: Any) -> Any:
+        def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
+            if phase == "verify" and not options.get("is_hidden"):
+                width, options["batch"] = change(entries, width, options["batch"])
+            return real(self, phase, entries, width, **options)
+
+        return run
+
+    return make
+
+
+def _without_bonus(real: Any) -> Any:
+    def judge(self: Any, entry: Any, logits: Any) -> Any:
+        verdict = real(self, entry, logits)
+        drafted = len(verdict.draft_token_ids)
+        if not 0 < drafted == verdict.num_accepted < verdict.num_committed:
+            return verdict
+        return replace(verdict, num_committed=drafted, finish=None)
+
+    return judge
+
+
+def _first_for_all(real: Any) -> Any:
+    def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
+        out = real(self, phase, entries, width, **options)
+        return replace(out, batch_index=out.batch_index[:1] * len(entries)) if phase == "verify" else out
+
+    return run
+
+
+def _commits_adaptive(real: Any) -> Any:
+    def decode(self: Any, drafter: Any, states: Any) -> None:
+        with ExitStack() as stack:
+            for state in states if self.config.draft_length == "adaptive" else ():
+                stack.enter_context(patch.object(state, "is_verified", False))
+            real(self, drafter, states)
+
+    return decode
+
+
+def _without_the_committed(real: Any) -> Any:
+    def verify_entry(state: Any) -> Any:
+        entry = real(state)
+        return replace(entry, token_ids=entry.token_ids[1:], start=entry.start + 1) if entry.token_ids[1:] else entry
+
+    return verify_entry
+
+
+def _over_what_is_in_use(real: Any) -> Any:
+    def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
+        used, attending = max(entry.start for entry in entries) + width, self.cache.attending_to
+        with patch.object(
+            self.cache, "attending_to", lambda n, reach, copy: attending(n if reach else used, reach, copy)
+        ):
+            return real(self, phase, entries, width, **options)
+
+    return run
+
+
+def _in_another_shape(real: Any) -> Any:
+    def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
+        options["batch"] = options.get("batch") and max(len(entries), options["batch"])
+        return real(self, phase, entries, max(width, *(len(entry.token_ids) for entry in entries), 0), **options)
+
+    return run
+
+
+def _free_shape_of_prefill(real: Any) -> Any:
+    def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
+        if phase == "prefill" and not options.get("is_hidden"):
+            options["batch"] = None
+        return real(self, phase, entries, width, **options)
+
+    return run
+
+
+def _any_equal_prompt(real: Any) -> Any:
+    def same_prompt(state: Any, others: Any) -> Any:
+        wanted = state.request.prompt_token_ids
+        return next((o for o in others if o.request.prompt_token_ids == wanted), None)
+
+    return same_prompt
+
+
+def _rebuilt_as_plain(real: Any) -> Any:
+    def rebuild(self: Any, state: Any) -> None:
+        with patch.object(state, "is_verified", False):
+            real(self, state)
+
+    return rebuild
+
+
+def _takes_a_token_back(real: Any) -> Any:
+    def evict(self: Any, state: Any) -> None:
+        real(self, state)
+        del state.token_ids[max(state.last_committed_position, state.request.num_prompt_tokens + 1) :]
+
+    return evict
+
+
+def _settles_at_once(real: Any) -> Any:
+    def verify(self: Any, states: Any) -> None:
+        judge, settle = self.committer.judge, self.committer.settle
+
+        def judge_and_settle(entry: Any, logits: Any) -> Any:
+            verdict = judge(entry, logits)
+            settle(entry.state, verdict)
+            return verdict
+
+        with patch.multiple(self.committer, judge=judge_and_settle, settle=lambda state, verdict: None):
+            real(self, states)
+
+    return verify
+
+
+def _given_up_whole(real: Any) -> Any:
+    def retries(self: Any, states: Any, error: Any) -> Any:
+        groups = real(self, states, error)
+        if len(states) == 1:
+            return groups
+        for state in [state for state in states if not state.error]:
+            self.committer.stop(state, "error", error=str(error))
+        return []
+
+    return retries
 
 
 MUTATIONS = [
     # -- what a verdict commits
-    one(
+    bug(
         "one candidate too many is accepted",
         ("03", "11"),
         ACCEPTED,
-        "return n",
-        "return min(n + 1, len(draft_token_ids))",
+        lambda real: lambda draft, targets: min(real(draft, targets) + 1, len(draft)),
     ),
-    one(
+    bug(
         "a mismatch in the last row is overlooked",
         ("03_candidate_independence_with", "11"),
         ACCEPTED,
-        "return n",
-        "return n + (n == len(draft_token_ids) - 1)",
+        lambda real: lambda draft, targets: (n := real(draft, targets)) + (n == len(draft) - 1),
     ),
-    one("one candidate too few is accepted", ("11",), ACCEPTED, "return n", "return max(n - 1, 0)"),
-    one(
-        "a full match commits no bonus token",
+    bug(
+        "one candidate too few is accepted",
         ("11",),
-        f"{BOOKS}.judge",
-        "draft[:n] + targets[n : n + 1]",
-        "(draft if draft and n == len(draft) else draft[:n] + targets[n : n + 1])",
+        ACCEPTED,
+        lambda real: lambda draft, targets: max(real(draft, targets) - 1, 0),
     ),
-    one(
+    bug("a full match commits no bonus token", ("11",), f"{COMMITTER}.judge", _without_bonus),
+    bug(
         "rejected candidates stay in the draft",
         ("11",),
         f"{STATE}.commit",
-        "self.drop_draft()",
-        "del self.draft[: len(token_ids)]",
+        instead(lambda self, ids: (self.token_ids.extend(ids), self.draft.__delitem__(slice(len(ids))))),
     ),
-    one(
+    bug(
         "the verdict is read one row off",
         ("02", "11"),
-        f"{STEPPER}.verify",
-        "self.committer.judge(entry, result.out[b])",
-        "self.committer.judge(entry, result.out[b].roll(1, 0))",
+        f"{COMMITTER}.judge",
+        lambda real: lambda self, entry, logits: real(self, entry, logits.roll(1, 0)),
     ),
-    one(
-        "the verdict of the first request goes to all",
-        ("05", "16"),
-        f"{STEPPER}.verify",
-        "self.committer.judge(entry, result.out[b])",
-        "self.committer.judge(entry, result.out[result.batch_index[0]])",
-    ),
+    bug("the verdict of the first request goes to all", ("05", "16"), RUN, _first_for_all),
     # -- who is verified, and when
-    one(
+    bug(
         "deterministic requests are not verified",
         ("01", "02"),
-        f"{SETUP}.states",
-        "is_all_verified or drafter is not None or request.is_deterministic",
-        "is_all_verified or drafter is not None",
+        f"{PLAN}.states",
+        _verified_if(lambda state, drafter, is_all: is_all or drafter is not None),
     ),
-    one(
-        "all requests are verified",
-        ("24",),
-        f"{SETUP}.states",
-        "is_all_verified or drafter is not None or request.is_deterministic",
-        "True",
-    ),
-    one(
-        "an adaptive draft is committed as it comes",
-        ("01",),
-        f"{STEPPER}.decode",
-        "if not state.is_verified:",
-        "if not state.is_verified or self.config.draft_length == 'adaptive':",
-    ),
-    one(
+    bug("all requests are verified", ("24",), f"{PLAN}.states", _verified_if(lambda *given: True)),
+    bug("an adaptive draft is committed as it comes", ("01",), f"{ENGINE}.decode", _commits_adaptive),
+    bug(
         "a group with dummies waits for ever",
         ("10",),
         f"{SCHEDULER}.ready_groups",
-        "any(state.is_verified for state in self.growing())",
-        "True",
+        lambda real: lambda self, *args: [g for g in real(self, *args) if len(g) == self.config.group],
     ),
-    one(
-        "a drafter with nothing to say is asked for ever", ("10",), f"{STATE}.is_ready", "self.draft_is_closed or ", ""
+    bug(
+        "a drafter with nothing to say is asked for ever",
+        ("10",),
+        f"{STATE}.is_ready",
+        lambda real: lambda self, window: setattr(self, "draft_is_closed", False) or real(self, window),
     ),
-    one(
+    bug(
         "piggybacked come in any number",
         ("24_selectivity_riders_fill",),
         f"{SCHEDULER}.piggybacked",
-        "[: -num_ready % self.config.group]",
-        "[:]",
+        instead(lambda self: [s for s in self.growing() if not s.is_verified] if self.config.window == 1 else []),
     ),
     # -- windows and shapes
-    one(
-        "the committed token is not fed again",
-        ("12",),
-        f"{STEPPER}.verify",
-        "Entry(state, (state.token_ids[-1], *fed), state.last_committed_position, True, len(fed))",
-        "Entry(state, tuple(fed) or (state.token_ids[-1],), state.last_committed_position + bool(fed), True, len(fed))",
-    ),
-    one(
+    bug("the committed token is not fed again", ("12",), "cacheprobe.engine.step:verify_entry", _without_the_committed),
+    bug(
         "a decode is fed the token before the newest",
         ("12",),
         f"{STATE}.newest",
-        "(self.draft or self.token_ids)[-1]",
-        "[*self.token_ids, *self.draft][-2:][0]",
+        lambda real: lambda self: ([*self.token_ids, *self.draft][-2:][0], real(self)[1]),
     ),
-    one(
+    bug(
         "verify is as wide as its longest draft",
         ("01", "09_fixed_shape"),
-        f"{STEPPER}.verify",
-        VERIFY_PASS,
-        '"verify", entries, max(len(e.token_ids) for e in entries), batch=self.config.group',
+        RUN,
+        _verify_pass(lambda entries, width, batch: (max(len(entry.token_ids) for entry in entries), batch)),
     ),
-    one(
+    bug(
         "verify has no dummies",
         ("01", "05_neighbour_independence_in_company", "09_fixed_shape"),
-        f"{STEPPER}.verify",
-        ", batch=self.config.group",
-        "",
+        RUN,
+        _verify_pass(lambda entries, width, batch: (width, None)),
     ),
-    one(
+    bug(
         "a fixed pass attends to no more than is in use",
         ("07_window_offset_independence_of_the_bridge",),
-        "cacheprobe.engine.model_runner:ModelRunner.run",
-        "self.cache.capacity if batch is not None else max(starts) + width",
-        "max(starts) + width",
+        RUN,
+        _over_what_is_in_use,
     ),
-    one(
-        "a pass that does not fit is run in another shape",
-        ("09_fixed_shape_or",),
-        "cacheprobe.engine.model_runner:ModelRunner.run",
-        "size = len(entries) if batch is None else batch",
-        "size, width = max(len(entries), batch or 0), max(width, longest)",
-    ),
-    one(
+    bug("a pass that does not fit is run in another shape", ("09_fixed_shape_or",), RUN, _in_another_shape),
+    bug(
         "dummies are put into rows that are taken",
         ("05",),
         "cacheprobe.engine.model_runner:place_rows",
-        "if cache.is_free(row)",
-        "if not cache.is_free(row)",
+        lambda real: (
+            lambda taken, size, cache: real(
+                taken, size, SimpleNamespace(rows=cache.rows, is_free=lambda row: not cache.is_free(row))
+            )
+        ),
     ),
     # -- prefill
-    one(
+    bug(
         "verified prompts are read in their own width",
         ("01", "21"),
         f"{PREFILL}._read_group",
-        "width = chunk if is_padded else",
-        "width =",
+        under(lambda *given: {"pad_prefill": False}),
     ),
-    one(
+    bug(
         "an evicted request's prompt is padded where it was not",
         ("21_prefill_determinism_without_pads",),
         f"{PREFILL}.rebuild",
-        "chunk if self.config.pad_prefill else len(ids)",
-        "chunk",
+        under(lambda *given: {"pad_prefill": True}),
     ),
     Mutation(
         "verified prompts are read together",
         ("01", "21"),
-        (
-            Edit(
-                f"{PREFILL}.read", "self.config.prefill_group if states[0].is_verified else len(states)", "len(states)"
-            ),
-            Edit(f"{PREFILL}._read_group", "self.config.prefill_group if is_fixed else None", "None"),
-        ),
+        {f"{PREFILL}.read": under(lambda self, states: {"prefill_group": len(states)}), RUN: _free_shape_of_prefill},
     ),
-    one(
+    bug(
         "chunks are shorter in company",
         ("01", "21"),
         f"{PREFILL}._read_group",
-        "self.config.prefill_chunk if is_fixed",
-        "self.config.prefill_chunk - (self.runner.cache.num_free_rows < 5) if is_fixed",
+        under(
+            lambda self, *given: {"prefill_chunk": self.config.prefill_chunk - (self.runner.cache.num_free_rows < 5)}
+        ),
     ),
-    one(
+    bug(
         "logits of a prefill group depend on where the others end",
         ("21_prefill_determinism_of_groups",),
         f"{PREFILL}._logit_slots",
-        "None if needed and is_fixed",
-        "None if len(needed) > 1 and is_fixed",
+        lambda real: (
+            lambda self, last, width, is_fixed: real(self, last, width, is_fixed and len({*last} - {None}) > 1)
+        ),
     ),
-    one(
+    bug(
         "rows are shared with a request that is not verified",
         ("22",),
         "cacheprobe.engine.step:_same_prompt",
-        "(o.request.prompt_token_ids, o.is_verified) == wanted",
-        "o.request.prompt_token_ids == wanted[0]",
+        _any_equal_prompt,
     ),
-    # -- eviction
-    one(
-        "an evicted request is read back in one piece",
-        ("23",),
-        f"{PREFILL}.rebuild",
-        "if not state.is_verified:",
-        "if True:",
-    ),
-    one(
-        "an evicted request is read back by prefill",
-        ("23",),
-        f"{PREFILL}.rebuild",
-        'self._rewrite("verify", state, ids, start, window, self.config.group, is_checked=True)',
-        'self._rewrite("prefill", state, ids, start, window, 1)',
-    ),
-    one(
+    # -- preemption
+    bug("an evicted request is read back in one piece", ("23",), f"{PREFILL}.rebuild", _rebuilt_as_plain),
+    bug(
         "an evicted request is not read back",
         ("23",),
         f"{PREFILL}.rebuild",
-        "prompt, first = state.request.prompt_token_ids, state.request.num_cached",
-        "return",
+        instead(lambda self, state: self._begin(state)),
     ),
-    one("an evicted request keeps its draft", ("23",), f"{BOOKS}.evict", "self._give_up_draft(state)", "pass"),
-    one(
-        "an eviction takes back a committed token",
-        ("17_monotone_release",),
-        f"{BOOKS}.evict",
-        "self._give_up_draft(state)",
-        then(
-            "self._give_up_draft(state)",
-            "del state.token_ids[max(state.last_committed_position, state.request.num_prompt_tokens + 1) :]",
-        ),
+    bug("an evicted request keeps its draft", ("23",), f"{COMMITTER}.evict", without("_give_up_draft")),
+    bug(
+        "an eviction takes back a committed token", ("17_monotone_release",), f"{COMMITTER}.evict", _takes_a_token_back
     ),
     # -- failures
-    one(
+    bug(
         "a failed step stays in the capture",
         ("25",),
-        f"{STEPPER}._retries",
-        "self.runner.observer.on_failure(self.runner.step)",
-        "pass",
+        "cacheprobe.capture.recorder:Recorder.on_failure",
+        instead(lambda self, step: None),
     ),
-    one(
+    bug(
         "NaN is seen by the capture first",
         ("25",),
-        "cacheprobe.engine.model_runner:ModelRunner.run",
-        "self._require_numbers(",
-        "(lambda *args: None)(",
+        "cacheprobe.engine.model_runner:ModelRunner._require_numbers",
+        instead(lambda self, *given: None),
     ),
-    one(
-        "requests are committed while others are judged",
-        ("25",),
-        f"{STEPPER}.verify",
-        "verdicts.append((entry.state, self.committer.judge(entry, result.out[b])))",
-        "self.committer.settle(entry.state, self.committer.judge(entry, result.out[b]))",
-    ),
-    Mutation(
+    bug("requests are committed while others are judged", ("25",), f"{ENGINE}.verify", _settles_at_once),
+    bug(
         "a failed row is not scrubbed",
-        ("25_exception_safety_in_a_run",),
-        (
-            Edit(f"{BOOKS}.scrub", "self.cache.scrub(state.row, int(self.cache.lengths[state.row]))", "pass"),
-            Edit(f"{BOOKS}.stop", STOP_SCRUBS, "pass"),
-        ),
+        ("25_exception_safety_in_a_run", "25_exception_safety_of_who_comes_next"),
+        "cacheprobe.kvcache.cache:KVCache.scrub",
+        instead(lambda self, row, start: None),
     ),
-    one(
-        "a request that failed leaves NaN in what it had committed",
-        ("25_exception_safety_of_who_comes_next",),
-        f"{BOOKS}.stop",
-        STOP_SCRUBS,
-        "pass",
-    ),
-    one(
-        "a group that fails is given up whole",
-        ("25",),
-        f"{STEPPER}._retries",
-        "return [[state] for state in states if not state.error]",
-        '[self.committer.stop(state, "error", error=str(error)) for state in states if not state.error]; return []',
-    ),
+    bug("a group that fails is given up whole", ("25",), f"{ENGINE}._retries", _given_up_whole),
     # -- the negative control
     Mutation(
         "the fast path decodes and reads one request at a time",
         ("27",),
-        (
-            Edit(f"{PREFILL}.read", "else len(states)", "else 1"),
-            Edit(
-                f"{STEPPER}.feed_newest",
-                'out = self.runner.run("decode", entries, 1, num_layers=num_layers).out',
-                then(
-                    'outs = [self.runner.run("decode", [e], 1, num_layers=num_layers).out for e in entries]',
-                    'out = __import__("torch").cat(outs)',
-                ),
+        {
+            f"{PREFILL}.read": lambda real: (
+                lambda self, states: [
+                    real(self, some) for some in ([states] if states[0].is_verified else [[s] for s in states])
+                ]
             ),
-        ),
+            f"{ENGINE}.feed_newest": lambda real: (
+                lambda self, states, num_layers=None: torch.cat([real(self, [state], num_layers) for state in states])
+            ),
+        },
     ),
 ]

@@ -1,176 +1,198 @@
 """Bugs of what is said: noise, ties, processors, endings, streams."""
 
-from tests.mutations.in_engine import BOOKS, CHOOSING, SETUP, STATE
-from tests.mutations.mutate import Edit, Mutation, one, then
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
-ENDING = "cacheprobe.ops.acceptance:find_ending"
-STREAM = "cacheprobe.capture.stream:Stream"
-PREFIX = "[*state.token_ids, *drafted][:position]"
+import numpy as np
+
+from cacheprobe.ops.acceptance import Ending
+from tests.mutations.in_engine import COMMITTER, ENGINE, PLAN, STATE
+from tests.mutations.mutate import Mutation, bug, inside, instead
+
+CHOOSING, ENDING = "cacheprobe.engine.choosing", "cacheprobe.ops.acceptance:find_ending"
+STREAM, NOISE = "cacheprobe.capture.stream:Stream", "cacheprobe.core.noise:uniform_noise"
+
+
+def _seeing(prefix: Any) -> Any:
+    """Processors get the tokens of `prefix(state, drafted, position)`."""
+
+    def choose(real: Any, state: Any, logits: Any, drafted: Any, position: int) -> Any:
+        return lambda logits, sampling, _, at: real(logits, sampling, prefix(state, drafted, position), at)
+
+    return inside(f"{CHOOSING}:choose_token", choose)
+
+
+def _remembers(real: Any) -> Any:
+    def drop_draft(self: Any) -> None:
+        self.ghosts = [*getattr(self, "ghosts", ()), *self.draft]
+        real(self)
+
+    return drop_draft
+
+
+def _own_seed(real: Any) -> Any:
+    def samples(self: Any, request: Any, first: int, run_seed: int) -> Any:
+        made, seed = real(self, request, first, run_seed), request.sampling.seed
+        return made if seed is None else tuple(replace(r, sampling=replace(r.sampling, seed=seed)) for r in made)
+
+    return samples
+
+
+def _overlooks_the_middle(real: Any) -> Any:
+    def find_ending(generated: Any, token_ids: Any, rule: Any, num_left: int) -> Ending:
+        ending, given = real(generated, token_ids, rule, num_left), len(token_ids)
+        if ending.finish != "stop" or ending.num_kept == given:
+            return ending
+        return Ending(num_left, "length") if given >= num_left else Ending(given, None)
+
+    return find_ending
+
+
+def _drops_the_stop(real: Any) -> Any:
+    def find_ending(*given: Any) -> Ending:
+        ending = real(*given)
+        return ending if ending.finish != "stop" else Ending(max(ending.num_kept - 1, 1), "stop")
+
+    return find_ending
+
+
+def _ends_by_draft(real: Any) -> Any:
+    def judge(self: Any, entry: Any, logits: Any) -> Any:
+        verdict = real(self, entry, logits)
+        return replace(verdict, finish="stop") if entry.state.draft_ends() else verdict
+
+    return judge
+
+
+def _feeds_all(real: Any) -> Any:
+    def verify_entry(state: Any) -> Any:
+        with patch.object(state, "draft_ends", lambda: False):
+            return real(state)
+
+    return verify_entry
+
+
+def _limit_past_the_end(self: Any, window: int) -> int:
+    return min(window - 1, self.num_left, window if self.draft_cap is None else self.draft_cap)
+
+
+def _streams_candidates(real: Any) -> Any:
+    def decode(self: Any, drafter: Any, states: Any) -> None:
+        before = {state: len(state.draft) for state in states}
+        real(self, drafter, states)
+        for state in states:
+            for one in self.committer.observer.observers:
+                fresh = getattr(one, "fresh", {})
+                fresh.setdefault(state.request_id, []).extend(state.draft[before[state] :])
+
+    return decode
+
+
+def _takes_back(real: Any) -> Any:
+    def settle(self: Any, state: Any, verdict: Any) -> None:
+        real(self, state, verdict)
+        if verdict.num_accepted == 0 and state.num_generated > 4:
+            del state.token_ids[-2]
+
+    return settle
+
 
 MUTATIONS = [
     # -- noise
-    one(
+    bug(
         "noise is keyed by the step",
         ("19",),
-        f"{BOOKS}.choose",
-        "choose_next(state, logits, drafted, position)",
-        "choose_next(state, logits, drafted, self.runner.step)",
+        f"{COMMITTER}.choose",
+        inside(
+            "cacheprobe.engine.committer:choose_next",
+            lambda real, self, *given: lambda *asked: real(*asked[:3], self.runner.step),
+        ),
     ),
-    one(
+    bug(
         "the verifier's noise is one position off",
         ("19",),
         f"{CHOOSING}:judge_by_equality",
-        "draft[:t], start + t)",
-        "draft[:t], start + t + 1)",
+        lambda real: lambda state, logits, start: real(state, logits, start + 1),
     ),
-    one(
+    bug(
         "noise comes from a global generator",
         ("01", "19_sampling_leaves"),
-        "cacheprobe.core.noise:uniform_noise",
-        "words = np.random.Philox",
-        "return np.random.random(width)\n    words = np.random.Philox",
+        NOISE,
+        instead(lambda seed, position, width, stream=0: np.random.random(width)),
     ),
-    one(
+    bug(
         "noise does not know its position",
         ("19",),
-        "cacheprobe.core.noise:uniform_noise",
-        "[0, position, stream, 0]",
-        "[0, 0, stream, 0]",
+        NOISE,
+        lambda real: lambda seed, position, *more: real(seed, 0, *more),
     ),
-    one(
-        "large seeds are cut to 32 bits",
-        ("19",),
-        "cacheprobe.core.noise:uniform_noise",
-        "seed % 2**128",
-        "seed % 2**32",
-    ),
-    one(
-        "all samples have one seed",
-        ("19_sampling_of_several",),
-        f"{SETUP}._samples",
-        "if own is None or (n > 1 and i > 0):",
-        "if own is None:",
-    ),
-    one(
+    bug("large seeds are cut to 32 bits", ("19",), NOISE, lambda real: lambda seed, *more: real(seed % 2**32, *more)),
+    bug("all samples have one seed", ("19_sampling_of_several",), f"{PLAN}._samples", _own_seed),
+    bug(
         "all requests have one seed",
         ("19_sampling_of_several",),
-        f"{SETUP}._samples",
-        "derive_seed(run_seed if own is None else own, first + i)",
-        "derive_seed(run_seed if own is None else own, i)",
+        f"{PLAN}._samples",
+        inside(
+            "cacheprobe.plan:derive_seed",
+            lambda real, self, request, first, run_seed: lambda seed, index: real(seed, index - first),
+        ),
     ),
-    one(
+    bug(
         "ties go to the highest id",
         ("19_sampling_breaks",),
         "cacheprobe.ops.sampling:lowest_argmax",
-        "int(_as_numpy(logits).argmax())",
-        "len(logits) - 1 - int(_as_numpy(logits)[::-1].argmax())",
+        lambda real: lambda logits: len(logits) - 1 - real(logits.flip(0)),
     ),
     # -- processors
-    one(
+    bug(
         "the penalty does not see the draft",
         ("20",),
         f"{CHOOSING}:choose_next",
-        PREFIX,
-        "list(state.token_ids)[:position]",
+        _seeing(lambda state, drafted, position: state.token_ids[:position]),
     ),
-    one(
-        "the penalty sees the prompt only",
-        ("20",),
-        f"{CHOOSING}:choose_next",
-        PREFIX,
-        "list(state.request.prompt_token_ids)",
-    ),
-    one(
+    bug(
         "the penalty sees tokens that come later",
         ("20_processor_parity_after", "23_preemption_under"),
         f"{CHOOSING}:choose_next",
-        PREFIX,
-        "[*state.token_ids, *drafted]",
+        _seeing(lambda state, drafted, position: [*state.token_ids, *drafted]),
     ),
     Mutation(
         "the penalty remembers rejected candidates",
         ("20_processor_parity_after",),
-        (
-            Edit(
-                f"{CHOOSING}:choose_next",
-                PREFIX,
-                'getattr(state, "ghosts", []) + [*state.token_ids, *drafted][:position]',
+        {
+            f"{STATE}.drop_draft": _remembers,
+            f"{CHOOSING}:choose_next": _seeing(
+                lambda state, drafted, at: getattr(state, "ghosts", []) + [*state.token_ids, *drafted][:at]
             ),
-            Edit(
-                f"{STATE}.drop_draft",
-                "self.draft.clear()",
-                'self.ghosts = getattr(self, "ghosts", []) + self.draft\n    self.draft.clear()',
-            ),
-        ),
+        },
     ),
     # -- endings
-    one(
-        "a stop token in the middle of a window is overlooked",
-        ("03", "18"),
-        ENDING,
-        "if rule.ends(said):",
-        "if rule.ends(said) and index == len(token_ids) - 1:",
-    ),
-    one("a stop token is not kept", ("18",), ENDING, 'Ending(index + 1, "stop")', 'Ending(max(index, 1), "stop")'),
-    one(
-        "a drafted stop token ends the request",
-        ("18",),
-        f"{BOOKS}.judge",
-        "ending.num_kept, ending.finish",
-        'ending.num_kept, "stop" if state.draft_ends() else ending.finish',
-    ),
-    one(
-        "a stop token is fed to the verifier",
-        ("03",),
-        "cacheprobe.engine.step:Engine.verify",
-        "state.draft[:-1] if state.draft_ends() else state.draft",
-        "state.draft",
-    ),
+    bug("a stop token in the middle of a window is overlooked", ("03", "18"), ENDING, _overlooks_the_middle),
+    bug("a stop token is not kept", ("18",), ENDING, _drops_the_stop),
+    bug("a drafted stop token ends the request", ("18",), f"{COMMITTER}.judge", _ends_by_draft),
+    bug("a stop token is fed to the verifier", ("03",), "cacheprobe.engine.step:verify_entry", _feeds_all),
     Mutation(
         "the bonus token may pass the limit",
         ("18",),
-        (
-            Edit(ENDING, "token_ids[:num_left]", "token_ids"),
-            Edit(ENDING, 'Ending(num_left, "length")', 'Ending(len(token_ids), "length")'),
-            Edit(f"{STATE}.draft_limit", "self.num_left - 1", "self.num_left"),
-        ),
+        {
+            ENDING: lambda real: lambda before, ids, rule, num_left: real(before, ids, rule, max(num_left, len(ids))),
+            f"{STATE}.draft_limit": instead(_limit_past_the_end),
+        },
     ),
-    one(
+    bug(
         "stop texts are sought in the newest token",
         ("18_finish_correctness_of_stop_texts",),
         "cacheprobe.ops.acceptance:StopRule.ends",
-        "self.decode(generated)",
-        "self.decode(generated[-1:])",
+        lambda real: lambda self, generated: real(self, generated[-1:]),
     ),
     # -- streams
-    one(
-        "candidates are streamed",
-        ("17_monotone_release_of_a_stream",),
-        "cacheprobe.engine.step:Engine.decode",
-        "state.draft.extend(token_ids)",
-        then(
-            "state.draft.extend(token_ids)",
-            "for one in self.committer.observer.observers:",
-            '    getattr(one, "fresh", {}).setdefault(state.request_id, []).extend(token_ids)',
-            indent=8,
-        ),
-    ),
-    one(
+    bug("candidates are streamed", ("17_monotone_release_of_a_stream",), f"{ENGINE}.decode", _streams_candidates),
+    bug(
         "characters are cut",
         ("17_monotone_release_of_a_stream",),
         f"{STREAM}._new_text",
-        "whole = whole.rstrip(_CUT)",
-        "pass",
+        lambda real: lambda self, request_id, is_over: real(self, request_id, True),
     ),
-    one(
-        "a rollback takes back what was committed",
-        ("17_monotone_release",),
-        f"{BOOKS}.settle",
-        "state.commit(committed)",
-        then(
-            "if verdict.num_accepted == 0 and state.num_generated > 3:",
-            "    del state.token_ids[-1:]",
-            "state.commit(committed)",
-        ),
-    ),
+    bug("a rollback takes back what was committed", ("17_monotone_release",), f"{COMMITTER}.settle", _takes_back),
 ]

@@ -1,13 +1,19 @@
 """Bugs of what is measured: probes, rollback_prediction, patching grids, interventions and cache surgery."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+
+from cacheprobe.patching.grid import difference
 from tests import test_foresight as rollback_prediction
 from tests import test_interventions as interventions
 from tests import test_patching as patching
 from tests import test_probes as probes
 from tests import test_surgery as surgery
-from tests.mutations.mutate import Mutation, one
+from tests.mutations.mutate import bug, inside, instead
 
 GUARDS: dict[str, Callable[[], None]] = {
     "ridge is scikit-learn's": lambda: probes.test_scores_are_scikit_learns((40, 12)),
@@ -36,140 +42,161 @@ GUARDS: dict[str, Callable[[], None]] = {
 
 RIDGE, GROUPS, AUROC = "cacheprobe.probes.ridge", "cacheprobe.probes.groups", "cacheprobe.probes.auroc"
 PATCHING, MADE = "cacheprobe.patching", "cacheprobe.interventions"
-ROWS = "cacheprobe.kvcache.surgery"
+SURGERY = "cacheprobe.kvcache.surgery"
 
-MUTATIONS: list[Mutation] = [
-    one(
+
+def _fits_all(real: Any, states: Any, targets: Any, *given: Any) -> Any:
+    """Scores of a tested fold come from a fit on all examples."""
+
+    def ridge_scores(train: Any, own: Any, test: Any, penalties: Any) -> Any:
+        is_final = train.shape[1] + test.shape[1] == states.shape[1]  # nothing is held back to choose a penalty on
+        chosen = (states.double(), targets.double()) if is_final else (train, own)
+        return real(*chosen, test, penalties)
+
+    return ridge_scores
+
+
+def _apart(real: Any) -> Any:
+    def joined_groups(members: Any, shared: Any) -> Any:
+        members = list(members)
+        return real(members, members)
+
+    return joined_groups
+
+
+def _last_of_equals(scores: Any, labels: Any) -> float:
+    ranks, positive = np.searchsorted(np.sort(scores), scores, side="right"), int(labels.sum())
+    return (ranks[labels == 1].sum() - positive * (positive + 1) / 2) / (positive * (len(labels) - positive))
+
+
+def _rolled(axis: int) -> Any:
+    """A cell takes the donor's states of the next position (axis 0) or head (axis 1)."""
+
+    def make(real: Any) -> Any:
+        def cell(donor: Any, *place: Any) -> Any:
+            return real(SimpleNamespace(at=lambda site, layer: donor.at(site, layer).roll(1, axis)), *place)
+
+        return cell
+
+    return make
+
+
+def _into_its_source(real: Any) -> Any:
+    def with_(self: Any, *given: Any) -> Any:
+        made = real(self, *given)
+        for old, new in zip((*self.keys, *self.values), (*made.keys, *made.values), strict=True):
+            old.copy_(new)
+        return made
+
+    return with_
+
+
+def _of_themselves(real: Any) -> Any:
+    def swap(*given: Any, **where: Any) -> Any:
+        a, b = real(*given, **where)
+        return replace(a, vectors=b.vectors), replace(b, vectors=a.vectors)
+
+    return swap
+
+
+MUTATIONS = [
+    bug(
         "the penalty is chosen on another fold",
         ("ridge is scikit-learn's",),
         f"{RIDGE}:_of_layers",
-        "folds == (fold + 1) % num_folds",
-        "folds == (fold + 2) % num_folds",
+        lambda real: lambda states, targets, folds, n, *more: real(states, targets, -folds % n, n, *more),
     ),
-    one(
+    bug(
         "the tested fold is trained on",
         ("ridge is scikit-learn's", "noise holds nothing"),
         f"{RIDGE}:_of_layers",
-        "said = ridge_scores(states[:, ~test], targets[~test]",
-        "said = ridge_scores(states, targets",
+        inside(f"{RIDGE}:ridge_scores", _fits_all),
     ),
-    one(
+    bug(
         "folds split groups",
         ("groups stay together",),
         f"{GROUPS}:group_folds",
-        "return fold_of[inverse]",
-        "return np.random.default_rng(seed).permutation(fold_of[inverse])",
+        lambda real: lambda *given, **more: np.random.default_rng(0).permutation(real(*given, **more)),
     ),
-    one(
-        "prompts that begin alike are apart",
-        ("prompts that begin alike",),
-        f"{GROUPS}:joined_groups",
-        'parent[root(("member", member))] = root(("shared", text))',
-        'root(("member", member))',
-    ),
-    one(
+    bug("prompts that begin alike are apart", ("prompts that begin alike",), f"{GROUPS}:joined_groups", _apart),
+    bug(
         "control labels are drawn by example",
         ("control tasks",),
         f"{GROUPS}:control_labels",
-        "return drawn[:, [place[word] for word in words]]",
-        "return np.random.default_rng(seed).choice(labels, size=(number, len(words)))",
+        lambda real: lambda words, *given, **more: real(range(len(list(words))), *given, **more),
     ),
-    one(
-        "the last of equal ranks is taken",
-        ("ties share their rank",),
-        f"{AUROC}:auroc",
-        "(np.cumsum(counts) - (counts - 1) / 2)",
-        "np.cumsum(counts)",
-    ),
-    one(
+    bug("the last of equal ranks is taken", ("ties share their rank",), f"{AUROC}:auroc", instead(_last_of_equals)),
+    bug(
         "examples are drawn again, not groups",
         ("groups are drawn whole",),
         f"{AUROC}:resampled_auroc",
-        "np.flatnonzero(groups == group) for group in np.unique(groups)",
-        "np.array([i]) for i in range(len(groups))",
+        lambda real: (
+            lambda scores, labels, groups, *more, **named: real(scores, labels, np.arange(len(labels)), *more, **named)
+        ),
     ),
-    one(
-        "a patch is one position early",
-        ("a cell is the naive run",),
-        f"{PATCHING}.activation:_cell",
-        "[position : position + 1]",
-        "[position - 1 : position]",
-    ),
-    one(
-        "another head is written",
-        ("a head is the naive run",),
-        f"{PATCHING}.activation:_cell",
-        "vectors[:, head], head)",
-        "vectors[:, head], (head + 1) % 4)",
-    ),
-    one(
+    bug("a patch is one position early", ("a cell is the naive run",), f"{PATCHING}.activation:_cell", _rolled(0)),
+    bug("another head is copied", ("a head is the naive run",), f"{PATCHING}.activation:_cell", _rolled(1)),
+    bug(
         "behind the prefix stands the clean run",
         ("a prefix is the naive run", "one and zero"),
         f"{PATCHING}.prefix:prefix_cell",
-        "corrupt.at(site, layer)[position + 1 :]",
-        "clean.at(site, layer)[position + 1 :]",
+        lambda real: lambda clean, corrupt, *place: real(clean, clean, *place),
     ),
-    one(
+    bug(
         "a flip is told of the clean run",
         ("flips",),
         f"{PATCHING}.grid:pair_table",
-        "!= (low > 0)",
-        "!= (high > 0)",
+        lambda real: (
+            lambda said, axes, tokens, clean, corrupt: real(said, axes, tokens, clean, corrupt).assign(
+                flip=lambda table: (table.logit_difference > 0) != (difference(clean) > 0)
+            )
+        ),
     ),
-    one(
+    bug(
         "windows of layers begin one lower",
         ("tracing is the naive run",),
         f"{PATCHING}.tracing:window_of",
-        "(window - 1) // 2",
-        "window // 2",
+        lambda real: lambda layer, window, n_layers: real(layer - (window % 2 == 0), window, n_layers),
     ),
-    one(
+    bug(
         "all draws of noise are one",
         ("tracing is the naive run",),
-        f"{PATCHING}.tracing:causal_tracing",
-        "derive_seed(seed, sample)",
-        "derive_seed(seed, 0)",
+        f"{PATCHING}.tracing:derive_seed",
+        lambda real: lambda seed, sample: real(seed, 0),
     ),
-    one(
+    bug(
         "all positions take the first vector",
         ("a change is a plain hook's",),
         f"{MADE}.base:Intervention.vectors_at",
-        "self.positions.index(p)",
-        "min(self.positions.index(p), 0)",
+        lambda real: lambda self, positions: real(self, [self.positions[0]] * len(positions)),
     ),
-    one(
+    bug(
         "an eviction loses the change",
         ("evictions forget nothing",),
         f"{MADE}.editor:Editor._acts",
-        "slot.position in self._written[number] if is_hidden else",
-        "False if is_hidden else",
+        lambda real: (
+            lambda self, number, one, slot, is_hidden: (
+                not (is_hidden and one.steps is not None) and real(self, number, one, slot, is_hidden)
+            )
+        ),
     ),
-    one(
-        "a swap gives a request its own states",
-        ("swaps",),
-        f"{MADE}.make:swap",
-        "return one(a, b), one(b, a)",
-        "return one(a, a), one(b, b)",
-    ),
-    one(
+    bug("a swap gives a request its own states", ("swaps",), f"{MADE}.make:swap", _of_themselves),
+    bug(
         "draws depend on the pass",
         ("draws know their position",),
         f"{MADE}.base:Intervention.vectors_at",
-        "uniform_noise(self.seed, p, 1",
-        "uniform_noise(self.seed, positions.index(p), 1",
+        lambda real: lambda self, positions: real(self, list(range(len(positions)))),
     ),
-    one(
+    bug(
         "masked rows are attended to",
         ("masked rows", "rows are values"),
-        f"{ROWS}:put_rows",
-        "cache.hidden[row, sorted(rows.hidden)] = True",
-        "pass",
+        f"{SURGERY}:put_rows",
+        lambda real: lambda rows, *place: real(replace(rows, hidden=frozenset()), *place),
     ),
-    one(
+    bug(
         "an edit writes into the rows that it was made of",
         ("rows are values",),
-        f"{ROWS}:KVSnapshot._with",
-        "held[part][layer].clone()",
-        "held[part][layer]",
+        f"{SURGERY}:KVSnapshot._with",
+        _into_its_source,
     ),
 ]

@@ -1,19 +1,17 @@
-"""Puts a bug into the loaded package and takes it out again."""
+"""Puts a bug into the loaded package, by replacing a function or an attribute by name, and takes it out again."""
 
-import builtins
-import dis
-import inspect
 import os
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from types import CodeType
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from cacheprobe.engine import consistency
@@ -21,94 +19,128 @@ from cacheprobe.models.paths import choose_path
 from tests.invariants import machines
 from tests.tiny import loaded
 
-
-@dataclass(frozen=True)
-class Edit:
-    """In the source of a function or method, this text, found once, becomes another."""
-
-    target: str
-    """module:function or module:Class.method."""
-    old: str
-    new: str
+Replace = Callable[[Any], Any]
+"""Takes the function (of a property: its getter) or value that has a name, and returns what has this name instead."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A bug and the invariants whose tests must notice it."""
+    """A bug, and the tests that must notice it."""
 
     name: str
     red: tuple[str, ...]
-    """What follows "test_invariant_" in the name of a test: a number, or more of it where one of several is meant."""
-    edits: tuple[Edit, ...]
+    """Names of guards. For invariants: what follows "test_invariant_" in the names of tests, or the start of it."""
+    bugs: Mapping[str, Replace]
+    """By target: module:function, module:NAME or module:Class.method."""
 
 
-def one(name: str, red: tuple[str, ...], target: str, old: str, new: str) -> Mutation:
-    """A mutation of a single edit."""
-    return Mutation(name, red, (Edit(target, old, new),))
-
-
-def then(statement: str, *lines: str, indent: int = 4) -> str:
-    """A statement of a function's body with more lines after it."""
-    return "\n".join([statement, *(" " * indent + line for line in lines)])
+def bug(name: str, red: tuple[str, ...], target: str, replace: Replace) -> Mutation:
+    """Returns a mutation that replaces one name."""
+    return Mutation(name, red, {target: replace})
 
 
 class BrokenMutation(Exception):
-    """The mutation does not say what it meant to: its text is not there, or what it became cannot run."""
+    """The mutation does not say what it meant to: its target has gone, or its replacement cannot run."""
 
 
-CLUMSY = (NameError, AttributeError, SyntaxError, ImportError)
+CLUMSY = (NameError, AttributeError, TypeError, SyntaxError, ImportError, BrokenMutation)
 """Errors that show a badly written mutation rather than a bug that was caught."""
+
+
+# -- replacements that several mutations share
+
+
+def instead(value: Any) -> Replace:
+    """Replaces the target by this function or value."""
+    return lambda real: value
+
+
+def without(path: str) -> Replace:
+    """In the target, a method, calls of `self.<path>` do nothing."""
+
+    def make(real: Any) -> Any:
+        def method(self: Any, *args: Any, **options: Any) -> Any:
+            *outer, name = path.split(".")
+            with patch.object(attrgetter(".".join(outer))(self) if outer else self, name, lambda *a, **o: None):
+                return real(self, *args, **options)
+
+        return method
+
+    return make
+
+
+def under(change: Callable[..., dict[str, Any]]) -> Replace:
+    """The target, a method, works with other settings in `self.config`. change: takes its arguments."""
+
+    def make(real: Any) -> Any:
+        def method(self: Any, *args: Any) -> Any:
+            with patch.object(self, "config", replace(self.config, **change(self, *args))):
+                return real(self, *args)
+
+        return method
+
+    return make
+
+
+def inside(target: str, make: Callable[..., Any]) -> Replace:
+    """While the target runs, another name is replaced. make: takes that name's function and the target's arguments.
+
+    Not for a target that several threads run at once: the last to leave would not restore the name.
+    """
+
+    def outer(real: Any) -> Any:
+        def function(*args: Any, **options: Any) -> Any:
+            with ExitStack() as stack:
+                put(target, lambda other: make(other, *args, **options), stack)
+                return real(*args, **options)
+
+        return function
+
+    return outer
+
+
+# -- putting them in place
+
+
+def put(target: str, replace: Replace, stack: ExitStack) -> None:
+    """Replaces the target until the stack closes, in every module and table that holds a function of this name.
+
+    A name that a module has imported is replaced in that module only.
+    Raises: BrokenMutation if there is no such target.
+    """
+    module_name, _, path = target.partition(":")
+    *outer, name = path.split(".")
+    try:
+        module = import_module(module_name)
+        holder = attrgetter(".".join(outer))(module) if outer else module
+        original = vars(holder)[name]
+    except (ImportError, AttributeError, KeyError) as error:
+        raise BrokenMutation(f"there is no {target}") from error
+    if isinstance(original, property):
+        stack.enter_context(patch.object(holder, name, property(replace(original.fget))))
+        return
+    new = replace(original)
+    stack.enter_context(patch.object(holder, name, new))
+    if holder is module and getattr(original, "__module__", None) == module_name:
+        for other in [m for n, m in sys.modules.items() if n.startswith(("cacheprobe", "tests")) and m is not None]:
+            if vars(other).get(name) is original:
+                stack.enter_context(patch.object(other, name, new))
+            for table in [held for held in vars(other).values() if type(held) is dict]:
+                if found := {key: new for key, value in table.items() if value is original}:
+                    stack.enter_context(patch.dict(table, found))
 
 
 @contextmanager
 def applied(mutation: Mutation) -> Iterator[None]:
-    """The package with the bug in it. Whatever a buggy run may leave thrown is put back after it.
+    """The package with the bug in it. Whatever a buggy run may leave changed is put back after it.
 
     The trial that a run makes of its shape passes: the tests are to notice by themselves.
     """
     with pristine(), ExitStack() as stack:
         stack.enter_context(patch.object(consistency, "_fault", lambda *shape: None))
-        for target in dict.fromkeys(edit.target for edit in mutation.edits):
-            _apply(target, [edit for edit in mutation.edits if edit.target == target], stack)
+        for target, replace in mutation.bugs.items():
+            put(target, replace, stack)
         yield
-
-
-def _apply(target: str, edits: Sequence[Edit], stack: ExitStack) -> None:
-    module_name, _, path = target.partition(":")
-    module = import_module(module_name)
-    *outer, name = path.split(".")
-    holder: Any = module
-    for part in outer:
-        holder = getattr(holder, part)
-    original = vars(holder)[name]
-    function = original.fget if isinstance(original, property) else original
-    source = textwrap.dedent(inspect.getsource(function))
-    for edit in edits:
-        if source.count(edit.old) != 1:
-            raise BrokenMutation(f"{target} holds {source.count(edit.old)} times, not once: {edit.old!r}")
-        source = source.replace(edit.old, edit.new)
-    code = compile(source, f"<{target}>", "exec")
-    if unknown := [known for known in _globals(code) if known not in vars(module) and not hasattr(builtins, known)]:
-        raise BrokenMutation(f"{target} speaks of {unknown[0]}, which is not there")
-    made: dict[str, Any] = {}
-    exec(code, vars(module), made)
-    stack.enter_context(patch.object(holder, name, made[name]))
-    if holder is module:  # modules hold the function by name, and in tables
-        ours = [m for n, m in sys.modules.items() if n.startswith(("cacheprobe", "tests")) and m is not None]
-        for other in ours:
-            if other is not module and vars(other).get(name) is original:
-                stack.enter_context(patch.object(other, name, made[name]))
-            for table in [held for held in vars(other).values() if type(held) is dict]:
-                if found := {key: made[name] for key, value in table.items() if value is original}:
-                    stack.enter_context(patch.dict(table, found))
-
-
-def _globals(code: CodeType) -> Iterator[str]:
-    """Global names that a piece of code reads, in its functions too."""
-    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _globals(inner)
 
 
 @contextmanager
@@ -138,10 +170,24 @@ def pristine() -> Iterator[None]:
                 model.twin_trial = trial
 
 
+def notices(mutation: Mutation, test: Callable[[], None]) -> bool:
+    """Returns whether the test fails with the bug in place. Raises: BrokenMutation for a replacement that cannot
+    run."""
+    with applied(mutation), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            test()
+        except (Exception, machines.Breach, pytest.fail.Exception) as error:
+            if is_clumsy(error):
+                raise BrokenMutation(f"{mutation.name}: {error!r}") from error
+            return True
+    return False
+
+
 def is_clumsy(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, shows that the mutated code is no code."""
+    """Returns whether an error, or one that it came from, shows that the replacement is no working code."""
     while error is not None:
-        if isinstance(error, CLUMSY):
+        if type(error) in CLUMSY:
             return True
         error = error.__cause__
     return False
