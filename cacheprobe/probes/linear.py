@@ -8,8 +8,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.core.statistics import wilson
 from cacheprobe.probes.checks import LEAST, ProbeError, chosen_pairs, require_enough
-from cacheprobe.probes.groups import control_labels, effective_number, group_folds, wilson
+from cacheprobe.probes.groups import control_labels, effective_number, group_folds
 from cacheprobe.probes.places import embeddings, labelled
 from cacheprobe.probes.ridge import held_out_scores
 from cacheprobe.trace.trace import Trace
