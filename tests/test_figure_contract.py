@@ -170,7 +170,8 @@ NAMED: dict[str, Callable[[pd.DataFrame, pd.DataFrame], tuple[str, str]]] = {
         "parity at layer 3, state never (at most 0.55)", "parity never (at most 0.50)",
     ),
     "prediction_depth_figure": lambda t, o: (
-        "accepted drafts at layer 1, rejected drafts at layer 2", "accepted drafts at layer 0, rejected drafts at layer 0",
+        "accepted drafts at layer 1, rejected drafts at layer 2",
+        "accepted drafts at layer 0, rejected drafts at layer 0",
     ),
     "sweep_grid": lambda t, o: ("0.47 at drafter=ngram, seed=1", "0.23 at drafter=ngram, seed=0"),
     "ways_figure": lambda t, o: ("No more than chance is left with: cut", "no way here"),
