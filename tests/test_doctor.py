@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import cacheprobe as cp
 from cacheprobe.cli import look as cli_look
@@ -13,6 +14,7 @@ from cacheprobe.models import inventory
 from cacheprobe.models.hf.tiny import FAMILIES
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops import dispatch
+from tests.planted_costs import HOUR, Clock
 
 
 @pytest.fixture
@@ -112,7 +114,17 @@ def test_dtypes_are_measured() -> None:
     said = {finding.name: finding.said for finding in machine.dtypes(seconds.__getitem__)}
     assert said["bfloat16"].startswith("in hardware: 0.40 of float32's time")
     assert said["float16"].startswith("not in hardware: 30.00 of float32's time")
-    assert machine.product_seconds("float32") > 0
+
+
+def test_the_time_of_a_product_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product takes hours, planted by its dtype; the first product of each dtype is not counted."""
+    hours = {torch.float32: [9, 2], torch.bfloat16: [9, 1], torch.float16: [9, 6]}
+    Clock(monkeypatch).plant(torch, "matmul", lambda a, b: hours[a.dtype].pop(0) if len(hours[a.dtype]) > 1
+                             else hours[a.dtype][0])  # fmt: skip
+    assert machine.product_seconds("float32") == pytest.approx(2 * HOUR, rel=0.01)
+    said = {finding.name: finding.said for finding in machine.dtypes()}
+    assert said["bfloat16"].startswith("in hardware: 0.50 of float32's time")
+    assert said["float16"].startswith("not in hardware: 3.00 of float32's time")
 
 
 def test_packages_are_held_to_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

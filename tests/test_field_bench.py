@@ -9,15 +9,14 @@ from cacheprobe_benchmarks import field, nnsight_arm
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 
 
-def test_every_arm_keeps_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(field, "NEW_TOKENS", 3)
+def test_every_arm_keeps_what_it_says() -> None:
     model = cp.load_model("smollm2-135m", dtype="bfloat16", progress=False)
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [8, 7, 6, 5, 4, 3, 2, 1]]
     arms = {
-        "ours": field._ours(model, prompts),
-        "hooks": field._hooks(hf := HuggingFace(), prompts),
-        "hidden_states": field._hidden_states(hf, prompts),
-        "transformer_lens": field._transformer_lens(model, prompts),
+        "ours": field._ours(model, prompts, 3),
+        "hooks": field._hooks(hf := HuggingFace(), prompts, 3),
+        "hidden_states": field._hidden_states(hf, prompts, 3),
+        "transformer_lens": field._transformer_lens(model, prompts, 3),
     }
     of_a_token = model.n_layers * model.d_model * 2
     tokens = len(prompts) * (8 + 3 - 1)  # nothing is computed of the newest one

@@ -8,9 +8,11 @@ from cacheprobe.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.interventions import add, mean, replace, resample, swap, zero
 from cacheprobe.interventions.checks import require_hooks
+from cacheprobe.ops.equality import close
 from tests.test_drafters import near
+from tests.test_interventions import SUMS, generated_slowly, hooked_slowly
 from tests.test_thinking_engine import RUN, lm
-from tests.tiny import PROMPTS, SMALL, loaded
+from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 S1 = dict(request_id=0, site="S", layer=1)
 LIGHT = {**SMALL, "max_new_tokens": 6, "capture": "S"}
@@ -39,21 +41,57 @@ def test_an_intervention_checks_itself(make, message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("drafter", [FastPath(), EarlyExit(layer=1)], ids=repr)
-def test_the_last_draft_that_can_be_changed_is_changed(drafter: Drafter) -> None:
+def by_hand(text: list[int], num_layers: int, changes: dict[int, float]) -> tuple[torch.Tensor, int]:
+    """Returns what leaves block `num_layers` - 1 at the last token [m], and the greedy token after it, by Hugging
+    Face's model with a plain hook that writes `changes` after block 1."""
+    model, held = hf_model(), []
+    with hooked_slowly(model, "S", None, changes), torch.inference_mode():
+        block = model.model.layers[num_layers - 1]  # its hook comes after the one that changes
+        handle = block.register_forward_hook(lambda module, args, out: held.append(first_of(out)[0, -1].clone()))
+        model(torch.tensor([text]), use_cache=False)
+        handle.remove()
+        return held[0], int(model.lm_head(model.model.norm(held[0])).argmax())
+
+
+def first_of(output: "torch.Tensor | tuple") -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.mark.parametrize(("drafter", "num_layers"), [(FastPath(), 3), (EarlyExit(layer=1), 2)], ids=str)
+def test_the_last_draft_that_can_be_changed_is_changed(drafter: Drafter, num_layers: int) -> None:
     """The other side of the refusals: at the highest layer and position that drafts reach, and in the draft alone."""
-    one = zero(**S1, positions=8, phases="decode")
+    last = 8
+    one = zero(**S1, positions=last, phases="decode")
     wide = {**LIGHT, "window": 6}  # all that can be drafted, in one window
     trace = cp.run(loaded(), PROMPTS[:1], interventions=one, drafter=drafter, **wide)
-    assert trace.meta["interventions"][0]["num_writes"] > 0
+    rows, proposed = trace.rows(0), trace.events().set_index("step").proposed_token_ids
+    differ = 0
+    drafts = rows[(rows.phase == "decode") & (rows.position == last)]
+    for index, row in drafts.iterrows():
+        before = rows[:index].groupby("position").token_id.last()  # what the cache held then
+        text = [*before.loc[: last - 1], row.token_id]
+        states, token = by_hand(text, num_layers, {last: 0.0})
+        (mine,) = trace.vectors("S", num_layers - 1, drafts.loc[[index]])
+        assert close(mine, states, 1e-5, because=SUMS) and list(proposed[row.step]) == [token]
+        unchanged, other = by_hand(text, num_layers, {})
+        assert not close(mine, unchanged, 1e-2, because="the control: the change shows")
+        differ += token != other
+    assert differ == len(drafts) == trace.meta["interventions"][0]["num_writes"] > 0
     assert trace.committed(0) == cp.run(loaded(), PROMPTS[:1], **wide).committed(0)
 
 
 def test_the_oracle_takes_what_its_run_was_given() -> None:
+    """Both are equal in bits, and what Hugging Face's model says with a plain hook at the same position."""
     one = zero(**S1, positions=7, phases=("decode", "verify"), own_fingerprint=True)
     settings = dict(LIGHT, deterministic=True, interventions=one)
     trace, oracle = (go(loaded(), PROMPTS[:1], drafter=NGram(), **settings) for go in (cp.run, cp.reference))
     assert trace.digest(0) == oracle.digest(0)
+    with hooked_slowly(model := hf_model(), "S", None, {7: 0.0}):
+        tokens, states = generated_slowly(model, PROMPTS[0], 6)
+    assert oracle.committed(0) == tokens
+    assert close(oracle.states("S", 2, 0), states, 1e-5, because=SUMS)
+    plain = cp.reference(loaded(), PROMPTS[:1], **{**settings, "interventions": ()})
+    assert not close(plain.states("S", 2, 0)[7], states[7], 1e-2, because="the control: the change shows")
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,24 @@ import pytest
 import torch
 
 from cacheprobe.patching import cells
+from cacheprobe_benchmarks import patching
 from cacheprobe_benchmarks.patching import compare
 from cacheprobe_benchmarks.patching_precision import farthest_apart, precision, sanity
+from tests.planted_costs import HOUR, Clock
 from tests.tiny import loaded
 
 CLEAN, CORRUPT, ANSWER = [5, 17, 3, 44, 9, 60, 21], [5, 17, 80, 44, 9, 61, 21], (59, 58)
 
 
 def test_both_sweeps_give_the_same_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, _ = compare(loaded(), CLEAN, CORRUPT, ANSWER, rounds=1)
+    with pytest.MonkeyPatch.context() as planted:
+        clock = Clock(planted)
+        clock.plant(patching.SWEEPS, "ours", 2)
+        clock.plant(patching.SWEEPS, "transformerlens", 5)
+        told, _ = compare(loaded(), CLEAN, CORRUPT, ANSWER, rounds=1)
     assert told["largest_difference"] < 1e-5 < 1 < told["spread"]
-    assert told["speedup"] > 0 and set(told["seconds_median"]) == {"ours", "transformerlens"}
+    assert told["seconds_median"] == pytest.approx({"ours": 2 * HOUR, "transformerlens": 5 * HOUR}, rel=0.01)
+    assert told["speedup"] == pytest.approx(2.5, abs=0.02)
     real = cells.run_cells  # the control: the numbers of the cells in another order
     monkeypatch.setattr("cacheprobe.patching.sweep.run_cells", lambda *args: real(*args).flip(0))
     assert compare(loaded(), CLEAN, CORRUPT, ANSWER, rounds=1).told["largest_difference"] > 0.1

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 
 import cacheprobe as cp
-from cacheprobe.probes.groups import control_labels, effective_number, group_folds, joined_groups, wilson
+from cacheprobe.core.statistics import wilson
+from cacheprobe.probes.groups import control_labels, effective_number, group_folds, joined_groups
 from cacheprobe.probes.places import embeddings
 from cacheprobe.probes.ridge import STRENGTHS, held_out_scores
 from cacheprobe.tasks import CoinFlip
@@ -56,7 +58,13 @@ def test_accuracies_are_scikit_learns() -> None:
     slowly = accuracy_slowly(states.numpy(), labels, group_folds(np.arange(90) // 2, 5), list(STRENGTHS))
     line = result.table.iloc[0]
     assert line.accuracy == slowly and 0.4 < line.accuracy < 0.95
-    assert (line.low, line.high) == pytest.approx(Accuracy(45, round(45 * slowly), 0, 0.5).interval, abs=0.02)
+    assert (line.examples, line.groups, line.classes) == (90, 45, 3)
+    assert (line.low, line.high) == pytest.approx(wilson(slowly, 45), abs=1e-12)
+    alone = cp.probes.fit({("S", 2): states}, labels, range(90), least=5).table.iloc[0]  # each in a group of its own
+    slowly = accuracy_slowly(states.numpy(), labels, group_folds(range(90), 5), list(STRENGTHS))
+    scipys = binomtest(round(90 * slowly), 90).proportion_ci(0.95, method="wilson")
+    assert alone.accuracy == slowly
+    assert (alone.low, alone.high) == pytest.approx((scipys.low, scipys.high), abs=1e-12)
     assert line[["control", "selectivity", "untrained", "embedding"]].isna().all()
 
 
@@ -98,9 +106,12 @@ def test_groups_join_prompts_that_begin_alike() -> None:
     assert effective_number([0] * 4 + [1] * 4) == 2 and effective_number([0, 0, 0, 1]) == pytest.approx(1.6)
 
 
-@pytest.mark.parametrize("right", [0, 3, 40])
-def test_wilson_is_that_of_the_tasks(right: int) -> None:
-    assert wilson(right / 40, 40) == pytest.approx(Accuracy(40, right, 0, 0.5).interval, abs=1e-12)
+@pytest.mark.parametrize(("right", "number"), [(0, 40), (3, 40), (20, 40), (40, 40), (1, 1), (517, 1000)])
+def test_wilson_is_scipys(right: int, number: int) -> None:
+    """The interval of probes and of tasks is one function."""
+    scipys = binomtest(right, number).proportion_ci(0.95, method="wilson")
+    assert wilson(right / number, number) == pytest.approx((scipys.low, scipys.high), abs=1e-12)
+    assert Accuracy(number, right, 0, 0.5).interval == wilson(right / number, number)
 
 
 def test_control_tasks_give_a_word_one_label() -> None:

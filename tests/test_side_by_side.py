@@ -1,8 +1,13 @@
 """Benchmarked runs that advance in turn: each is the run it would be alone, and the one farthest behind goes next."""
 
+from collections.abc import Iterator
+
+import pytest
+
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe_benchmarks.workload import Run, side_by_side, timed
+from tests.planted_costs import HOUR, Clock
 from tests.tiny import loaded
 
 CONFIG = EngineConfig(window=2, group=2, capacity=48, max_batch=2)
@@ -18,7 +23,34 @@ def test_runs_side_by_side_are_the_runs_alone():
     for name, run in runs.items():
         assert run.timing(seconds[name]).tokens == alone.tokens
         assert len(run.log.steps) == len(alone.log.steps)
-        assert seconds[name] > 0
+
+
+def test_the_seconds_of_a_job_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of one job takes an hour, and each step of the other three, in whatever order they go."""
+    clock = Clock(monkeypatch)
+
+    def job(hours: float, steps: int) -> Iterator[float]:
+        for number in range(1, steps + 1):
+            clock.skip(hours)
+            yield number / steps
+
+    seconds = side_by_side({"one": job(1, 4), "other": job(3, 2)})
+    assert seconds == pytest.approx({"one": 4 * HOUR, "other": 6 * HOUR}, rel=0.01)
+
+
+def test_a_run_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    clock.plant(Run, "timing", 5)  # behind the end of the run: it does not count
+    steps = Run.steps
+
+    def slower(run: Run) -> Iterator[float]:
+        for share in steps(run):
+            clock.skip(2)
+            yield share
+
+    monkeypatch.setattr(Run, "steps", slower)
+    sampling = cp.SamplingParams(max_new_tokens=4, stop_token_ids=())
+    assert timed(loaded(), [cp.Request([3, 5, 7], sampling)], CONFIG).seconds == pytest.approx(6 * HOUR, rel=0.01)
 
 
 def test_whichever_is_farthest_behind_goes_next():

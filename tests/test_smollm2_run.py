@@ -9,6 +9,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe_benchmarks.hugging_face import HuggingFace
 
 RUN = dict(window=4, group=2, capacity=128, max_new_tokens=12, progress=False)
 EXAMPLES = cp.tasks.CoinFlip(people=3).examples(4, seed=5)
@@ -82,11 +83,28 @@ def test_candidate_states_do_differ_in_bits() -> None:
     assert num_rows > 30 and num_differing > num_rows / 2
 
 
+def by_hand() -> tuple[torch.Tensor, list[bool]]:
+    """Returns, for each example, the probability of its answers after the prompt, and whether the right one leads: by
+    Hugging Face's own model in bfloat16."""
+    model, masses, right = HuggingFace().model, [], []
+    for example in EXAMPLES:
+        ids = torch.tensor([smollm2().encode(example.prompt)])
+        with torch.inference_mode():
+            probs = model(ids).logits[0, -1].float().softmax(-1)
+        said = {answer: smollm2().encode(answer, add_special_tokens=False)[0] for answer in example.answers}
+        masses.append(sum(float(probs[token]) for token in said.values()))
+        right.append(max(said, key=lambda answer: float(probs[said[answer]])) == example.answer)
+    return torch.tensor(masses), right
+
+
 def test_behaviour_is_reported_and_claims_nothing(drafted: cp.Trace, capsys: pytest.CaptureFixture) -> None:
     from cacheprobe.analysis.summary import behaviour_line, summary
 
     behaviour = drafted.meta["behaviour"]
-    assert behaviour["chance"] == 0.5 and behaviour["answer_mass"] < 0.02
+    masses, right = by_hand()
+    assert behaviour["chance"] == 0.5
+    assert behaviour["answer_mass"] == pytest.approx(float(masses.mean()), rel=0.1) and 0 < masses.min() < 0.02
+    assert behaviour["forced_accuracy"] == sum(right) / len(right)
     assert "nothing here speaks of the model's state" in behaviour_line(behaviour)
     assert "4-bit dequantised" in summary(drafted)
     cp.run(smollm2(), EXAMPLES[:1], **{**RUN, "max_new_tokens": 1, "progress": True}, capture="S", layers=[0])

@@ -21,7 +21,16 @@ import cacheprobe as cp
 from cacheprobe.core.progress import Progress
 from cacheprobe_benchmarks.hugging_face import HuggingFace
 from cacheprobe_benchmarks.machine import machine
-from cacheprobe_benchmarks.workload import IN_FLIGHT, Run, Timing, marked, side_by_side, traffic
+from cacheprobe_benchmarks.workload import (
+    IN_FLIGHT,
+    NEW_TOKENS,
+    NUM_REQUESTS,
+    Run,
+    Timing,
+    marked,
+    side_by_side,
+    traffic,
+)
 
 SHARES, STC_SHARES, DVR_SHARES = (2, 10, 50, 100), (10, 100), (10, 100)
 AT_DEFAULTS: dict[str, Any] = dict(max_batch=IN_FLIGHT)
@@ -36,13 +45,15 @@ SETTINGS: dict[str, tuple[int, dict[str, Any], str | None]] = {
 }
 """By name: per cent of the requests that are deterministic, what `cp.run` is given, and what is recorded."""
 
+SMALL = {"num_requests": 4, "new_tokens": (2, 4)}
 
-def run(rounds: int) -> dict[str, Any]:
+
+def run(rounds: int, *, num_requests: int = NUM_REQUESTS, new_tokens: tuple[int, int] = NEW_TOKENS) -> dict[str, Any]:
     """Shares of throughput kept (higher is better) and the base loop's time over Hugging Face's (lower is better)."""
     torch.set_num_threads(2)
     hf = HuggingFace()
     models = {name: cp.load_model("smollm2-135m", dtype="bfloat16") for name in ("plain", "base_stc", *_captured())}
-    requests = traffic(models["plain"])
+    requests = traffic(models["plain"], num_requests=num_requests, new_tokens=new_tokens)
     for name, (share, shapes, capture) in SETTINGS.items():  # shapes are tried, memory is touched
         for _ in Run(_model(models, name), marked(requests[:4], share / 100), shapes, capture=capture).steps():
             pass

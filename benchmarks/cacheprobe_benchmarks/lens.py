@@ -20,13 +20,14 @@ from cacheprobe.ops.readout import read_logits
 from cacheprobe_benchmarks.machine import machine, measuring
 
 TOKENS, TOP_K, REPEATS = 16, 5, 3
+SMALL = {"tokens": 2, "repeats": 1}
 
 
-def run(rounds: int) -> dict[str, Any]:
-    """over_matmul: the whole reading over the bare product; lower is better. Each is timed rounds x REPEATS times."""
+def run(rounds: int, *, tokens: int = TOKENS, repeats: int = REPEATS) -> dict[str, Any]:
+    """over_matmul: the whole reading over the bare product; lower is better. Each is timed rounds x repeats times."""
     torch.set_num_threads(2)
     model = cp.load_model("smollm2-135m", dtype="bfloat16")
-    states, targets = _window(model)
+    states, targets = _window(model, tokens)
     flat = states.flatten(0, 1)
     jobs: dict[str, Callable[[], object]] = {
         "matmul": lambda: flat @ model.unembedding.T,
@@ -37,8 +38,8 @@ def run(rounds: int) -> dict[str, Any]:
     tile_targets = targets.repeat_interleave(model.n_layers)[:LENS_TILE]
     jobs["statistics of a tile"] = lambda: read_logits(logits, tile_targets, TOP_K)
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    with torch.inference_mode(), measuring((rounds * REPEATS + 1) * len(jobs)) as bar:
-        for number in range(rounds * REPEATS + 1):
+    with torch.inference_mode(), measuring((rounds * repeats + 1) * len(jobs)) as bar:
+        for number in range(rounds * repeats + 1):
             for name, job in jobs.items():
                 began = time.perf_counter()
                 job()
@@ -60,18 +61,18 @@ def run(rounds: int) -> dict[str, Any]:
     }
 
 
-def _window(model: CachedLM) -> tuple[Tensor, Tensor]:
+def _window(model: CachedLM, tokens: int) -> tuple[Tensor, Tensor]:
     """States [t, l, m] of the last tokens of a prompt, and the token that followed each [t]."""
     prompt = cp.tasks.CoinFlip(people=4).examples(n=1, seed=0)[0].prompt
     trace = cp.run(model, prompt, capture="S", max_new_tokens=2, progress=False)
-    states = torch.stack([trace.states("S", layer, 0)[-TOKENS:] for layer in range(model.n_layers)], dim=1)
+    states = torch.stack([trace.states("S", layer, 0)[-tokens:] for layer in range(model.n_layers)], dim=1)
     text = [*(trace.requests[0].prompt_token_ids or ()), *trace.committed(0)]
-    return states.contiguous(), torch.tensor(text[-TOKENS:])
+    return states.contiguous(), torch.tensor(text[-tokens:])
 
 
 def _read(model: CachedLM, states: Tensor, targets: Tensor) -> dict[str, Any]:
     reader = LensReader(model, cp.lenses.LogitLens(), TOP_K)
     layers = torch.arange(model.n_layers)
-    for row in range(TOKENS):
+    for row in range(len(states)):
         reader.queue_resolved(Queued(row, row, states[row], layers, int(targets[row])))
     return reader.finish()

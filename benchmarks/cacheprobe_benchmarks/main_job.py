@@ -31,6 +31,7 @@ from cacheprobe_benchmarks.workload import side_by_side
 
 NEW_TOKENS = 32
 PROMPTS_ALONE = Path(__file__).parent / "prompts" / "coin.jsonl"
+SMALL = {"requests": 2, "new_tokens": 2, "alone": 1, "alone_tokens": 2}
 SHAPE = dict(capacity=96, window=1, group=16, prefill_group=8, prefill_chunk=40)
 """The capacity holds the longest prompt and its answer; the rest matters to deterministic requests alone."""
 
@@ -42,29 +43,43 @@ JOBS: dict[str, dict[str, Any]] = {
 COMPILED = "_compiled"
 
 
-def coin_prompts() -> list[str]:
+def coin_prompts(requests: int = 16) -> list[str]:
     """Those of data/coin_flip_bench.jsonl, which a wheel does not have."""
-    return [example.prompt for example in cp.tasks.CoinFlip(people=4).examples(n=16, seed=0)]
+    return [example.prompt for example in cp.tasks.CoinFlip(people=4).examples(n=requests, seed=0)]
 
 
-def run(rounds: int) -> dict[str, Any]:
-    """Ratios of seconds, medians over rounds; lower is better, 1.0 is Hugging Face with nothing kept."""
+def run(
+    rounds: int, *, requests: int = 16, new_tokens: int = NEW_TOKENS,
+    alone: int = NUM_ALONE, alone_tokens: int = NEW_TOKENS_ALONE,
+) -> dict[str, Any]:  # fmt: skip
+    """Ratios of seconds, medians over rounds; lower is better, 1.0 is Hugging Face with nothing kept.
+
+    alone, alone_tokens: number of prompts of the batch-1 job, and new tokens of each.
+    """
     torch.set_num_threads(2)
     hf, models = HuggingFace(), {"": cp.load_model("smollm2-135m", dtype="bfloat16")}
     model = models[""]
     if wide_rows(model.dtype, model.device):
         models[COMPILED] = cp.load_model("smollm2-135m", dtype="bfloat16", products="compiled")
     jobs = [(name, end) for name in JOBS for end in models]
-    prompts = coin_prompts()
+    prompts = coin_prompts(requests)
     ids = [list(model.encode(prompt)) for prompt in prompts]
-    alone = [list(model.encode(one["prompt"])) for one in _lines(PROMPTS_ALONE)[:NUM_ALONE]]
+    singles = [list(model.encode(one["prompt"])) for one in _lines(PROMPTS_ALONE)[:alone]]
+
+    def theirs() -> float:
+        """Returns Hugging Face's seconds for the batch."""
+        return _timed(lambda: hf.generate(ids, new_tokens), new_tokens)
+
+    def ours_of(name: str, end: str) -> float:
+        """Returns our seconds for one job."""
+        return _timed(lambda: _ours(models[end], ids, new_tokens, **SHAPE, **JOBS[name]), new_tokens)
+
     ratios, seconds = defaultdict(list), defaultdict(list)
     with measuring((rounds + 1) * (len(jobs) + len(models))) as bar:
         for number in range(rounds + 1):
-            before = _timed(lambda: hf.generate(ids, NEW_TOKENS))
+            before = theirs()
             for name, end in jobs:
-                ours = _timed(lambda name=name, end=end: _ours(models[end], ids, NEW_TOKENS, **SHAPE, **JOBS[name]))
-                after = _timed(lambda: hf.generate(ids, NEW_TOKENS))
+                ours, after = ours_of(name, end), theirs()
                 if number:  # the first round is not timed: first calls allocate, and the fixed shapes are tried
                     ratios[name + end].append(ours / mean((before, after)))
                     seconds[name + end].append(ours)
@@ -72,15 +87,17 @@ def run(rounds: int) -> dict[str, Any]:
                 before = after
                 bar.advance(note=f"{name}{end} {ours:.1f} s")
             for end in models:
-                took = side_by_side({"ours": _drafted(models[end], alone), "hf": _one_by_one(hf, alone)})
+                took = side_by_side(
+                    {"ours": _drafted(models[end], singles, alone_tokens), "hf": _one_by_one(hf, singles, alone_tokens)}
+                )
                 if number:
                     ratios[f"batch1_speculation{end}"].append(took["ours"] / took["hf"])
                 bar.advance(note=f"batch 1{end} {took['ours']:.1f} s")
-    floors = _floors(models.get(COMPILED, model), ids)
+    floors = _floors(models.get(COMPILED, model), ids, new_tokens)
     return {
         "benchmark": "main-job",
         "prompts": len(prompts),
-        "new_tokens": NEW_TOKENS,
+        "new_tokens": new_tokens,
         "rounds": rounds,
         **{f"{name}_ratio": round(median(of_rounds), 2) for name, of_rounds in ratios.items()},
         **{f"{name}_floor": round(took / median(seconds["hf"]), 2) for name, took in floors.items()},
@@ -90,7 +107,7 @@ def run(rounds: int) -> dict[str, Any]:
     }
 
 
-def _floors(model: CachedLM, prompts: list[list[int]]) -> dict[str, float]:
+def _floors(model: CachedLM, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
     """Seconds of the products alone: of the prompts, of every new token of the batch, and of Z's.
 
     Prompts are read in one pass, but for the deterministic half, which has passes of its own shape; a verify pass is a
@@ -99,19 +116,19 @@ def _floors(model: CachedLM, prompts: list[list[int]]) -> dict[str, float]:
     longest, batch = max(map(len, prompts)), len(prompts)
     half, chunk = batch // 2, SHAPE["prefill_group"] * SHAPE["prefill_chunk"]
     chunks = -(-half // SHAPE["prefill_group"]) * -(-longest // SHAPE["prefill_chunk"])
-    decodes, heads = [batch] * (NEW_TOKENS - 1), [batch] * NEW_TOKENS
-    of_z = products_seconds(model, [], [batch * model.n_layers] * NEW_TOKENS)
+    decodes, heads = [batch] * (new_tokens - 1), [batch] * new_tokens
+    of_z = products_seconds(model, [], [batch * model.n_layers] * new_tokens)
     stc = products_seconds(model, [batch * longest, *decodes], heads)
     apart = products_seconds(model, [half * longest, *[chunk] * chunks, *decodes], heads)
     return {"stc": stc, "stcz": stc + of_z, "stcz_half_deterministic": apart + of_z}
 
 
-def _timed(job: Callable[[], list[list[int]]]) -> float:
+def _timed(job: Callable[[], list[list[int]]], new_tokens: int) -> float:
     began = time.perf_counter()
     tokens = job()
     took = time.perf_counter() - began
-    if any(len(ids) != NEW_TOKENS for ids in tokens):
-        raise RuntimeError(f"{[len(ids) for ids in tokens]} tokens were generated instead of {NEW_TOKENS} each")
+    if any(len(ids) != new_tokens for ids in tokens):
+        raise RuntimeError(f"{[len(ids) for ids in tokens]} tokens were generated instead of {new_tokens} each")
     return took
 
 
@@ -121,20 +138,20 @@ def _ours(model: CachedLM, prompts: list[list[int]], new_tokens: int, **settings
     return [trace.committed(i) for i in range(len(prompts))]
 
 
-def _drafted(model: CachedLM, prompts: list[list[int]]) -> Iterator[float]:
+def _drafted(model: CachedLM, prompts: list[list[int]], new_tokens: int) -> Iterator[float]:
     shape = dict(
         window=ALONE.window, group=1, capacity=ALONE.capacity, max_batch=1,
         prefill_chunk=ALONE.prefill_chunk, pad_prefill=ALONE.pad_prefill,
     )  # fmt: skip
     for number, prompt in enumerate(prompts, 1):
         drafter = cp.drafters.NGram(length=ALONE.window - 1)
-        _ours(model, [prompt], NEW_TOKENS_ALONE, capture="STC", drafter=drafter, **shape)
+        _ours(model, [prompt], new_tokens, capture="STC", drafter=drafter, **shape)
         yield number / len(prompts)
 
 
-def _one_by_one(hf: HuggingFace, prompts: list[list[int]]) -> Iterator[float]:
+def _one_by_one(hf: HuggingFace, prompts: list[list[int]], new_tokens: int) -> Iterator[float]:
     for number, prompt in enumerate(prompts, 1):
-        hf.generate([prompt], NEW_TOKENS_ALONE)
+        hf.generate([prompt], new_tokens)
         yield number / len(prompts)
 
 

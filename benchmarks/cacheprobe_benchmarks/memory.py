@@ -18,12 +18,13 @@ from cacheprobe_benchmarks.machine import machine, measuring
 from cacheprobe_benchmarks.main_job import NEW_TOKENS, SHAPE, coin_prompts
 
 MEGABYTE = 10**6
+SMALL = {"requests": 1, "new_tokens": 2}
 
 
-def run(rounds: int) -> dict[str, Any]:
+def run(rounds: int, *, requests: int = 16, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
     """beyond_model_mb: peak less model; trace_mb: states in the trace; beyond_trace_mb: the difference of the two."""
     taken: list[dict[str, float]] = []
-    command = [sys.executable, "-c", "from cacheprobe_benchmarks.memory import child; child()"]
+    command = [sys.executable, "-c", f"from cacheprobe_benchmarks.memory import child; child({requests}, {new_tokens})"]
     with measuring(rounds) as bar:
         for _ in range(rounds):
             done = subprocess.run(command, capture_output=True, text=True)
@@ -35,21 +36,21 @@ def run(rounds: int) -> dict[str, Any]:
     return {
         "benchmark": "memory",
         "rounds": rounds,
-        "new_tokens": NEW_TOKENS,
+        "new_tokens": new_tokens,
         **{name: round(median(one[name] for one in taken)) for name in taken[0]},
         **machine(),
     }
 
 
-def child() -> None:
+def child(requests: int, new_tokens: int) -> None:
     """Print, as JSON, what the main job with S, T, C and Z took; everything in megabytes."""
     torch.set_num_threads(1)  # a second one takes no memory to speak of
-    prompts = coin_prompts()
+    prompts = coin_prompts(requests)
     model = cp.load_model("smollm2-135m", dtype="bfloat16")
     with open("/proc/self/clear_refs", "w") as file:  # the peak is counted from here: loading a model has its own
         file.write("5")
     model_mb = _resident_mb("VmRSS")
-    sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=NEW_TOKENS)
+    sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=new_tokens)
     trace = cp.run(model, prompts, sampling=sampling, progress=False, **SHAPE)
     held = [trace.store.all_of(site, layer) for site in trace.store.sites for layer in trace.store.layers]
     trace_mb = sum(tensor.numel() * tensor.element_size() for tensor in held) / MEGABYTE

@@ -38,7 +38,7 @@ SHAPES = {
 }
 """Requests, tokens of each, and the position of the first."""
 DTYPES = ("bfloat16", "float32")
-SMALL: dict[str, Any] = dict(rounds=1, repeats=1)
+SMALL: dict[str, Any] = dict(repeats=1)
 NOT_HERE = "not used on this processor"
 
 WITHOUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -23,6 +23,7 @@ from cacheprobe_benchmarks.patching_precision import SWEEPS, apart, farthest_apa
 
 PEOPLE = (("Tim", True), ("Arthur", True))
 TOKENS = 24
+SMALL = {"tokens": 8}
 
 
 class Compared(NamedTuple):
@@ -33,13 +34,17 @@ class Compared(NamedTuple):
     """[l, t] logit differences, by whose they are."""
 
 
-def run(rounds: int) -> dict[str, Any]:
-    """Ratios of seconds, theirs over ours, medians over interleaved rounds; higher is better. Pair two runs once."""
+def run(rounds: int, *, tokens: int = TOKENS) -> dict[str, Any]:
+    """Ratios of seconds, theirs over ours, medians over interleaved rounds; higher is better. Pair two runs once.
+
+    tokens: of the pair, from its start; the coin's side is token 6.
+    """
     torch.set_num_threads(2)
     model = cp.load_model("smollm2-135m", dtype="float32")
     clean, corrupt = (list(model.encode(coin_question(side, PEOPLE).text)) for side in ("heads", "tails"))
     if not len(clean) == len(corrupt) == TOKENS:
         raise RuntimeError(f"the pair has {len(clean)} and {len(corrupt)} tokens instead of {TOKENS}")
+    clean, corrupt = clean[:tokens], corrupt[:tokens]
     other_first = [model.encode("\n", add_special_tokens=False)[0], *corrupt[1:]]
     (heads,), (tails,) = (model.encode(answer, add_special_tokens=False) for answer in ANSWERS)
     sides, farthest = (heads, tails), farthest_apart(model, clean, corrupt)
@@ -52,7 +57,7 @@ def run(rounds: int) -> dict[str, Any]:
     return {
         "benchmark": "patching",
         "rounds": rounds,
-        "grid": [model.n_layers, TOKENS],
+        "grid": [model.n_layers, tokens],
         "speedup_over_transformerlens": pair.told["speedup"],
         "speedup_where_the_first_token_differs": every_cell.told["speedup"],
         "pair": pair.told,

@@ -8,7 +8,8 @@ what is in use, which grows.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -18,40 +19,55 @@ import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe_benchmarks.machine import machine, measuring
 
-NEW_TOKENS = 32
-BATCHES, CONTEXTS, LAYERS = (1, 4, 16), (16, 128, 512), (1, 10, 20, 30)
-LONG, CAPACITY, WINDOW = 2_000, 2_048, 1
-"""Tokens of the long trace, its capacity, and the verifier's window."""
-PIECE = 64
-"""Tokens whose cost is taken together."""
+WINDOW = 1
+"""Of the verifier, in the long trace."""
 
 
-def run(rounds: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    batches: Sequence[int] = (1, 4, 16)
+    contexts: Sequence[int] = (16, 128, 512)
+    layers: Sequence[int] = (1, 10, 20, 30)
+    new_tokens: int = 32
+    long: int = 2_000
+    """Tokens of the long trace."""
+    capacity: int = 2_048
+    """Of the long trace, in tokens."""
+    piece: int = 64
+    """Tokens whose cost is taken together."""
+
+
+SMALL = {"sizes": Sizes((1, 2), (8,), (1, 3), new_tokens=6, long=80, capacity=96, piece=16)}
+
+
+def run(rounds: int, *, sizes: Sizes = Sizes()) -> dict[str, Any]:
     """*_over_nothing: by size, lower is better. last_over_first: cost of the last tokens of a trace over the first."""
     torch.set_num_threads(2)
-    return measure(cp.load_model("smollm2-135m", dtype="bfloat16"), rounds)
+    return measure(cp.load_model("smollm2-135m", dtype="bfloat16"), rounds, sizes)
 
 
-def measure(model: CachedLM, rounds: int) -> dict[str, Any]:
-    """The same of a model that is loaded."""
+def measure(model: CachedLM, rounds: int, of: Sizes) -> dict[str, Any]:
+    """Measures the same with a model that is loaded."""
     sizes = [
-        *(("batch", size, [_prompt(model, 48, n) for n in range(size)], "all") for size in BATCHES),
-        *(("context", size, [_prompt(model, size, n) for n in range(4)], "all") for size in CONTEXTS),
-        *(("layers", size, [_prompt(model, 48, n) for n in range(4)], range(size)) for size in LAYERS),
+        *(("batch", size, [_prompt(model, 48, n) for n in range(size)], "all") for size in of.batches),
+        *(("context", size, [_prompt(model, size, n) for n in range(4)], "all") for size in of.contexts),
+        *(("layers", size, [_prompt(model, 48, n) for n in range(4)], range(size)) for size in of.layers),
     ]
     ratios: dict[tuple[str, int], list[float]] = {(name, size): [] for name, size, *_ in sizes}
     flat: list[list[float]] = []
     with measuring((rounds + 1) * len(sizes) + rounds) as bar:
         for number in range(rounds + 1):
             for name, size, prompts, layers in sizes:
-                nothing = _seconds(model, prompts, None, "all")
-                kept = _seconds(model, prompts, "STC", layers)
+                nothing = _seconds(model, prompts, of.new_tokens, None, "all")
+                kept = _seconds(model, prompts, of.new_tokens, "STC", layers)
                 if number:  # the first round allocates
                     ratios[name, size].append(kept / nothing)
                 bar.advance(note=f"{name} {size}")
             if number:
-                flat.append(list(_costs(model)))
-                bar.advance(note=f"{LONG} tokens")
+                flat.append(list(_costs(model, of)))
+                bar.advance(note=f"{of.long} tokens")
     over = {
         f"{kind}_over_nothing": {str(size): round(median(r), 3) for (name, size), r in ratios.items() if name == kind}
         for kind in ("batch", "context", "layers")
@@ -64,8 +80,8 @@ def measure(model: CachedLM, rounds: int) -> dict[str, Any]:
         **over,
         "last_over_first": round(median(costs[-third:]) / median(costs[:third]), 3),
         "milliseconds_per_token": [round(1000 * cost, 1) for cost in costs],
-        "tokens_a_cost": PIECE,
-        "capacity": CAPACITY,
+        "tokens_a_cost": of.piece,
+        "capacity": of.capacity,
         **machine(),
     }
 
@@ -76,25 +92,25 @@ def _prompt(model: CachedLM, length: int, number: int) -> list[int]:
     return torch.randint(model.d_vocab, (length,), generator=draw).tolist()
 
 
-def _seconds(model: CachedLM, prompts: list[list[int]], capture: str | None, layers: Any) -> float:
-    sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=NEW_TOKENS)
-    shape = dict(capacity=max(map(len, prompts)) + NEW_TOKENS + 80, prefill_chunk=64)
+def _seconds(model: CachedLM, prompts: list[list[int]], new_tokens: int, capture: str | None, layers: Any) -> float:
+    sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=new_tokens)
+    shape = dict(capacity=max(map(len, prompts)) + new_tokens + 80, prefill_chunk=64)
     began = time.perf_counter()
     cp.run(model, prompts, sampling=sampling, progress=False, capture=capture, layers=layers, **shape)
     return time.perf_counter() - began
 
 
-def _costs(model: CachedLM) -> Iterator[float]:
-    """Seconds per token, piece after piece, from the 64th token of the trace on."""
-    prompt = _prompt(model, PIECE, 0)
-    sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=LONG - len(prompt))
-    settings = dict(sampling=sampling, deterministic=True, capture="STC", capacity=CAPACITY, window=WINDOW, group=1)
+def _costs(model: CachedLM, of: Sizes) -> Iterator[float]:
+    """Seconds per token, piece after piece, behind the prompt, which is one piece long."""
+    prompt = _prompt(model, of.piece, 0)
+    sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=of.long - len(prompt))
+    settings = dict(sampling=sampling, deterministic=True, capture="STC", capacity=of.capacity, window=WINDOW, group=1)
     stream = iter(cp.stream(model, [prompt], **settings))
     next(stream)  # ends the prompt
     done, began = 0, time.perf_counter()
     for piece in stream:
         done += len(piece.token_ids)
-        if done >= PIECE:
+        if done >= of.piece:
             now = time.perf_counter()
             yield (now - began) / done
             done, began = 0, now

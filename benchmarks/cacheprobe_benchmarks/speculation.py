@@ -29,6 +29,7 @@ NUM_ALONE = 4
 """Prompts that run one by one."""
 LOOKUP_TOKENS = 8
 COMPILED = "_compiled"
+SMALL = {"new_tokens": 2, "alone": 1, "together": 2}
 ALONE = EngineConfig(window=10, group=1, capacity=360, prefill_chunk=320, pad_prefill=False, max_batch=1)
 """Windows of 8 to 11 take the coin alike, others longer; repetition gains from long ones. One chunk, as long as the
 prompt, holds a coin prompt, and the capacity holds the longest with its answer: attention runs over all of it."""
@@ -36,16 +37,22 @@ TOGETHER = EngineConfig(window=12, group=8, capacity=192, prefill_group=8, prefi
 """Of windows of 4, 6, 8 and 12 the quickest, where 16-bit arithmetic is emulated."""
 
 
-def run(rounds: int) -> dict[str, Any]:
+def run(
+    rounds: int, *, new_tokens: int = NEW_TOKENS, alone: int = NUM_ALONE, together: int | None = None
+) -> dict[str, Any]:
     """Ratios of tokens per second of jobs that run side by side, prompt by prompt; medians over rounds; higher is
-    better."""
+    better.
+
+    alone, together: number of prompts that run one by one, and at batch 8; None for all prompts.
+    """
     torch.set_num_threads(2)
     models, hf = {"": cp.load_model("smollm2-135m", dtype="bfloat16")}, HuggingFace()
     model = models[""]
     if wide_rows(model.dtype, model.device):
         models[COMPILED] = cp.load_model("smollm2-135m", dtype="bfloat16", products="compiled")
     ids = {name: [list(model.encode(text)) for text in _read(name)] for name in ("repeat", "coin")}
-    sampling = cp.SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=())
+    batched = ids["repeat"][:together]
+    sampling = cp.SamplingParams(max_new_tokens=new_tokens, stop_token_ids=())
 
     def ours(name: str, end: str, prompts: list[list[int]], config: EngineConfig, drafter: Any) -> Iterator[float]:
         groups = _groups(prompts, config.max_batch)
@@ -57,23 +64,23 @@ def run(rounds: int) -> dict[str, Any]:
     def theirs(prompts: list[list[int]], batch: int, **settings: Any) -> Iterator[float]:
         groups = _groups(prompts, batch)
         for number, group in enumerate(groups, 1):
-            hf.generate(group, NEW_TOKENS, **settings)
+            hf.generate(group, new_tokens, **settings)
             yield number / len(groups)
 
     def jobs() -> dict[str, Iterator[float]]:
         made: dict[str, Iterator[float]] = {}
         for name in ("repeat", "coin"):
-            alone = ids[name][:NUM_ALONE]
-            made[f"{name}_greedy"] = theirs(alone, 1)
-            made[f"{name}_lookup"] = theirs(alone, 1, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+            singles = ids[name][:alone]
+            made[f"{name}_greedy"] = theirs(singles, 1)
+            made[f"{name}_lookup"] = theirs(singles, 1, prompt_lookup_num_tokens=LOOKUP_TOKENS)
             for end in models:
                 drafter = cp.drafters.NGram(length=ALONE.window - 1)
-                made[f"{name}_undrafted{end}"] = ours("none", end, alone, ALONE, None)
-                made[f"{name}_drafted{end}"] = ours(name, end, alone, ALONE, drafter)
-        made["batch8_greedy"] = theirs(ids["repeat"], 8)
+                made[f"{name}_undrafted{end}"] = ours("none", end, singles, ALONE, None)
+                made[f"{name}_drafted{end}"] = ours(name, end, singles, ALONE, drafter)
+        made["batch8_greedy"] = theirs(batched, 8)
         for end in models:
             drafter = cp.drafters.NGram(length=TOGETHER.window - 1)
-            made[f"batch8_drafted{end}"] = ours("batch8", end, ids["repeat"], TOGETHER, drafter)
+            made[f"batch8_drafted{end}"] = ours("batch8", end, batched, TOGETHER, drafter)
         return made
 
     taken: list[dict[str, float]] = []
@@ -83,12 +90,12 @@ def run(rounds: int) -> dict[str, Any]:
             taken.append(side_by_side(jobs()))
             bar.advance(note=f"{sum(taken[-1].values()):.0f} s")
     del taken[0]  # first calls allocate, and the fixed shapes are tried
-    counts = {name: NEW_TOKENS * (len(ids["repeat"]) if "batch8" in name else NUM_ALONE) for name in taken[0]}
+    counts = {name: new_tokens * (len(batched) if "batch8" in name else alone) for name in taken[0]}
     speeds = [{name: counts[name] / seconds for name, seconds in one.items()} for one in taken]
     return {
         "benchmark": "speculation",
         "rounds": rounds,
-        "new_tokens": NEW_TOKENS,
+        "new_tokens": new_tokens,
         "window_alone": ALONE.window,
         "window_together": TOGETHER.window,
         **{name: round(median(of_rounds), 2) for name, of_rounds in _ratios(speeds, models).items()},

@@ -18,10 +18,10 @@ from cacheprobe_benchmarks.machine import machine, measuring
 
 PEOPLE, PROMPTS, CHUNKS = 20, 4, (1, 4, 16, 64)
 """CHUNKS: chunks in a pass."""
-SMALL: dict[str, Any] = {"rounds": 1, "people": 3}
+SMALL = {"people": 3}
 
 
-def run(rounds: int, people: int = PEOPLE) -> dict[str, Any]:
+def run(rounds: int, *, people: int = PEOPLE) -> dict[str, Any]:
     """thinking_over_plain: by chunks in a pass, lower is better."""
     torch.set_num_threads(1)
     thinking, plain = (cp.load_model(name) for name in ("coinflip-thinking", "coinflip-plain"))

@@ -16,14 +16,18 @@ from cacheprobe_benchmarks.machine import machine, say
 STEPS, TEXTS, LENGTH, HELD_OUT = 24, 2, 64, 6
 """Texts of the published recipe are 2048 tokens, and 128 of them make a step: this is what minutes allow."""
 
+SMALL = {"steps": 2, "texts": 1, "length": 16, "held_out": 1}
 
-def run(rounds: int) -> dict[str, Any]:
+
+def run(
+    rounds: int, *, steps: int = STEPS, texts: int = TEXTS, length: int = LENGTH, held_out: int = HELD_OUT
+) -> dict[str, Any]:
     """Mean KL divergence to the model's own output, by layer, under each lens; lower is better."""
     torch.set_num_threads(2)
     model = cp.load_model("smollm2-135m", dtype="float32")
     told = []
     for seed in range(rounds):
-        settings = TunedLensSettings(steps=STEPS, texts=TEXTS, length=LENGTH, held_out=HELD_OUT, seed=seed)
+        settings = TunedLensSettings(steps=steps, texts=texts, length=length, held_out=held_out, seed=seed)
         about = train_tuned_lens(model, settings).about
         say(f"training {seed}", about["seconds"])
         told.append(about)

@@ -30,13 +30,18 @@ class Timing:
     log: StepLog
 
 
-def traffic(model: CachedLM, seed: int = 0) -> list[cp.Request]:
-    """64 requests: coin-flip text cut to 8-64 tokens, 32-64 new tokens each, arriving in the first third."""
+def traffic(
+    model: CachedLM, seed: int = 0, num_requests: int = NUM_REQUESTS, new_tokens: tuple[int, int] = NEW_TOKENS
+) -> list[cp.Request]:
+    """Returns requests of coin-flip text cut to 8-64 tokens, arriving in the first third.
+
+    new_tokens: the fewest and the most of one request.
+    """
     draw = np.random.default_rng(seed)
-    examples = cp.tasks.CoinFlip(people=4, shots=2).examples(n=NUM_REQUESTS, seed=seed)
+    examples = cp.tasks.CoinFlip(people=4, shots=2).examples(n=num_requests, seed=seed)
     requests = []
     for example in examples:
-        length, new = (int(draw.integers(low, high + 1)) for low, high in (PROMPT_TOKENS, NEW_TOKENS))
+        length, new = (int(draw.integers(low, high + 1)) for low, high in (PROMPT_TOKENS, new_tokens))
         sampling = cp.SamplingParams(max_new_tokens=new, stop_token_ids=())
         arrival = int(draw.integers(0, LAST_ARRIVAL))
         requests.append(cp.Request(model.encode(example.prompt)[:length], sampling, arrival_step=arrival))

@@ -25,7 +25,7 @@ def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 
     rounds
         Interleaved repetitions.
     small
-        Run a small form that only shows that the benchmark works; not all benchmarks have one.
+        Run a small form that only shows that the benchmark works.
     """
     catalogue = _part("catalogue")
     if name in (None, "list"):

@@ -1,7 +1,6 @@
 """Groups of examples that a split must keep together, folds of groups, and the effective number of examples."""
 
 from collections.abc import Hashable, Iterable
-from statistics import NormalDist
 
 import numpy as np
 
@@ -54,19 +53,6 @@ def effective_number(groups: Iterable[Hashable]) -> float:
     """
     sizes = np.unique(np.array(list(groups)), return_counts=True)[1].astype(float)
     return float(sizes.sum() ** 2 / (sizes**2).sum())
-
-
-def wilson(share: float, number: float) -> tuple[float, float]:
-    """Returns Wilson's 95 % score interval of a share among `number` independent trials, which need not be a whole
-    number.
-
-    Source: Wilson 1927, "Probable inference".  Twin: `tasks.Accuracy.interval`, close(1e-12).
-    """
-    z = NormalDist().inv_cdf(0.975)
-    centre = share + z * z / (2 * number)
-    reach = z * (share * (1 - share) / number + z * z / (4 * number * number)) ** 0.5
-    low, high = (centre - reach) / (1 + z * z / number), (centre + reach) / (1 + z * z / number)
-    return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
 def control_labels(words: Iterable[Hashable], labels: np.ndarray, number: int, seed: int) -> np.ndarray:

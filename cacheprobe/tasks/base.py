@@ -7,8 +7,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from cacheprobe.core.statistics import wilson
 
 SHOT_SEPARATOR = "\n\n"
 
@@ -269,12 +270,8 @@ class Accuracy:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % score interval for the accuracy.  Source: Wilson 1927, "Probable inference"."""
-        n, z = self.num_examples, NormalDist().inv_cdf(0.975)
-        centre = self.accuracy + z * z / (2 * n)
-        reach = z * (self.accuracy * (1 - self.accuracy) / n + z * z / (4 * n * n)) ** 0.5
-        low, high = (centre - reach) / (1 + z * z / n), (centre + reach) / (1 + z * z / n)
-        return max(0.0, min(low, self.accuracy)), min(1.0, max(high, self.accuracy))  # rounding put aside
+        """Wilson's 95 % score interval for the accuracy."""
+        return wilson(self.accuracy, self.num_examples)
 
     def __repr__(self) -> str:
         low, high = self.interval

@@ -1,0 +1,363 @@
+"""Every benchmark runs at its smallest size, and a planted cost shows as the ratio that it prints.
+
+The model is SmolLM2's in small, four layers with random weights. A cost is a number of hours that pass at once, so the
+ratio of two costs is known beforehand.
+"""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.ops import wide_product
+from cacheprobe.trace.trace import Trace
+from cacheprobe_benchmarks import (
+    determinism,
+    field,
+    lens,
+    main_job,
+    memory,
+    passes,
+    patching,
+    products,
+    speculation,
+    sweep,
+    sweep_backends,
+    sweep_faults,
+    torch_compile,
+    trace,
+    tuned_lens,
+)  # fmt: skip
+from cacheprobe_benchmarks.catalogue import questions, small
+from cacheprobe_benchmarks.hugging_face import HuggingFace
+from cacheprobe_benchmarks.struck import Fate
+from cacheprobe_benchmarks.workload import Run, Timing
+from tests.planted_costs import HOUR, LAYERS, Clock, write_small_smollm2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        write_small_smollm2(tmp_path_factory.mktemp("cache"), monkeypatch)
+        yield
+
+
+def of_main_job(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Ours over Hugging Face's; floors are of the products alone."""
+
+    def ours(*args: Any, capture: str, deterministic: float = 0, drafter: Any = None, **settings: Any) -> float:
+        return 7 if drafter else {"STC": 1, "STCZ": 3}[capture] + 2 * bool(deterministic)
+
+    clock.plant(cp, "run", ours)
+    clock.plant(HuggingFace, "generate", 2)
+    monkeypatch.setattr(main_job, "products_seconds", lambda model, blocks, heads: HOUR / 2)
+    return {
+        "stc_ratio": 0.5, "stcz_ratio": 1.5, "stcz_half_deterministic_ratio": 2.5, "batch1_speculation_ratio": 3.5,
+        "stc_floor": 0.25, "stcz_floor": 0.5, "stcz_half_deterministic_floor": 0.5,
+    }  # fmt: skip
+
+
+class CostlyRun(Run):
+    """A run that takes an hour, one more for each deterministic request, and four times as long if it records."""
+
+    clock: Clock
+
+    def __init__(self, model: Any, requests: Any, config: Any, *args: Any, capture: str | None = None) -> None:
+        super().__init__(model, requests, config, *args, capture=capture)
+        window = 2 if config.get("window") == 16 else 1
+        self.cost = (1 + sum(one.is_deterministic for one in requests)) * (4 if capture else 1) * window
+
+    def steps(self) -> Iterator[float]:
+        self.clock.skip(self.cost)
+        yield from super().steps()
+
+    def timing(self, seconds: float) -> Timing:
+        """Says that the passes of a run took four hours together."""
+        told = super().timing(seconds)
+        told.log.steps = [replace(step, seconds=4 * HOUR / len(told.log.steps)) for step in told.log.steps]
+        return told
+
+
+def of_determinism(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Throughput that is kept: the traffic without deterministic requests over that with them. Of four requests, two
+    are half and four are all."""
+    monkeypatch.setattr(CostlyRun, "clock", clock, raising=False)
+    monkeypatch.setattr(determinism, "Run", CostlyRun)
+    clock.plant(HuggingFace, "generate", 2)
+    requests = determinism.traffic(cp.load_model("smollm2-135m", progress=False), **determinism.SMALL)
+    ours = [one.sampling.max_new_tokens for one in requests]
+    return {
+        "kept_at_2": 1.0, "kept_at_10": 1.0, "kept_at_50": 1 / 3, "kept_at_100": 1 / 5,
+        "kept_at_10_stc": 1.0, "kept_at_100_stc": 1 / 5, "dvr_kept_at_10": 1 / 2, "dvr_kept_at_100": 1 / 10,
+        "dvr_floor_at_10": 1 / 4, "dvr_floor_at_100": 1 / 4,
+        "base_over_hf": (1 / sum(ours)) / (2 / (len(ours) * max(ours))),
+    }  # fmt: skip
+
+
+def of_field(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Each way over Hugging Face's; the hooks act in a `generate` of four hours."""
+    clock.plant(HuggingFace, "generate", 4)
+    for name, hours in {"_ours": 1, "_hooks": 2, "_hidden_states": 2, "_transformer_lens": 6}.items():
+        clock.plant(field, name, hours)
+    monkeypatch.setattr(field, "measure_nnsight", lambda *args: iter([(3.0, 4.0, 5_000_000)]))  # installs a package
+    return {
+        "ours_ratio": 0.25, "hooks_ratio": 1.5, "hidden_states_ratio": 0.5, "transformer_lens_ratio": 1.5,
+        "nnsight_ratio": 0.75, "kept_mb nnsight": 5,
+    }  # fmt: skip
+
+
+def of_lens(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Both over the bare product, which asks for the unembedding by itself."""
+    monkeypatch.setattr("cacheprobe.models.hf.bridge.wide_rows", lambda dtype, device: None)
+    unembedding, read = BridgeLM.unembedding.fget, lens._read
+    monkeypatch.setattr(BridgeLM, "unembedding", property(clock.costing(unembedding, 2)))
+    clock.plant(BridgeLM, "read_out", 1)
+
+    def reading(*args: Any) -> Any:
+        before, told = clock.skipped, read(*args)
+        clock.skipped = before + 6 * HOUR  # and nothing for what it asks for
+        return told
+
+    monkeypatch.setattr(lens, "_read", reading)
+    return {"product_over_matmul": 0.5, "over_matmul": 3}
+
+
+def of_memory(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A run that keeps 400 megabytes beside its trace."""
+    hold = "import torch, cacheprobe as cp; kept, run = [], cp.run; "
+    hold += "cp.run = lambda *a, **s: (kept.append(torch.ones(10**8)), run(*a, **s))[1]; "
+    without = small("memory")(1)["beyond_trace_mb"]
+    costly = SimpleNamespace(
+        run=lambda command, **settings: subprocess.run([*command[:-1], hold + command[-1]], **settings)
+    )
+    monkeypatch.setattr(memory, "subprocess", costly)
+    return {"beyond_trace_mb": without + 400}
+
+
+def of_patching(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Theirs over ours."""
+    clock.plant(patching.SWEEPS, "ours", 2)
+    clock.plant(patching.SWEEPS, "transformerlens", 3)
+    return {"speedup_over_transformerlens": 1.5, "speedup_where_the_first_token_differs": 1.5}
+
+
+def of_products(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Widened over 16-bit."""
+    clock.plant(wide_product, "widened", 3)
+    clock.plant(products, "linear", 2)
+    return {"wide_over_narrow 1 threads 8 rows": 1.5, "wide_over_narrow 2 threads 8 rows": 1.5}
+
+
+def of_scaling(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What is kept costs by request, and by layer where not all are kept; later tokens of a trace cost twice."""
+
+    def ours(model: Any, prompts: Any, *, capture: str | None, layers: Any, **settings: Any) -> float:
+        return 2 if capture is None else 3 * len(prompts) if layers == "all" else 4 * len(layers)
+
+    clock.plant(cp, "run", ours)
+    stream = cp.stream
+
+    def slower(*args: Any, **settings: Any) -> Iterator[Any]:
+        for number, piece in enumerate(stream(*args, **settings)):
+            clock.skip((1 if number < 30 else 2) * len(piece.token_ids))
+            yield piece
+
+    monkeypatch.setattr(cp, "stream", slower)
+    return {
+        "batch_over_nothing 1": 1.5, "batch_over_nothing 2": 3, "context_over_nothing 8": 6,
+        "layers_over_nothing 1": 2, "layers_over_nothing 3": 6, "last_over_first": 2,
+    }  # fmt: skip
+
+
+def of_speculation(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Tokens per second, ours with drafts over the others'."""
+
+    def ours(model: Any, requests: Any, config: Any, drafter: Any) -> float:
+        return 2 if config is speculation.TOGETHER else 1 if drafter else 3
+
+    def theirs(hf: Any, prompts: Any, new_tokens: int, prompt_lookup_num_tokens: int = 0) -> float:
+        return 4 if prompt_lookup_num_tokens else 6 if len(prompts) == 1 else 10
+
+    clock.plant(speculation, "timed", ours)
+    clock.plant(HuggingFace, "generate", theirs)
+    return {
+        "repeat_over_greedy": 6, "coin_over_greedy": 6, "batch8_over_greedy": 5, "repeat_over_undrafted": 3,
+        "coin_over_best_hf": 4,
+    }  # fmt: skip
+
+
+def of_sweep(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Four cells of ten seconds one after another; on two workers, of eleven seconds each in a run of 30 seconds, of
+    which 5 are start-up. A real sweep of this size takes half a minute; the commands' tests run those."""
+
+    def told(settings: Any, *, out: Path, backend: str, progress: bool) -> Any:
+        began, (start, took, at_once) = datetime(2026, 1, 1, tzinfo=UTC), SWEPT[backend]
+        ends = [start + took * (1 + cell // at_once) for cell in range(4)]
+        events = [{"event": "started", "at": 0.0}]
+        events += [{"event": "ended", "at": end, "seconds": took} for end in ends]
+        events.append({"event": "over", "at": 30.0 if backend == "processes" else ends[-1]})
+        (out / "events").mkdir(parents=True)
+        lines = [{**one, "time": (began + timedelta(seconds=one["at"])).isoformat()} for one in events]
+        (out / "events" / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        return SimpleNamespace(is_complete=True)
+
+    monkeypatch.setattr(cp, "sweep", told)
+    monkeypatch.setattr(sweep, "_many", lambda *args: {})
+    return {
+        "wall_over_half_of_serial": 1.25, "cell_in_company": 1.1, "idle_share": 0.12, "overhead_percent": 25.0,
+        "cell_seconds": 10, "serial_work_seconds": 40, "workers_wall_seconds": 30, "workers_startup_seconds": 5,
+    }  # fmt: skip
+
+
+SWEPT = {"serial": (1.0, 10.0, 1), "processes": (5.0, 11.0, 2)}
+"""By backend: seconds before the first cell, seconds of a cell, cells at once."""
+
+
+def of_sweep_backends(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """One backend's bytes differ from the other's; real commands take a minute."""
+
+    def given(held: str) -> Callable[[Path], sweep_backends.Place]:
+        def place(folder: Path) -> sweep_backends.Place:
+            (folder / "shards" / "one").mkdir(parents=True)
+            (folder / "events").mkdir()
+            (folder / "shards" / "one" / "file").write_text(held)
+            (folder / "events" / "log.jsonl").write_text('{"event": "ended", "worker": 1}\n')
+            return sweep_backends.Place(folder, 2.0)
+
+        return place
+
+    monkeypatch.setitem(sweep_backends.BACKENDS, "serial", given("these"))
+    monkeypatch.setitem(sweep_backends.BACKENDS, "processes", given("others"))
+    return {"are_equal": False, "backends serial cells": 1, "backends processes seconds": 2.0}
+
+
+def of_sweep_faults(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Of two faults one leaves other bytes; real sweeps that are struck take a minute."""
+    first, second = sweep_faults.SMALL["only"]
+    wanted = {"one/file": "digest"}
+    monkeypatch.setattr(sweep_faults, "Struck", lambda folder: SimpleNamespace(finish=lambda: 1, url=folder))
+    monkeypatch.setattr(sweep_faults, "digests", lambda folder: wanted)
+    monkeypatch.setitem(sweep_faults.FAULTS, first, lambda folder, chance: Fate(wanted, 1, 1, -9))
+    monkeypatch.setitem(sweep_faults.FAULTS, second, lambda folder, chance: Fate({"one/file": "other"}, 1, 2, -9))
+    return {
+        f"faults {first} equal_to_serial": 1, f"faults {second} equal_to_serial": 0, f"faults {second} resumes": 2,
+        f"faults {second} struck": 1,
+    }  # fmt: skip
+
+
+def of_passes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A pass takes two hours, and three without the forward that calls no modules."""
+    one_pass = passes._pass
+
+    def costly(model: Any, requests: int, width: int, start: int, *without: Any) -> Any:
+        hours = 3 if without == (passes.WITHOUT["modules"],) else 2
+        return clock.costing(one_pass(model, requests, width, start, *without), hours)
+
+    monkeypatch.setattr(passes, "_pass", costly)
+    return {
+        f"without_over_with {name} float32 {shape}": 1.5 if name == "modules" else 1.0
+        for name in passes.WITHOUT
+        for shape in passes.SHAPES
+    }
+
+
+def of_thinking_states(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A pass of the thinking model costs an hour for each chunk in it; the plain model's run takes two."""
+
+    def ours(model: Any, prompts: Any, *, prefill_chunk: int, **settings: Any) -> float:
+        return 2 if "plain" in model.name else prefill_chunk / model.chunk
+
+    clock.plant(cp, "run", ours)
+    return {f"thinking_over_plain {n} chunks a pass": n / 2 for n in (1, 4, 16, 64)}
+
+
+def of_torch_compile(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Without the compiler, which takes a minute: the compiled pass is the eager one, said to take an hour."""
+    ours, static = torch_compile._ours, torch_compile._static
+    monkeypatch.setattr(torch_compile, "_ours", lambda model: clock.costing(ours(model), 2))
+    monkeypatch.setattr(torch_compile, "_static", lambda hf, forward: clock.costing(static(hf, forward), 3))
+    monkeypatch.setattr(torch_compile, "_compiled", lambda hf: clock.costing(static(hf, hf.forward), 1))
+    return {"hf_eager_over_ours": 1.5, "hf_torch_compile_over_ours": 0.5, "seconds_of_compiling": HOUR}
+
+
+def of_trace(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The raw write over the save."""
+    clock.plant(Trace, "save", 2)
+    written = trace._written
+    monkeypatch.setattr(trace, "_written", lambda *args: written(*args) + HOUR)
+    return {"raw_over_save": 0.5}
+
+
+def of_tuned_lens(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The tuned lens is better by these divergences; they replace those of the training."""
+    train = tuned_lens.train_tuned_lens
+
+    def told(*args: Any) -> Any:
+        lens_of_training = train(*args)
+        assert len(lens_of_training.about["kl_nats_logit"]) == LAYERS - 1  # of the last one both lenses say the same
+        curves = {"kl_nats_logit": [4.0, 2.0, 2.0], "kl_nats_tuned": [1.0, 3.0, 1.0]}
+        return SimpleNamespace(about={**lens_of_training.about, **curves})
+
+    monkeypatch.setattr(tuned_lens, "train_tuned_lens", told)
+    return {"mean_ratio": 5 / 8, "layers_lower": 2, "layers": 3}
+
+
+PLANTED = {
+    name.removeprefix("of_").replace("_", "-"): plant for name, plant in globals().items() if name.startswith("of_")
+}
+
+
+def test_every_benchmark_has_a_planted_cost() -> None:
+    assert set(PLANTED) == set(questions())
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_cost_shows_as_the_ratio(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = PLANTED[name](Clock(monkeypatch), monkeypatch)
+    told = small(name)(1)
+    assert told["benchmark"] == name and told["rounds"] == 1
+    json.dumps(told)  # as the command prints it
+    found = {key: _at(told, key) for key in expected}
+    assert found == pytest.approx(expected, rel=0.03, abs=0.006)
+
+
+def _at(told: dict[str, Any], key: str) -> Any:
+    """Returns the number of a dotted key: "a b" is `told["a"]["b"]`, where a key of `told` may have blanks itself."""
+    for end in range(len(key), 0, -1):
+        if key[:end] in told:
+            return told[key[:end]] if end == len(key) else _at(told[key[:end]], key[end + 1 :])
+    raise KeyError(key)
+
+
+def test_a_real_wait_shows_in_the_main_job() -> None:
+    """With the machine's own clock: every ratio is larger if we wait before each run than if Hugging Face does."""
+    ratios = []
+    for owner, name in ((cp, "run"), (HuggingFace, "generate")):
+        with pytest.MonkeyPatch.context() as waiting:
+            function = getattr(owner, name)
+            waiting.setattr(
+                owner, name, lambda *args, f=function, **settings: (time.sleep(0.4), f(*args, **settings))[1]
+            )
+            told = small("main-job")(1)
+        ratios.append({name: value for name, value in told.items() if name.endswith("_ratio")})
+    assert len(ratios[0]) >= 4 and all(ratios[0][name] > 1.5 * ratios[1][name] for name in ratios[0]), ratios
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in questions() if name not in ("field", "memory")])
+def test_the_small_form_runs_on_the_real_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `cacheprobe bench NAME --small --rounds 1` does; a minute or more for torch-compile and for the sweeps.
+
+    Left out: field, which installs nnsight, and memory, whose child the planted test runs.
+    """
+    monkeypatch.delenv("CACHEPROBE_CACHE")
+    assert small(name)(1)["benchmark"] == name
