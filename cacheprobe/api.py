@@ -118,9 +118,9 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> St
 def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[RunSettings]) -> Trace:
     """Generates with the slow reference of `run`: each request alone, one verify pass per token.
 
-    `max_batch`, `max_kv_tokens` and `draft_length` are accepted, so that the two calls read the same, and do not
-    matter; the drafter matters for the default window alone, and `acceptance` not at all. Tokens, states and readings
-    of a deterministic request of `run` equal the oracle's bit for bit (D2).
+    `max_batch`, `max_kv_tokens`, `draft_length` and `acceptance` are accepted and ignored, so that both calls take the
+    same settings. The drafter only sets the default window. Tokens, states and readings of a deterministic request of
+    `run` equal the oracle's bit for bit (D2).
     """
     asked: dict[str, Any] = {**settings}
     drafter = asked.pop("drafter", None)

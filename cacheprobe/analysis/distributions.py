@@ -99,10 +99,9 @@ def _jensen_shannon(one: Tensor, other: Tensor) -> Tensor:
 
 
 def rejected_tokens(trace: "Trace", lens: Lens, model: CachedLM | None = None) -> pd.DataFrame:
-    """Returns, by layer, what a verify row held of the draft token that was rejected, and of the token committed
-    instead.
+    """Returns the lens rank and log-probability of each rejected token, and of the token committed instead, by layer.
 
-    One line for each layer of each row after which a draft was rolled back: row, request_id, step, position (of the
+    One line for each layer of each verify row after which a draft was rejected: row, request_id, step, position (of the
     row; both tokens stand at position + 1), layer, rejected_token_id, rejected_token, rejected_rank,
     rejected_logprob_nats; committed_token_id, committed_token, rank, committed_logprob_nats as in the hypotheses.
     Only first mismatches are included: later draft tokens follow text that was never committed.

@@ -10,9 +10,10 @@ from cacheprobe.trace.trace import Trace
 
 
 def cache_rows(trace: Trace, request_id: SupportsIndex, length: int | None = None) -> KVSnapshot:
-    """Returns keys and values of the request's first `length` positions as they were at its end; None for all
-    positions.
+    """Returns a copy of the request's cached keys and values at positions 0 to length - 1, taken when the request
+    ended.
 
+    length: number of positions; None means all.
     Committed positions are never written again, so the first p positions equal the cache's content when position p was
     new. The newest token is not cached. Provenance is the ledger's: prefill, verified, decoded or edited.
     Raises: ValueError if the run did not keep them, or for a length that they do not have.

@@ -50,7 +50,8 @@ class NGram:
         self._indices.pop(state, None)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns up to `length` draft tokens for each request; [] if a draft is already open."""
+        """Returns one list for each request: up to `length` draft tokens, or [] if the request already has unverified
+        draft tokens."""
         return [[] if state.draft else self._draft(state) for state in states]
 
     def _draft(self, state: SequenceState) -> list[int]:

@@ -37,7 +37,8 @@ def choose_next(state: SequenceState, logits: Float[Tensor, "v"], drafted: Seque
 
 
 def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
-    """One row at a time: the sum behind a log-probability must not depend on how many rows are summed together."""
+    """Returns the Choice of one token: log-probability and top-two margin. Computes one row at a time, because the bits
+    of the sum must not depend on the number of rows."""
     values = logits.float()
     largest, other = two_largest(values)
     logsumexp = (values - largest).exp_().sum().log() + largest

@@ -60,13 +60,13 @@ def serving_config(
     hooked: Hooked = Hooked(),
     is_promised: bool = True,
 ) -> EngineConfig:
-    """Returns the config with a group whose passes give a token the same bits everywhere: the given one, or a chosen
-    one.
+    """Returns the config with a group whose passes are batch-invariant: the given group, or a chosen one.
 
-    is_promised: whether a request is deterministic. Where none is, and no group serves, the first one is taken: drafts
-        are then checked in a shape whose rounding may depend on the batch row, as in any other engine.
+    is_promised: whether any request is deterministic. If none is, and no group is batch-invariant, the first group
+    tried is taken: drafts are then checked in a shape whose rounding may depend on the batch index, as in any other
+    engine.
     Each shape is tried once for a model and the numeric settings of the process.
-    Raises: ShapeRefused for a given group that does not serve, naming one that does; and where none serves.
+    Raises: ShapeRefused for a given group that is not batch-invariant, naming one that is; and if no group is.
     """
     if is_group_given:
         _require_verify(model, config, hooked)
@@ -136,11 +136,11 @@ def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, h
 
 
 class _Cycle:
-    """Runs passes over a few texts, and compares them. Every cache row holds one text; with each pass it moves to the
-    next batch row and, in a longer window, to other slots; in the last pass it has other neighbours. Logits, states,
-    keys and values of a token must be those of the first pass.
+    """Computes a few texts several times at different batch indices, window slots and neighbours, and compares the
+    bits.
 
-    The texts begin at places spread over the capacity, behind keys and values drawn at random.
+    Every cache row holds one text. Logits, states, keys and values of a token must have the bits of the first pass. The
+    texts begin at positions spread over the capacity, after keys and values drawn at random.
     """
 
     def __init__(self, model: CachedLM, batch: int, width: int, capacity: int, phase: str, number: int) -> None:

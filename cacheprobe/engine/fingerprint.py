@@ -23,8 +23,8 @@ def schedule_fingerprint(
     interventions: Sequence[Intervention] = (),
     requests: Sequence[Request] = (),
 ) -> Fingerprint:
-    """Model, platform, fixed shapes and, by request, what is changed inside the model and which cache rows it goes on
-    from. `max_batch`, the drafter and the traffic are not in it: they may not matter."""
+    """Returns the schedule fingerprint: model, platform, fixed shapes, interventions and cache snapshots by request.
+    `max_batch`, the drafter and the traffic are left out, because results must not depend on them."""
     shapes = {
         "window": config.window,
         "group": config.group,

@@ -95,12 +95,12 @@ class ModelRunner:
         logit_slots: Sequence[int] | None = None,
         is_hidden: bool = False,
     ) -> Outcome:
-        """Feeds the entries in a [batch, width] pass, with pads behind each, and dummies in free batch rows.
+        """Feeds the entries in a [batch, width] pass, with pads behind each, and dummies in free batch indices.
 
-        batch: rows of a fixed shape, in which attention runs over the whole capacity; None for one row an entry, in
-            whatever shape that is, with attention over what is in use.
+        batch: fixed number of batch indices; attention then runs over the whole capacity. None: one batch index for
+        each entry, with attention over the slots in use.
         is_hidden: do not report to the observer, which has seen these tokens before.
-        Raises: EngineError where the shape would not be the one asked for, or where the model fails.
+        Raises: EngineError if the entries do not fit the shape, or if the model fails.
         """
         self.step += 1
         longest = max(len(entry.token_ids) for entry in entries)
@@ -171,8 +171,8 @@ class ModelRunner:
     def _reach(
         self, phase: str, entries: Sequence[Entry], batch_index: Sequence[int], size: int, copy: Copy | None
     ) -> Reach:
-        """Which slots each request attends over: a token over the span of its own position, wherever in a window it
-        stands; all of a long chunk of a prompt over one span, since where it stands depends on the prompt alone."""
+        """Returns the Reach: how many cache slots each request attends over. It depends on the position of each token;
+        in a long chunk of a prompt it is the same for all tokens of the chunk."""
         of = reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions
         pieces: list[tuple[Piece, ...]] = [()] * size
         for b, entry in zip(batch_index, entries, strict=True):
@@ -234,10 +234,9 @@ class ModelRunner:
 
 
 def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | None:
-    """Returns the cache places of a pass of `size` batch rows: those of its requests, then one free place for all
-    dummies.
+    """Returns the cache row of each batch index: those of the requests, then one free row for all dummies.
 
-    Where a row stands in a pass cannot change its bits. None where the requests are too many or no row is free.
+    The batch index of a request cannot change its bits. Returns None if there are too many requests or no row is free.
     """
     if len(taken) == size:
         return list(taken)

@@ -24,8 +24,8 @@ class Prefill:
     def read(self, states: Sequence[SequenceState]) -> None:
         """Reads these requests' prompts and commits the first token of each.
 
-        Verified requests in passes of prefill_group x prefill_chunk, the last as short as the prompt's end where it is
-        not padded: a schedule that depends on each prompt alone (D1). The others together, in whatever shape.
+        Verified requests run in passes of prefill_group x prefill_chunk, so that their schedule depends on the prompt
+        alone (D1). The last chunk is shorter if it is not padded. Unverified requests run together in any shape.
         """
         for state in states:
             self._begin(state)
@@ -34,9 +34,10 @@ class Prefill:
             self._read_group(states[i : i + size], states[0].is_verified)
 
     def _begin(self, state: SequenceState) -> None:
-        """Assigns the cache place to this prompt: some models read a prompt in another way than they write.
+        """Records the length of the prompt in its cache row, for models that read prompts differently from generated
+        tokens.
 
-        Where the request goes on from cached rows, they are put there; the chunks begin behind them.
+        If the request continues a KVSnapshot, the snapshot is copied into the row, and the chunks begin after it.
         """
         request = state.request
         self.runner.cache.prompt_lengths[state.row] = request.num_prompt_tokens

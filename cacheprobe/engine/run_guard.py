@@ -30,10 +30,10 @@ class RunGuard:
 
     @contextmanager
     def turn(self, hooks: AbstractContextManager[object]) -> Iterator[None]:
-        """Around steps that follow each other undisturbed, with the run's hooks on the model.
+        """Locks out other threads during steps of the run, with the run's hooks on the model.
 
-        Raises: FingerprintMismatch naming a setting that changed since the run's begin; ModelError inside a step of
-        another run of the model.
+        Raises: FingerprintMismatch naming a numeric setting that changed since the run began; ModelError inside a step
+        of another run of the model.
         """
         with turn(self.model), hooks:
             self._require_settings()

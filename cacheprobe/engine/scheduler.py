@@ -17,8 +17,7 @@ next pass."""
 
 
 class Scheduler:
-    """Admits requests in the order of arrival; at most `max_running` requests hold a cache row, and always one of the
-    lowest."""
+    """Admits requests in the order of arrival, at most `max_running` at once. Each takes the lowest free cache row."""
 
     def __init__(self, states: Sequence[SequenceState], cache: KVCache, config: EngineConfig, max_running: int) -> None:
         self.waiting = deque(sorted(states, key=lambda state: state.request.arrival_step))
@@ -35,9 +34,9 @@ class Scheduler:
     # -- coming and going
 
     def admit(self, step: int) -> list[SequenceState]:
-        """Give requests that have arrived the free cache rows; returns the admitted.
+        """Gives free cache rows to requests that have arrived; returns the admitted requests.
 
-        Where nothing runs, the next to arrive does so now: there is nothing to wait for.
+        If no request is running, the next one is admitted before its arrival step.
         """
         admitted = []
         while self.waiting and len(self.running) < self.max_running:
@@ -105,9 +104,11 @@ class Scheduler:
         ]
 
     def piggybacked(self) -> list[SequenceState]:
-        """Requests that are never verified and fill up the passes of those that are, where the window is one row.
+        """Returns unverified requests that fill the empty batch places of a verify pass; [] if the window is longer
+        than 1.
 
-        A verify pass is then a decode of a fixed height: it costs no more with a token in a dummy's place.
+        With a window of 1 a verify pass is a decode of a fixed number of requests: a token in an empty place costs no
+        more.
         """
         if self.config.window > 1:
             return []

@@ -160,10 +160,10 @@ class Engine:
     # -- where a pass fails
 
     def attempts(self, states: Sequence[SequenceState]) -> Iterator[Attempt]:
-        """Yields the tries of a pass: all requests; if it fails, each alone; a request that fails alone, without draft.
+        """Yields the attempts of a pass: all requests together; if that fails, each alone; then the failing ones
+        without their draft.
 
-        A request that fails without a draft ends with the error. Drafts are hints: one that the model cannot digest
-        costs a pass, no request.
+        A request that fails without a draft ends with the error. A bad draft costs one pass and ends no request.
         """
         waiting = [states]
         while waiting:

@@ -81,12 +81,13 @@ class Watch:
         starts: list[int],
         fed: Tensor,
     ) -> Copy | None:
-        """Fill the last batch row, a free one, with a deterministic request of the pass again; None where none can be.
+        """Copies a deterministic request of the pass into the last, free batch index, so that it is computed twice.
 
-        token_ids: what each request feeds, committed tokens before it are in its state.  rows, starts, fed [b, t]: of
-        the pass; changed in place. The request is the one that was compared least often. The copy begins up to a
-        window of committed tokens earlier, so that slots are compared as well as rows; tokens that an earlier pass
-        computed are compared with what that pass stored, beside other neighbours.
+        Returns the Copy, or None if no request qualifies. Takes the request that was compared least often.
+        token_ids: what each request feeds; committed tokens before it are in its state.  rows, starts, fed [b, t]: of
+        the pass; changed in place.
+        The copy begins up to a window of committed tokens earlier, so that window slots are compared too. Tokens that
+        an earlier pass computed are compared with what that pass stored, beside other neighbours.
         """
         able = [i for i, s in enumerate(states) if s.request.is_deterministic and not s.is_edited]
         if not able or not cache.can_compute_twice:
@@ -135,9 +136,9 @@ class Watch:
     def difference(
         self, model: CachedLM, cache: KVCache, copy: Copy, logits: Tensor, forward: Callable[[], Tensor]
     ) -> Difference | None:
-        """The first place where the pass just run differs from its copy, or None.
+        """Returns the first difference between the original and its copy in the pass just run, or None.
 
-        Where something differs the pass is run once more with every state listened to, to name the operation.
+        If they differ, the pass is repeated with all states captured, to name the operation.
         """
         before = self._logits_before
         made_again = logits[copy.copy, copy.shift - (0 if before is None else len(before)) : copy.shift]

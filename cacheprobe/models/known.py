@@ -64,7 +64,7 @@ def why_no_hub() -> str:
     connected: list[bool] = []
 
     def connect() -> None:
-        """Tries one connection, and notes success."""
+        """Tries one TCP connection; appends True to the list of successes if it is accepted."""
         try:
             socket.create_connection(where, SECONDS_TO_CONNECT).close()
         except OSError:

@@ -12,7 +12,7 @@ LARGEST = 127
 
 
 class Packed(NamedTuple):
-    """Gathered rows. The numbers of a row are values * scale."""
+    """Holds rows taken from a tensor, stored in 16 or 8 bits: row i is `values[i] * scales[i]`."""
 
     values: Tensor
     """[n, m] bfloat16 or int8."""

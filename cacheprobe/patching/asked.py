@@ -48,8 +48,11 @@ def grid_config(**options: Unpack[GridOptions]) -> GridConfig:
 
 
 def usable(model: CachedLM, path: str) -> CachedLM:
-    """Returns the forward that runs (bridge or fast). Raises: ModelError for a model whose cells cannot continue a
-    shared cache."""
+    """Returns the model to run, the bridge or the fast forward.
+
+    Raises: ModelError for a model without `editing`, and for one that caches more than keys and values, so that patched
+    runs could not share a prefix.
+    """
     if not hasattr(model, "new_cache"):
         raise ValueError(f"a patching grid needs a model from cp.load_model(...), got a {type(model).__name__}")
     chosen, _ = choose_path(model, path)

@@ -206,7 +206,7 @@ def _outlines(rows: pd.DataFrame, layers: np.ndarray) -> go.Scatter:
 
 
 def _status_marks(columns: pd.DataFrame, num_layers: int) -> list[go.Scatter]:
-    """Returns a bar above each column that is not canonical."""
+    """Returns one Plotly trace for each status other than `committed`: bars above the columns of that status."""
     marks = []
     for status, name in MARKS.items():
         places = columns.index[columns.status == status]

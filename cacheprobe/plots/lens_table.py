@@ -100,9 +100,8 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
 
 
 def finding(rows: pd.DataFrame, request_id: int) -> str:
-    """Returns a sentence: from which layer on the most likely token is the committed one (median over canonical
-    rows).
-    """
+    """Returns a sentence that names the median layer from which the most likely token stays the committed one. Only
+    rows of status `committed` count."""
     known = rows[(rows.status == "committed") & rows.agrees.notna()]
     if known.empty:
         return f"Request {request_id}: no committed token to compare with"
@@ -123,7 +122,8 @@ def _agrees_from(readings: pd.DataFrame) -> list[float]:
 
 
 def select(hypotheses: pd.DataFrame, request_id: int, include: Include, positions: range | None) -> pd.DataFrame:
-    """Returns the readings to show. Raises: ValueError if none is selected, or for another include."""
+    """Returns the readings to show. Raises: ValueError if no reading matches, or if `include` is not "committed" or
+    "all"."""
     if include not in ("committed", "all"):
         raise ValueError(f"unknown include {include!r}; it is 'committed' or 'all'")
     own = hypotheses[hypotheses.request_id == request_id]

@@ -113,7 +113,7 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
 
 
 def captured_layers(subject: Subject) -> tuple[int, ...]:
-    """Returns all layers of a tiny model; of the real one the first, the middle and the last."""
+    """Returns the layers to capture: the first, middle and last of SmolLM2; all layers of other test models."""
     n = subject.model.n_layers
     return (0, n // 2, n - 1) if subject.is_real else tuple(range(n))
 

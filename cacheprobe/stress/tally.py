@@ -108,7 +108,7 @@ def refused_line(refused: dict[str, str]) -> str:
 
 
 def _by_dtype(counted: Counter[str]) -> dict[str, int]:
-    """Returns sums over the subjects of each dtype."""
+    """Returns the counts summed by dtype."""
     sums: Counter[str] = Counter()
     for subject, count in counted.items():
         sums[subject.split()[1]] += count

@@ -86,9 +86,10 @@ class EventLog:
 
 
 def seconds_by_model(store: SweepStore, keys: Mapping[str, ModelKey]) -> dict[ModelKey, tuple[float, float]]:
-    """Returns (mean seconds of a committed cell, mean seconds of loading) by model key, from a sweep's logs.
+    """Returns {model key: (mean seconds of a committed cell, mean seconds of loading the model)}, from a sweep's event
+    logs.
 
-    keys: the model key of each digest.
+    keys: the model key of each cell, by the cell's digest. A model key is (name, dtype, adapter, products, device).
     """
     sums: dict[ModelKey, list[float]] = {}
     loads: dict[ModelKey, list[float]] = {}

@@ -258,8 +258,11 @@ class ThinkingModel(HookedRootModule):
             )
 
     def states_of(self, thoughts: Int[Tensor, "b k r"], length: int) -> Float[Tensor, "b t m"]:
-        """Returns the states that given thoughts add at each of `length` positions: zero in the first chunk, and beyond
-        the chunk that the last thought acts on."""
+        """Returns the states [b, t, m] that given thoughts add at each of `length` positions.
+
+        The thought of chunk i acts on chunk i + 1. The first chunk gets zeros, or the learned first state if the model
+        has one; positions after the last thought's chunk get zeros.
+        """
         b, k, _ = thoughts.shape
         c, m = self.config.chunk, self.config.d_model
         out = self.embed.weight.new_zeros(b, max(length, (k + 1) * c), m)

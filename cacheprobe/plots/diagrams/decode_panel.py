@@ -74,7 +74,8 @@ def _grid(
     top: float,
     colour: str,
 ) -> tuple[list[str], float]:
-    """Returns the strokes of requests x tokens, each cell by the margin of its choice, and the y where they end."""
+    """Returns the SVG elements of a grid of requests x tokens, textured by the top-two margin in nats, and the y
+    coordinate below it."""
     if not places:
         return [], top
     cells = events[events.step.isin([step for step in steps if step is not None])]

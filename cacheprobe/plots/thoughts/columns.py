@@ -21,7 +21,8 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One chunk: as it was committed, or as it was computed and rolled back."""
+    """Holds one column of the picture: a committed or rolled-back chunk, its thought, and the thought whose state was
+    added to it."""
 
     chunk: int
     """Number of the chunk, from 0, as in the thoughts table; the paper's number is one more."""

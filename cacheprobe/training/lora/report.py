@@ -24,8 +24,8 @@ def evaluate_adapter(
     json_path: Path | None = None,
     progress: bool = True,
 ) -> dict[str, object]:
-    """Evaluates a model without and with an adapter in float32, prints the table, and returns (and writes) the
-    figures."""
+    """Evaluates a model without and with an adapter in float32; prints a table and returns the figures. Also writes
+    them as JSON if `json_path` is given."""
     began = time.monotonic(), time.process_time()
     cells: dict[str, list[Cell]] = {"base": [], "adapter": []}
     notes, weights = {}, {}

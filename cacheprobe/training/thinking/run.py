@@ -143,7 +143,8 @@ def _require_training_seed(seed: int, num_variants: int) -> None:
 def _annotated(
     preset: Preset, arm: str, tokenizer: LiveTokenizer, config: ThinkingConfig, n: int, seed: int
 ) -> list[Annotated]:
-    """Returns texts whose operations end at every offset within a chunk."""
+    """Returns at least `n` annotated texts of all variants of the task. Each is shifted by a random number of pads, so
+    that operations end at varying places within a chunk."""
     share = -(-n // len(preset.variants))
     texts = [
         text
