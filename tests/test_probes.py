@@ -6,7 +6,7 @@ import torch
 from scipy.stats import binomtest
 
 import cacheprobe as cp
-from cacheprobe.core.statistics import wilson
+from cacheprobe.ops.statistics import wilson
 from cacheprobe.probes.groups import control_labels, effective_number, group_folds, joined_groups
 from cacheprobe.probes.places import embeddings
 from cacheprobe.probes.ridge import STRENGTHS, held_out_scores

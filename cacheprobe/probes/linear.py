@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.config import require_known_options
-from cacheprobe.core.statistics import wilson
+from cacheprobe.ops.statistics import wilson
 from cacheprobe.probes.checks import LEAST, ProbeError, require_enough
 from cacheprobe.probes.examples import Examples, States, of_trace, of_vectors, pooled_examples
 from cacheprobe.probes.groups import control_labels, effective_number, group_folds
