@@ -105,19 +105,14 @@ def children(pid: int, said: str) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Returns a process's command line; '' for one that has ended.
+    """Returns the command line of a process that runs a program; '' for one that has ended.
 
     Linux shows an empty one for a moment after exec has closed the parent's pipe, that is after Popen has returned.
     """
     folder = Path("/proc", str(pid))
-    while not (words := (folder / "cmdline").read_text()) and _stat(folder)[0] not in "ZX" and _is_a_program(folder):
+    while not (words := (folder / "cmdline").read_text()) and _stat(folder)[0] not in "ZX":
         time.sleep(0.001)
     return words
-
-
-def _is_a_program(folder: Path) -> bool:
-    """Returns False for a thread of the kernel, which has no command line."""
-    return int(_stat(folder)[6]) & 0x00200000 == 0
 
 
 def _stat(folder: Path) -> list[str]:

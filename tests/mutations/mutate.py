@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cacheprobe.engine import consistency
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
 from tests.invariants import machines
 from tests.tiny import loaded
@@ -134,10 +135,12 @@ def put(target: str, replace: Replace, stack: ExitStack) -> None:
 def applied(mutation: Mutation) -> Iterator[None]:
     """The package with the bug in it. Whatever a buggy run may leave changed is put back after it.
 
-    The trial that a run makes of its shape passes: the tests are to notice by themselves.
+    The trial that a run makes of its shape passes, and so does the check of its requests' states: the tests are to
+    notice by themselves.
     """
     with pristine(), ExitStack() as stack:
         stack.enter_context(patch.object(consistency, "_fault", lambda *shape: None))
+        stack.enter_context(patch.object(SequenceState, "check", lambda state: None))
         for target, replace in mutation.bugs.items():
             put(target, replace, stack)
         yield
