@@ -1,5 +1,5 @@
 # make demo      set up once, then show the loop on a real model
-# make test      set up once, then run the tests      make test-all   the slow ones too
+# make test      set up once, then run the tests      make test-all   the slow ones too, and the wheel
 # make test-processors   the determinism tests in environments that reach other code of the libraries
 # make docs      the documentation, as HTML              make lint       ruff: rules and format
 # make types     basedpyright over the package      make bench-small    what is quick to measure, printed
@@ -42,6 +42,7 @@ test: $(STAMP) browser
 
 test-all: $(STAMP) browser
 	@$(TEST_ENV) CACHEPROBE_PRESET=full $(BIN)/python -m pytest -q $(WORKERS) -m ""
+	@$(MAKE) wheel-check
 
 # Some alone: make test-processors ENVIRONMENTS="OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE" TESTS="tests/invariants"
 test-processors: $(STAMP)

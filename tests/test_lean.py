@@ -133,3 +133,21 @@ def test_modules_run_where_something_acts_on_them(monkeypatch: pytest.MonkeyPatc
         assert not bitwise(lean.forward(ids, cache, [0], [0]), plain) and len(ran) == 3
     hook.remove()
     assert bitwise(lean.forward(ids, cache, [0], [0]), plain) and len(ran) == 3
+
+
+def test_a_forward_sees_other_numbers() -> None:
+    """`weight.data = ...` leaves the parameter and moves its numbers."""
+    lean = HookedHF(loaded.__wrapped__("llama"))
+    ids = texts(5)[0][None]
+
+    def logits() -> Tensor:
+        return lean.forward(ids, lean.new_cache(1, 16), [0], [0])
+
+    before, first = logits(), lean._lean
+    assert bitwise(logits(), before) and lean._lean is first
+    projection = lean.model.model.layers[1].self_attn.k_proj
+    held = projection.weight.data
+    projection.weight.data = held * 2
+    assert not bitwise(logits(), before)
+    projection.weight.data = held
+    assert bitwise(logits(), before)

@@ -5,7 +5,6 @@ median over neighbouring pairs; above 1.0 the optimisation saves time. Attention
 passes of deterministic requests.
 
     modules     the forward calls functions, not the modules of transformers
-    fused       linear layers of one input are one product, where a trial shows the same bits
     attention   few tokens of each request attend in a compiled loop, not in torch's scaled_dot_product_attention
     wide        products of many rows of 16 bits run in float32, where the processor has no fast ones
     compiled    products="compiled": products, norms and rotations compiled for this processor; off by default
@@ -21,7 +20,6 @@ from unittest.mock import patch
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.fast import fused_linear
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.attention import by_request
@@ -43,7 +41,6 @@ NOT_HERE = "not used on this processor"
 
 WITHOUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "modules": lambda: patch.object(HookedHF, "_lean_forward", lambda *asked: None),
-    "fused": lambda: patch.object(fused_linear, "FEW_ROWS", 0),
     "attention": lambda: patch.object(by_request, "serves", lambda q: False),
 }
 """By optimisation: switches it off."""

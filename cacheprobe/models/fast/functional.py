@@ -15,11 +15,13 @@ from torch.nn.functional import linear
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.fused_linear import FusedLinear, Product, Tried
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
 from cacheprobe.ops.compiled.block import CompiledBlock
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Computes values weight^T + bias."""
 
 Listeners = Mapping[tuple[str, int], Sequence[Callable[[Tensor], object]]]
 """Functions to call with an activation, keyed by (site, layer); sites are pre, S, T and C."""
@@ -37,12 +39,13 @@ class _Norm(NamedTuple):
 
 class _Block(NamedTuple):
     before_attention: _Norm
-    qkv: FusedLinear
+    qkv: tuple[_Linear, _Linear, _Linear]
     q_norm: _Norm | None
     k_norm: _Norm | None
     o: _Linear
     before_mlp: _Norm
-    gate_up: FusedLinear
+    gate: _Linear
+    up: _Linear
     down: _Linear
     activation: Callable[[Tensor], Tensor]
     kind: str
@@ -59,24 +62,17 @@ class FunctionalForward:
         """product: function that computes values weight^T + bias.  compiled: computes norms and rotations instead of
         torch.
 
-        The model's tensors are not copied; weights of layers with the same input may be moved into one tensor.
+        The model's tensors are not copied.
         """
         self.model, self.product = model, product
         self._rms_norm = partial(_compiled_norm, compiled) if compiled else _rms_norm
         self._turned = partial(_compiled_turn, compiled) if compiled else _turned
         config, decoder = model.config, model.model
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-        tried: Tried = {}
-        self.blocks = [_block(layer, kind, product, tried) for layer, kind in zip(decoder.layers, kinds, strict=True)]
+        self.blocks = [_block(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)]
         attention = decoder.layers[0].self_attn
         self.d_head, self.scale = int(attention.head_dim), float(attention.scaling)
         self.norm, self.unembed = _norm(decoder.norm), _linear(model.lm_head)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether every fused weight still lies at the address recorded at construction."""
-        of_one_input = (group for block in self.blocks for group in (block.qkv, block.gate_up))
-        return all(group.is_current for group in of_one_input)
 
     @staticmethod
     def takes(model: LiveModule) -> bool:
@@ -127,7 +123,7 @@ class FunctionalForward:
     ) -> Tensor:
         product, heads = self.product, (*stream.shape[:2], -1, self.d_head)
         read = self._rms_norm(stream, block.before_attention)
-        q, k, v = (part.view(heads) for part in block.qkv(read))
+        q, k, v = (product(read, *part).view(heads) for part in block.qkv)
         if block.q_norm is not None and block.k_norm is not None:
             q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
         q, k = self._turned(q, k, turn)
@@ -136,9 +132,8 @@ class FunctionalForward:
         tell(listeners, "T", layer, attended)
         stream = stream + attended
         read = self._rms_norm(stream, block.before_mlp)
-        gate, up = block.gate_up(read)
-        # a strided tensor is cut elsewhere between threads and lanes, whose exponentials differ in their last bits
-        written = product(block.activation(gate.contiguous()) * up, *block.down)
+        gate, up = product(read, *block.gate), product(read, *block.up)
+        written = product(block.activation(gate) * up, *block.down)
         tell(listeners, "C", layer, written)
         return stream + written
 
@@ -189,16 +184,17 @@ def _norm(module: LiveModule) -> _Norm:
     return _Norm(module.weight, float(module.variance_epsilon))
 
 
-def _block(layer: LiveModule, kind: str, product: Product, tried: Tried) -> _Block:
+def _block(layer: LiveModule, kind: str) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     return _Block(
         before_attention=_norm(layer.input_layernorm),
-        qkv=FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj], product, tried),
+        qkv=(_linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.v_proj)),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         o=_linear(attention.o_proj),
         before_mlp=_norm(layer.post_attention_layernorm),
-        gate_up=FusedLinear([mlp.gate_proj, mlp.up_proj], product, tried),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
         down=_linear(mlp.down_proj),
         activation=mlp.act_fn,
         kind=kind,

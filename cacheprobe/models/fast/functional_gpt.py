@@ -13,8 +13,7 @@ from torch.nn.functional import layer_norm, linear
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.functional import Listeners, tell
-from cacheprobe.models.fast.fused_linear import Product
+from cacheprobe.models.fast.functional import Listeners, Product, tell
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
 
 Affine = Callable[[Tensor], Tensor]
@@ -37,9 +36,6 @@ class LeanGPT:
 
     Twin: the model's own modules (`HookedHF` with lean=False), bitwise, for logits, states, keys and values.
     """
-
-    is_current = True
-    """Always True: this class does not move the layers' weights."""
 
     def __init__(self, model: LiveModule, product: Product = linear) -> None:
         """product: function that computes values weight^T + bias for the model's linear layers. Tensors are not

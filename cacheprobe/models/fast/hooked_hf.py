@@ -19,9 +19,8 @@ from cacheprobe.core.hook_names import HEAD_SITES, HEADS, INPUT_POINT, OUTPUT_PO
 from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.fast.functional import FunctionalForward
+from cacheprobe.models.fast.functional import FunctionalForward, Product
 from cacheprobe.models.fast.functional_gpt import LeanGPT
-from cacheprobe.models.fast.fused_linear import Product
 from cacheprobe.models.fast.head_places import Cut, head_cut, joint_place, require_no_pattern
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.bridge import BridgeLM
@@ -154,8 +153,6 @@ class HookedHF:
 
     def _lean_forward(self, cache: KVCache, rows: Sequence[int]) -> FunctionalForward | LeanGPT | None:
         """Returns the forward without modules; None if the family has none, or a hook or a head mask needs modules."""
-        if self._lean is not None and not self._lean.is_current:
-            self._lean = None
         if self._lean_kind is None or not self._nothing_acts or cache.head_masks.concern(rows):
             return None
         if self._lean is None:
