@@ -6,6 +6,7 @@
     4   SHA-256 of every file, and of the manifest
     5   the texts of all tokens that the run names; status given_up, of drafts without a verdict; visible tokens
     6   the setting max_kv_tokens, named kv_rows before
+    7   the status superseded, named candidate before; the path "fast", named "twin" before
 
 The files on the disk do not change. What an older version did not record is listed in `meta["missing"]`, so a request
 for it raises an error and does not return an empty answer. `Trace.save` writes today's format.
@@ -46,7 +47,7 @@ def _from_3(old: Manifest) -> Manifest:
 
 
 def _from_4(old: Manifest) -> Manifest:
-    """Raises the version only: `migrated_rows` and `migrated_readings` migrate the tables when they are read."""
+    """Raises the version only: the tables are migrated when they are read."""
     return {**old, "format_version": 5}
 
 
@@ -56,14 +57,34 @@ def _from_5(old: Manifest) -> Manifest:
     return {**old, "format_version": 6, "meta": {**old["meta"], "config": config}}
 
 
-_STEPS: dict[int, Callable[[Manifest], Manifest]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5}
+def _from_6(old: Manifest) -> Manifest:
+    """Renames the path "twin" to "fast"; `renamed_status` migrates the tables when they are read."""
+    meta = dict(old["meta"])
+    if meta["fingerprint"].get("path") == "twin":
+        meta["fingerprint"] = {**meta["fingerprint"], "path": "fast"}
+        meta["path_reason"] = "fast" + meta["path_reason"].removeprefix("twin")
+    return {**old, "format_version": 7, "meta": meta}
+
+
+_STEPS: dict[int, Callable[[Manifest], Manifest]] = {
+    1: _from_1,
+    2: _from_2,
+    3: _from_3,
+    4: _from_4,
+    5: _from_5,
+    6: _from_6,
+}
 
 OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1
 """Trace formats that can be read. `Trace.save` writes NEWEST."""
 
 
 def migrated(manifest: Manifest) -> Manifest:
-    """Returns the manifest in today's format. Its version must be one of OLDEST to NEWEST."""
+    """Returns the manifest in today's format, with its own version as `stored_version`.
+
+    Its version must be one of OLDEST to NEWEST.
+    """
+    manifest = {**manifest, "stored_version": manifest["format_version"]}
     while manifest["format_version"] < NEWEST:
         manifest = _STEPS[manifest["format_version"]](manifest)
     return manifest
@@ -103,6 +124,15 @@ def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapp
     is_given_up = rows.row.isin(given_up)
     changed = {name: rows[name].mask(is_given_up, "given_up") for name in ("role", "status")}
     return rows.assign(token=rows.token.map(visible), **changed)
+
+
+def renamed_status(table: pd.DataFrame, stored_version: int) -> pd.DataFrame:
+    """Returns rows, readings or thoughts with the status `superseded` in place of `candidate`, its name before format
+    7.
+    """
+    if stored_version >= 7:
+        return table
+    return table.assign(status=table.status.replace("candidate", "superseded"))
 
 
 def migrated_readings(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:

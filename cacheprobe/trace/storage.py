@@ -37,7 +37,7 @@ from cacheprobe.trace.manifest import (
     sha256_of_file,
     sha256_of_manifest,
 )
-from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows
+from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
 from cacheprobe.trace.places import is_of_a_run, require_free
 from cacheprobe.trace.state_store import ShardStore, tensor_key
 
@@ -131,6 +131,9 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
         for name in ("hypothesis_table", "thought_table"):
             if (table := fields[name]) is not None:
                 fields[name] = migrated_readings(table, fields["row_table"])
+    for name in ("row_table", "hypothesis_table", "thought_table"):
+        if (table := fields[name]) is not None:
+            fields[name] = renamed_status(table, manifest["stored_version"])
     return dict(
         requests=requests,
         tokens={item["request_id"]: item["committed_token_ids"] for item in manifest["requests"]},

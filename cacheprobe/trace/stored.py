@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import TraceError, read_manifest, require_whole
-from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows
+from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
 from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
 
 _REQUESTS_HELD = 8
@@ -55,7 +55,9 @@ class StoredRun:
     def rows(self) -> pd.DataFrame:
         """Rows table: one line for each token of each pass."""
         rows = self._whole("rows")
-        return rows if self._path("tokens") else migrated_rows(rows, self.events, self._prompt_lengths)
+        if not self._path("tokens"):
+            rows = migrated_rows(rows, self.events, self._prompt_lengths)
+        return renamed_status(rows, self._manifest["stored_version"])
 
     @cached_property
     def events(self) -> pd.DataFrame:
@@ -73,7 +75,9 @@ class StoredRun:
         if not self._path("thoughts"):
             return None
         thoughts = self._whole("thoughts")
-        return thoughts if self._path("tokens") else migrated_readings(thoughts, self.rows)
+        if not self._path("tokens"):
+            thoughts = migrated_readings(thoughts, self.rows)
+        return renamed_status(thoughts, self._manifest["stored_version"])
 
     @property
     def has_readings(self) -> bool:
@@ -93,6 +97,7 @@ class StoredRun:
         readings = table.to_pandas()
         if self._path("tokens") is None:
             readings = migrated_readings(readings, self.rows)
+        readings = renamed_status(readings, self._manifest["stored_version"])
         own = self.events[self.events.request_id == request_id]
         readings = with_verdicts(readings, own, self._prompt_lengths, self.token_texts)
         return with_read_tokens(readings, self.rows)
