@@ -17,13 +17,15 @@ from cacheprobe.dashboard.tabs import compare
 from cacheprobe.ops.equality import close
 from cacheprobe.plots import write_report
 from cacheprobe.plots.report.listings import request_listings, run_listings
-from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError
+from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError, damaged_files
 from cacheprobe.trace.migrate import OLDEST, migrated
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import EVENT_COLUMNS
 from tests.tiny import loaded
 
 FIRST = Path(__file__).parent / "fixtures" / "trace-v1"
+SIXTH = Path(__file__).parent / "fixtures" / "trace-v6"
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]
 SETTINGS = dict(window=4, group=2, capacity=96, deterministic=[0], max_new_tokens=8, progress=False, path="bridge")
 
 
@@ -107,7 +109,25 @@ def test_saved_again_it_is_of_todays_version(old: cp.Trace, tmp_path: Path) -> N
 
 def test_a_manifest_of_today_is_left_alone(new: cp.Trace, tmp_path: Path) -> None:
     manifest = json.loads((new.save(tmp_path / "run") / "manifest.json").read_text())
-    assert migrated(manifest) is manifest
+    assert migrated(manifest) == {**manifest, "stored_version": FORMAT_VERSION}
+
+
+def test_a_run_of_format_6_has_todays_status_and_path(tmp_path: Path) -> None:
+    """Format 6 named the status superseded candidate, and the fast forward twin."""
+    old, run = cp.load_trace(SIXTH), StoredRun(SIXTH)
+    new = cp.run(loaded(), PROMPTS, drafter=cp.drafters.EarlyExit(layer=1), **{**SETTINGS, "path": "fast"})
+    for request_id in range(len(PROMPTS)):
+        assert old.committed(request_id) == new.committed(request_id)
+        theirs = run.readings(request_id)
+        assert set(theirs.status) == {"committed", "superseded", "rolled_back"} & set(theirs.status)
+    said = ["row", "request_id", "step", "position", "token_id", "role", "status"]
+    for table in (old.row_table, run.rows):
+        pd.testing.assert_frame_equal(table[said], new.row_table[said])
+    assert (old.hypothesis_table.status == new.hypothesis_table.status).all()
+    assert "superseded" in set(old.row_table.status) and old.fingerprint["path"] == new.fingerprint["path"] == "fast"
+    assert old.meta["path_reason"].startswith("fast: no hook") and damaged_files(SIXTH) == (7, [])
+    again = cp.load_trace(old.save(tmp_path / "again"))
+    pd.testing.assert_frame_equal(again.row_table, old.row_table)
 
 
 @pytest.mark.parametrize(
