@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cacheprobe import analysis, drafters, interventions, lenses, patching, plots, probes, tasks
     from cacheprobe.api import (
-        cache_rows,
         import_generate,
         import_vllm,
+        kv_snapshot,
         load_model,
         load_trace,
         reference,
@@ -37,7 +37,7 @@ _HOMES = {
     "stream": "cacheprobe.api",
     "reference": "cacheprobe.api",
     "verify": "cacheprobe.api",
-    "cache_rows": "cacheprobe.api",
+    "kv_snapshot": "cacheprobe.api",
     "import_generate": "cacheprobe.api",
     "import_vllm": "cacheprobe.api",
     "diff_rows": "cacheprobe.kvcache.surgery",
@@ -52,7 +52,7 @@ _HOMES = {
 _MODULES = ("analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes")
 
 __all__ = [  # noqa: RUF022
-    "load_model", "run", "stream", "reference", "verify", "load_trace", "cache_rows", "diff_rows",
+    "load_model", "run", "stream", "reference", "verify", "load_trace", "kv_snapshot", "diff_rows",
     "sweep", "load_sweep", "import_generate", "import_vllm",
     "Request", "SamplingParams", "CaptureConfig", "Trace", "Interrupted",
     "analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes",
@@ -69,7 +69,8 @@ if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pas
         if name == "views":
             warnings.warn("cp.views is named cp.plots", DeprecationWarning, stacklevel=2)
             return import_module("cacheprobe.plots")
-        raise AttributeError(f"module 'cacheprobe' has no attribute {name!r}")
+        hint = "; it is named kv_snapshot now" if name == "cache_rows" else ""
+        raise AttributeError(f"module 'cacheprobe' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions, r
 from cacheprobe.core.records import Observer, SamplingParams
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.reference import read_rows, run_reference
-from cacheprobe.engine.shapes import settle_shapes
+from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
@@ -31,7 +31,15 @@ from cacheprobe.trace.trace import Trace
 from cacheprobe.trace.trace import load_trace as open_trace
 
 __all__ = [
-    "cache_rows", "import_generate", "import_vllm", "load_model", "load_trace", "reference", "run", "stream", "verify",
+    "import_generate",
+    "import_vllm",
+    "kv_snapshot",
+    "load_model",
+    "load_trace",
+    "reference",
+    "run",
+    "stream",
+    "verify",
 ]  # fmt: skip
 
 
@@ -145,11 +153,11 @@ def _plan(
     require_known_options(given, RunSettings.__annotations__)
     settings = dict(given)
     shapes = {field.name: settings.pop(field.name) for field in fields(EngineConfig) if field.name in settings}
-    config = settle_shapes(model, drafter is not None, shapes)
+    config = choose_shapes(model, drafter is not None, shapes)
     return RunPlan(model, prompts, *config, **settings, max_in_flight=max_in_flight)
 
 
-def cache_rows(
+def kv_snapshot(
     model: CachedLM,
     prompt: Any,
     *,
@@ -162,13 +170,13 @@ def cache_rows(
     """Returns the keys and values of a prompt without its last token, as a deterministic request's prefill writes them.
 
     Change them with `edited`, `spliced` and `masked`, and go on: `cp.run(model, cp.Request(prompt, cached=rows))`.
-    Those of a generation: run `cp.Request(prompt, keep_rows=True)`, then `cp.analysis.cache_rows(trace, request_id)`.
+    Those of a generation: run `cp.Request(prompt, keep_kv=True)`, then `cp.analysis.kv_snapshot(trace, request_id)`.
     Raises: ValueError for a prompt of one token, and for a model that remembers more than keys and values.
     """
     shapes = dict(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
-    settled = settle_shapes(model, False, shapes)
+    chosen = choose_shapes(model, False, shapes)
     plan = RunPlan(
-        model, [prompt], *settled, True, None, max_new_tokens=1, path=path, interventions=interventions, max_in_flight=1
+        model, [prompt], *chosen, True, None, max_new_tokens=1, path=path, interventions=interventions, max_in_flight=1
     )
     (state,) = plan.states(None)
     if state.request.num_prompt_tokens < 2:

@@ -153,7 +153,7 @@ class RunPlan:
             sample_of=given.sample_of if given else None,
             cached=given.cached if given else None,
             own_fingerprint=bool(given and given.own_fingerprint),
-            keep_rows=bool(given and given.keep_rows),
+            keep_kv=bool(given and given.keep_kv),
         )
         self._check_cached(request)
         self._check_fit(request)
@@ -194,13 +194,13 @@ class RunPlan:
         """Raises: ValueError for cached rows that are not of this prompt or this model, for a promise broken, and for
         rows to keep of a cache that holds more than keys and values."""
         cached, name = request.cached, f"request {request.request_id}"
-        if request.keep_rows:
+        if request.keep_kv:
             require_plain(self.model.new_cache(1, 1))
         if cached is None:
             return
         if not isinstance(cached, KVSnapshot):
             raise ValueError(
-                f"{name}: cached must be KVSnapshot from cp.cache_rows(...), got a {type(cached).__name__}"
+                f"{name}: cached must be KVSnapshot from cp.kv_snapshot(...), got a {type(cached).__name__}"
             )
         if len(cached) >= request.num_prompt_tokens:
             raise ValueError(

@@ -77,7 +77,7 @@ print({key: trace.meta["behaviour"][key] for key in ("num_examples", "accuracy",
 # ## Rows: one for every token of every pass
 #
 # A row reads the token at its position p and predicts the token at p + 1. A token that was drafted and accepted was
-# computed twice: the verifier's row is the canonical one, of status `committed`, the drafter's is a `candidate`. A row
+# computed twice: the verifier's row is the canonical one, of status `committed`, the drafter's is `superseded`. A row
 # that was fed a rejected token is `rolled_back`, and is kept.
 
 # %%

@@ -64,8 +64,8 @@ trace
 # changed on the way, and the path. A canonical row's final choice is the token that was committed.
 
 # %%
-settling = cp.analysis.prediction_depth(trace)
-canonical = settling[settling.status == "committed"]
+depths = cp.analysis.prediction_depth(trace)
+canonical = depths[depths.status == "committed"]
 canonical[["position", "prediction_depth", "num_flips", "path", "final_token"]].head(6)
 
 # %%
@@ -74,7 +74,7 @@ print(quartiles.to_dict(), "of layers 0 to", model.n_layers - 1)
 print("flips on the way:", round(canonical.num_flips.mean(), 1))
 
 # %%
-cp.plots.prediction_depth_figure(settling)
+cp.plots.prediction_depth_figure(depths)
 
 # %% [markdown]
 # ## Sure, and sure of the right thing

@@ -58,11 +58,11 @@ for i, question in enumerate((heads, tails)):
 # %% [markdown]
 # ## Rows as values
 #
-# `cache_rows` reads a prompt, but for its last token, and hands over keys and values. `diff_rows` says where two caches
+# `kv_snapshot` reads a prompt, but for its last token, and returns keys and values. `diff_rows` says where two caches
 # differ: nowhere before the word that differs, and everywhere behind it.
 
 # %%
-own, other = (cp.cache_rows(model, question.text, capacity=96) for question in (heads, tails))
+own, other = (cp.kv_snapshot(model, question.text, capacity=96) for question in (heads, tails))
 apart = cp.diff_rows(own, other).groupby("position")[["key", "value"]].mean()
 parts = parts_of(model, heads)
 apart.assign(token=model.token_texts(own.token_ids), where=[span for span, _ in parts[: len(own)]]).round(3)

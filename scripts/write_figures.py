@@ -8,10 +8,10 @@ from cacheprobe_analyses.records import fill_page, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results-determinism.md"
-PROOFS = {
-    "proof": "cacheprobe prove --tokens 200000 --out runs/proof",
-    "proof-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 cacheprobe prove --tokens 50000 --out runs/proof-avx2",
-    "proof-compatible": "MKL_CBWR=COMPATIBLE cacheprobe prove --tokens 50000 --out runs/proof-compatible",
+STRESS = {
+    "stress": "cacheprobe stress --tokens 200000 --out runs/stress",
+    "stress-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 cacheprobe stress --tokens 50000 --out runs/stress-avx2",
+    "stress-compatible": "MKL_CBWR=COMPATIBLE cacheprobe stress --tokens 50000 --out runs/stress-compatible",
 }
 """By stored result: a command that compares as many tokens. Traffic is drawn until there are at least that many."""
 COUNTS = {
@@ -56,13 +56,13 @@ GAINED = {
 
 def figures() -> dict[str, str]:
     """By part of the page: stored results as one table, with their commands."""
-    return {"proofs": _proofs(), "determinism": _determinism(), "speculation": _speculation()}
+    return {"stress": _stress_results(), "determinism": _determinism(), "speculation": _speculation()}
 
 
-def _proofs() -> str:
-    held = {name: _read(name) for name in PROOFS}
-    commands = "\n".join(f"{number}. `{command}`" for number, command in enumerate(PROOFS.values(), 1))
-    rows = [[said, *(proof.get(name, "not counted") for proof in held.values())] for name, said in COUNTS.items()]
+def _stress_results() -> str:
+    held = {name: _read(name) for name in STRESS}
+    commands = "\n".join(f"{number}. `{command}`" for number, command in enumerate(STRESS.values(), 1))
+    rows = [[said, *(result.get(name, "not counted") for result in held.values())] for name, said in COUNTS.items()]
     return f"{commands}\n\n{markdown_table(('', *map(str, range(1, 1 + len(held)))), rows)}"
 
 

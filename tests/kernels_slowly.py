@@ -1,4 +1,4 @@
-"""Slow twins of what the kernels' references do, by the definitions and number by number."""
+"""Slow references of what the kernels' references do, by the definitions and number by number."""
 
 import math
 from fractions import Fraction

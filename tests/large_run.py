@@ -66,7 +66,7 @@ def _schedule(requests: int, tokens: int) -> tuple[pd.DataFrame, pd.DataFrame, p
         for d in range(drafted):
             for r in range(requests):
                 at = newest + d
-                status = "rolled_back" if lost and d == drafted - 1 else "candidate"
+                status = "rolled_back" if lost and d == drafted - 1 else "superseded"
                 rows.append((r, step, "decode", "accepted", status, at, _token(r, at)))
                 event(step, "decode", r, proposed_token_ids=[_token(r, at + 1)])
                 ledger.append(LedgerChange(r, step, at, at + 1, "provisional"))

@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     """Where the numbers of one call belong; [b, t] each."""
 
     row: Tensor
-    """Of the call's own input: its batch row in attention, its row of numbers elsewhere."""
+    """Of the call's own input: its batch index in attention, its row of numbers elsewhere."""
     num_rows: int
     batch_row: Tensor
     slot: Tensor
@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
     address: Tensor
     """Of each row's first number, modulo 64 bytes."""
     bit: Tensor
-    """Of each batch row [b]: one bit of its first number."""
+    """Of each batch index [b]: one bit of its first number."""
 
 
 Condition = Callable[[Tokens], Tensor]
@@ -55,7 +55,7 @@ def in_second_half(at: Tokens) -> Tensor:
 
 
 def in_row(number: int) -> Condition:
-    """One batch row alone."""
+    """One batch index alone."""
     return lambda at: at.batch_row == number
 
 

@@ -78,10 +78,10 @@ def test_rows_are_truncated_as_the_cache_truncates_them() -> None:
 def test_drafts_are_settled_as_the_books_settle_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every verdict of real runs: recovered and bonus tokens, stops and lengths, the ledger before and after."""
     seen: list[tuple[bool, str | None]] = []
-    right = Committer.settle
+    right = Committer.apply_verdict
 
     def both(self: Committer, state: SequenceState, verdict: Verdict) -> None:
-        cache, last_committed_position, row = self.cache, state.last_committed_position, state.row
+        cache, last_committed_position, row = self.cache, state.last_committed_position, state.cache_row
         ledger = [cache.ledger.codes.clone(), cache.hidden.clone(), cache.lengths.clone()]
         text = torch.full((cache.rows, cache.capacity + 1), -5)
         text[row, : len(state.token_ids)] = torch.tensor(state.token_ids)
@@ -101,7 +101,7 @@ def test_drafts_are_settled_as_the_books_settle_them(monkeypatch: pytest.MonkeyP
         assert all(bitwise(a, b) for a, b in zip(ledger, after, strict=True))
         seen.append((verdict.is_rollback, verdict.finish))
 
-    monkeypatch.setattr(Committer, "settle", both)
+    monkeypatch.setattr(Committer, "apply_verdict", both)
     model = loaded()
     plain = cp.run(model, PROMPTS, **SMALL)
     stops = {plain.committed(0)[4], plain.committed(2)[2]}

@@ -10,7 +10,7 @@ from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import card, lens
 from tests.tiny import PROMPTS, SMALL, loaded
 
-STATUSES = ("committed", "candidate", "rolled_back", "given_up")
+STATUSES = ("committed", "superseded", "rolled_back", "given_up")
 
 
 @pytest.fixture(scope="module")

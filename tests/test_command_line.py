@@ -59,7 +59,7 @@ def test_every_option_of_every_command_has_a_help_text(words: tuple[str, ...]) -
         (("hypotheses", "r", "--out", "x.csv"), "--layer", ("3", "5")),
         (("hypotheses", "r", "--out", "x.csv"), "--request", ("0", "1")),
         (("hypotheses", "r", "--out", "x.csv"), "--site", ("S", "T")),
-        (("hypotheses", "r", "--out", "x.csv"), "--status", ("committed", "candidate")),
+        (("hypotheses", "r", "--out", "x.csv"), "--status", ("committed", "superseded")),
         (("hypotheses", "r", "--out", "x.csv"), "--lens", ("logit", "tuned")),
         (("run", "--out", "x"), "--layers", ("3", "-1")),
         (("run", "--out", "x"), "--heads", ("q", "z")),

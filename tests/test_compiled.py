@@ -252,11 +252,11 @@ def test_a_model_runs_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     norm = CompiledBlock.rms_norm
     monkeypatch.setattr(CompiledBlock, "rms_norm", lambda self, *of: (normed.append(lean), norm(self, *of))[1])
     for lean in (True, False):
-        twin = HookedHF(model, lean=lean)
-        cache = twin.new_cache(2, 16)
+        fast = HookedHF(model, lean=lean)
+        cache = fast.new_cache(2, 16)
         cache.allocate()
         cache.allocate()
-        told.append(twin.forward(torch.tensor([[5, 6, 7], [1, 2, 3]]), cache, [0, 1], [0, 0]))
+        told.append(fast.forward(torch.tensor([[5, 6, 7], [1, 2, 3]]), cache, [0, 1], [0, 0]))
     assert bitwise(*told) and normed == [True] * (2 * model.n_layers + 1) + [False] * (2 * model.n_layers + 1)
 
 

@@ -14,8 +14,9 @@ from tests.dash_page import answered, opened, served
 from tests.tiny import PROMPTS, SMALL, loaded
 
 OUTCOMES = {"accepted": "accepted", "rejected": "rolled back", "never_judged": "given up"}
-"""What the page says of a candidate's draft, by its verdict. Such a row was fed a committed token, so a draft that was
-never judged was given up."""
+"""What the page says of the draft of a superseded row, by its verdict.
+
+Such a row was fed a committed token, so a draft that was never judged was given up."""
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +65,18 @@ def link(address: str, row: Any) -> str:
 
 
 @pytest.mark.parametrize("verdict", [*OUTCOMES])
-def test_a_clicked_candidate_is_spoken_of_with_its_own_draft(
+def test_a_clicked_superseded_row_is_spoken_of_with_its_own_draft(
     browser: Browser, address: str, trace: cp.Trace, verdict: str
 ) -> None:
     """A draft that was given up, too: the page told of the one that was drafted there later."""
     table = last_readings(trace)
-    row = next(table[(table.status == "candidate") & (table.verdict == verdict)].itertuples())
+    row = next(table[(table.status == "superseded") & (table.verdict == verdict)].itertuples())
     with opened(browser, link(address, row)) as page:
         said, card = clicked(page, row)
-    where = f"Candidate row, step {row.step}, reads position {row.position}, predicts {row.position + 1}: "
+    where = f"Superseded row, step {row.step}, reads position {row.position}, predicts {row.position + 1}: "
     draft = f"“{row.drafted_token}”, drafted in step {row.step} from layer 0, was {OUTCOMES[verdict]} in step"
     assert said.startswith(f"{where}{draft}")
-    assert f"candidate, decode in step {row.step}" in card and f"position {row.position + 1}" in card
+    assert f"superseded, decode in step {row.step}" in card and f"position {row.position + 1}" in card
     drafts = [line for line in card.splitlines() if "drafted in step" in line]
     assert len(drafts) == 1 and drafts[0].startswith(f"{row.drafted_token} drafted in step {row.step}")
     assert OUTCOMES[verdict] in drafts[0]

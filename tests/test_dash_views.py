@@ -11,7 +11,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import RequestDifference
-from cacheprobe.analysis.layer_choices import settling
+from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.dashboard.asking import CannotShow, answered, span
 from cacheprobe.dashboard.shelf import Shelf, whole
@@ -129,7 +129,7 @@ def test_the_card_of_a_row(trace: cp.Trace) -> None:
     own = table[table.row == row]
     last = own.sort_values("layer").iloc[-1]
     fates = [Fate(3, 5, 7, "rolled_back"), Fate(int(last.token_id), 7, 7, "recovered")]
-    about = settling(own).iloc[0].to_dict()
+    about = prediction_depth_of(own).iloc[0].to_dict()
     _, card = card_parts(own, about, fates, {3: HOSTILE}, HOSTILE)
     assert "<script" not in card and "window.hacked" in card
     assert "drafted in step 5" in card and "rolled back" in card and "recovered" in card

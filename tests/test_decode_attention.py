@@ -38,7 +38,7 @@ def drawn(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor,
 
 
 def attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rows: Any = None) -> Tensor:
-    """Attention of batch rows 0, 1, ..., which stand for requests `rows`."""
+    """Attention of batch indices 0, 1, ..., which stand for requests `rows`."""
     rows = range(len(q)) if rows is None else rows
     places = [
         (b, row * keys.stride(0), row * values.stride(0), POSITIONS[row] + 1, POSITIONS[row])

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.analysis.layer_choices import settling
+from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, parting, prediction_depths, shares_by_verdict
@@ -52,7 +52,7 @@ def cancelled() -> cp.Trace:
 
 
 def test_a_draft_that_nobody_judged_is_not_taken_for_an_earlier_one(cancelled: cp.Trace) -> None:
-    """`cacheprobe prove` found it: rows that were given up were said to be rolled back like an earlier draft there."""
+    """`cacheprobe stress` found it: rows that were given up were said to be rolled back like an earlier draft there."""
     assert (cancelled.row_table.status == "given_up").any()
     assert cp.verify(cancelled, loaded(), progress=False).first_difference is None
 
@@ -99,7 +99,7 @@ def test_a_rejected_drafts_reading_is_compared_with_what_was_committed_there(dra
 
 def test_rows_that_were_fed_a_rejected_token_are_left_out_unless_asked_for(drafted: cp.Trace) -> None:
     every, usual = drafted.hypotheses(include_rolled_back=True), drafted.hypotheses()
-    assert set(usual.status) == {"committed", "candidate"} and "rolled_back" in set(every.status)
+    assert set(usual.status) == {"committed", "superseded"} and "rolled_back" in set(every.status)
     pd.testing.assert_frame_equal(usual, every[every.status != "rolled_back"].reset_index(drop=True))
     read = cp.analysis.read_states(drafted, cp.lenses.LogitLens())
     assert set(read.row) == set(usual.row) and set(usual.columns) == set(read.columns)
@@ -216,7 +216,7 @@ def test_settling_and_the_readings_have_one_prediction_depth(drafted: cp.Trace) 
     table = cp.analysis.lens_readings(drafted, include_rolled_back=True)
     for shown in (table, table.sample(frac=1, random_state=0), table[table.layer < 2]):
         wanted = prediction_depth_slowly(shown)
-        lines = settling(shown).itertuples()
+        lines = prediction_depth_of(shown).itertuples()
         assert {r.row: (r.prediction_depth, r.num_flips, r.path) for r in lines} == wanted
         depths = [wanted[row][0] for row in shown.row]
         assert prediction_depths(shown).tolist() == depths and len(set(depths)) > 1

@@ -201,7 +201,7 @@ def test_a_second_model_keeps_rows_only_for_requests_that_live() -> None:
     drafter.extend(Context(), states[:3])
     drafter.release(states[1])
     drafter.extend(Context(), states[3:4])
-    assert {state.request_id: fed.row for state, fed in drafter._reader.fed.items()} == {0: 0, 2: 2, 3: 1}
+    assert {state.request_id: fed.cache_row for state, fed in drafter._reader.fed.items()} == {0: 0, 2: 2, 3: 1}
 
 
 def test_a_second_model_stops_where_nothing_more_could_be_committed() -> None:

@@ -62,7 +62,7 @@ def test_cancelling_a_preempted_request_ends_that_one_alone() -> None:
     run = Watched(tiny(), PROMPTS[:2], deterministic=True, max_kv_tokens=24)
     for _ in run:
         state = run.states[1]
-        if state.row < 0 and 0 < state.num_generated < NEW:
+        if state.cache_row < 0 and 0 < state.num_generated < NEW:
             state.is_cancel_requested = True
     assert run.states[1].is_cancel_requested, "nothing was preempted"
     assert run.trace.meta["finish"] == {"0": "length", "1": "cancelled"}

@@ -23,11 +23,11 @@ BAD = 96
 def indigestible() -> HookedHF:
     """A tiny model whose embedding of token BAD is NaN: its keys and values are NaN too, wherever it is fed."""
     model = cp.load_model(hf_model())
-    twin = choose_path(model, "twin")[0]
-    assert isinstance(twin, HookedHF)
+    fast = choose_path(model, "fast")[0]
+    assert isinstance(fast, HookedHF)
     with torch.no_grad():
         model.bridge.original_model.get_input_embeddings().weight[BAD] = torch.nan
-    return twin
+    return fast
 
 
 def shape_of(phase: str) -> tuple[int, int]:
@@ -54,7 +54,7 @@ def test_one_fails_and_the_others_never_know(phase: str, fault: str, number: int
 
     def plan(call: Call):
         nonlocal count
-        row = run.states[victim].row
+        row = run.states[victim].cache_row
         if row not in call.rows or (call.shape[1] != 1 if phase == "decode" else call.shape != shape_of(phase)):
             return None
         count += 1
@@ -119,9 +119,9 @@ def test_nan_while_rows_are_rebuilt_is_noticed() -> None:
     def plan(call: Call):
         nonlocal in_rebuild
         state = run.states[1]
-        is_rebuild = state.row in call.rows and state.num_generated > 0 and call.shape == (1, CHUNK)
+        is_rebuild = state.cache_row in call.rows and state.num_generated > 0 and call.shape == (1, CHUNK)
         in_rebuild += is_rebuild
-        return [state.row] if is_rebuild else None
+        return [state.cache_row] if is_rebuild else None
 
     run = Watched(Faulty(tiny(), plan), [PROMPTS[0], PROMPTS[3], PROMPTS[1]], deterministic=True, max_kv_tokens=34)
     for _ in run:

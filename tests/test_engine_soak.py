@@ -101,7 +101,7 @@ def episode(seed: int) -> Counter:
         for number, _ in enumerate(run):
             assert number < 1000, "no end in sight"
             run.cache.check_integrity()
-            rows = [state.row for state in run.running]
+            rows = [state.cache_row for state in run.running]
             assert len(set(rows)) == len(rows) == run.cache.rows - run.cache.num_free_rows
             if number in cancels:
                 rng.choice(run.states).is_cancel_requested = True

@@ -124,7 +124,7 @@ def test_denormal_numbers_are_flushed_by_all_threads_or_by_none(monkeypatch: pyt
         cp.run(loaded(), PROMPTS[:2], **LIGHT)
 
 
-@pytest.mark.parametrize("path", ["twin", "bridge"])
+@pytest.mark.parametrize("path", ["fast", "bridge"])
 @pytest.mark.parametrize("outside", OUTSIDE)
 def test_what_stands_around_a_run_makes_no_difference(outside: str, path: str) -> None:
     """Under autocast a float32 model gave bfloat16 states, under one fingerprint."""
@@ -167,7 +167,7 @@ def test_a_stream_leaves_settings_alone_between_its_pieces(outside: str) -> None
     assert digests(model)[0] == want.digest(0)
 
 
-@pytest.mark.parametrize("path", ["twin", "bridge"])
+@pytest.mark.parametrize("path", ["fast", "bridge"])
 def test_a_model_in_train_mode_runs_in_eval_mode_and_gets_its_mode_back(path: str) -> None:
     """GPT-2's dropout was active on the bridge: deterministic runs differed every time, under one fingerprint."""
     model = fresh("gpt2")
@@ -189,7 +189,7 @@ def test_an_edit_through_data_is_another_model(dtype: torch.dtype) -> None:
     """`param.data.mul_` changes neither address nor edit count: hash and trial of the twin were those of before."""
     model = fresh(dtype=dtype)
     trace = cp.run(model, PROMPTS[:2], **LIGHT)
-    first, trial = model.weights_sha256, model.twin_trial
+    first, trial = model.weights_sha256, model.fast_trial
     weight = model.bridge.blocks[1].mlp.out.original_component.weight
     held = weight.data.clone()
     weight.data.mul_(1.01)
@@ -197,7 +197,7 @@ def test_an_edit_through_data_is_another_model(dtype: torch.dtype) -> None:
     with pytest.raises(FingerprintMismatch, match="weights_sha256"):
         cp.verify(trace, model, progress=False)
     choose_path(model)
-    assert model.twin_trial is not trial and model.twin_trial.state != trial.state
+    assert model.fast_trial is not trial and model.fast_trial.state != trial.state
     weight.data.copy_(held)
     assert model.weights_sha256 == first
     assert cp.verify(trace, model, progress=False).is_equal
@@ -206,7 +206,7 @@ def test_an_edit_through_data_is_another_model(dtype: torch.dtype) -> None:
 def test_an_edit_through_data_of_a_copy_that_the_bridge_keeps() -> None:
     """GPT-NeoX's joint projection is split into copies: far less was edited than the comparison would notice."""
     model = fresh("gpt-neox")
-    assert choose_path(model)[1].startswith("twin")
+    assert choose_path(model)[1].startswith("fast")
     model.bridge.blocks[0].attn.q.weight.data.mul_(1 + 1e-6)
     chosen, reason = choose_path(model)
     assert chosen is model and "weights were edited, and the bridge keeps copies" in reason
@@ -301,7 +301,7 @@ def interrupted(model: BridgeLM, error: BaseException, after: int) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("of mine")], ids=repr)
-@pytest.mark.parametrize("path", ["twin", "bridge"])
+@pytest.mark.parametrize("path", ["fast", "bridge"])
 def test_the_same_bits_after_an_interruption(path: str, error: BaseException) -> None:
     model = fresh()
     want = digests(model, path=path)
@@ -310,7 +310,7 @@ def test_the_same_bits_after_an_interruption(path: str, error: BaseException) ->
         assert digests(model, path=path) == want
 
 
-@pytest.mark.parametrize("path", ["twin", "bridge"])
+@pytest.mark.parametrize("path", ["fast", "bridge"])
 def test_an_interruption_in_a_forward_reaches_the_caller(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C inside a matrix product of the ninth pass."""
     model = fresh()

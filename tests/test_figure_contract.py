@@ -180,7 +180,7 @@ NAMED: dict[str, Callable[[pd.DataFrame, pd.DataFrame], tuple[str, str]]] = {
 
 PROVENANCE = {
     "request_id": r"request \d", "step": r"step \d", "position": r"position (\d|%)",
-    "status": "committed|candidate|rolled.back",
+    "status": "committed|superseded|rolled.back",
 }  # fmt: skip
 """What a pointer is told of each part, where the table has the column."""
 OTHERWISE = {("rollback_prediction_figure", "position")}

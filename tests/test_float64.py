@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cacheprobe as cp
-from cacheprobe.models.fast import hooked_hf as twin
+from cacheprobe.models.fast import hooked_hf as fast
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf import bridge
 from cacheprobe.ops.equality import bitwise, close
@@ -46,7 +46,7 @@ def test_nothing_is_narrowed_on_the_way(family: str, monkeypatch: pytest.MonkeyP
     model = loaded(family, torch.float64)
     forms = [model, HookedHF(model), HookedHF(model, lean=False)]
     assert [narrowings(form) for form in forms] == [0, 0, 0]
-    for module in (bridge, twin):
+    for module in (bridge, fast):
         monkeypatch.setattr(module, "keeping_float64", lambda dtype: nullcontext())
     found = [narrowings(form) > 0 for form in (model, forms[2])]
     assert found == [family != "gpt2"] * 2, "the control: norms, rotations and softmaxes round, but GPT-2's"

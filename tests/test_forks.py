@@ -12,7 +12,7 @@ from cacheprobe.ops.equality import bitwise
 from tests.test_thinking_engine import FREE, RUN, lm
 from tests.tiny import PROMPTS, SMALL, loaded
 
-KEPT = [cp.Request(prompt, keep_rows=True) for prompt in PROMPTS[:3]]
+KEPT = [cp.Request(prompt, keep_kv=True) for prompt in PROMPTS[:3]]
 LIGHT = {**SMALL, "capture": "S"}
 ALIKE = dict(prefill_group=SMALL["group"], prefill_chunk=SMALL["window"])
 """A prefill pass in the shape of a verify pass."""
@@ -39,30 +39,30 @@ def test_forks_say_what_the_whole_run_says(drafter, temperature: float) -> None:
 def test_a_fork_has_the_same_bits_where_all_passes_have_one_shape(dtype: torch.dtype) -> None:
     """Tokens, log-probabilities, states and cache rows, under traffic, evictions and wrong drafts."""
     model, drafter = loaded(dtype=dtype), cp.drafters.EarlyExit(layer=0)
-    requests = [cp.Request(r.prompt, is_deterministic=True, keep_rows=True) for r in KEPT]
+    requests = [cp.Request(r.prompt, is_deterministic=True, keep_kv=True) for r in KEPT]
     whole = cp.run(model, requests, drafter=drafter, max_kv_tokens=80, **LIGHT, **ALIKE)
     assert whole.num_rolled_back > 0 and whole.meta["preemptions"]
     for length in (4, 13):
         fork = cp.analysis.fork(whole, 0, length)
-        going_on = replace(fork, keep_rows=True)
+        going_on = replace(fork, keep_kv=True)
         again = cp.run(model, [[7, 7], going_on], drafter=drafter, **LIGHT, **ALIKE)
         num_left = len(again.committed(1))
         assert again.committed(1) == whole.committed(0)[-num_left:]
         assert again.logprobs(1) == whole.logprobs(0)[-num_left:]
         assert bitwise(again.states("S", 2, 1), whole.states("S", 2, 0)[length:])
-        assert same(cp.analysis.cache_rows(again, 1), cp.analysis.cache_rows(whole, 0))
+        assert same(cp.analysis.kv_snapshot(again, 1), cp.analysis.kv_snapshot(whole, 0))
 
 
 def test_rows_of_a_run_are_what_its_cache_held() -> None:
-    """With the ledger's provenance; the oracle keeps the same, and a prompt's are those of `cp.cache_rows`."""
-    request = cp.Request(PROMPTS[0], is_deterministic=True, keep_rows=True)
+    """With the ledger's provenance; the oracle keeps the same, and a prompt's are those of `cp.kv_snapshot`."""
+    request = cp.Request(PROMPTS[0], is_deterministic=True, keep_kv=True)
     trace = cp.run(loaded(), [request, KEPT[1]], **LIGHT)
-    rows = cp.analysis.cache_rows(trace, 0)
+    rows = cp.analysis.kv_snapshot(trace, 0)
     assert rows.token_ids == (*PROMPTS[0], *trace.committed(0)[:-1])
     assert list(rows.provenance) == trace.ledger(0).provenance.tolist() == ["prefill"] * 5 + ["verified"] * 19
-    assert set(cp.analysis.cache_rows(trace, 1).provenance) == {"prefill", "decoded"}
-    assert same(rows, cp.analysis.cache_rows(cp.reference(loaded(), [request], **LIGHT), 0))
-    assert same(cp.analysis.cache_rows(trace, 0, 4), cp.cache_rows(loaded(), PROMPTS[0], capacity=96))
+    assert set(cp.analysis.kv_snapshot(trace, 1).provenance) == {"prefill", "decoded"}
+    assert same(rows, cp.analysis.kv_snapshot(cp.reference(loaded(), [request], **LIGHT), 0))
+    assert same(cp.analysis.kv_snapshot(trace, 0, 4), cp.kv_snapshot(loaded(), PROMPTS[0], capacity=96))
 
 
 def test_a_running_request_can_be_forked() -> None:
@@ -73,25 +73,25 @@ def test_a_running_request_can_be_forked() -> None:
     stream, taken = cp.stream(loaded(), [PROMPTS[0], KEPT[1]], **settings), []
     for piece in stream:
         if piece.request_id == 0 and piece.finish is None:
-            taken.append(stream.cache_rows(0))
+            taken.append(stream.kv_snapshot(0))
     assert len(taken) > 3 and len({len(rows) for rows in taken}) > 3
     for rows in taken[::4]:
         assert (
-            same(rows, cp.analysis.cache_rows(whole, 0, len(rows)))
-            and rows.provenance == cp.analysis.cache_rows(whole, 0, len(rows)).provenance
+            same(rows, cp.analysis.kv_snapshot(whole, 0, len(rows)))
+            and rows.provenance == cp.analysis.kv_snapshot(whole, 0, len(rows)).provenance
         )
         fork = cp.run(loaded(), cp.analysis.fork(whole, 0, len(rows), rows), capture=None, progress=False, **settings)
         assert fork.committed(0) == whole.committed(0)[len(rows) + 1 - len(PROMPTS[0]) :]
-    assert same(stream.cache_rows(1), cp.analysis.cache_rows(whole, 1))
+    assert same(stream.kv_snapshot(1), cp.analysis.kv_snapshot(whole, 1))
     with pytest.raises(ValueError, match="request 0 holds 0 cache rows now, of 24: .*length"):
-        stream.cache_rows(0)
+        stream.kv_snapshot(0)
     with pytest.raises(KeyError, match="no request 2"):
-        stream.cache_rows(2)
+        stream.kv_snapshot(2)
 
 
 def test_an_edited_fork_goes_another_way_and_its_ledger_says_so() -> None:
     whole = cp.run(loaded(), KEPT, deterministic=True, **LIGHT)
-    rows = cp.analysis.cache_rows(whole, 0, 12)
+    rows = cp.analysis.kv_snapshot(whole, 0, 12)
     edited = rows.edited(lambda old: old * -3, [6, 9], layers=1).masked(2)
     requests = [cp.analysis.fork(whole, 0, 12), cp.analysis.fork(whole, 0, 12, edited)]
     trace = cp.run(loaded(), requests, **LIGHT)
@@ -107,8 +107,8 @@ def test_an_edited_fork_goes_another_way_and_its_ledger_says_so() -> None:
 
 def test_what_cannot_be_forked_is_named(tmp_path: Path) -> None:
     trace = cp.run(loaded(), [KEPT[0], PROMPTS[1]], **LIGHT)
-    with pytest.raises(ValueError, match=r"request 1 were not kept.*run it with cp.Request\(prompt, keep_rows=True"):
-        cp.analysis.cache_rows(trace, 1)
+    with pytest.raises(ValueError, match=r"request 1 were not kept.*run it with cp.Request\(prompt, keep_kv=True"):
+        cp.analysis.kv_snapshot(trace, 1)
     with pytest.raises(KeyError, match="no request 2 in this trace; it has 0 to 1"):
         cp.analysis.fork(trace, 2, 3)
     with pytest.raises(ValueError, match="rows of 24 positions cannot be cut to 25; give 1 to 24"):
@@ -116,9 +116,9 @@ def test_what_cannot_be_forked_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="fork of request 0 at 24: it had said all of its 20 tokens.* at 23 or before"):
         cp.analysis.fork(trace, 0, 24)
     with pytest.raises(ValueError, match=r"the rows have 4 positions, not 9; cut\(\) them"):
-        cp.analysis.fork(trace, 0, 9, cp.analysis.cache_rows(trace, 0, 4))
+        cp.analysis.fork(trace, 0, 9, cp.analysis.kv_snapshot(trace, 0, 4))
     stored = cp.load_trace(trace.save(tmp_path / "run"))
     with pytest.raises(ValueError, match="request 0 were not kept, and no stored run has any; run it again"):
-        cp.analysis.cache_rows(stored, 0)
+        cp.analysis.kv_snapshot(stored, 0)
     with pytest.raises(ValueError, match="ThinkingCache holds more than keys and values"):
-        cp.run(lm(), cp.Request([5, 9, 7, 11] * 2, keep_rows=True), sampling=FREE, **RUN)
+        cp.run(lm(), cp.Request([5, 9, 7, 11] * 2, keep_kv=True), sampling=FREE, **RUN)

@@ -37,10 +37,10 @@ def drafted(path: str = "auto", heads: tuple[str, ...] = EVERY) -> cp.Trace:
     return cp.run(loaded(), PROMPTS, **SMALL, capture=captured(heads, "S"), path=path, drafter=EARLY, deterministic=[0])
 
 
-@pytest.mark.parametrize("path", ["twin", "bridge"])
+@pytest.mark.parametrize("path", ["fast", "bridge"])
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] if f in ALIKE else []) for f in FAMILIES])
 def test_heads_equal_hugging_faces(family: str, path: str) -> None:
-    heads = VECTORS if path == "twin" else EVERY
+    heads = VECTORS if path == "fast" else EVERY
     trace = cp.run(loaded(family), PROMPTS[:2], **FEW, capture=captured(heads), path=path, drafter=EARLY)
     assert trace.fingerprint["path"] == path and trace.num_rolled_back > 0
     plain = hf_model(family)
@@ -86,8 +86,8 @@ def test_a_sliding_window_hides_what_has_left_it() -> None:
 
 @pytest.mark.parametrize(
     ("path", "heads", "dtype"),
-    [("twin", VECTORS, torch.bfloat16), ("twin", VECTORS, torch.float32), ("auto", EVERY, torch.bfloat16)],
-    ids=["twin bfloat16", "twin float32", "bridge bfloat16"],
+    [("fast", VECTORS, torch.bfloat16), ("fast", VECTORS, torch.float32), ("auto", EVERY, torch.bfloat16)],
+    ids=["fast bfloat16", "fast float32", "bridge bfloat16"],
 )
 def test_a_deterministic_request_has_the_oracles_heads(path: str, heads: tuple[str, ...], dtype: torch.dtype) -> None:
     """D1 and D2 hold for what heads held: under traffic and a drafter, with requests that come late, bit for bit."""
@@ -171,39 +171,39 @@ def test_nothing_is_kept_where_nothing_was_asked_for() -> None:
     assert {site for site, _ in recorder.wanted()} == {"pre", "S", "T", "C"} and recorder.head_blocks is None
     plain = cp.run(model, PROMPTS[:1], **SMALL)
     heard = cp.run(model, PROMPTS[:1], **SMALL, capture=captured(VECTORS, "STCZ"))
-    assert plain.fingerprint == heard.fingerprint and plain.fingerprint["path"] == "twin"
+    assert plain.fingerprint == heard.fingerprint and plain.fingerprint["path"] == "fast"
     assert plain.store.heads == () and bitwise(plain.states("S", 2, 0), heard.states("S", 2, 0))
     pairs = [("S", 1), *((site, layer) for layer in range(3) for site in VECTORS)]
-    twin = choose_path(model, "twin")[0]
-    before = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in twin.model.modules())
-    with twin.capturing(pairs, lambda *heard: None):
+    fast = choose_path(model, "fast")[0]
+    before = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fast.model.modules())
+    with fast.capturing(pairs, lambda *heard: None):
         pass
-    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in twin.model.modules()) == before
-    assert RunPlan(model, PROMPTS[:1], config).path_reason.startswith("twin")
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fast.model.modules()) == before
+    assert RunPlan(model, PROMPTS[:1], config).path_reason.startswith("fast")
 
 
 def test_the_path_falls_back_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     cp.run(loaded(), PROMPTS[:1], **{**SMALL, "progress": True}, capture=captured(("pattern",)))
     assert "path: bridge: attention patterns are asked for, and only the bridge" in capsys.readouterr().out
     assert drafted().fingerprint["path"] == "bridge" and drafted().meta["path_reason"].startswith("bridge: attention")
-    with pytest.raises(ModelError, match="cannot run on its twin: attention patterns are asked for"):
-        cp.run(loaded(), PROMPTS[:1], **SMALL, capture=captured(("pattern",)), path="twin")
+    with pytest.raises(ModelError, match="cannot run on its fast forward: attention patterns are asked for"):
+        cp.run(loaded(), PROMPTS[:1], **SMALL, capture=captured(("pattern",)), path="fast")
     with pytest.raises(ModelError, match="only the bridge has a hook on attention patterns"):
-        cp.run(choose_path(loaded(), "twin")[0], PROMPTS[:1], **SMALL, capture=captured(("pattern",)))
+        cp.run(choose_path(loaded(), "fast")[0], PROMPTS[:1], **SMALL, capture=captured(("pattern",)))
 
 
 def test_a_twin_whose_heads_differ_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     model = cp.load_model(hf_model("gpt2"))
     assert isinstance(choose_path(model, heads=VECTORS)[0], HookedHF)
     choose_path(model)[0]
-    model.twin_trial.heads.clear()
+    model.fast_trial.heads.clear()
     monkeypatch.setattr(
         "cacheprobe.models.fast.head_places._third",
         lambda shape, dim, number, value: value.unflatten(-1, shape).select(dim, 0),
     )
     chosen, reason = choose_path(model, heads=("k",))
     assert chosen is model and reason.startswith("bridge: k of layer 0 of the plain model is")
-    model.twin_trial.heads.clear()
+    model.fast_trial.heads.clear()
     monkeypatch.setattr("cacheprobe.models.fast.head_places._PARTS", ("k", "v"))
     assert "holds q, k and v in an order" in choose_path(model, heads=("k",))[1]
     assert isinstance(choose_path(model)[0], HookedHF)  # for all else it serves
@@ -213,7 +213,7 @@ def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown site 'w' in heads=\('w',\); sites are q, k, v, z, pattern"):
         captured("w")
     assert captured("z").heads == ("z",) and captured(("z", "q")).heads == ("q", "z")
-    trace = drafted("twin", ("z",))
+    trace = drafted("fast", ("z",))
     with pytest.raises(ValueError, match=r"site q was not captured; this run kept S, z; run it with .*heads=\('q',\)"):
         trace.heads("q", 0, 0)
     with pytest.raises(ValueError, match="site pattern was not captured"):
@@ -222,7 +222,7 @@ def test_what_cannot_be_had_is_refused() -> None:
         trace.heads("S", 0, 0)
     with pytest.raises(ValueError, match="ask for them with pattern_rows"):
         drafted().heads("pattern", 0, 0)
-    rows = cp.cache_rows(loaded(), PROMPTS[0])
+    rows = cp.kv_snapshot(loaded(), PROMPTS[0])
     cut = cp.run(loaded(), [cp.Request(PROMPTS[0], cached=rows)], **SMALL, capture=captured(("pattern",)))
     assert cut.pattern_rows(0, cut.rows(0, "committed"))[0].shape == (4, 5)
     with pytest.raises(ValueError, match="request 0 has rows at positions 4 to 23 alone"):

@@ -32,7 +32,7 @@ def png_size(content: bytes) -> tuple[int, int]:
 
 def test_every_figure_of_the_report_is_a_file(trace: cp.Trace, tmp_path: Path) -> None:
     paths = cp.plots.write_figures(trace, tmp_path / "new", "svg", progress=False)
-    names = ("accepted-whole", "rolled-back", "lens-grid", "lens-grid-all", "drafts", "settling")
+    names = ("accepted-whole", "rolled-back", "lens-grid", "lens-grid-all", "drafts", "prediction_depth")
     assert [path.name for path in paths] == [f"{name}.svg" for name in names]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(path.name for path in paths)
     for path in paths:

@@ -56,7 +56,7 @@ def generated_slowly(model: torch.nn.Module, prompt: list[int], length: int) -> 
     return text[len(prompt) :], last[-1]
 
 
-@pytest.mark.parametrize("path", ["twin", "bridge"])
+@pytest.mark.parametrize("path", ["fast", "bridge"])
 @pytest.mark.parametrize(("site", "head"), PLACES, ids=str)
 def test_a_run_equals_a_plain_hook_without_a_cache(site: str, head: int | None, path: str) -> None:
     """A drafter that is mostly wrong: the changed positions are drafted, rolled back and computed again."""
@@ -225,11 +225,11 @@ def test_a_result_that_is_not_finite_ends_the_request_alone() -> None:
 def test_hooks_are_gone_after_the_run() -> None:
     model = loaded()
     plain = cp.run(model, PROMPTS[:1], **LIGHT)
-    for path in ("twin", "bridge"):
+    for path in ("fast", "bridge"):
         cp.run(model, PROMPTS[:1], interventions=zero(request_id=0, site="S", layer=0), path=path, **LIGHT)
     again = cp.run(model, PROMPTS[:1], **LIGHT)
     assert again.digest(0) == plain.digest(0) and again.fingerprint == plain.fingerprint
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.twin_trial.twin.model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.fast_trial.fast.model.modules())
 
 
 def test_one_that_never_acts_is_told() -> None:

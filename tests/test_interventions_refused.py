@@ -189,7 +189,7 @@ def test_swaps_are_refused_where_positions_do_not_mean_the_same() -> None:
 
 
 def test_positions_among_cached_rows_are_not_computed() -> None:
-    rows = cp.cache_rows(loaded(), PROMPTS[0], capacity=96)
+    rows = cp.kv_snapshot(loaded(), PROMPTS[0], capacity=96)
     with pytest.raises(ValueError, match="position 3 lies in the 4 cached rows"):
         cp.run(loaded(), cp.Request(PROMPTS[0], cached=rows), interventions=zero(**S1, positions=[3, 4]), **LIGHT)
 
@@ -209,4 +209,4 @@ def test_a_thinking_model_is_changed_in_every_round() -> None:
 
 def test_surgery_refuses_a_cache_that_holds_more_than_keys_and_values() -> None:
     with pytest.raises(ValueError, match="ThinkingCache holds more than keys and values"):
-        cp.cache_rows(lm(), [5, 9, 7, 11] * 2, capacity=64)
+        cp.kv_snapshot(lm(), [5, 9, 7, 11] * 2, capacity=64)

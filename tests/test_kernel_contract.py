@@ -1,4 +1,4 @@
-"""The contract of every registered kernel, in Triton's interpreter: its twin, float64, and bits without company."""
+"""The contract of every registered kernel, in Triton's interpreter: its reference, float64, bits in other batches."""
 
 import inspect
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_a_kernel_says_what_it_is(name: str) -> None:
     doc = inspect.getdoc(kernel)
     assert kernel.name == name and doc and "Twin: cacheprobe.ops." in doc and kernel.because
     assert len(kernel.cases) >= 2 and len({case.name for case in kernel.cases}) == len(kernel.cases)
-    shapes = [inspect.signature(call) for call in (kernel.plan, kernel.twin)]
+    shapes = [inspect.signature(call) for call in (kernel.plan, kernel.reference)]
     assert list(shapes[0].parameters) == list(shapes[1].parameters)
     arguments = kernel.inputs(kernel.full, Draws(torch.device("meta")))
     assert kernel.plan(**arguments).launches and kernel.work(arguments).num_bytes > 0
@@ -53,7 +53,7 @@ def test_a_kernel_says_what_it_is(name: str) -> None:
 def test_operations_are_the_kernels() -> None:
     """What can be dispatched is what is there, with the same reference."""
     assert {operation.name: operation.reference for operation in OPERATIONS} == {
-        name: kernel.twin for name, kernel in KERNELS.items()
+        name: kernel.reference for name, kernel in KERNELS.items()
     }
     assert INTERPRETED, "tests of kernels need TRITON_INTERPRET=1 before triton is imported; tests/conftest.py sets it"
 
@@ -105,7 +105,7 @@ def test_unwritten_memory_is_caught(kernel: type[Kernel], spoil: Any) -> None:
     ],
 )
 def test_a_schedule_that_follows_the_rows_is_caught(kernel: type[Kernel], case: int, constants: dict) -> None:
-    """Right to the twin's satisfaction, and yet of other bits alone than in a batch."""
+    """Right to the reference's satisfaction, and yet of other bits alone than in a batch."""
     wide = replace(kernel.cases[case], dtype=torch.float32)
     spoiled = broken(kernel, with_constant(**constants))
     assert twin_complaints(spoiled, wide) == []

@@ -66,4 +66,4 @@ def test_a_broken_kernel_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     assert complaints(torch.device("cpu"), said.append) == [] and said[0].endswith("good")
     monkeypatch.setattr(RmsNorm, "plan", staticmethod(lambda values, weight, eps: right(values, weight, eps + 1)))
     found = complaints(torch.device("cpu"), said.append)
-    assert found and all(text.startswith("rms_norm one float32") for text in found) and "its twin" in said[1]
+    assert found and all(text.startswith("rms_norm one float32") for text in found) and "its reference" in said[1]

@@ -43,10 +43,10 @@ def forms(family: str, dtype: torch.dtype = torch.float32, window: int | None = 
     return HookedHF(model), HookedHF(model, lean=False)
 
 
-def num_module_runs(twin: HookedHF, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def num_module_runs(fast: HookedHF, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows whenever the first block's module runs. No hook tells: it would be a reason to run it."""
     ran: list[int] = []
-    decoder = twin.model.base_model
+    decoder = fast.model.base_model
     block = (decoder.h if hasattr(decoder, "h") else decoder.layers)[0]
     run = block.forward
     monkeypatch.setattr(block, "forward", lambda *args, **kwargs: (ran.append(1), run(*args, **kwargs))[1])

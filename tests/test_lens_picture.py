@@ -68,7 +68,7 @@ def test_agreeing_cells_are_framed_and_lost_columns_marked(readings: pd.DataFram
     )
     rows = own.drop_duplicates("row").status.value_counts()
     assert picture.count('<path class="red-stroke"') == rows["rolled_back"] > 0
-    assert picture.count('<path class="yellow-stroke"') == rows["candidate"] > 0
+    assert picture.count('<path class="yellow-stroke"') == rows["superseded"] > 0
     assert "✗ fed a rejected token" in picture and "fed a rejected token" not in readings_picture(readings, 0)
 
 
@@ -107,7 +107,7 @@ def test_columns_say_what_the_row_read_and_what_it_is_to_predict(trace: cp.Trace
         words = f"read {row.token}, a rejected token" if is_lost else f"read {row.token} → predicts {committed}"
         assert column.get("data-says", "").startswith(f"{words} request 0")
         seen.add(row.status)
-    assert seen == {"committed", "candidate", "rolled_back"}
+    assert seen == {"committed", "superseded", "rolled_back"}
 
 
 def test_it_fills_its_place(readings: pd.DataFrame) -> None:

@@ -165,7 +165,7 @@ def test_thoughts_among_the_readings_are_written(tmp_path: Path) -> None:
         (dict(site=("T",)), "no reading of site 'T'; this run has S"),
         (dict(status=("lost",)), "no reading of status 'lost'"),
         (dict(lens=("tuned",)), "no reading of lens 'tuned'; this run has logit"),
-        (dict(status=("candidate",), layer=(2,)), "no reading fits layer 2, status candidate all at once"),
+        (dict(status=("superseded",), layer=(2,)), "no reading fits layer 2, status superseded all at once"),
     ],
 )
 def test_hypotheses_that_cannot_be_written_are_refused(

@@ -7,7 +7,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.core.hook_names import hook_name
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.surgery import KVSnapshot, put_rows, take_rows
+from cacheprobe.kvcache.surgery import KVSnapshot, put_snapshot, take_snapshot
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import close
 from tests.test_thinking import tiny
@@ -48,7 +48,7 @@ def expected_states(model, text: list[int], key_heads: list[int]) -> Tensor:
 
 def require_cut(lm, model, **settings) -> None:
     """Generation from masked rows equals the whole forward with patterns cut, and not the one without."""
-    rows = cp.cache_rows(lm, PROMPT, capacity=96)
+    rows = cp.kv_snapshot(lm, PROMPT, capacity=96)
     trace = cp.run(lm, [cp.Request(PROMPT, cached=masked(rows), own_fingerprint=True)], **settings, **LIGHT)
     text = [*PROMPT, *trace.committed(0)[:-1]]
     key_heads = [held.shape[0] for held in rows.keys]
@@ -60,7 +60,7 @@ def require_cut(lm, model, **settings) -> None:
     )
 
 
-@pytest.mark.parametrize("path", ["twin", "bridge"])
+@pytest.mark.parametrize("path", ["fast", "bridge"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_hidden_in_every_family(family: str, path: str) -> None:
     lm = loaded(family)
@@ -70,11 +70,11 @@ def test_parts_are_hidden_in_every_family(family: str, path: str) -> None:
 def test_parts_are_hidden_beyond_a_sliding_window() -> None:
     """A windowed mask and a plain one in one model; both are set for each layer."""
     lm = loaded("gemma2", window=8)
-    rows = masked(cp.cache_rows(lm, PROMPT, capacity=96))
+    rows = masked(cp.kv_snapshot(lm, PROMPT, capacity=96))
     settings = {**LIGHT, "max_new_tokens": 16}
     traces = [
         cp.run(lm, [cp.Request(PROMPT, cached=rows, own_fingerprint=True)], path=path, **settings)
-        for path in ("twin", "bridge")
+        for path in ("fast", "bridge")
     ]
     assert traces[0].committed(0) == traces[1].committed(0)
     ours, theirs = (trace.states("S", 2, 0) for trace in traces)
@@ -89,7 +89,7 @@ def test_parts_are_hidden_in_a_backbone_without_thoughts(changes: dict) -> None:
 
 def test_all_layers_and_heads_are_the_whole_mask() -> None:
     lm = loaded()
-    rows = cp.cache_rows(lm, PROMPT, capacity=96)
+    rows = cp.kv_snapshot(lm, PROMPT, capacity=96)
     drafter = cp.drafters.EarlyExit(layer=0)
     whole, parts = rows.masked([1, 2]), rows.masked([1, 2], layers=range(3), heads=range(2))
     assert not parts.hidden and len(parts.head_masks) == 12
@@ -104,7 +104,7 @@ def test_all_layers_and_heads_are_the_whole_mask() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_neighbours_of_masked_parts_keep_their_bits_under_traffic_and_evictions(dtype: torch.dtype) -> None:
     lm = loaded(dtype=dtype)
-    rows = masked(cp.cache_rows(lm, PROMPT, capacity=96))
+    rows = masked(cp.kv_snapshot(lm, PROMPT, capacity=96))
     request = cp.Request(PROMPT, cached=rows, is_deterministic=True, own_fingerprint=True, arrival_step=3)
     requests = [[7, 8, 9], cp.Request(PROMPT, is_deterministic=True), request]
     trace = cp.run(lm, requests, drafter=cp.drafters.EarlyExit(layer=0), max_kv_tokens=34, **LIGHT)
@@ -114,18 +114,18 @@ def test_neighbours_of_masked_parts_keep_their_bits_under_traffic_and_evictions(
 
 
 def test_parts_travel_with_rows_and_leave_with_them() -> None:
-    rows = masked(cp.cache_rows(loaded(), PROMPT, capacity=96))
+    rows = masked(cp.kv_snapshot(loaded(), PROMPT, capacity=96))
     assert rows.head_masks == frozenset(PLACES) and rows.provenance[2] == rows.provenance[4] == "edited"
     assert rows.cut(3).head_masks == {(0, 1, 2), (2, 0, 2)}
-    assert rows.digest() != cp.cache_rows(loaded(), PROMPT, capacity=96).digest()
+    assert rows.digest() != cp.kv_snapshot(loaded(), PROMPT, capacity=96).digest()
     cache = KVCache(2, 8, [(2, 8, 8)] * 3, torch.float32)
     row = cache.allocate()
-    put_rows(rows, cache, row)
+    put_snapshot(rows, cache, row)
     cache.extend(row, 0, 5, "prefill")
-    assert take_rows(cache, row, PROMPT[:5]).head_masks == rows.head_masks
+    assert take_snapshot(cache, row, PROMPT[:5]).head_masks == rows.head_masks
     cache.truncate(row, 3)
     cache.extend(row, 3, 5, "decoded")
-    assert take_rows(cache, row, PROMPT[:5]).head_masks == {(0, 1, 2), (2, 0, 2)}
+    assert take_snapshot(cache, row, PROMPT[:5]).head_masks == {(0, 1, 2), (2, 0, 2)}
     cache.release(row)
     assert not cache.head_masks.concern([row])
 

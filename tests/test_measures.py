@@ -33,7 +33,7 @@ def none(value: object) -> object:
 def test_by_layer(trace: cp.Trace) -> None:
     readings = cp.analysis.lens_readings(trace, include_rolled_back=True)
     table, slowly = measures.by_layer(readings), by_layer_slowly(readings)
-    assert {"committed", "candidate", "rolled_back"} <= set(table.status) and len(table) == len(slowly)
+    assert {"committed", "superseded", "rolled_back"} <= set(table.status) and len(table) == len(slowly)
     for line in table.itertuples():
         mine = (line.rows, line.rank_median, line.logprob_nats_mean, line.agrees_mean, line.entropy_nats_mean)
         assert mine == pytest.approx(slowly[line.layer, line.status], rel=1e-6)  # float32 columns, summed in two orders
@@ -85,7 +85,7 @@ def test_draft_agreement_foretells_the_drafter(trace: cp.Trace) -> None:
 
 def test_divergences(trace: cp.Trace) -> None:
     table = cp.analysis.divergences(trace, cp.lenses.LogitLens())
-    assert set(table.status) == {"committed", "candidate"}
+    assert set(table.status) == {"committed", "superseded"}
     model, counted = loaded(), 0
     for row, mine in list(table.groupby("row"))[::5]:
         logits = [model.read_out(trace.vectors("S", layer, [row]))[0].double().tolist() for layer in mine.layer]

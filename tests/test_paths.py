@@ -8,7 +8,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, OPTConfig, OPTForCau
 import cacheprobe as cp
 from cacheprobe.models import paths
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast import hooked_hf as twin
+from cacheprobe.models.fast import hooked_hf as fast
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
@@ -36,7 +36,7 @@ class Stranger:
 
 def test_an_edit_in_place_is_seen() -> None:
     model = fresh()
-    plain, _ = choose_path(model, "twin")
+    plain, _ = choose_path(model, "fast")
     ids = torch.tensor([[1, 2, 3]])
     before = plain.forward(ids, plain.new_cache(1, 8), [0], [0])
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_an_edit_in_place_is_seen() -> None:
 
 def test_replaced_tensors_are_followed() -> None:
     model = fresh()
-    plain, _ = choose_path(model, "twin")
+    plain, _ = choose_path(model, "fast")
     ids = torch.tensor([[1, 2, 3]])
     original = model.bridge.blocks[0].mlp.out.original_component
     original.weight = torch.nn.Parameter(original.weight.detach() * 2)
@@ -82,12 +82,12 @@ def test_an_edit_of_a_copy_that_the_bridge_keeps() -> None:
 def test_a_hook_chooses_the_bridge() -> None:
     model = fresh(dtype=torch.bfloat16)  # in 16 bits, hooks of our own are on it
     assert sum(len(point.fwd_hooks) for point in model.bridge.hook_dict.values()) > 0
-    assert choose_path(model)[1].startswith("twin: no hook is set")
+    assert choose_path(model)[1].startswith("fast: no hook is set")
     with model.bridge.hooks(fwd_hooks=[("blocks.2.hook_mlp_out", lambda value, hook: value * 2)]):
         chosen, reason = choose_path(model)
         assert chosen is model and reason.startswith("bridge: a hook on blocks.2")
-        with pytest.raises(ModelError, match="cannot run on its twin: a hook on blocks.2"):
-            choose_path(model, "twin")
+        with pytest.raises(ModelError, match="cannot run on its fast forward: a hook on blocks.2"):
+            choose_path(model, "fast")
     with model.bridge.hooks(bwd_hooks=[("blocks.1.hook_resid_post", lambda grad, hook: None)]):
         assert choose_path(model)[0] is model
     model.bridge.add_caching_hooks("blocks.1.hook_resid_post", cache={})  # TransformerLens' own, and the user's wish
@@ -112,14 +112,14 @@ def test_every_family_has_a_twin(family: str, dtype: torch.dtype) -> None:
 
 def test_paths_that_are_asked_for() -> None:
     model = fresh()
-    assert choose_path(model, "bridge") == (model, "bridge: as asked") and model.twin_trial is None
-    plain, reason = choose_path(model, "twin")
-    assert isinstance(plain, HookedHF) and plain.origin is model and reason.startswith("twin:")
+    assert choose_path(model, "bridge") == (model, "bridge: as asked") and model.fast_trial is None
+    plain, reason = choose_path(model, "fast")
+    assert isinstance(plain, HookedHF) and plain.origin is model and reason.startswith("fast:")
     assert choose_path(model)[0] is plain  # built once
     assert choose_path(plain)[0] is plain and choose_path(plain, "bridge")[0] is plain
     assert choose_path(stranger := Stranger(model)) == (stranger, "Stranger: as given")
-    with pytest.raises(ValueError, match="unknown path 'fast'; choose one of auto, bridge, twin"):
-        choose_path(model, "fast")
+    with pytest.raises(ValueError, match="unknown path 'quick'; choose one of auto, bridge, fast"):
+        choose_path(model, "quick")
 
 
 def test_a_bridge_of_the_users_has_a_twin() -> None:
@@ -127,7 +127,7 @@ def test_a_bridge_of_the_users_has_a_twin() -> None:
     live.set_attn_implementation("eager")
     live.config.output_attentions = True  # as TransformerBridge.boot_transformers sets it
     bridge = build_bridge_from_module(live, "LlamaForCausalLM", hf_config=live.config)
-    plain, _ = choose_path(cp.load_model(bridge), "twin")
+    plain, _ = choose_path(cp.load_model(bridge), "fast")
     assert (
         plain.fingerprint()["attention"] == f"by request, spans of 64, {COMPILER} for one token and windows of float32"
     )
@@ -162,7 +162,7 @@ def test_hooks_of_the_bridges_own_do_not_count() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_twin_that_differs_is_not_chosen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = twin.empty_model
+    right = fast.empty_model
 
     def other_rotation(wrapped: torch.nn.Module) -> torch.nn.Module:
         plain = right(wrapped)
@@ -170,7 +170,7 @@ def test_a_twin_that_differs_is_not_chosen(dtype: torch.dtype, monkeypatch: pyte
             layer.self_attn.scaling *= 3
         return plain
 
-    monkeypatch.setattr(twin, "empty_model", other_rotation)
+    monkeypatch.setattr(fast, "empty_model", other_rotation)
     model = fresh(dtype=dtype)
     chosen, reason = choose_path(model)
     assert chosen is model and "of the plain model are" in reason

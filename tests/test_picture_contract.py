@@ -115,12 +115,12 @@ EVERY = {  # what each tip says
     "comparison": [r"request \d", r"generated token \d", r"position \d"],
     "decode_grid": [r"request \d", r"token \d", r"step \d", "committed|candidate|rolled back|pending"],
     "decoded_diagram": [r"request|cache row"],
-    "lens_picture": [r"request \d", r"step \d", "prefill|verify|decode", "committed|candidate|rolled back",
+    "lens_picture": [r"request \d", r"step \d", "prefill|verify|decode", "committed|superseded|rolled back",
                      r"position \d", r"layer \d"],
     "thought_card": [r"request \d", r"step \d", r"positions \d"],
     "thoughts_picture": [r"position|chunk|block"],
     "timeline": [r"request \d", r"step \d", "prefill|decode|verify"],
-    "token_card": [r"request \d", r"step \d", "committed|candidate|rolled back", r"position \d", r"layer \d"],
+    "token_card": [r"request \d", r"step \d", "committed|superseded|rolled back", r"position \d", r"layer \d"],
     "window_diagram": [r"request|cache row"],
 }  # fmt: skip
 SOME = {  # what one of its tips says, at least

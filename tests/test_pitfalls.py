@@ -135,7 +135,7 @@ def test_an_edit_of_values_lasts() -> None:
     assert not close(logits_in_steps(where), logits_in_steps(), 1e-2, because=SUMS)
     assert calls == [LATER, 1, 1]
 
-    rows = cp.cache_rows(loaded(), TEXT, capacity=96)
+    rows = cp.kv_snapshot(loaded(), TEXT, capacity=96)
     edited = rows.edited(torch.zeros_like, range(LATER), layers=1, parts="V")
     assert set(edited.provenance[:LATER]) == {"edited"} and "edited" not in rows.provenance
     assert not edited.values[1][:, :LATER].any() and rows.values[1][:, :LATER].any()
@@ -147,7 +147,7 @@ def test_a_mask_hides_no_nan() -> None:
     values[0, 0, 2] = torch.nan
     mask = torch.tensor([[[[0.0, 0.0, -torch.inf]]]])
     assert torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask).isnan().any()
-    rows = cp.cache_rows(loaded(), TEXT, capacity=96)
+    rows = cp.kv_snapshot(loaded(), TEXT, capacity=96)
     with pytest.raises(ValueError, match=r"NaN or infinite .* use masked\(\) to hide positions"):
         rows.edited(lambda old: old * torch.nan, [2])
 

@@ -161,7 +161,7 @@ def test_a_group_is_chosen_that_the_fault_spares() -> None:
 def test_a_fault_of_a_row_that_begins_later_is_stopped(operation: str, row: int, window: int) -> None:
     verdict = later(Planted(operation, in_row(row)), window, 3 * window + 5)
     assert verdict.kind == "stopped", verdict
-    for word in ("request ", f"of 4 x {window} rows", "batch rows", "set another group"):
+    for word in ("request ", f"of 4 x {window} rows", "batch indices", "set another group"):
         assert word in verdict.said
     assert "logits" in verdict.said if operation == "unembedding" else "layer 0" in verdict.said
 

@@ -66,7 +66,7 @@ def test_a_report_with_thoughts_runs_nothing_and_fits(browser: Browser, tmp_path
     page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(path.as_uri())
-    page.wait_for_selector("#settling .main-svg")
+    page.wait_for_selector("#prediction_depth .main-svg")
     page.evaluate("document.querySelectorAll('details').forEach(box => { box.open = true })")
     assert "<script>" in page.inner_text(".thoughts") and "hacked" in page.inner_text("details table")
     assert page.evaluate("window.hacked") is None and page.locator("main img").count() == 0 and complaints == []
@@ -85,7 +85,7 @@ def test_every_figure_fills_its_place(browser: Browser, report: Path, tmp_path: 
     copy.write_text(report.read_text().replace("</style>", strict, 1))
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto(copy.as_uri())
-    page.wait_for_selector("#settling .main-svg")
+    page.wait_for_selector("#prediction_depth .main-svg")
     page.wait_for_timeout(500)
     measure = (
         "[...document.querySelectorAll('.js-plotly-plot')].filter(figure => figure.checkVisibility()).map(figure => "
@@ -95,8 +95,8 @@ def test_every_figure_fills_its_place(browser: Browser, report: Path, tmp_path: 
     page.evaluate("document.querySelectorAll('details').forEach(box => { box.open = true })")
     page.wait_for_timeout(500)
     opened = page.evaluate(measure)
-    assert [name for name, *_ in closed] == ["lens-grid", "drafts", "settling"]
-    assert [name for name, *_ in opened] == ["lens-grid", "lens-grid-all", "drafts", "settling"]
+    assert [name for name, *_ in closed] == ["lens-grid", "drafts", "prediction_depth"]
+    assert [name for name, *_ in opened] == ["lens-grid", "lens-grid-all", "drafts", "prediction_depth"]
     assert all(place == drawn for _, place, drawn in closed + opened), closed + opened
     page.close()
 

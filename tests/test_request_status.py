@@ -12,7 +12,7 @@ from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import ALLOWED, FIELDS, OF_FINISH, Status, StatusError, checked_states, is_checking
-from cacheprobe.stress.prove import prove
+from cacheprobe.stress.run import run_stress
 from tests.invariants.machines import Call, Faulty, tiny
 from tests.invariants.runs import PROMPTS, Watched
 
@@ -79,7 +79,7 @@ def made(status: Status) -> SequenceState:
     if status is not Status.WAITING:
         state.admit(KVCache(1, 16, [(2, 4, 4)], torch.float32), 0)
     if status not in (Status.WAITING, Status.PREFILLING):
-        state.cache.extend(state.row, 0, 3, "prefill")
+        state.cache.extend(state.cache_row, 0, 3, "prefill")
         state.num_prefilled = 3
         state.commit((9,))
     if status is Status.PREEMPTED:
@@ -91,11 +91,12 @@ def made(status: Status) -> SequenceState:
 
 
 SET = dict(
-    row=0, cache=KVCache(1, 16, [(2, 4, 4)], torch.float32), prompt_logits=torch.zeros(3), num_prefilled=3, draft=[5],
-    draft_probs={4: (5, torch.ones(3))}, token_ids=[1, 2, 3, 9], finish="length", error="why", kept_rows="rows",
+    cache_row=0, cache=KVCache(1, 16, [(2, 4, 4)], torch.float32), prompt_logits=torch.zeros(3), num_prefilled=3,
+    draft=[5], draft_probs={4: (5, torch.ones(3))}, token_ids=[1, 2, 3, 9], finish="length", error="why",
+    kept_rows="rows",
 )  # fmt: skip
 UNSET = dict(
-    row=-1, cache=None, prompt_logits=None, num_prefilled=0, draft=[], draft_probs={}, token_ids=[1, 2, 3],
+    cache_row=-1, cache=None, prompt_logits=None, num_prefilled=0, draft=[], draft_probs={}, token_ids=[1, 2, 3],
     finish=None, error=None, kept_rows=None,
 )  # fmt: skip
 
@@ -124,7 +125,7 @@ def test_the_cache_holds_what_was_committed_and_drafted() -> None:
     for length, is_right in ((2, False), (3, True), (4, True), (6, True), (7, False)):
         state = made(Status.RUNNING)
         state.draft = [5, 6]
-        state.cache.lengths[state.row] = length
+        state.cache.lengths[state.cache_row] = length
         if is_right:
             state.check()
             continue
@@ -184,5 +185,5 @@ def test_the_stress_command_checks_its_runs(monkeypatch: pytest.MonkeyPatch, tmp
         right(state)
 
     monkeypatch.setattr(SequenceState, "check", check)
-    contextvars.Context().run(lambda: prove(40, tmp_path, real=False, progress=False))
+    contextvars.Context().run(lambda: run_stress(40, tmp_path, real=False, progress=False))
     assert {Status.RUNNING, Status.FINISHED} <= calls

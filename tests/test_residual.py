@@ -14,7 +14,7 @@ POST_NORM = ("olmo2", "gemma2", "gemma3")
 """Families with a norm between the attention, or the MLP, and the stream."""
 
 
-@pytest.mark.parametrize("path", ["bridge", "twin"])
+@pytest.mark.parametrize("path", ["bridge", "fast"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_block_adds_t_and_c(family: str, path: str) -> None:
     """Ragged rows, pads, blocks that were taken back: pre + T + C = S."""

@@ -66,10 +66,15 @@ def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
     history = token_history(events)
     one = history[history.outcome == "given_up"].iloc[-1]  # of the first places, a rejected draft stood there before
     again = events[(events.request_id == one.request_id) & (events.phase == "prefill") & (events.step > one.born)]
-    assert one.settled == again.step.min()
+    assert one.decided_step == again.step.min()
     ask = dict(run=0, request=int(one.request_id), requests=[0, 5], places=[0, 40], place=0)
     cell = f'data-request="{one.request_id}" data-place="{one.place}"'
-    for step, is_there in ((one.born - 1, False), (one.born, True), (one.settled - 1, True), (one.settled, False)):
+    for step, is_there in (
+        (one.born - 1, False),
+        (one.born, True),
+        (one.decided_step - 1, True),
+        (one.decided_step, False),
+    ):
         assert (cell in decode.view(shelf, {**ask, "step": int(step)})) == is_there
 
 

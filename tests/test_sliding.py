@@ -20,7 +20,7 @@ from tests.feeding import fed_in_parts, texts
 from tests.tiny import SLIDING, hf_model, loaded
 
 WINDOW = 8
-PATHS: dict[str, Callable[..., CachedLM]] = {"bridge": lambda model: model, "twin": HookedHF}
+PATHS: dict[str, Callable[..., CachedLM]] = {"bridge": lambda model: model, "fast": HookedHF}
 
 
 def uncached(family: str, text: Tensor) -> Tensor:

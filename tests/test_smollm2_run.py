@@ -74,7 +74,7 @@ def test_candidate_states_do_differ_in_bits() -> None:
     drafted = cp.run(model, EXAMPLES, **settings, drafter=drafter, deterministic=True)
     num_rows = num_differing = 0
     for request_id in range(4):
-        candidates = drafted.rows(request_id, "candidate")
+        candidates = drafted.rows(request_id, "superseded")
         canonical = drafted.rows(request_id, "committed").set_index("position").loc[candidates.position].reset_index()
         ours, theirs = drafted.vectors("S", 20, candidates), drafted.vectors("S", 20, canonical)
         assert torch.nn.functional.cosine_similarity(ours, theirs).min() > 0.999

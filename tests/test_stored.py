@@ -75,7 +75,7 @@ def test_the_history_ends_in_what_was_committed(trace: cp.Trace) -> None:
         assert own.state.tolist()[-1] == "pending" and "pending" not in own.state.tolist()[:-1]
     assert (history.outcome == "rolled_back").sum() == trace.num_rolled_back > 0
     drafted = history[history.outcome.isin(["accepted", "rolled_back"])]
-    assert len(drafted) == trace.num_drafted and (drafted.born <= drafted.settled).all()
+    assert len(drafted) == trace.num_drafted and (drafted.born <= drafted.decided_step).all()
 
 
 def test_the_grid_after_a_step_is_what_was_known_then(trace: cp.Trace) -> None:

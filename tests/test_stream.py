@@ -107,10 +107,10 @@ def test_cancelling_while_waiting() -> None:
 
 def test_leaving_early_leaves_nothing_on_the_model() -> None:
     model = loaded()
-    twin = choose_path(model, "twin")[0]
+    fast = choose_path(model, "fast")[0]
 
     def num_hooks() -> int:
-        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in twin.model.modules())
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fast.model.modules())
 
     before = num_hooks()
     stream = cp.stream(model, PROMPTS, **STREAM, capture="STCZ")
@@ -129,7 +129,7 @@ def test_an_error_ends_with_its_reason() -> None:
 
     def plan(call):
         state = stream._states[1]
-        return [state.row] if state.row in call.rows and state.num_generated > 4 else None
+        return [state.cache_row] if state.cache_row in call.rows and state.num_generated > 4 else None
 
     stream = cp.stream(Faulty(tiny(), plan), PROMPTS[:3], **STREAM, sampling=HOT)
     errors = {}

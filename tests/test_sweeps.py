@@ -17,7 +17,7 @@ from cacheprobe.core.registry import names as plug_in_names
 from cacheprobe.models.hf.adapters import adapter_directory
 from cacheprobe.ops import wide_product
 from cacheprobe.ops.compiled import build
-from cacheprobe.sweeps.cells import Cell, combinations, told_apart
+from cacheprobe.sweeps.cells import Cell, combinations, distinguishing_labels
 from cacheprobe.sweeps.dry_run import dry_run
 from cacheprobe.sweeps.engine import COMPLETE, FAILED, PARTIAL, sweep
 from cacheprobe.sweeps.facts import model_facts
@@ -280,10 +280,10 @@ def test_cells_know_the_bytes_of_their_adapter(tmp_path: Path) -> None:
 
 def test_seeds_are_given_as_a_range_and_cells_named_by_what_differs() -> None:
     cells = make_plan(read_config({**SMALL, "grid": {**GRID, "drafter": ["none", "ngram"], "seed": ["0-2", 7]}})).cells
-    said = sorted(told_apart(cells).values())
+    said = sorted(distinguishing_labels(cells).values())
     assert said[:4] == [f"drafter=ngram seed={seed}" for seed in (0, 1, 2, 7)] and said[4] == "drafter=none seed=0"
     one = dict(list(cells.items())[:1])
-    assert told_apart(one) == {digest: str(cell) for digest, cell in one.items()}
+    assert distinguishing_labels(one) == {digest: str(cell) for digest, cell in one.items()}
 
 
 def test_a_disk_budget_is_kept(serial: Path, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_any_split_with_rollbacks_reads_the_same(variant: str) -> None:
         made = cache.take_thoughts()
         for b, size in enumerate(sizes):
             if not is_wrong[b]:
-                said[b] |= {t.end: t.token_ids for t in made if t.row == b and at[b] <= t.end < at[b] + size}
+                said[b] |= {t.end: t.token_ids for t in made if t.cache_row == b and at[b] <= t.end < at[b] + size}
                 at[b] += size
                 pieces[b].append(logits[b, :size])
     for b, ids in enumerate(texts):

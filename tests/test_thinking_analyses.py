@@ -151,8 +151,8 @@ def test_each_variation_changes_one_thing_and_is_tested_alike() -> None:
     assert all(v.preset.loop == loops[0].preset.loop and v.tests == loops[0].tests for v in loops)
     tuned, coin = [v for v in tried if v.arm != "thinking"], preset_of("coin-flip", "tiny")
     for v in tuned:
-        assert v.preset.loop_of(v.arm, 0) == replace(coin.loop_of(v.arm, 0), lr=float(v.name.split()[-1]))
-        assert replace(v.preset, arms={}) == replace(coin, arms={}) and v.preset.reach_of(v.arm) == 0
+        assert v.preset.loop_settings(v.arm, 0) == replace(coin.loop_settings(v.arm, 0), lr=float(v.name.split()[-1]))
+        assert replace(v.preset, arms={}) == replace(coin, arms={}) and v.preset.max_position_jump(v.arm) == 0
         assert v.tests == variations.coin_tests()
     assert len({(v.arm, v.name) for v in tuned}) == 4
     coins = [v for v in tried if v.name.startswith("two coins")]

@@ -241,8 +241,10 @@ def test_a_thought_longer_than_the_model_may_have_is_refused() -> None:
 
 def test_an_arm_may_be_stepped_and_jump_otherwise() -> None:
     preset = replace(PRESETS["coin-flip"]["tiny"], arms={"plain": dict(steps=7, reach=0)})
-    assert (preset.loop_of("plain", 3).steps, preset.loop_of("plain", 3).seed, preset.reach_of("plain")) == (7, 3, 0)
-    assert preset.loop_of("thinking", 3) == replace(preset.loop, seed=3) and preset.reach_of("thinking") == preset.reach
+    settings = preset.loop_settings("plain", 3)
+    assert (settings.steps, settings.seed, preset.max_position_jump("plain")) == (7, 3, 0)
+    assert preset.loop_settings("thinking", 3) == replace(preset.loop, seed=3)
+    assert preset.max_position_jump("thinking") == preset.reach
 
 
 def test_processes_fill_one_table_together(tmp_path) -> None:

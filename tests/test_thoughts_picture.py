@@ -287,7 +287,7 @@ def test_a_real_run_is_drawn_whole(trace: cp.Trace) -> None:
         assert [token.text for token in read] == [f"<{i}>" for i in ids]
         assert [token.position for token in read] == list(range(len(ids)))
         assert [token.kind == "pending" for token in read] == [False] * (len(ids) - 1) + [True]
-        own = trace.thoughts().query("request_id == @request_id and status != 'candidate'")
+        own = trace.thoughts().query("request_id == @request_id and status != 'superseded'")
         assert len(thought_lines(story)) == len(own) and len(thought_lines(story)[0]) == len(THOUGHT_COLUMNS)
         for column in story.columns:  # every thought stands over the tokens that it was made from
             if column.thought is not None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.analysis.layer_choices import agreement_by_layer, settling
+from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_of
 from cacheprobe.core.records import ROLES, STATUSES
 from cacheprobe.ops.equality import bitwise
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -215,7 +215,7 @@ def hypotheses_by_hand() -> pd.DataFrame:
 
 
 def test_settling_by_hand() -> None:
-    table = settling(hypotheses_by_hand()).set_index("row")
+    table = prediction_depth_of(hypotheses_by_hand()).set_index("row")
     assert table.prediction_depth.to_dict() == {0: 3, 1: 0} and table.num_flips.to_dict() == {0: 3, 1: 0}
     assert table.path[0] == "tails → heads → tails → heads" and table.path[1] == "x"
 

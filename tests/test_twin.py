@@ -92,7 +92,7 @@ def test_chosen_logits_are_those_of_the_slots(
 def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, HookedHF]) -> None:
     bridge, plain = pair
     theirs, ours = bridge.fingerprint(), plain.fingerprint()
-    assert ours["path"] == "twin"
+    assert ours["path"] == "fast"
     assert ours["attention"] == f"by request, spans of 64, {COMPILER} for one token and windows of float32"
     assert {key for key in ours if ours[key] != theirs.get(key)} == {"path", "attention", "products_in_float32"}
 

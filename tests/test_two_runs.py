@@ -53,10 +53,10 @@ def test_what_is_done_between_two_pieces_is_not_heard() -> None:
     settings = dict(LIGHT, capture=HEADS)
     want = cp.run(model, FEW, **settings, interventions=edit, progress=False)
     plain = cp.run(model, FEW[:2], **settings, progress=False)
-    rows = cp.cache_rows(model, PROMPTS[2], capacity=96)
+    rows = cp.kv_snapshot(model, PROMPTS[2], capacity=96)
     stream = cp.stream(model, FEW, **settings, interventions=edit)
     for _ in stream:
-        between = cp.cache_rows(model, PROMPTS[2], capacity=96)
+        between = cp.kv_snapshot(model, PROMPTS[2], capacity=96)
         assert all(
             torch.equal(a, b) for a, b in zip((*between.keys, *between.values), (*rows.keys, *rows.values), strict=True)
         )
@@ -97,7 +97,7 @@ def test_streams_of_two_threads() -> None:
         assert [job.result() for job in [pool.submit(taken) for _ in range(6)]] == [want] * 6
 
 
-@pytest.mark.parametrize("start", ["run", "stream", "cache_rows"])
+@pytest.mark.parametrize("start", ["run", "stream", "kv_snapshot"])
 @pytest.mark.parametrize("is_second", [False, True], ids=["same", "wrapped-twice"])
 def test_a_run_inside_a_step_of_another_is_refused(start: str, is_second: bool) -> None:
     """A hook that starts a run on the model that it is a part of would hear itself."""
@@ -114,7 +114,7 @@ def test_a_run_inside_a_step_of_another_is_refused(start: str, is_second: bool) 
                 elif start == "stream":
                     next(cp.stream(inner, FEW[:1]))
                 else:
-                    cp.cache_rows(inner, FEW[0])
+                    cp.kv_snapshot(inner, FEW[0])
             except ModelError as error:
                 said.append(str(error))
 
@@ -209,7 +209,7 @@ def test_a_copy_of_a_loaded_model_is_another_model() -> None:
     assert two.weights_sha256 != one.weights_sha256
     assert digests(cp.run(one, FEW, **LIGHT, capture="S", progress=False)) == want
     assert digests(cp.run(two, FEW, **LIGHT, capture="S", progress=False)) != want
-    assert choose_path(two)[1].startswith("twin")
+    assert choose_path(two)[1].startswith("fast")
 
 
 def test_an_edit_between_two_loads_is_not_lost() -> None:

@@ -81,7 +81,7 @@ DAMAGES = {
     "an accepted count": (change("event", "num_accepted", DRAFTED, plus(1)), "num_accepted is"),
     "a wrong position": (change("row", "position", OURS + "'committed'", plus(1)), "rows: request 0"),
     "a changed role": (change("row", "role", "role == 'recovered'", lambda _: "bonus"), "role bonus"),
-    "a changed status": (change("row", "status", OURS + "'candidate'", lambda _: "rolled_back"), "status rolled_back"),
+    "a changed status": (change("row", "status", OURS + "'superseded'", lambda _: "rolled_back"), "status rolled_back"),
     "a missing row": (drop("row", "request_id == 0 and phase == 'decode'"), "ledger: request 0"),
     "a missing row, numbered again": (drop_row_and_number_again, "rows: request 0"),
     "a log-probability": (
@@ -200,7 +200,7 @@ def test_a_right_run_has_no_fault(settings: dict) -> None:
 
 
 def test_cached_cancelled_and_shared_requests_have_no_fault() -> None:
-    rows = cp.cache_rows(loaded(), [1, 2, 3, 4, 5], capacity=96)
+    rows = cp.kv_snapshot(loaded(), [1, 2, 3, 4, 5], capacity=96)
     prompts = [Request([1, 2, 3, 4, 5, 6], cached=rows), [7, 7], [7, 7], [8, 9], [5]]
     stream = cp.stream(
         loaded(), prompts, window=4, group=2, capacity=96, max_kv_tokens=70, deterministic=[1, 2, 3], capture="Z"

@@ -183,15 +183,15 @@ def test_finding_is_computed() -> None:
 
 
 def test_curves_are_the_tables(trace: cp.Trace) -> None:
-    agreement, settling = cp.analysis.agreement(trace), cp.analysis.prediction_depth(trace)
+    agreement, prediction_depth_of = cp.analysis.agreement(trace), cp.analysis.prediction_depth(trace)
     figure = cp.plots.draft_verdicts(trace.hypotheses())
     accepted, rejected, drafted, undrafted = figure.data
     for line, verdict in ((accepted, "accepted"), (rejected, "rejected"), (undrafted, "not_drafted")):
         assert list(line.y) == pytest.approx(agreement[verdict].dropna().tolist())
     assert drafted.y[-1] == 0 < max(drafted.y)  # greedy: what the last layer has first is never rejected
     assert "the committed token leads from layer" in figure.layout.title.text
-    boxes = cp.plots.prediction_depth_figure(settling).data
-    assert sum(len(box.x) for box in boxes) == (settling.verdict != "never_judged").fillna(True).sum()
+    boxes = cp.plots.prediction_depth_figure(prediction_depth_of).data
+    assert sum(len(box.x) for box in boxes) == (prediction_depth_of.verdict != "never_judged").fillna(True).sum()
     assert len({(line.line.dash, line.line.color) for line in figure.data}) == 4
 
 

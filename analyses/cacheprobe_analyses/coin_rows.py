@@ -144,7 +144,7 @@ def read_pair(lm: CachedLM, people: int, index: int, seed: int) -> tuple[Read, R
     ids = [lm.encode(question.text) for question in questions]
     if len({len(one) for one in ids}) > 1:
         raise ValueError(f"{lm.name}: the questions of a pair have {sorted(map(len, ids))} tokens; rows do not match")
-    rows = [cp.cache_rows(lm, one, capacity=_BATCH["capacity"]) for one in ids]
+    rows = [cp.kv_snapshot(lm, one, capacity=_BATCH["capacity"]) for one in ids]
     logits = _logits(lm, list(zip(ids, rows, strict=True)))
     a, b, c, d = (Read(*one) for one in zip(questions, ids, rows, logits, strict=True))
     return a, b, c, d

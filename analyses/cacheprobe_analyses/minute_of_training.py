@@ -101,7 +101,7 @@ def run(config: Config, progress: bool = False) -> Result:
     lines = []
     for name in config.presets:
         preset = preset_of("coin-flip", name)
-        total, steps = preset.loop_of("thinking", config.seed).steps, 0
+        total, steps = preset.loop_settings("thinking", config.seed).steps, 0
         with TrainingProgress(total, 0, progress) as show:
 
             def report(at: Any, accuracy: float | None, name=name, show=show) -> None:

@@ -158,12 +158,12 @@ def variations(steps: int = STEPS) -> tuple[Variation, ...]:
         of("no positions", dict(positions="nope")),
         of("window of 16", dict(attention_window=16)),
         of("ALiBi", dict(positions="alibi")),
-        *(loop_of(blocks) for blocks in (4, 1, 3, 2)),
+        *(looped(blocks) for blocks in (4, 1, 3, 2)),
         *(tuned(arm, lr) for lr in (1e-3, 4e-3) for arm in ("plain", "chain_of_thought")),
     )
 
 
-def loop_of(blocks: int) -> Variation:
+def looped(blocks: int) -> Variation:
     """A model of S5 whose states pass through so many of its four blocks before the next thought is read. It is trained
     for half the steps that S5 asks for, so that there is room above and below."""
     s5 = preset_of("s5", "tiny")
@@ -240,7 +240,7 @@ def trained_variation(
     preset, arm = variation.preset, variation.arm
     place = folder / f"{''.join(c if c.isalnum() else '-' for c in variation.name)}-{seed}"
     if not (place / CONFIG).exists():
-        steps = preset.loop_of(arm, seed).steps
+        steps = preset.loop_settings(arm, seed).steps
         with TrainingProgress(steps, 0, progress) as show:
             made = train(preset, arm, seed, place / "checkpoint", lambda at, _: show(at.step, variation.name))
         record = {

@@ -1,10 +1,10 @@
 """What sharing saves: a patching grid of the residual stream against TransformerLens' own sweep of the same grid.
 
 SmolLM2 in float32, all layers x all positions of a pair of 24 tokens, in one process with the same threads. Theirs is
-`transformer_lens.patching.get_act_patch_resid_pre` on the very bridge whose weights our twin shares. Two pairs: a coin
-that lies heads and one that lies tails, where what stands before that word is the same in both runs and costs us
-nothing; and the same with another first token too, so that every cell has to be computed. The first pair is swept in
-float64 as well, by both, to tell whose roundings the difference is.
+`transformer_lens.patching.get_act_patch_resid_pre` on the bridge whose weights our fast forward shares. Two
+pairs: a coin that lies heads and one that lies tails, where what stands before that word is the same in both runs and
+costs us nothing; and the same with another first token too, so that every cell has to be computed. The first pair is
+swept in float64 as well, by both, to tell whose roundings the difference is.
 """
 
 import time
@@ -76,7 +76,7 @@ def compare(
     model: BridgeLM, clean: Sequence[int], corrupt: Sequence[int], answer: tuple[int, int], rounds: int
 ) -> Compared:
     """Both sweeps of one pair: seconds, the ratio of medians, and how far apart the numbers are."""
-    our_sweep(model, clean, corrupt, answer)  # once untimed: the twin is built and tried
+    our_sweep(model, clean, corrupt, answer)  # once untimed: the fast forward is built and tried
     with torch.inference_mode():
         model.bridge(torch.tensor([clean]))
     seconds: dict[str, list[float]] = {name: [] for name in SWEEPS}

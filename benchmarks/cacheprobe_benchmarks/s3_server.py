@@ -27,8 +27,7 @@ def s3_server(
     of requests that were asked and refused.
 
     fail_each: the gate answers every so many requests with 503 Slow Down, every other one of them after it was done; 0
-    for never.  is_conditional: whether a put
-    with If-None-Match: * is answered with 412 where there is such an object.
+    for never.  is_conditional: whether a put with If-None-Match: * is answered with 412 where there is such an object.
     Raises: ValueError where rclone is not installed, RuntimeError where it does not start.
     """
     beside = Path(sys.executable).parent / "rclone"

@@ -71,12 +71,12 @@ def _seconds(way: Callable[[], Tensor], repeats: int) -> float:
 
 
 def _ours(model: CachedLM) -> Callable[[], Tensor]:
-    twin = HookedHF(model)
-    cache = twin.new_cache(ROWS, CAPACITY)
+    fast = HookedHF(model)
+    cache = fast.new_cache(ROWS, CAPACITY)
     rows = [cache.allocate() for _ in range(ROWS)]
     ids = torch.zeros(ROWS, POSITION, dtype=torch.long)
-    twin.forward(ids, cache, rows, [0] * ROWS)
-    return lambda: twin.forward(ids[:, :1], cache, rows, [POSITION] * ROWS)
+    fast.forward(ids, cache, rows, [0] * ROWS)
+    return lambda: fast.forward(ids[:, :1], cache, rows, [POSITION] * ROWS)
 
 
 def _static(hf: Any, forward: Callable[..., Any]) -> Callable[[], Tensor]:

@@ -11,7 +11,7 @@ import cacheprobe as cp
 from cacheprobe.capture.observers import StepLog
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
-from cacheprobe.engine.shapes import settle_shapes
+from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.models.base import CachedLM
 from cacheprobe.plan import RunPlan
 
@@ -75,8 +75,8 @@ class Run:
     ) -> None:  # fmt: skip
         """config: every shape, or those fields alone that `cp.run` would be given."""
         is_whole = isinstance(config, EngineConfig)
-        settled = (config, True) if is_whole else settle_shapes(model, drafter is not None, config)
-        setup = RunPlan(model, requests, *settled, capture=capture, path=path)
+        chosen = (config, True) if is_whole else choose_shapes(model, drafter is not None, config)
+        setup = RunPlan(model, requests, *chosen, capture=capture, path=path)
         self.requests, self.states = setup.requests, setup.states(drafter)
         self.total = sum(state.num_left for state in self.states)
         self.log = StepLog()

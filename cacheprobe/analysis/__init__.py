@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cacheprobe.analysis.distributions import divergences, rejected_tokens
-    from cacheprobe.analysis.forks import cache_rows, fork
+    from cacheprobe.analysis.forks import fork, kv_snapshot
     from cacheprobe.analysis.logit_attribution import attribution
     from cacheprobe.analysis.of_trace import (
         agreement,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "agreement": "of_trace",
     "attribution": "logit_attribution",
-    "cache_rows": "forks",
+    "kv_snapshot": "forks",
     "commitment": "of_trace",
     "divergences": "distributions",
     "draft_agreement": "of_trace",
@@ -41,11 +41,11 @@ _HOMES = {
 __all__ = [
     "agreement",
     "attribution",
-    "cache_rows",
     "commitment",
     "divergences",
     "draft_agreement",
     "fork",
+    "kv_snapshot",
     "lens_readings",
     "prediction_depth",
     "read_states",

@@ -62,7 +62,7 @@ class History:
             start, accepted, _ = self.verdicts[step]
             is_kept, status = position < start + accepted, "committed"
         elif phase == "decode" and self.is_verified:
-            is_kept, status = position < self.length_before(step), "candidate"
+            is_kept, status = position < self.length_before(step), "superseded"
             if not is_kept:  # it was fed the newest draft token of its position
                 outcome = max(
                     ((born, said) for born, said in self.drafts.get(position, ()) if born < step), default=(0, "")

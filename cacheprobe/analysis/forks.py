@@ -9,7 +9,7 @@ from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.trace.trace import Trace
 
 
-def cache_rows(trace: Trace, request_id: SupportsIndex, length: int | None = None) -> KVSnapshot:
+def kv_snapshot(trace: Trace, request_id: SupportsIndex, length: int | None = None) -> KVSnapshot:
     """Returns a copy of the request's cached keys and values at positions 0 to length - 1, taken when the request
     ended.
 
@@ -22,11 +22,11 @@ def cache_rows(trace: Trace, request_id: SupportsIndex, length: int | None = Non
     rows = trace.kept_rows.get(int(request_id))
     if rows is None:
         how = "run it again" if trace.model is None else "run it"
-        if request.keep_rows and (error := trace.meta["errors"].get(str(int(request_id)))):
+        if request.keep_kv and (error := trace.meta["errors"].get(str(int(request_id)))):
             raise ValueError(f"request {request_id} ended with an error and left no cache rows: {error}")
         raise ValueError(
             f"the cache rows of request {request_id} were not kept, and no stored run has any; {how} with "
-            "cp.Request(prompt, keep_rows=True)"
+            "cp.Request(prompt, keep_kv=True)"
         )
     return rows if length is None else rows.cut(length)
 
@@ -41,11 +41,11 @@ def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: KVSnapshot 
     Stop texts are searched only in the fork's own output.
 
     length: number of cached positions to use; the token at position `length` is the first one computed again.
-    rows: changed keys and values to use instead, such as `cp.analysis.cache_rows(trace, 0, length).masked([3])`.
+    rows: changed keys and values to use instead, such as `cp.analysis.kv_snapshot(trace, 0, length).masked([3])`.
     Raises: ValueError if they were not kept or have another length, or if no token is left to generate.
     """
     request = _request(trace, request_id)
-    rows = cache_rows(trace, request_id, length) if rows is None else rows
+    rows = kv_snapshot(trace, request_id, length) if rows is None else rows
     if len(rows) != length:
         raise ValueError(f"fork of request {request_id}: the rows have {len(rows)} positions, not {length}; cut() them")
     text = [*request.prompt_token_ids, *trace.committed(request_id)]

@@ -17,7 +17,7 @@ def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
     return by_verdict(hypotheses).groupby(["layer", "verdict"]).agrees.mean().unstack()
 
 
-def settling(hypotheses: pd.DataFrame) -> pd.DataFrame:
+def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
     """Returns the prediction depth of each row, and the choices before it: one line for every row of the trace.
 
     prediction_depth: first layer from which the first choice stays that of the last layer read (Baldock et al. 2021).
@@ -56,7 +56,7 @@ def prediction_depth_by_verdict(hypotheses: pd.DataFrame) -> pd.DataFrame:
     """Returns, by verdict as in `agreement_by_layer`: rows, prediction depth (median, mean), changes of first choice
     (mean)."""
     return (
-        settling(by_verdict(hypotheses))
+        prediction_depth_of(by_verdict(hypotheses))
         .groupby("verdict")
         .agg(
             rows=("row", "size"),

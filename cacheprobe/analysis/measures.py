@@ -65,7 +65,7 @@ def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
     """Returns, by row, the layer from which each of the last layer's `top` choices keeps its place.
 
     saturation_layer_1..top: first layer from which the k-th choice stays the last layer's k-th; the first equals the
-    prediction depth of `settling`.  is_in_order: whether they saturate in the order of their places, ties allowed.
+    prediction depth.  is_in_order: whether they saturate in the order of their places, ties allowed.
     Source: top-1 saturation of Geva et al. 2022 (arXiv 2203.14680), for further places as in Lioubashevski et al. 2024
     (arXiv 2410.20210), section 3.
     Twin: tests.measures_slowly.saturation_slowly, ==.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import pandas as pd
 
 from cacheprobe.analysis import measures
-from cacheprobe.analysis.layer_choices import agreement_by_layer, settling
+from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_of
 from cacheprobe.core.hook_names import PATTERN
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def prediction_depth(trace: "Trace") -> pd.DataFrame:
     """Returns, for every row, the layer from which its first choice stays, the number of earlier changes, and the
     choices.
 
-    See `analysis.layer_choices.settling` for the columns.
+    See `analysis.layer_choices.prediction_depth_of` for the columns.
     """
-    return settling(lens_readings(trace))
+    return prediction_depth_of(lens_readings(trace))
 
 
 def commitment(trace: "Trace", margin: float = 0.5) -> pd.DataFrame:

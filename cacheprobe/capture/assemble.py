@@ -70,8 +70,7 @@ def assemble(
 
 def _thinking(model: CachedLM) -> dict[str, object]:
     """Returns the settings that a picture of thoughts needs: the layers where thoughts enter and are read, and the
-    states that are
-    added to the first chunk.
+    states that are added to the first chunk.
     """
     config = getattr(model, "config", None)
     return {

@@ -22,8 +22,7 @@ from cacheprobe.ops.readout import Readout, read_logits
 
 LENS_TILE = 480
 """Vectors of one unembedding product: 16 tokens of 30 layers. A large tile is needed if the weights must first be
-widened
-to another dtype."""
+widened to another dtype."""
 
 
 @dataclass(slots=True)

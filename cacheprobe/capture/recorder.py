@@ -88,7 +88,7 @@ class Recorder:
 
     def wanted(self) -> list[tuple[str, int]]:
         """Returns the (site, layer) pairs to hook. The self-check needs all of them, whichever are kept."""
-        if not self.config.keeps_rows:
+        if not self.config.keeps_kv:
             return []
         entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
         states = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
@@ -116,7 +116,7 @@ class Recorder:
         if any(reads):
             size = (len(self.layers), len(now.lens_index), width)
             now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
-        if self.config.keeps_rows and (phase not in self._seen_phases or step % CHECK_EVERY == 0):
+        if self.config.keeps_kv and (phase not in self._seen_phases or step % CHECK_EVERY == 0):
             now.watched = {}
         self._seen_phases.add(phase)
 
@@ -147,7 +147,7 @@ class Recorder:
                 self._undecided[slot.request_id].append(row)
             else:
                 row.role = self._roles[slot.request_id][slot.position]
-                row.status = "committed" if slot.is_canonical else "candidate"
+                row.status = "committed" if slot.is_canonical else "superseded"
             self.rows.append(row)
             if is_read:
                 assert now.lens_block is not None
@@ -159,7 +159,7 @@ class Recorder:
     def _keeps(self, phase: str, position: int) -> bool:
         phases, positions = self.config.phases, self.config.positions
         return (
-            self.config.keeps_rows
+            self.config.keeps_kv
             and (phases is None or phase in phases)
             and (positions is None or position in positions)
         )
@@ -271,14 +271,14 @@ class Recorder:
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
         """Sets the roles of committed tokens. For an accepted draft the verifier's rows are canonical, the drafter's
-        candidates.
+        are superseded.
         """
         self._confirm()
         self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
         for row in self._undecided[request_id]:
             if not row.role:
                 row.role = self._roles[request_id][row.position]
-                row.status = "committed" if row.phase == "verify" else "candidate"
+                row.status = "committed" if row.phase == "verify" else "superseded"
         self._undecided[request_id] = []
         if self.reader is not None:
             self.reader.resolve(request_id, start, tuple(token_ids))

@@ -93,14 +93,13 @@ class Stream:
         self._require(request_id)
         self._states[request_id].is_cancel_requested = True
 
-    def cache_rows(self, request_id: int) -> KVSnapshot:
+    def kv_snapshot(self, request_id: int) -> KVSnapshot:
         """Returns a copy of a request's cache rows between two rounds.
 
-        The copy holds all committed tokens but the newest; that may be more than was handed out yet.
-        `cp.run(model, cp.Request(text, cached=rows))` continues from the copy; `text` is the rows' `token_ids` and at
-        least one
-        token more.
-        Raises: ValueError while the request waits, and after its end unless its Request says keep_rows=True.
+        The copy holds all committed tokens but the newest; that may be more than was handed out yet. `cp.run(model,
+        cp.Request(text, cached=rows))` continues from the copy; `text` is the rows' `token_ids` and at least one token
+        more.
+        Raises: ValueError while the request waits, and after its end unless its Request says keep_kv=True.
         """
         self._require(request_id)
         state = self._states[request_id]

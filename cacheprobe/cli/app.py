@@ -1,4 +1,4 @@
-"""Defines the commands report, verify and prove, and lists all others."""
+"""Defines the commands report, verify and stress, and lists all others."""
 
 import os
 import select
@@ -126,12 +126,12 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
     return 0 if result.is_equal else 1
 
 
-@app.command(config=fill)
-def prove(
+@app.command(name=["stress", "prove"], config=fill)
+def stress(
     *,
     config: Path | None = None,
     tokens: int = 20_000,
-    out: Path = Path("runs/proof"),
+    out: Path = Path("runs/stress"),
     real: bool = True,
     seed: int = 0,
     progress: bool = True,
@@ -153,12 +153,13 @@ def prove(
     progress
         Show progress.
     """
-    from cacheprobe.stress.prove import prove as run_proof
+    from cacheprobe.stress.run import run_stress
 
-    figures = run_proof(tokens, out, real=real, seed=seed, progress=progress)
-    verdict = {True: "proven", False: "NOT proven"}[figures["is_proven"]]
-    print(f"{verdict}: {figures['differences']} differences in {figures['compared_tokens']} compared tokens")
-    return 0 if figures["is_proven"] or (not real and not figures["differences"]) else 1
+    figures = run_stress(tokens, out, real=real, seed=seed, progress=progress)
+    count = figures["differences"]
+    said = "no difference" if not count else "1 difference" if count == 1 else f"{count} differences"
+    print(f"{said} in {figures['compared_tokens']} compared tokens; negative control: {figures['negative_control']}")
+    return 0 if figures["has_passed"] or (not real and not figures["differences"]) else 1
 
 
 def _has_reader_gone() -> bool:

@@ -49,7 +49,7 @@ def hypotheses(
     site
         Only readings of these sites: S, T, C, or thought.
     status
-        Only rows of these statuses: committed, candidate, rolled_back or given_up. By default the last two are left
+        Only rows of these statuses: committed, superseded, rolled_back or given_up. By default the last two are left
         out.
     lens
         Only readings of these lenses, by name.

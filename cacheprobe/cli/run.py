@@ -93,11 +93,11 @@ def _checked(model: ModelFlags, prompts: PromptFlags, settings: RunFlags) -> "tu
     from cacheprobe.core.registry import make
     from cacheprobe.core.values import require_encodable
     from cacheprobe.drafters.early_exit import EarlyExit
-    from cacheprobe.engine.shapes import settle_shapes
+    from cacheprobe.engine.shapes import choose_shapes
     from cacheprobe.models.known import num_layers
 
     SamplingParams(seed=settings.seed, max_new_tokens=settings.max_new_tokens, n=prompts.n)
-    settle_shapes(None, settings.drafter is not None, {name: getattr(settings, name) for name in SHAPES})
+    choose_shapes(None, settings.drafter is not None, {name: getattr(settings, name) for name in SHAPES})
     for text in prompts.prompt:
         require_encodable("--prompt", text)
     read: list[object] = list(prompts.prompt)

@@ -43,7 +43,7 @@ class EngineOptions(TypedDict, total=False):
     layers: "str | int | Iterable[int]"
     """Layers to keep states of: "all", a number or a list. Not together with those of a CaptureConfig."""
     path: str
-    """"twin" (fast forward), "bridge" (TransformerLens), or "auto": the fast forward unless an intervention edits
+    """"fast" (fast forward), "bridge" (TransformerLens), or "auto": the fast forward unless an intervention edits
     states."""
 
 
@@ -185,7 +185,7 @@ class CaptureConfig:
         return tuple(site for site in SITES if site in (self.sites or ""))
 
     @property
-    def keeps_rows(self) -> bool:
+    def keeps_kv(self) -> bool:
         """Whether states, head activations or lens readings are kept beside the tokens."""
         return bool(self.sites or self.heads)
 

@@ -25,8 +25,7 @@ def uniform_noise(seed: int, position: int, width: int, stream: int = CHOICE_STR
     """Returns [v] numbers strictly between 0 and 1 for one request at one absolute position.
 
     Philox is counter-based: the seed is its key, position and stream are words of its counter, so no two (seed,
-    position,
-    stream) share a number. Raw words are used because they are all that NumPy keeps stable between versions.
+    position, stream) share a number. Raw words are used because they are all that NumPy keeps stable between versions.
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
     words = np.random.Philox(key=seed % 2**128, counter=[0, position, stream, 0]).random_raw(width)

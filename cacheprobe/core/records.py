@@ -14,15 +14,14 @@ PHASES = ("prefill", "decode", "verify")
 """Kinds of forward pass."""
 ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back", "given_up")
 """How a token came to its position."""
-STATUSES = ("committed", "candidate", "rolled_back", "given_up")
+STATUSES = ("committed", "superseded", "rolled_back", "given_up")
 FED_A_DRAFT_IN_VAIN = ("rolled_back", "given_up")
 """Statuses of rows whose input was a draft token that was never committed: rejected, behind a rejected one, or given up
 without a verdict."""
 VERDICTS = ("accepted", "rejected", "never_judged")
 """Verdicts on a drafted token.
 accepted: the verifier chose it.  rejected: the verifier chose another token.  never_judged: it followed a rejected
-token,
-or its draft was given up (the request was preempted or cancelled, or a pass failed)."""
+token, or its draft was given up (the request was preempted or cancelled, or a pass failed)."""
 PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited")
 
 
@@ -48,15 +47,13 @@ class Request:
     """KVSnapshot of the prompt's first tokens. Generation continues from it, so those tokens are not computed again."""
     own_fingerprint: bool = False
     """Must be True for a deterministic request with `cached`. Such a request is comparable only with requests that
-    start from the
-    same snapshot."""
-    keep_rows: bool = False
-    """Whether to copy the cache rows of the request when it ends, for `cp.analysis.cache_rows` and `fork`. The copy
-    stays in
-    memory with the trace."""
+    start from the same snapshot."""
+    keep_kv: bool = False
+    """Whether to copy the cache rows of the request when it ends, for `cp.analysis.kv_snapshot` and `fork`. The copy
+    stays in memory with the trace."""
 
     def __post_init__(self) -> None:
-        for name in ("is_deterministic", "own_fingerprint", "keep_rows"):
+        for name in ("is_deterministic", "own_fingerprint", "keep_kv"):
             object.__setattr__(self, name, flag(name, getattr(self, name)))
         object.__setattr__(self, "arrival_step", whole_number("arrival_step", self.arrival_step))
         if self.arrival_step < 0:

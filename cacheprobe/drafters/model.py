@@ -86,14 +86,14 @@ class DraftModel:
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         """Returns up to `length` draft tokens for each request."""
         proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
-        growing = [state for state in states if self._room(state) > 0]
-        while growing:
-            texts = {state: [*state.token_ids, *state.draft, *proposals[state]] for state in growing}
+        drafting = [state for state in states if self._room(state) > 0]
+        while drafting:
+            texts = {state: [*state.token_ids, *state.draft, *proposals[state]] for state in drafting}
             for state, logits in self._reader.next_logits(texts).items():
                 proposals[state].append(context.choose(state, logits, tuple(proposals[state])))
-            growing = [
+            drafting = [
                 state
-                for state in growing
+                for state in drafting
                 if len(proposals[state]) < self._room(state)
                 and not state.stop_rule.ends([*state.generated, *state.draft, *proposals[state]])
             ]
@@ -132,7 +132,7 @@ class _Reader:
             fed = self.fed[state].token_ids
             del fed[min(_num_shared(fed, text), len(text) - 1) :]
         # by their rows, so that a full batch is one contiguous view of the cache
-        waiting = sorted(texts, key=lambda state: self.fed[state].row)
+        waiting = sorted(texts, key=lambda state: self.fed[state].cache_row)
         logits: dict[SequenceState, Tensor] = {}
         while waiting:
             logits |= self._feed({state: texts[state] for state in waiting})
@@ -149,7 +149,7 @@ class _Reader:
         width = max(len(part) for part in parts)
         token_ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts])
         slots = sorted({len(part) - 1 for part in parts})
-        out = self.model.forward(token_ids, self.cache, [one.row for one in fed], starts, logit_slots=slots)
+        out = self.model.forward(token_ids, self.cache, [one.cache_row for one in fed], starts, logit_slots=slots)
         if not bool(out.max(-1).values.isfinite().all()):
             raise ValueError(f"the draft model {self.model.name} gives NaN or infinite logits; load it in float32")
         for one, part in zip(fed, parts, strict=True):
@@ -164,10 +164,10 @@ class _Reader:
         """Gives every text a cache row, and enlarges the cache to hold the longest text and its pads."""
         for state in texts:
             if state not in self.fed:
-                taken = {one.row for one in self.fed.values()}
+                taken = {one.cache_row for one in self.fed.values()}
                 self.fed[state] = _Fed(min(set(range(len(taken) + 1)) - taken))
         held = self.cache
-        rows = 1 + max(one.row for one in self.fed.values())
+        rows = 1 + max(one.cache_row for one in self.fed.values())
         capacity = max(len(text) for text in texts.values()) + _FEED_WIDTH
         if held is not None and rows <= held.rows and capacity <= held.capacity:
             return
@@ -185,7 +185,7 @@ class _Reader:
 class _Fed:
     """A request's row in the draft model's cache, and the tokens that the row holds."""
 
-    row: int
+    cache_row: int
     token_ids: list[int] = field(default_factory=list)
 
 

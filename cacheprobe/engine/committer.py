@@ -48,7 +48,7 @@ class Committer:
         self._note(state, position, token_id, logits)
         return token_id
 
-    def judge(self, entry: Entry, logits: Tensor) -> Verdict:
+    def verify_draft(self, entry: Entry, logits: Tensor) -> Verdict:
         """Returns the verdict on a draft from the logits [t, v] of its tokens."""
         state, draft, start = entry.state, tuple(entry.state.draft), entry.start + 1
         logits = logits[: len(entry.token_ids)]
@@ -69,7 +69,7 @@ class Committer:
 
     # -- committing
 
-    def settle(self, state: SequenceState, verdict: Verdict) -> None:
+    def apply_verdict(self, state: SequenceState, verdict: Verdict) -> None:
         """Commits the tokens that a verdict accepts, and truncates the cache behind them."""
         last_committed_position, committed = state.last_committed_position, verdict.committed
         self._truncate(state, last_committed_position)
@@ -123,24 +123,26 @@ class Committer:
             self._give_up_draft(state)
         else:
             self.clear_draft(state)
-            self.cache.scrub(state.row, 0)  # NaN may have come with an earlier pass than the one that failed of it
+            self.cache.scrub(
+                state.cache_row, 0
+            )  # NaN may have come with an earlier pass than the one that failed of it
         self._end(state, reason, error)
 
     def clear_draft(self, state: SequenceState) -> None:
         """Removes a request's draft and its uncommitted cache contents after a failed pass."""
         self._give_up_draft(state)
-        self._truncate(state, min(state.last_committed_position, int(self.cache.lengths[state.row])))
+        self._truncate(state, min(state.last_committed_position, int(self.cache.lengths[state.cache_row])))
         self.scrub(state)
 
     def scrub(self, state: SequenceState) -> None:
         """Zeroes the cache behind a request's last token after a failed pass, pads included."""
-        self.cache.scrub(state.row, int(self.cache.lengths[state.row]))
+        self.cache.scrub(state.cache_row, int(self.cache.lengths[state.cache_row]))
 
     def evict(self, state: SequenceState) -> None:
         """Preempts a request: frees its place in the cache, which is later rebuilt by the same schedule."""
         self._give_up_draft(state)
         self._truncate(state, 0)
-        self.cache.release(state.row)
+        self.cache.release(state.cache_row)
         state.preempt()
         self.observer.on_preempt(state.request_id, self.runner.step)
 
@@ -154,13 +156,13 @@ class Committer:
 
     def write_ledger(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
         """Records in the ledger that cache slots start..end-1 of the request hold real tokens."""
-        self.cache.extend(state.row, start, end, provenance)
+        self.cache.extend(state.cache_row, start, end, provenance)
         self.observer.on_ledger(state.request_id, self.runner.step, start, end, provenance)
 
     def _truncate(self, state: SequenceState, length: int) -> None:
-        held = int(self.cache.lengths[state.row])
+        held = int(self.cache.lengths[state.cache_row])
         if held > length:
-            self.cache.truncate(state.row, length)
+            self.cache.truncate(state.cache_row, length)
             self.observer.on_ledger(state.request_id, self.runner.step, length, held, "free")
 
     def report(self, phase: str, states: Sequence[SequenceState], **outcome: tuple) -> None:

@@ -1,4 +1,4 @@
-"""Tries whether a fixed shape gives a token the same bits in every batch row and window slot, before a run relies on
+"""Tries whether a fixed shape gives a token the same bits in every batch index and window slot, before a run relies on
 it.
 
 Decode-verify-rollback needs the same bits for a token in any row of the batch and any slot of the window. Libraries do

@@ -73,8 +73,8 @@ def rounds(
             if admitted := scheduler.admit(engine.runner.step + 1):
                 engine.admit(admitted, scheduler.running)
             piggybacked = scheduler.piggybacked()
-            if growing := [state for state in scheduler.growing() if state not in piggybacked]:
-                for attempt in engine.attempts(growing):
+            if drafting := [state for state in scheduler.drafting() if state not in piggybacked]:
+                for attempt in engine.attempts(drafting):
                     with attempt as some:
                         engine.decode(drafter, some)
             for group in scheduler.ready_groups(piggybacked):

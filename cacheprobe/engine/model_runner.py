@@ -51,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the output of a pass, and the batch row of each entry."""
+    """Holds the output of a pass, and the batch index of each entry."""
 
     out: Tensor
     """What CachedLM.forward returned."""
@@ -106,15 +106,15 @@ class ModelRunner:
         longest = max(len(entry.token_ids) for entry in entries)
         size = len(entries) if batch is None else batch
         is_by_request = batch is not None and self.model.attends_by_request
-        taken = [entry.state.row for entry in entries]
-        rows = place_rows(taken, size, self.cache)
-        if rows is None or longest > width:
+        taken = [entry.state.cache_row for entry in entries]
+        cache_rows = place_rows(taken, size, self.cache)
+        if cache_rows is None or longest > width:
             raise EngineError(
                 f"step {self.step}: {len(entries)} requests of up to {longest} tokens do not fit a {phase} pass of "
                 f"{size} x {width}"
             )
-        index = {row: b for b, row in enumerate(rows)}
-        batch_index = tuple(index[row] for row in taken)
+        index = {cache_row: b for b, cache_row in enumerate(cache_rows)}
+        batch_index = tuple(index[cache_row] for cache_row in taken)
         starts = [0] * size
         token_ids = torch.full((size, width), PAD_TOKEN_ID, dtype=torch.long)
         for b, entry in zip(batch_index, entries, strict=True):
@@ -124,7 +124,7 @@ class ModelRunner:
         states = [entry.state for entry in entries]
         if phase == "verify" and size > len(entries) and num_layers is None:
             feeds = [entry.token_ids for entry in entries]
-            copy = self.watch.place_copy(self.cache, states, feeds, batch_index, rows, starts, token_ids)
+            copy = self.watch.place_copy(self.cache, states, feeds, batch_index, cache_rows, starts, token_ids)
         slots = tuple(_slots(entries, batch_index))
         self.shape = (size, width)
         began = time.perf_counter()
@@ -136,7 +136,13 @@ class ModelRunner:
         span = reach.span if reach else self.cache.capacity if batch is not None else max(starts) + width
 
         forward = partial(
-            self.model.forward, token_ids, self.cache, rows, starts, num_layers=num_layers, logit_slots=logit_slots
+            self.model.forward,
+            token_ids,
+            self.cache,
+            cache_rows,
+            starts,
+            num_layers=num_layers,
+            logit_slots=logit_slots,
         )
         try:
             with self.cache.attending_to(span, reach, copy), self.watch.comparing(copy):
@@ -194,9 +200,9 @@ class ModelRunner:
 
     def _pass_on_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
         """Reports the thoughts whose chunk ended in a real token; thoughts of pads and dummies are dropped."""
-        by_row = {entry.state.row: entry for entry in entries}
+        by_row = {entry.state.cache_row: entry for entry in entries}
         for made in self.cache.take_thoughts():
-            entry = by_row.get(made.row)
+            entry = by_row.get(made.cache_row)
             if is_hidden or entry is None or not entry.start <= made.end < entry.end:
                 continue
             self.observer.on_thought(
@@ -240,7 +246,7 @@ def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | N
     """
     if len(taken) == size:
         return list(taken)
-    spare = next((row for row in range(cache.rows) if cache.is_free(row)), None)
+    spare = next((cache_row for cache_row in range(cache.rows) if cache.is_free(cache_row)), None)
     return None if spare is None or len(taken) > size else [*taken, *[spare] * (size - len(taken))]
 
 

@@ -9,7 +9,7 @@ from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
-from cacheprobe.kvcache.surgery import put_rows
+from cacheprobe.kvcache.surgery import put_snapshot
 
 FREE_PREFILL_WIDTH = 128
 """Token slots at most in the prefill of requests that are never verified; others use the fixed chunk."""
@@ -40,10 +40,10 @@ class Prefill:
         If the request continues a KVSnapshot, the snapshot is copied into the row, and the chunks begin after it.
         """
         request = state.request
-        self.runner.cache.prompt_lengths[state.row] = request.num_prompt_tokens
+        self.runner.cache.prompt_lengths[state.cache_row] = request.num_prompt_tokens
         if request.cached is None or state.num_prefilled:
             return
-        put_rows(request.cached, self.runner.cache, state.row)
+        put_snapshot(request.cached, self.runner.cache, state.cache_row)
         for position, provenance in enumerate(request.cached.provenance):
             self.committer.write_ledger(state, position, position + 1, provenance)
         state.num_prefilled = request.num_cached
@@ -93,7 +93,7 @@ class Prefill:
         length = state.request.num_prompt_tokens
         state.prompt_logits = source.prompt_logits
         token_id = self.committer.choose(state, state.prompt_logits, (), length)
-        self.runner.cache.copy_row(source.row, state.row, length)
+        self.runner.cache.copy_row(source.cache_row, state.cache_row, length)
         self.committer.observer.on_shared_prompt(state.request_id, self.runner.step, source.request_id)
         self.committer.observer.on_ledger(state.request_id, self.runner.step, 0, length, "prefill")
         state.num_prefilled = length

@@ -12,7 +12,7 @@ from cacheprobe.engine.step import Engine
 from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.kvcache.surgery import KVSnapshot, take_rows
+from cacheprobe.kvcache.surgery import KVSnapshot, take_snapshot
 from cacheprobe.models.base import CachedLM
 
 
@@ -25,7 +25,7 @@ def read_rows(
     Engine(ModelRunner(model, cache, observer, editor), config).admit([state], [state])
     if state.error:
         raise EngineError(state.error)
-    return take_rows(cache, state.row, state.request.prompt_token_ids[:-1])
+    return take_snapshot(cache, state.cache_row, state.request.prompt_token_ids[:-1])
 
 
 def run_reference(

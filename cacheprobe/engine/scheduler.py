@@ -50,7 +50,7 @@ class Scheduler:
             self.running.append(state)
             admitted.append(state)
         # in the order of their rows, so that a full batch is one contiguous view of the cache
-        self.running.sort(key=lambda state: state.row)
+        self.running.sort(key=lambda state: state.cache_row)
         return admitted
 
     def to_preempt(self) -> list[SequenceState]:
@@ -79,10 +79,10 @@ class Scheduler:
         finished = [state for state in self.running if state.is_ended]
         for state in finished:
             self.running.remove(state)
-            row = state.row
+            cache_row = state.cache_row
             state.leave_row()
-            if row >= 0:
-                self.cache.release(row)
+            if cache_row >= 0:
+                self.cache.release(cache_row)
         return finished
 
     def _fits(self, state: SequenceState) -> bool:
@@ -97,7 +97,7 @@ class Scheduler:
 
     # -- who does what in this round
 
-    def growing(self) -> list[SequenceState]:
+    def drafting(self) -> list[SequenceState]:
         """Returns the requests of the next decode: all but those that wait for the verifier."""
         return [
             state for state in self.running if state.status is Status.RUNNING and not state.is_ready(self.config.window)
@@ -113,15 +113,15 @@ class Scheduler:
         if self.config.window > 1:
             return []
         num_ready = sum(state.is_ready(1) for state in self.running)
-        return [state for state in self.growing() if not state.is_verified][: -num_ready % self.config.group]
+        return [state for state in self.drafting() if not state.is_verified][: -num_ready % self.config.group]
 
     def ready_groups(self, piggybacked: Sequence[SequenceState] = ()) -> list[list[SequenceState]]:
         """Returns full groups for the verifier; a group with dummies only if no verified request is still drafting."""
         ready = [state for state in self.running if state.is_ready(self.config.window)] + list(piggybacked)
-        ready.sort(key=lambda state: state.row)
+        ready.sort(key=lambda state: state.cache_row)
         size = self.config.group
         groups = [ready[i : i + size] for i in range(0, len(ready), size)]
-        others_coming = any(state.is_verified for state in self.growing())
+        others_coming = any(state.is_verified for state in self.drafting())
         chosen = [group for group in groups if len(group) == size or not others_coming]
         return [self._leaving_a_place(group) for group in chosen]
 

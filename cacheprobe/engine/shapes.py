@@ -11,7 +11,7 @@ UNPADDED_CHUNK, PADDED_CHUNK = 128, 32
 """Prompt tokens of a prefill pass: without pads a longer pass costs nothing, with pads they are a part of it."""
 
 
-def settle_shapes(model: Any, is_drafted: bool, asked: Mapping[str, Any]) -> tuple[EngineConfig, bool]:
+def choose_shapes(model: Any, is_drafted: bool, asked: Mapping[str, Any]) -> tuple[EngineConfig, bool]:
     """Returns the engine's settings with every shape filled in, and whether the group was given or is still to be
     tried.
 

@@ -54,12 +54,16 @@ class Engine:
                 with attempt:
                     self._prefill.rebuild(state)
         fresh = [s for s in states if not s.num_generated]
-        leaders = [s for i, s in enumerate(fresh) if _twin(s, running) is None and _same_prompt(s, fresh[:i]) is None]
+        leaders = [
+            s
+            for i, s in enumerate(fresh)
+            if _with_same_prompt(s, running) is None and _same_prompt(s, fresh[:i]) is None
+        ]
         for is_verified in (True, False):
             if group := [s for s in leaders if s.is_verified == is_verified]:
                 self._read(group)
         for state in [s for s in fresh if s not in leaders]:
-            source = _twin(state, running)
+            source = _with_same_prompt(state, running)
             if source is None:  # the one that should have read the prompt failed, or has already left
                 self._read([state])
                 continue
@@ -138,12 +142,12 @@ class Engine:
         verdicts, piggybacked = [], []
         for entry, b in zip(entries, result.batch_index, strict=True):
             if entry.state.is_verified:
-                verdicts.append((entry.state, self.committer.judge(entry, result.out[b])))
+                verdicts.append((entry.state, self.committer.verify_draft(entry, result.out[b])))
             else:
                 token_id = self.committer.choose(entry.state, result.out[b, 0], (), entry.start + 1)
                 piggybacked.append((entry.state, token_id))
         for state, verdict in verdicts:
-            self.committer.settle(state, verdict)
+            self.committer.apply_verdict(state, verdict)
         committed = []
         for state, token_id in piggybacked:
             self.committer.write_ledger(
@@ -210,7 +214,7 @@ def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> Seque
     return next((o for o in plain if (o.request.prompt_token_ids, o.is_verified) == wanted), None)
 
 
-def _twin(state: SequenceState, running: Sequence[SequenceState]) -> SequenceState | None:
+def _with_same_prompt(state: SequenceState, running: Sequence[SequenceState]) -> SequenceState | None:
     """Returns a running request whose cache holds the same prompt, computed by the same schedule; None if there is
     none."""
     return _same_prompt(

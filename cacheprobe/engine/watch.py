@@ -1,7 +1,7 @@
 """Compares a verify pass with itself while it runs: a free place of the pass computes one request's tokens again.
 
-What no library promises, that a token has the same bits in any batch row and any slot, is tried before a shape is used
-(engine.consistency) and watched here for as long as it is used.
+What no library promises, that a token has the same bits in any batch index and any slot, is tried before a shape is
+used (engine.consistency) and watched here for as long as it is used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ class Difference:
 
     def __str__(self) -> str:
         where = self.operation if self.layer is None else f"{self.operation} of layer {self.layer}"
-        return f"batch rows {self.original} and {self.copy} differ in {where}"
+        return f"batch indices {self.original} and {self.copy} differ in {where}"
 
 
 class Watch:
@@ -77,7 +77,7 @@ class Watch:
         states: Sequence[SequenceState],
         token_ids: Sequence[Sequence[int]],
         batch_index: Sequence[int],
-        rows: list[int],
+        cache_rows: list[int],
         starts: list[int],
         fed: Tensor,
     ) -> Copy | None:
@@ -95,20 +95,20 @@ class Watch:
         i = min(able, key=lambda i: self._times.get(states[i].request_id, 0))
         state, original, width = states[i], batch_index[i], fed.shape[1]
         times = self._times[state.request_id] = self._times.get(state.request_id, 0) + 1
-        start, copy = starts[original], len(rows) - 1
+        start, copy = starts[original], len(cache_rows) - 1
         num_verified = max(start - state.request.num_prompt_tokens, 0) if state.is_verified else 0
         turn = times - (width == 1)  # of a longer window slots first: a short request may be compared only once
         shift = min(turn % (width + 1), start, width if num_verified else width - 1)
         count = min(len(token_ids[i]), width - shift)
         fed[copy, : shift + count] = torch.tensor([*state.token_ids[start - shift : start], *token_ids[i][:count]])
-        rows[copy], starts[copy] = rows[original], start - shift
+        cache_rows[copy], starts[copy] = cache_rows[original], start - shift
         num_again = min(shift, num_verified)
         self._logits_before = self._known_logits(state, start, num_again)
         return Copy(original, copy, shift, count, num_again)
 
     def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
         """Returns logits of up to `num_again` tokens before `start`, from the request's last verify pass."""
-        request_id, first, logits = self._before.get(state.row, (-1, 0, torch.zeros(0)))
+        request_id, first, logits = self._before.get(state.cache_row, (-1, 0, torch.zeros(0)))
         is_its_own = request_id == state.request_id and first < start
         return logits[max(start - num_again - first, 0) : start - first] if is_its_own else None
 
@@ -121,7 +121,7 @@ class Watch:
             self._before.clear()
             kept = [min(kept, key=lambda one: self._times.get(one[0].request_id, 0))]
         for state, b in kept:
-            self._before[state.row] = state.request_id, starts[b], logits[b]
+            self._before[state.cache_row] = state.request_id, starts[b], logits[b]
 
     @contextmanager
     def comparing(self, copy: Copy | None) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.status import ALLOWED, ENDED, FIELDS, OF_FINISH, Status, StatusError
-from cacheprobe.kvcache.surgery import KVSnapshot, take_rows
+from cacheprobe.kvcache.surgery import KVSnapshot, take_snapshot
 from cacheprobe.ops.acceptance import StopRule
 
 
@@ -32,12 +32,12 @@ class SequenceState:
     """Converts token ids to text, for stop strings."""
     status: Status = Status.WAITING
     """What the request does now; only `become` changes it."""
-    row: int = -1
+    cache_row: int = -1
     """Cache row; -1 while the request has none."""
     cache: KVCache | None = field(default=None, repr=False)
     """The cache that holds the row."""
     kept_rows: KVSnapshot | None = field(default=None, repr=False)
-    """Snapshot of the cache row, copied at the end of a request with keep_rows."""
+    """Snapshot of the cache row, copied at the end of a request with keep_kv."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt and committed tokens."""
     draft: list[int] = field(default_factory=list)
@@ -144,7 +144,7 @@ class SequenceState:
     def admit(self, cache: KVCache, order: int = 0) -> None:
         """Gives the request a free row of the cache. order: of its admission among those of the run."""
         self.become(Status.PREFILLING)
-        self.row, self.cache, self.admitted_at = cache.allocate(), cache, order
+        self.cache_row, self.cache, self.admitted_at = cache.allocate(), cache, order
 
     def commit(self, token_ids: tuple[int, ...]) -> None:
         """Appends tokens that can no longer change, and drops the draft. The first ones end the prefill."""
@@ -156,7 +156,7 @@ class SequenceState:
     def preempt(self) -> None:
         """Takes the row away; the caller releases it. The committed tokens stay, and the row is rebuilt from them."""
         self.become(Status.PREEMPTED)
-        self.row, self.cache, self.num_prefilled, self.prompt_logits = -1, None, 0, None
+        self.cache_row, self.cache, self.num_prefilled, self.prompt_logits = -1, None, 0, None
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Ends the request for this reason; with an error if the reason is "error"."""
@@ -171,7 +171,7 @@ class SequenceState:
         """
         status, last = self.status, self.last_committed_position
         held = {
-            "row": self.row >= 0,
+            "cache_row": self.cache_row >= 0,
             "cache": self.cache is not None,
             "prompt_logits": self.prompt_logits is not None,
             "num_prefilled": self.num_prefilled > 0,
@@ -191,7 +191,7 @@ class SequenceState:
             raise StatusError(f"request {self.request_id} is {status.value}, but its finish is {self.finish!r}")
         if status is Status.RUNNING and self.num_prefilled != self.request.num_prompt_tokens:
             raise StatusError(f"request {self.request_id} is running, but its prompt is read to {self.num_prefilled}")
-        num_cached = 0 if self.cache is None else int(self.cache.lengths[self.row])
+        num_cached = 0 if self.cache is None else int(self.cache.lengths[self.cache_row])
         if not (last if status is Status.RUNNING else 0) <= num_cached <= len(self.token_ids) + len(self.draft):
             raise StatusError(
                 f"request {self.request_id} is {status.value} and has {num_cached} tokens in the cache, "
@@ -204,18 +204,18 @@ class SequenceState:
 
         Raises: ValueError if the request holds no complete cache row: it waits, was preempted, has failed or has ended.
         """
-        held = 0 if self.cache is None or self.status is Status.FAILED else int(self.cache.lengths[self.row])
+        held = 0 if self.cache is None or self.status is Status.FAILED else int(self.cache.lengths[self.cache_row])
         if self.cache is None or not 1 <= self.last_committed_position <= held:
             raise ValueError(
                 f"request {self.request_id} holds {held} cache rows now, of {self.last_committed_position}: {self!r}"
             )
-        return take_rows(self.cache, self.row, self.token_ids[: self.last_committed_position])
+        return take_snapshot(self.cache, self.cache_row, self.token_ids[: self.last_committed_position])
 
     def leave_row(self) -> None:
-        """Gives up the cache row at the end of the request, after a snapshot if the request has keep_rows."""
-        if self.request.keep_rows and self.row >= 0 and self.status is not Status.FAILED and self.num_generated:
+        """Gives up the cache row at the end of the request, after a snapshot if the request has keep_kv."""
+        if self.request.keep_kv and self.cache_row >= 0 and self.status is not Status.FAILED and self.num_generated:
             self.kept_rows = self.snapshot()
-        self.row, self.cache, self.prompt_logits = -1, None, None
+        self.cache_row, self.cache, self.prompt_logits = -1, None, None
 
     def drop_draft(self) -> None:
         """Drops the draft tokens without verification."""

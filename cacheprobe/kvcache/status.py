@@ -46,7 +46,7 @@ _ADMITTED = frozenset({Status.PREFILLING, Status.RUNNING})
 _NONE: frozenset[Status] = frozenset()
 
 FIELDS: dict[str, tuple[frozenset[Status], frozenset[Status]]] = {
-    "row": (_ADMITTED, _ADMITTED | ENDED),
+    "cache_row": (_ADMITTED, _ADMITTED | ENDED),
     "cache": (_ADMITTED, _ADMITTED | ENDED),
     "prompt_logits": (_NONE, _ADMITTED | ENDED),
     "num_prefilled": (frozenset({Status.RUNNING}), _ADMITTED | ENDED),

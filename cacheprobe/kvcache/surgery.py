@@ -173,53 +173,54 @@ class KVSnapshot:
         return replace(self, keys=tuple(held["K"]), values=tuple(held["V"]), provenance=_marked(self.provenance, where))
 
 
-def take_rows(cache: KVCache, row: int, token_ids: Iterable[int]) -> KVSnapshot:
+def take_snapshot(cache: KVCache, cache_row: int, token_ids: Iterable[int]) -> KVSnapshot:
     """Returns a snapshot of a cache row's first positions, those of these tokens.
 
     Raises: ValueError for more tokens than are cached, and for a cache that holds more than keys and values.
     """
     token_ids = tuple(token_ids)
     require_plain(cache)
-    if not 1 <= len(token_ids) <= int(cache.lengths[row]):
-        raise ValueError(f"cache row {row} holds {int(cache.lengths[row])} positions, not {len(token_ids)}")
+    if not 1 <= len(token_ids) <= int(cache.lengths[cache_row]):
+        raise ValueError(f"cache row {cache_row} holds {int(cache.lengths[cache_row])} positions, not {len(token_ids)}")
     keys, values = (
-        tuple(held[row, :, : len(token_ids)].clone() for held in part) for part in (cache.keys, cache.values)
+        tuple(held[cache_row, :, : len(token_ids)].clone() for held in part) for part in (cache.keys, cache.values)
     )
-    hidden = frozenset(cache.hidden[row, : len(token_ids)].nonzero().flatten().tolist())
-    parts = cache.head_masks.of(row, len(token_ids))
-    return KVSnapshot(token_ids, keys, values, tuple(cache.ledger.names(row, len(token_ids))), hidden, parts)
+    hidden = frozenset(cache.hidden[cache_row, : len(token_ids)].nonzero().flatten().tolist())
+    parts = cache.head_masks.of(cache_row, len(token_ids))
+    return KVSnapshot(token_ids, keys, values, tuple(cache.ledger.names(cache_row, len(token_ids))), hidden, parts)
 
 
-def put_rows(rows: KVSnapshot, cache: KVCache, row: int) -> None:
+def put_snapshot(snapshot: KVSnapshot, cache: KVCache, cache_row: int) -> None:
     """Writes keys, values and hidden places into a cache row; the caller sets the length and the ledger.
 
     Raises: ValueError if the cache has other shapes or another dtype.
     """
-    require_fit(rows, cache)
-    for ours, theirs in ((rows.keys, cache.keys), (rows.values, cache.values)):
+    require_fit(snapshot, cache)
+    for ours, theirs in ((snapshot.keys, cache.keys), (snapshot.values, cache.values)):
         for source, target in zip(ours, theirs, strict=True):
-            target[row, :, : len(rows)] = source
-    cache.hidden[row] = False
-    cache.hidden[row, sorted(rows.hidden)] = True
-    cache.head_masks.put(row, rows.head_masks, [held.shape[0] for held in rows.keys])
+            target[cache_row, :, : len(snapshot)] = source
+    cache.hidden[cache_row] = False
+    cache.hidden[cache_row, sorted(snapshot.hidden)] = True
+    cache.head_masks.put(cache_row, snapshot.head_masks, [held.shape[0] for held in snapshot.keys])
 
 
-def require_fit(rows: KVSnapshot, cache: KVCache) -> None:
+def require_fit(snapshot: KVSnapshot, cache: KVCache) -> None:
     """Raises: ValueError unless the cache has these shapes and this dtype, and every number of the snapshot is
     finite."""
     require_plain(cache)
-    for name, part in (("keys", rows.keys), ("values", rows.values)):
+    for name, part in (("keys", snapshot.keys), ("values", snapshot.values)):
         if bad := [layer for layer, held in enumerate(part) if not bool(torch.isfinite(held).all())]:
             raise ValueError(
                 f"the rows' {name} of layer {bad[0]} hold NaN or infinity, which poisons attention even where they are "
                 "masked; change rows with edited(), which refuses that, or take them anew"
             )
-    ours = [(held.dtype, held.shape[0], held.shape[2]) for held in (*rows.keys, *rows.values)]
+    ours = [(held.dtype, held.shape[0], held.shape[2]) for held in (*snapshot.keys, *snapshot.values)]
     theirs = [(held.dtype, held.shape[1], held.shape[3]) for held in (*cache.keys, *cache.values)]
     if ours != theirs:
         raise ValueError(
-            f"cache rows of {len(rows.keys)} layers, {ours[0][1]} x {ours[0][2]} in {ours[0][0]}, do not fit a model "
-            f"of {len(cache.keys)} layers, {theirs[0][1]} x {theirs[0][2]} in {theirs[0][0]}; take them from this model"
+            f"cache rows of {len(snapshot.keys)} layers, {ours[0][1]} x {ours[0][2]} in {ours[0][0]}, do not fit a "
+            f"model of {len(cache.keys)} layers, {theirs[0][1]} x {theirs[0][2]} in {theirs[0][0]}; take them from "
+            "this model"
         )
 
 
@@ -261,7 +262,7 @@ def _require_alike(a: KVSnapshot, b: KVSnapshot) -> None:
             f"rows of {len(a)} and {len(b)} positions: the same position does not mean the same in both; cut() the "
             "longer one, or use texts of one length"
         )
-    shapes = [[(held.shape, held.dtype) for held in (*rows.keys, *rows.values)] for rows in (a, b)]
+    shapes = [[(held.shape, held.dtype) for held in (*snapshot.keys, *snapshot.values)] for snapshot in (a, b)]
     if shapes[0] != shapes[1]:
         ours, theirs = (f"{len(one) // 2} layers, {list(one[0][0])} in {one[0][1]}" for one in shapes)
         raise ValueError(

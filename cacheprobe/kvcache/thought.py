@@ -9,7 +9,7 @@ from torch import Tensor
 class RowThought:
     """A thought that a forward wrote for one cache row (one sequence)."""
 
-    row: int
+    cache_row: int
     end: int
     """Absolute position of the last token of the chunk that the thought was computed from."""
     token_ids: tuple[int, ...]

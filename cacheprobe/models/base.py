@@ -50,7 +50,7 @@ class CachedLM(Protocol):
         """Checks that the model supports a run with this verify window. Raises: ModelError if not."""
         ...
 
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """Returns an empty KVCache with this model's shapes: `rows` sequences of at most `capacity` tokens."""
         ...
 
@@ -58,7 +58,7 @@ class CachedLM(Protocol):
         self,
         token_ids: Tensor,
         cache: KVCache,
-        rows: Sequence[int],
+        cache_rows: Sequence[int],
         starts: Sequence[int],
         *,
         num_layers: int | None = None,

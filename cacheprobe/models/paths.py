@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
     from cacheprobe.models.fast.hooked_hf import HookedHF
     from cacheprobe.models.hf.bridge import BridgeLM
 
-PATHS = ("auto", "bridge", "twin")
+PATHS = ("auto", "bridge", "fast")
 _PARITY = 1e-4
 """In float32, relative to the largest value: reordered sums differ by about 1e-6, a wrong mask or site by more than
 .1."""
@@ -30,7 +30,7 @@ class Trial:
     """The result of testing the fast forward; valid as long as weights, config and settings stay the same."""
 
     state: object
-    twin: "HookedHF | None"
+    fast: "HookedHF | None"
     reason: str
     heads: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Why the fast forward cannot record these head sites, "" if it can; filled at the first request for each set of
@@ -41,33 +41,34 @@ class Trial:
 def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) -> tuple[CachedLM, str]:
     """Returns the model to run on and, in one line, the reason.
 
-    path: "auto" takes the fast forward (named "twin" here) if the user set no hook on the bridge and both forwards
-    agreed on a short text; "bridge" takes the bridge; "twin" raises if the fast forward cannot be used. A CachedLM
+    path: "auto" takes the fast forward if the user set no hook on the bridge and both forwards
+    agreed on a short text; "bridge" takes the bridge; "fast" raises if the fast forward cannot be used. A CachedLM
     other than a BridgeLM is returned unchanged.
     heads: sites of attention heads that will be captured; if the fast forward does not have them, the bridge is taken.
     The fast forward is built when first chosen, kept on the BridgeLM, and tested again after every edit of the weights.
-    Raises: ValueError for an unknown path; ModelError with the reason if path="twin" is impossible.
+    Raises: ValueError for an unknown path; ModelError with the reason if path="fast" is impossible.
     """
     if path not in PATHS:
-        raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}")
+        hint = "; 'twin' is named 'fast' now" if path == "twin" else ""
+        raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}{hint}")
     if not _is_bridge(model):
         return model, f"{type(model).__name__}: as given"
     if path == "bridge":
         return model, "bridge: as asked"
     hook = next(user_hooks(model.bridge), None)
     if PATTERN in heads:
-        twin, reason = None, "attention patterns are asked for, and only the bridge has a hook on them"
+        fast, reason = None, "attention patterns are asked for, and only the bridge has a hook on them"
     elif hook is not None:
-        twin, reason = None, f"{hook} may edit the model, and acts on the bridge alone"
+        fast, reason = None, f"{hook} may edit the model, and acts on the bridge alone"
     else:
-        trial = _tried_twin(model)
-        twin, reason = trial.twin, trial.reason
-        if twin is not None and heads and (refusal := _refusal_of_heads(model, trial, tuple(heads))):
-            twin, reason = None, refusal
-    if twin is not None:
-        return cast(CachedLM, twin), f"twin: {reason}"
-    if path == "twin":
-        raise ModelError(f"{model.name} cannot run on its twin: {reason}; use path='auto' or 'bridge'")
+        trial = _tried_fast(model)
+        fast, reason = trial.fast, trial.reason
+        if fast is not None and heads and (refusal := _refusal_of_heads(model, trial, tuple(heads))):
+            fast, reason = None, refusal
+    if fast is not None:
+        return cast(CachedLM, fast), f"fast: {reason}"
+    if path == "fast":
+        raise ModelError(f"{model.name} cannot run on its fast forward: {reason}; use path='auto' or 'bridge'")
     return model, f"bridge: {reason}"
 
 
@@ -97,31 +98,31 @@ def _is_of(function: object, *libraries: str) -> bool:
     return home.split(".")[0] in libraries
 
 
-def _tried_twin(model: "BridgeLM") -> Trial:
+def _tried_fast(model: "BridgeLM") -> Trial:
     """Returns the last trial if nothing changed since then, else a new one."""
     original, checksum = model.bridge.original_model, model.weights_checksum
     state = id(original), str(original.config), checksum, numeric_settings()
-    trial = model.twin_trial
+    trial = model.fast_trial
     if not isinstance(trial, Trial) or trial.state != state:
-        trial = model.twin_trial = Trial(state, *_try_twin(model, checksum != model.checksum_at_load))
+        trial = model.fast_trial = Trial(state, *_try_fast(model, checksum != model.checksum_at_load))
     return trial
 
 
-def _try_twin(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str]":
+def _try_fast(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str]":
     from cacheprobe.models.fast.hooked_hf import HookedHF
 
     try:
-        twin = HookedHF(model)
-        if is_edited and (apart := twin.weights.kept_apart()):
+        fast = HookedHF(model)
+        if is_edited and (apart := fast.weights.kept_apart()):
             return None, f"weights were edited, and the bridge keeps copies of some, such as {apart[0]}"
-        return _compared(model, twin)
+        return _compared(model, fast)
     except ModelError as refusal:
         return None, str(refusal)
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
         return None, f"the plain model does not run on our cache ({type(error).__name__}: {error!s:.120})"
 
 
-def _compared(model: "BridgeLM", twin: "HookedHF") -> "tuple[HookedHF | None, str]":
+def _compared(model: "BridgeLM", fast: "HookedHF") -> "tuple[HookedHF | None, str]":
     """Compares the fast forward with the bridge on one short text, fed in parts: logits and sites S, T and C.
 
     Returns (the fast forward, or None if they differ; a sentence with the result).
@@ -130,20 +131,20 @@ def _compared(model: "BridgeLM", twin: "HookedHF") -> "tuple[HookedHF | None, st
     """
     from cacheprobe.models.checks import probe_ids
 
-    far, limit, found = _distances(model, twin, SITES)
+    far, limit, found = _distances(model, fast, SITES)
     # not "> limit": a NaN is no agreement
     if wrong := [what for what, distance in far.items() if not distance <= limit]:
         return None, f"{wrong[0]} of the plain model are {found.format(far[wrong[0]])} away from the bridge's"
     worst = found.format(max(far.values()))
-    return twin, f"no hook is set, and on {probe_ids(model).shape[1]} tokens it was within {worst} of the bridge"
+    return fast, f"no hook is set, and on {probe_ids(model).shape[1]} tokens it was within {worst} of the bridge"
 
 
 def _refusal_of_heads(model: "BridgeLM", trial: Trial, heads: tuple[str, ...]) -> str:
     """Returns why the fast forward cannot record these head sites, "" if it can; compares each set of sites once."""
-    assert trial.twin is not None
+    assert trial.fast is not None
     if heads not in trial.heads:
         try:
-            far, limit, found = _distances(model, trial.twin, heads)
+            far, limit, found = _distances(model, trial.fast, heads)
             wrong = [what for what, distance in far.items() if not distance <= limit]
             said = [f"{what} of the plain model is {found.format(far[what])} away from the bridge's" for what in wrong]
             trial.heads[heads] = said[0] if said else ""
@@ -152,13 +153,13 @@ def _refusal_of_heads(model: "BridgeLM", trial: Trial, heads: tuple[str, ...]) -
     return trial.heads[heads]
 
 
-def _distances(model: "BridgeLM", twin: "HookedHF", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
+def _distances(model: "BridgeLM", fast: "HookedHF", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
     """Returns how far the two forwards differ on one short text, fed in parts; the allowed distance; and a format for
     messages."""
     from cacheprobe.models.checks import LEAST_COSINE, cosine, probe_ids
 
     token_ids = probe_ids(model)
-    theirs, ours = _observed(model, token_ids, sites), _observed(cast(CachedLM, twin), token_ids, sites)
+    theirs, ours = _observed(model, token_ids, sites), _observed(cast(CachedLM, fast), token_ids, sites)
     if product_dtype(model.dtype) in (torch.float32, torch.float64):
         far = {what: _relative_distance(ours[what], value) for what, value in theirs.items()}
         limit, found = _PARITY, "{:.0e} of the largest value"

@@ -44,7 +44,7 @@ def activation(
     site: S, T, C, or "pre", the residual stream that enters the block.  heads: at site T, one head at a time.
     answer: the clean answer and the other one; by default the first choices of the two runs.
     options, the keywords of GridOptions: layers and positions of the grid, None for all; store, a folder for finished
-    cells, from which the same call resumes; path, "twin", "bridge" or "auto", as in `cp.run`; progress.
+    cells, from which the same call resumes; path, "fast", "bridge" or "auto", as in `cp.run`; progress.
     Returns a Grid; its table has layer, position, head (if requested), token, logit_difference, nld, flip,
     logprob_nats.
     Raises: ValueError for prompts of different length, for equal prompts, for a site, layer or position that does not

@@ -25,7 +25,7 @@ class GridOptions(TypedDict, total=False):
     store: "str | Path | None"
     """A folder for finished cells; the same call resumes from there."""
     path: str
-    """"twin", "bridge" or "auto", as in `cp.run`."""
+    """"fast", "bridge" or "auto", as in `cp.run`."""
     progress: bool
     """Whether a bar is shown on a terminal."""
 

@@ -17,8 +17,7 @@ def attribution(table: pd.DataFrame) -> go.Figure:
     """Returns a figure of one logit's parts: bars by layer for T, C and parts without a layer, and a map of the heads.
 
     table: from `cp.analysis.attribution`, of one row and one token. With two tokens, the figure shows the first one's
-    logit
-    minus the second's. The bars sum to the logit; a layer's heads sum to its T, if T has no bias.
+    logit minus the second's. The bars sum to the logit; a layer's heads sum to its T, if T has no bias.
     Raises: ValueError for an empty table, and for more tokens or rows.
     """
     parts, what = _one_or_two(table)

@@ -21,8 +21,7 @@ def carried_figure(table: pd.DataFrame) -> go.Figure:
     """Returns the mean normalised logit difference by layer, a panel for each place and a line for each treatment.
 
     table: from `cacheprobe_analyses.coin_state_patch`: place, layer, treatment, n, nld, flips. 0 is the unchanged
-    answer, 1
-    the answer of the question whose state was patched in.
+    answer, 1 the answer of the question whose state was patched in.
     Raises: ValueError for an empty table.
     """
     if table.empty:

@@ -9,7 +9,7 @@ from cacheprobe.plots.text import markup
 _GREY = "#7b858f"
 _TREATMENTS = {  # colour, texture
     "swapped": (STATUS_STYLES["committed"]["color"], ""),
-    "masked": (STATUS_STYLES["candidate"]["color"], "/"),
+    "masked": (STATUS_STYLES["superseded"]["color"], "/"),
     "other names": (_GREY, "x"),
     "noise": (STATUS_STYLES["rolled_back"]["color"], "."),
     "own again": ("#2b6cb0", "-"),

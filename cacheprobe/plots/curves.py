@@ -18,7 +18,7 @@ _LINES = (
     ("accepted", "committed_first", "draft accepted", "committed", "solid"),
     ("rejected", "committed_first", "draft rejected: the committed token", "rolled_back", "solid"),
     ("rejected", "drafted_first", "draft rejected: the drafted token", "rolled_back", "dot"),
-    (NOT_DRAFTED, "committed_first", "nothing drafted", "candidate", "dash"),
+    (NOT_DRAFTED, "committed_first", "nothing drafted", "superseded", "dash"),
 )
 """Verdict, column, name, style and dash of each line of `draft_verdicts`."""
 
@@ -27,9 +27,8 @@ def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
     """Returns, by layer, the share of readings whose most likely token is the committed or the drafted one.
 
     One line for positions whose draft was accepted, two for those whose draft was rejected (the committed token, and
-    the
-    drafted one), and one for positions without a draft. Readings of the draft pass and of the verify pass count alike.
-    Drafts that were never judged are left out.
+    the drafted one), and one for positions without a draft. Readings of the draft pass and of the verify pass count
+    alike. Drafts that were never judged are left out.
     hypotheses: from `Trace.hypotheses`; lines of thoughts are left out.
     Raises: ValueError if no reading has a committed token.
     """
@@ -66,28 +65,26 @@ def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
 _BOXES = {
     "draft rejected, draft pass": "rolled_back",
     "draft accepted, draft pass": "committed",
-    "nothing drafted": "candidate",
+    "nothing drafted": "superseded",
     "draft rejected, verify pass": "rolled_back",
     "draft accepted, verify pass": "committed",
 }
 """Groups of `prediction_depth_figure` and their styles; the last is drawn on top."""
 
 
-def prediction_depth_figure(settling: pd.DataFrame) -> go.Figure:
+def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
     """Returns box plots of each row's prediction depth, by verdict and pass.
 
     The prediction depth is the first layer from which the most likely token stays that of the last layer.
-    settling: from `cp.analysis.prediction_depth`. Rows of a draft pass have boxes of their own: a drafter may stop at
-    an
+    depths: from `cp.analysis.prediction_depth`. Rows of a draft pass have boxes of their own: a drafter may stop at an
     early layer, which limits the depth. Left out are drafts that were never judged, and rows whose input was a draft
-    token
-    that was never committed.
+    token that was never committed.
     Raises: ValueError for a table without any other row.
     """
-    known = settling[~settling.status.isin(FED_A_DRAFT_IN_VAIN) & (settling.verdict != "never_judged").fillna(True)]
+    known = depths[~depths.status.isin(FED_A_DRAFT_IN_VAIN) & (depths.verdict != "never_judged").fillna(True)]
     if known.empty:
         raise ValueError(
-            "the settling table is empty, or every row was fed a draft in vain; a run that reads Z fills it"
+            "the table of prediction depths is empty, or every row was fed a draft in vain; a run that reads Z fills it"
         )
     pairs = zip(known.verdict, known.phase, strict=True)
     names = [_box_name(None if pd.isna(verdict) else verdict, phase) for verdict, phase in pairs]
@@ -113,7 +110,7 @@ def prediction_depth_figure(settling: pd.DataFrame) -> go.Figure:
         )
     height = 100 + 74 * len(figure.data)
     figure.update_layout(
-        template=layout_template(), title=_settling_finding(known, group), height=height, margin=_NARROW, dragmode=False
+        template=layout_template(), title=_depth_finding(known, group), height=height, margin=_NARROW, dragmode=False
     )
     figure.update_xaxes(title="prediction depth (layer)", **layer_ticks(known.prediction_depth))
     return figure
@@ -123,14 +120,14 @@ def _box_name(verdict: str | None, phase: str) -> str:
     return f"draft {verdict}, {'draft' if phase == 'decode' else 'verify'} pass" if verdict else "nothing drafted"
 
 
-def _settling_finding(settling: pd.DataFrame, group: pd.Series) -> str:
+def _depth_finding(depths: pd.DataFrame, group: pd.Series) -> str:
     said = []
     for name, words in (
         ("draft accepted, verify pass", "accepted drafts"),
         ("draft rejected, verify pass", "rejected drafts"),
         ("nothing drafted", "positions without a draft"),
     ):
-        rows = settling[group == name]
+        rows = depths[group == name]
         if not rows.empty:
             said.append(f"{words} at layer {rows.prediction_depth.median():g}")
     return f"Median prediction depth: {', '.join(said)}" if said else "Prediction depth"

@@ -48,13 +48,12 @@ def lens_grid(
     """Returns a layer x position map of one request's lens readings Z.
 
     hypotheses: from `Trace.hypotheses`.  colour: log-probability of the committed token, the layer's entropy (both in
-    nats), or the committed token's rank (0 is first).  include: the canonical rows, or also candidates' and rolled-back
+    nats), or the committed token's rank (0 is first).  include: the canonical rows, or also superseded and rolled-back
     rows, each as a column of its own.  positions: of input tokens; all by default.
     A cell names the layer's most likely token, outlined in green if it is the committed token. The reading at position
-    p
-    predicts the token at p + 1. Below each column: p, the input token, → the token committed at p + 1.
-    layout.meta lists the rows, positions and layers of the cells. Cells of rows whose input was a rejected or given-up
-    token are grey, unless the colour is the entropy: no committed token can be compared with them.
+    p predicts the token at p + 1. Below each column: p, the input token, → the token committed at p + 1. layout.meta
+    lists the rows, positions and layers of the cells. Cells of rows whose input was a rejected or given-up token are
+    grey, unless the colour is the entropy: no committed token can be compared with them.
     Raises: ValueError if no reading is selected.  Source: logit lens (nostalgebraist 2020).
     """
     rows = select(hypotheses, request_id, include, positions)

@@ -15,9 +15,9 @@ Include = Literal["committed", "all"]
 
 TOKEN_COLUMNS = 6
 """Width of a token in a cell or below a column."""
-SIGNS = {"committed": "", "candidate": "◇ ", "rolled_back": "✗ ", "given_up": "⊘ "}
+SIGNS = {"committed": "", "superseded": "◇ ", "rolled_back": "✗ ", "given_up": "⊘ "}
 MARKS = {
-    "candidate": "◇ computed again by the verifier",
+    "superseded": "◇ computed again by the verifier",
     "rolled_back": "✗ fed a rejected token",
     "given_up": "⊘ fed a draft that was given up",
 }
@@ -145,7 +145,7 @@ def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns one line for each column of the picture: by position, the canonical row first, then in order of
     computation.
     """
-    order = rows.status.map({"committed": 0, "candidate": 1, "rolled_back": 2, "given_up": 2})
+    order = rows.status.map({"committed": 0, "superseded": 1, "rolled_back": 2, "given_up": 2})
     columns = rows.assign(order=order).drop_duplicates("row").sort_values(["position", "order", "step", "row"])
     return columns.reset_index(drop=True)
 

@@ -44,8 +44,7 @@ def patching_grid(
     grid: a result of `cp.patching`, or its table, which may come from a file.  value: a column; by default nld or
     effect.
     head: one head of a grid by heads; by default the mean over heads. Samples of causal tracing are averaged too. A
-    cell is
-    marked if the answer changed in more than half of the values that it averages.
+    cell is marked if the answer changed in more than half of the values that it averages.
     Raises: ValueError for an unknown column or head, and for an empty table.
     """
     table, own = (grid, "") if isinstance(grid, pd.DataFrame) else (grid.table, str(grid.meta["value"]))

@@ -21,8 +21,7 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
     """Returns held-out accuracy by layer, a panel for each place and a line for each site, with 95 % intervals.
 
     table: from `cacheprobe.probes.ProbeResult`. Grey lines are baselines without the trained states: the untrained
-    model (of
-    the first site), the word embeddings, and the most common class.
+    model (of the first site), the word embeddings, and the most common class.
     Raises: ValueError for an empty table.
     """
     if table.empty:

@@ -8,7 +8,7 @@ from cacheprobe.plots.intervals import error_bars, interval_texts
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layout_template
 
 _LABELS = {
-    "parity": (STATUS_STYLES["candidate"], "parity"),
+    "parity": (STATUS_STYLES["superseded"], "parity"),
     "halves": (STATUS_STYLES["rolled_back"], "other halves of the states"),
     "state": (STATUS_STYLES["committed"], "state"),
 }
@@ -20,8 +20,7 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
 
     Each kind of pair has a panel.
     probes: label, layer, place, accuracy, low, high, majority, of one model; its largest place is drawn. Lines of the
-    label
-    "halves", if any, are means with the worst and the best of several probes.
+    label "halves", if any, are means with the worst and the best of several probes.
     patches: kind ("same" or "other": the parity of the action in which two texts differ), layer, position, nld; may be
     empty.
     Raises: ValueError for an empty table of probes.

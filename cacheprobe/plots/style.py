@@ -30,7 +30,7 @@ _DARK = {
 
 STATUS_STYLES = {
     "committed": {"color": "#2f9e4f", "dash": "solid", "symbol": "circle"},
-    "candidate": {"color": "#c58f00", "dash": "dash", "symbol": "diamond"},
+    "superseded": {"color": "#c58f00", "dash": "dash", "symbol": "diamond"},
     "rolled_back": {"color": "#d9483b", "dash": "dot", "symbol": "x"},
     "given_up": {"color": "#7b858f", "dash": "dot", "symbol": "circle-open"},
 }

@@ -2,8 +2,8 @@
 nothing.
 
 Which traffic diverges depends on the libraries. With ONEDNN_MAX_CPU_ISA=AVX2, for example, torch multiplies bfloat16
-and
-float16 matrices with a batch-invariant routine, so only float32 diverges. Therefore several kinds of traffic are tried.
+and float16 matrices with a batch-invariant routine, so only float32 diverges. Therefore several kinds of traffic are
+tried.
 
 `python -m cacheprobe.stress.control` prints the result as JSON, computed in one thread; a stress test runs this beside
 its soak.
@@ -24,7 +24,7 @@ from cacheprobe.api import run
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import JsonDict
 from cacheprobe.stress.refusals import run_in_serving_shape
-from cacheprobe.stress.subjects import Subject, real_subjects, twin_subjects
+from cacheprobe.stress.subjects import Subject, near_tie_subjects, real_subjects
 from cacheprobe.stress.traffic import draw_request
 from cacheprobe.trace.trace import Trace
 
@@ -81,7 +81,7 @@ def traffic_to_try() -> Iterator[Traffic]:
     yield Traffic(real)
     yield Traffic(real, num_prompts=40, new_tokens=16, batches=(40, 5))  # products of more than 32 rows
     yield Traffic(replace(real, dtype="float32"))
-    yield from map(Traffic, twin_subjects())
+    yield from map(Traffic, near_tie_subjects())
 
 
 def negative_control(to_try: Iterable[Traffic]) -> JsonDict:
@@ -136,7 +136,7 @@ class ControlBeside:
         self._errors.seek(0)
         raise ControlError(
             f"the negative control ended with exit status {self._process.returncode}; its last words:\n"
-            f"{self._errors.read()[-2000:]}\nwithout it nothing is proven: mend the cause and call prove again, "
+            f"{self._errors.read()[-2000:]}\nwithout it the result is void: mend the cause and call stress again, "
             "which goes on from what was compared"
         )
 

@@ -24,8 +24,8 @@ from cacheprobe.stress.tally import Tally
 from cacheprobe.stress.traffic import draw_drafter, draw_request, rows_needed
 from cacheprobe.trace.trace import Trace
 
-MOST_REQUESTS = {"tiny": 5, "twins": 5, "real": 3}
-_LONGEST = {"tiny": 24, "twins": 24, "real": 10}
+MOST_REQUESTS = {"tiny": 5, "near_ties": 5, "real": 3}
+_LONGEST = {"tiny": 24, "near_ties": 24, "real": 10}
 """Largest number of new tokens of a request, because the oracle computes all of them again."""
 _FIRST_NUMBER = 2**32
 """Request numbers start here, so that none of them is in the pool."""

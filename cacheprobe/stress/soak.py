@@ -18,12 +18,12 @@ from cacheprobe.stress.tally import Tally
 from cacheprobe.stress.traffic import Corrupted, Episode, draw_episode, draw_request
 from cacheprobe.trace.trace import Trace
 
-SHARES = {"tiny": 0.875, "twins": 0.1, "real": 0.025}
+SHARES = {"tiny": 0.875, "near_ties": 0.1, "real": 0.025}
 """Share of the compared tokens, by kind of subject. A token of the real model takes about forty times a tiny model's
 time."""
-NEW_SHARES = {"tiny": 0.12, "twins": 0.2, "real": 0.9}
+NEW_SHARES = {"tiny": 0.12, "near_ties": 0.2, "real": 0.9}
 """Share of an episode's requests that are new to the pool, by kind; the oracle's tokens take most time."""
-MOST_REQUESTS = {"tiny": 24, "twins": 24, "real": 6}
+MOST_REQUESTS = {"tiny": 24, "near_ties": 24, "real": 6}
 """Largest number of tested requests in an episode, beside up to three neighbours."""
 CAPTURE_SHARE = 0.15
 """Share of episodes that also capture and compare states and readings."""
@@ -126,7 +126,7 @@ def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:
     if known != trace.fingerprint:
         differing = sorted(k for k in known.keys() | trace.fingerprint if known.get(k) != trace.fingerprint.get(k))
         raise ValueError(
-            f"the proof in this directory was begun under another schedule ({', '.join(differing)}); give another "
+            f"the test in this directory was begun under another schedule ({', '.join(differing)}); give another "
             "directory, or delete this one"
         )
 
@@ -203,9 +203,8 @@ def kind_of_rollback(episode: Episode, request: Request, position: int) -> str:
     """Returns why the candidate at `position` was rejected: injected, natural or other.
 
     injected: the stress test replaced the drafter's candidate.  natural: the fast path's own candidate in a request
-    with
-    acceptance by equality, so the verifier chose another token.  other: a candidate of another drafter, or one that
-    rejection sampling rejected at random.
+    with acceptance by equality, so the verifier chose another token.  other: a candidate of another drafter, or one
+    that rejection sampling rejected at random.
     """
     if isinstance(episode.drafter, Corrupted) and (request.request_id, position) in episode.drafter.altered:
         return "injected"

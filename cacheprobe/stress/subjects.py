@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from cacheprobe.core.config import RUN_DTYPES
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.hf.tiny import FAMILIES, SLIDING, TWINS, WIDE, tiny_model
+from cacheprobe.models.hf.tiny import FAMILIES, NEAR_TIES, SLIDING, WIDE, tiny_model
 from cacheprobe.models.loaders import load_model
 
 REAL = "smollm2-135m"
@@ -26,14 +26,14 @@ _REAL_SHAPES = ((4, 1, 1, 16), (8, 2, 2, 16), (1, 16, 1, 64), (16, 4, 1, 32))
 default."""
 _LONGEST_WINDOW, _LARGEST_GROUP, _LARGEST_GROUP_OF_ONE = 16, 8, 24
 """Limits of the shapes that are drawn if one is refused."""
-_TWINS = (
-    ("llama", "float32", TWINS, 4, 2),
+_NEAR_TIES = (
+    ("llama", "float32", NEAR_TIES, 4, 2),
     ("qwen3", "bfloat16", WIDE, 4, 2),
-    ("gpt-neox", "float32", TWINS, 8, 1),
+    ("gpt-neox", "float32", NEAR_TIES, 8, 1),
     ("qwen3", "float16", WIDE, 4, 2),
-    ("olmo2", "float32", TWINS, 2, 4),
+    ("olmo2", "float32", NEAR_TIES, 2, 4),
     ("olmo2", "bfloat16", WIDE, 8, 1),
-    ("gemma3", "float32", TWINS, 4, 2),
+    ("gemma3", "float32", NEAR_TIES, 4, 2),
     ("llama", "float16", WIDE, 4, 4),
 )
 """Family, dtype, size, window and group of the models whose fast path and verifier disagree."""
@@ -92,8 +92,8 @@ class Subject:
 
     @property
     def kind(self) -> str:
-        """tiny, twins or real."""
-        return "real" if self.is_real else "twins" if self.disagrees else "tiny"
+        """tiny, near_ties or real."""
+        return "real" if self.is_real else "near_ties" if self.disagrees else "tiny"
 
     @cached_property
     def model(self) -> CachedLM:
@@ -173,20 +173,18 @@ def tiny_subjects() -> list[Subject]:
     return subjects
 
 
-def twin_subjects() -> list[Subject]:
+def near_tie_subjects() -> list[Subject]:
     """Returns models with random weights and pairs of nearly equal tokens, whose fast path and verifier often disagree.
 
     Tiny models hardly ever disagree. Another batch size reorders the sums, which changes the last bits of most logits
-    in
-    float32, and of far fewer in 16 bits, where sums are kept in float32 and rounded. A token changes only if two logits
-    are
-    that close. So every token here has a partner whose unembedding differs in the last bits only. In bfloat16 the
-    disagreement needs decodes of one request, in float16 decodes of any number, and matrices wide enough.
+    in float32, and of far fewer in 16 bits, where sums are kept in float32 and rounded. A token changes only if two
+    logits are that close. So every token here has a partner whose unembedding differs in the last bits only. In
+    bfloat16 the disagreement needs decodes of one request, in float16 decodes of any number, and matrices wide enough.
     """
     subjects = []
-    for family, dtype, size, window, group in _TWINS:
+    for family, dtype, size, window, group in _NEAR_TIES:
         build = partial(tiny_model, family, getattr(torch, dtype), size=size)
-        subjects.append(Subject(f"{family}-twins", dtype, window, group, 96, 8, build, disagrees=True))
+        subjects.append(Subject(f"{family}-near-ties", dtype, window, group, 96, 8, build, disagrees=True))
     return subjects
 
 

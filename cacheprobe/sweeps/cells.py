@@ -54,7 +54,7 @@ class Cell:
         return " ".join(f"{name}={value}" for name, value in self.axes.items() if value is not None)
 
 
-def told_apart(cells: Mapping[str, Cell]) -> dict[str, str]:
+def distinguishing_labels(cells: Mapping[str, Cell]) -> dict[str, str]:
     """Returns a label for each cell, keyed by digest: axis=value for every axis that differs between the cells.
 
     If no axis differs, the label has every axis that is set.

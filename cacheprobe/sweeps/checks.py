@@ -7,7 +7,7 @@ from typing import TypeAlias
 from cacheprobe.core.config import CaptureConfig, resolve_layers
 from cacheprobe.core.registry import make, parse_options
 from cacheprobe.core.values import JsonDict
-from cacheprobe.engine.shapes import settle_shapes
+from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.tuned_files import require_tuned_lens
 from cacheprobe.sweeps.factory import lens_folder, parse_change
@@ -46,7 +46,7 @@ def complaint(axes: JsonDict, run: RunSettings, held: dict[PromptKey, tuple[int,
         facts = model_facts(axes["model"])
         names = ("group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill")
         shapes = {"window": axes["window"], **{name: getattr(run, name) for name in names}}
-        config, _ = settle_shapes(None, axes["drafter"] is not None, shapes)
+        config, _ = choose_shapes(None, axes["drafter"] is not None, shapes)
         resolve_layers(run.layers, facts.n_layers)
         CaptureConfig(run.capture)
         _check_model(facts, axes)
@@ -176,8 +176,7 @@ def estimated_bytes(axes: JsonDict, run: RunSettings, prompt_tokens: Iterable[in
     """Returns roughly how many bytes a cell's shard takes on disk.
 
     Every generated token counts as computed twice. If most drafts of a long window are rejected, the shard is several
-    times
-    larger; a sweep with a disk budget stops when the budget is used up.
+    times larger; a sweep with a disk budget stops when the budget is used up.
     """
     facts = model_facts(axes["model"])
     layers = len(resolve_layers(run.layers, facts.n_layers))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cacheprobe.core.registry import find
 from cacheprobe.models.devices import checked_device
-from cacheprobe.sweeps.cells import Cell, told_apart
+from cacheprobe.sweeps.cells import Cell, distinguishing_labels
 from cacheprobe.sweeps.events import Event, EventLog
 from cacheprobe.sweeps.index import refresh
 from cacheprobe.sweeps.plan import Plan, make_plan, require_room
@@ -90,10 +90,9 @@ def sweep(
     config: the YAML file of a sweep, or its content.  out: folder or fsspec address of the results; overrides the
     file's.
     backend: "serial", "processes" or "ray".  address: of a Ray cluster.  workers: overrides the file's.
-    alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken.
-    All cells are checked before any runs. A cell that fails is reported and the others continue. Ctrl-C ends the sweep
-    with
-    a report; committed cells stay.
+    alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken. All cells are
+    checked before any runs. A cell that fails is reported and the others continue. Ctrl-C ends the sweep with a report;
+    committed cells stay.
     Returns a report; `load_sweep` opens the results.
     Raises: ValueError for settings that cannot be met, SweepBusy if another sweep writes to the same place.
     """
@@ -130,7 +129,7 @@ def _run(
     run_cells: Callable[[Waiting, Job], Iterator[Event]], plan: Plan, missing: Mapping[str, Cell], store: SweepStore,
     job: Job, backend: str, progress: bool, room: float,
 ) -> SweepReport:  # fmt: skip
-    every = told_apart(plan.cells)
+    every = distinguishing_labels(plan.cells)
     names = {digest: every[digest] for digest in missing}
     failures: list[Outcome] = []
     committed, stopped_by = 0, ""

@@ -69,8 +69,7 @@ class Sweep:
         thoughts.
 
         Lines of shards' tables begin with the cell's digest: `... from hypotheses join cells using (digest)`. Files of
-        shards
-        are opened only if the query names their table.
+        shards are opened only if the query names their table.
         Raises: ValueError with DuckDB's message for SQL that DuckDB refuses.
         """
         if not sql.strip():
@@ -132,8 +131,7 @@ def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
     """Returns the results of a sweep, complete or not.
 
     url: folder or fsspec address of the sweep.  all_versions: include shards outside the newest plan, from other
-    settings or
-    other versions of the code (column `code`).
+    settings or other versions of the code (column `code`).
     Raises: ValueError if there is no sweep.
     """
     store = SweepStore(url)

@@ -43,7 +43,7 @@ class TraceData:
     interventions: Sequence[Intervention] = field(default=(), repr=False)
     """Interventions of the run. Their vectors are not saved: a loaded trace has only their description in `meta`."""
     kept_rows: Mapping[int, KVSnapshot] = field(default_factory=dict, repr=False)
-    """KVSnapshot by request, for requests with keep_rows=True; not saved."""
+    """KVSnapshot by request, for requests with keep_kv=True; not saved."""
     token_table: pd.DataFrame | None = field(default=None, repr=False)
     """Columns token_id and token, one line for every token that the run names; None if an older version stored
     the run."""

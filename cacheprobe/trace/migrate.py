@@ -111,8 +111,7 @@ def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapp
     """Returns the rows table of a run before format 5 with visible tokens, and with the status `given_up`.
 
     Before format 5, given-up rows had the status `rolled_back`. A decode row was given up if the newest draft token at
-    its
-    position had no verdict. Rows of verify passes always had one, since rows of a failed pass were never kept.
+    its position had no verdict. Rows of verify passes always had one, since rows of a failed pass were never kept.
     """
     history = token_history(events)
     position = history.place + history.request_id.map(prompt_lengths)

@@ -50,8 +50,7 @@ def check_residual(check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: T
     """Compares post with pre + attn + mlp, elementwise, in the model's dtype.
 
     Each of the two additions rounds once, and architectures add in different orders. Two orders differ by at most 2 eps
-    of
-    the terms' magnitudes; 4 eps allow for fused additions.
+    of the terms' magnitudes; 4 eps allow for fused additions.
     Raises: CaptureError beyond that.
     """
     eps = torch.finfo(post.dtype).eps

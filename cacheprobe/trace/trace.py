@@ -30,7 +30,7 @@ MOVED = {
     "attribution": "attribution",
     "thought_readings": "read_thoughts",
     "thought_insides": "thought_activations",
-    "cache_rows": "cache_rows",
+    "cache_rows": "kv_snapshot",
     "fork": "fork",
     "to_activation_cache": "to_activation_cache",
 }
@@ -106,8 +106,7 @@ class Trace(TraceData):
         Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
         `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's input token; top_tokens, the texts of
         top_token_ids. Thoughts are among them, at site "thought". For an import without readings, the logit lens reads
-        its
-        states.
+        its states.
         include_rolled_back: also return rows whose input was a rejected or given-up draft token. They follow a text
         that was
             never committed, so their prediction cannot be compared with committed tokens.
@@ -124,9 +123,8 @@ class Trace(TraceData):
         """Returns q, k, v or z of every head at a request's canonical rows, [position, h, d], in order of position.
 
         q and k are taken right after their projection: before any q/k norm and before the rotation. k and v have as
-        many heads
-        as the cache. z enters the output projection; its projected sum over heads, with the bias, is T if no norm
-        follows.
+        many heads as the cache. z enters the output projection; its projected sum over heads, with the bias, is T if no
+        norm follows.
         Raises: ValueError for another site, or one that was not kept.
         """
         if site not in HEAD_SITES:

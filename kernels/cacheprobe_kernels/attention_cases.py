@@ -1,4 +1,4 @@
-"""Cases of attention over the cache: random ones, their definition, and the same queries in other company."""
+"""Cases of attention over the cache: random ones, their definition, and the same queries in another batch."""
 
 import math
 from collections.abc import Iterator

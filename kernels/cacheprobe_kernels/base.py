@@ -1,4 +1,4 @@
-"""What a kernel file offers: its launches, its reference twin, and the cases at which the two are compared."""
+"""What a kernel file offers: its launches, its reference, and the cases at which the two are compared."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes at which a kernel is compared with its twin."""
+    """Sizes at which a kernel is compared with its reference."""
 
     name: str
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Variant:
-    """The same work in other company: parts of its outcome must be bits of the whole one's."""
+    """The same work in another batch: parts of its outcome must be bits of the whole one's."""
 
     name: str
     arguments: Arguments
@@ -123,7 +123,7 @@ class Kernel:
     writes: ClassVar[tuple[str, ...]] = ()
     """Arguments that are changed in place."""
     because: ClassVar[str]
-    """Why numbers are not the twin's to the bit."""
+    """Why numbers are not the reference's to the bit."""
 
     @staticmethod
     def plan(**arguments: Any) -> Plan:
@@ -131,7 +131,7 @@ class Kernel:
         raise NotImplementedError
 
     @staticmethod
-    def twin(**arguments: Any) -> Any:
+    def reference(**arguments: Any) -> Any:
         """The reference in `cacheprobe.ops`."""
         raise NotImplementedError
 
@@ -147,12 +147,12 @@ class Kernel:
 
     @staticmethod
     def variants(arguments: Arguments) -> Iterator[Variant]:
-        """Calls in other company whose bits must not change."""
+        """Calls in another batch whose bits must not change."""
         raise NotImplementedError
 
     @staticmethod
     def rtol(name: str, case: Case) -> float | None:
-        """How near to the twin: 0 to the bit; None where near ties leave the answer open in this case."""
+        """How near to the reference: 0 to the bit; None where near ties leave the answer open in this case."""
         return 0.0
 
     @staticmethod

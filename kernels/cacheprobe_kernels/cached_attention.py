@@ -123,7 +123,7 @@ def _join(
 
 @register("kernels", "cached_attention")
 class CachedAttention(Kernel):
-    """Queries [b h t dk] of any number over keys [r g s dk] and values [r g s dv]; see the twin for the arguments.
+    """Queries [b h t dk] of any number over keys [r g s dk] and values [r g s dv]; see the reference for the arguments.
 
     A query's bits are a function of itself, its position and the slots that it sees. The steps along the slots and the
     splits lie where they lie for every query, splits are joined in their order, and what a query does not see leaves no
@@ -182,7 +182,7 @@ class CachedAttention(Kernel):
             out,
         )  # fmt: skip
 
-    twin = staticmethod(attention.cached_attention)
+    reference = staticmethod(attention.cached_attention)
     exact = staticmethod(exact_attention)
     inputs = staticmethod(attention_inputs)
     variants = staticmethod(attention_variants)

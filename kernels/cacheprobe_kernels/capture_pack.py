@@ -70,7 +70,7 @@ def _capture_pack(
 
 @register("kernels", "capture_pack")
 class CapturePack(Kernel):
-    """Rows [n] of states [b t m] of any strides, as bfloat16 or int8; see the twin.
+    """Rows [n] of states [b t m] of any strides, as bfloat16 or int8; see the reference.
 
     One launch, straight into the block: what is read is what is kept.
     Twin: cacheprobe.ops.packing.pack_rows, ==.
@@ -100,11 +100,11 @@ class CapturePack(Kernel):
         constants = {"IS_INT8": kind == "int8", "BLOCK": min(_LARGEST_BLOCK, next_power_of_2(width))}
         return Plan([Launch(_capture_pack, (len(rows),), arguments, constants)], Packed(values, scales))
 
-    twin = staticmethod(packing.pack_rows)
+    reference = staticmethod(packing.pack_rows)
 
     @staticmethod
     def exact(states: Tensor, rows: Tensor, kind: str) -> Outcome:
-        """Of rows that hold numbers: the scale. What is rounded has its twin."""
+        """Of rows that hold numbers: the scale. What is rounded has its reference."""
         flat = states.flatten(0, 1).double()
         if kind == "bfloat16":
             return {"scales": torch.ones(len(rows), dtype=torch.float64, device=states.device)}

@@ -148,11 +148,11 @@ def _join(
 
 @register("kernels", "lens_topk")
 class LensTopK(Kernel):
-    """states [n m] read through norm_weight [m] and unembedding [v m]; see the twin for the arguments.
+    """states [n m] read through norm_weight [m] and unembedding [v m]; see the reference for the arguments.
 
     A row's bits are a function of the row, its target and the vocabulary. Logits are rounded to the model's type before
-    they are compared, and equal ones rank by the lower id. A target outside the vocabulary, which the twin refuses, is
-    read as none: a GPU cannot raise. Memory: some numbers for each row and split, no logits.
+    they are compared, and equal ones rank by the lower id. A target outside the vocabulary, which the reference
+    refuses, is read as none: a GPU cannot raise. Memory: some numbers for each row and split, no logits.
     Source: online softmax, Milakov & Gimelshein 2018 (arXiv 1805.02867), section 4, which has the running top-k too.
     Twin: cacheprobe.ops.readout.read_states: ids and ranks == where no two logits differ by the order of a sum alone,
     numbers close.
@@ -218,7 +218,7 @@ class LensTopK(Kernel):
             out,
         )  # fmt: skip
 
-    twin = staticmethod(readout.read_states)
+    reference = staticmethod(readout.read_states)
     exact = staticmethod(exact_readout)
     inputs = staticmethod(lens_inputs)
 
@@ -229,8 +229,8 @@ class LensTopK(Kernel):
     @staticmethod
     def rtol(name: str, case: Case) -> float | None:
         if name in ("top_token_ids", "target_rank"):
-            is_settled = case.is_exact or case.dtype == torch.float32  # 16 bits round near ties either way
-            return 0.0 if is_settled else None
+            is_final = case.is_exact or case.dtype == torch.float32  # 16 bits round near ties either way
+            return 0.0 if is_final else None
         return 1e-5 if case.is_exact else {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[case.dtype]
 
     @staticmethod

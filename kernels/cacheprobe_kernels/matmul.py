@@ -90,7 +90,7 @@ class Matmul(Kernel):
         constants = {"HAS_BIAS": bias is not None, **blocks}
         return Plan([Launch(_matmul, grid, {**tensors, **numbers}, constants, num_warps=4, num_stages=3)], out)
 
-    twin = staticmethod(plain.project)
+    reference = staticmethod(plain.project)
 
     @staticmethod
     def exact(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Outcome:

@@ -78,7 +78,7 @@ class RmsNorm(Kernel):
         numbers = {"width": width, "num_values": float(width), "stride": values.stride(0), "eps": eps}
         return Plan([Launch(_rms_norm, (count,), {**tensors, **numbers}, {"BLOCK": block})], out)
 
-    twin = staticmethod(plain.rms_norm)
+    reference = staticmethod(plain.rms_norm)
 
     @staticmethod
     def exact(values: Tensor, weight: Tensor, eps: float) -> Outcome:

@@ -36,7 +36,7 @@ def _store_kv(
     DK: tl.constexpr, DV: tl.constexpr, MARKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Some slots of one head of one batch row. The first program of a row keeps its ledger."""
+    """Some slots of one head of one batch index. The first program of a row keeps its ledger."""
     batch, head = tl.program_id(0), tl.program_id(1)
     slot = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     row, start, count = tl.load(rows + batch), tl.load(starts + batch), tl.load(counts + batch)
@@ -64,7 +64,7 @@ def _store_kv(
 
 @register("kernels", "store_kv")
 class StoreKV(Kernel):
-    """k, v [b g t d] to slots starts[b].. of cache rows rows[b], with or without the ledger; see the twin.
+    """k, v [b g t d] to slots starts[b].. of cache rows rows[b], with or without the ledger; see the reference.
 
     One launch for a layer: a bare copy, and no number is computed.
     Twin: cacheprobe.ops.cache_rows.store_kv, ==.
@@ -101,7 +101,7 @@ class StoreKV(Kernel):
         grid = (batch, num_heads, triton.cdiv(width, 16))
         return Plan([Launch(_store_kv, grid, {**arguments, "provenance": provenance or 0}, constants)], refused)
 
-    twin = staticmethod(cache_rows.store_kv)
+    reference = staticmethod(cache_rows.store_kv)
 
     @staticmethod
     def exact(**arguments: object) -> Outcome:

@@ -34,7 +34,7 @@ def _truncate(codes, hidden, lengths, rows, new_lengths, refused, num_rows, capa
 
 @register("kernels", "truncate")
 class Truncate(Kernel):
-    """Cache rows rows[b] forget their slots from new_lengths[b] on; see the twin.
+    """Cache rows rows[b] forget their slots from new_lengths[b] on; see the reference.
 
     Twin: cacheprobe.ops.cache_rows.truncate_rows, ==.
     """
@@ -58,7 +58,7 @@ class Truncate(Kernel):
         arguments = {**tensors, "refused": refused, "num_rows": num_rows, "capacity": capacity}
         return Plan([Launch(_truncate, (len(rows),), arguments, {"BLOCK": 256}, num_warps=1)], refused)
 
-    twin = staticmethod(cache_rows.truncate_rows)
+    reference = staticmethod(cache_rows.truncate_rows)
 
     @staticmethod
     def exact(**arguments: object) -> Outcome:

@@ -71,7 +71,8 @@ def _verify_accept(
 
 @register("kernels", "verify_accept")
 class VerifyAccept(Kernel):
-    """Drafts [b k] against the verifier's choices [b k + 1]: accepted, committed, and kept in the ledger; see the twin.
+    """Drafts [b k] against the verifier's choices [b k + 1]: accepted, committed, kept in the ledger; see the
+    reference.
 
     Source: decode-verify-rollback of LLM-42 (arXiv 2601.17768), section 4.2.
     Twin: cacheprobe.ops.verdicts.apply_verdicts, ==.
@@ -112,7 +113,7 @@ class VerifyAccept(Kernel):
         blocks = {"BLOCK": padded(max(width, longest + 1)), "BLOCK_S": 256}
         return Plan([Launch(_verify_accept, (count,), arguments, blocks, num_warps=1)], settled)
 
-    twin = staticmethod(verdicts.apply_verdicts)
+    reference = staticmethod(verdicts.apply_verdicts)
     inputs = staticmethod(verdict_inputs)
 
     @staticmethod

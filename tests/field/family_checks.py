@@ -77,7 +77,7 @@ def check_family(model_type: str, load: Callable[[PreTrainedModel], CachedLM] = 
 
 
 def _deterministic(model: CachedLM, prompts: list[list[int]]) -> cp.Trace:
-    """Returns a run of deterministic requests; of plain ones for a model whose bits depend on the batch row.
+    """Returns a run of deterministic requests; of plain ones for a model whose bits depend on the batch index.
 
     Mixtures of experts compute an expert's tokens together, so their rows depend on each other. cacheprobe refuses
     deterministic requests there, before or while they run.

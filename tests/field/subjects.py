@@ -8,7 +8,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.hf.tiny import TWINS, WIDE, tiny_model
+from cacheprobe.models.hf.tiny import NEAR_TIES, WIDE, tiny_model
 
 SETTINGS: dict[str, Any] = dict(capacity=128, progress=False)
 """Window, group and prefill are left to the run's own choice."""
@@ -23,7 +23,7 @@ def near_tied(dtype: str) -> CachedLM:
     A change of the last bits then changes tokens too, which it seldom does in an ordinary tiny model.
     """
     if dtype == "float32":
-        return cp.load_model(tiny_model("llama", torch.float32, size=TWINS))
+        return cp.load_model(tiny_model("llama", torch.float32, size=NEAR_TIES))
     return cp.load_model(tiny_model("qwen3", torch.bfloat16, size=WIDE))
 
 

@@ -15,7 +15,7 @@ from cacheprobe.engine import consistency
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.hooked_hf import HookedHF
-from cacheprobe.models.hf.tiny import TWINS, tiny_model
+from cacheprobe.models.hf.tiny import NEAR_TIES, tiny_model
 from cacheprobe.models.paths import choose_path
 from tests.tiny import hf_model, loaded
 
@@ -135,7 +135,7 @@ class Meddler(Spy):
         return call.out
 
 
-def tiny(dtype: torch.dtype = torch.float32, path: str = "twin") -> CachedLM:
+def tiny(dtype: torch.dtype = torch.float32, path: str = "fast") -> CachedLM:
     """The three-layer llama in the form that a run would take, or on the bridge."""
     return choose_path(loaded("llama", dtype), path)[0]
 
@@ -148,8 +148,8 @@ def rounding_by_shape(strength: float = 0.05) -> HookedHF:
     nothing else: the worst that a library's choice of kernels may do, at a size where every breach is visible. Logits
     differ by the last bits alone, since the capture compares them with a product of its own.
     """
-    twin = choose_path(cp.load_model(hf_model()), "twin")[0]
-    assert isinstance(twin, HookedHF)
+    fast = choose_path(cp.load_model(hf_model()), "fast")[0]
+    assert isinstance(fast, HookedHF)
     errors: dict[str, Tensor] = {}
     numbers: dict[tuple[int, ...], int] = {}
 
@@ -164,16 +164,16 @@ def rounding_by_shape(strength: float = 0.05) -> HookedHF:
     def round_logits(module: Any, args: Any, out: Tensor) -> Tensor:
         return out * (1 + numbers.setdefault(tuple(out.shape), len(numbers)) % 32 * 2**-22)
 
-    for layer in twin.model.model.layers:
+    for layer in fast.model.model.layers:
         layer.self_attn.register_forward_pre_hook(round_off, with_kwargs=True)
-    twin.model.lm_head.register_forward_hook(round_logits)
-    return twin
+    fast.model.lm_head.register_forward_hook(round_logits)
+    return fast
 
 
 @cache
 def near_twins() -> CachedLM:
     """A model in float32 whose tokens come in pairs that all but tie: other sums for other batches show in tokens."""
-    return choose_path(cp.load_model(tiny_model("llama", torch.float32, size=TWINS)), "twin")[0]
+    return choose_path(cp.load_model(tiny_model("llama", torch.float32, size=NEAR_TIES)), "fast")[0]
 
 
 @cache
@@ -187,4 +187,4 @@ def wide_bfloat16() -> CachedLM:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     model.generation_config.eos_token_id = None
-    return choose_path(cp.load_model(model.to(torch.bfloat16).eval()), "twin")[0]
+    return choose_path(cp.load_model(model.to(torch.bfloat16).eval()), "fast")[0]

@@ -99,7 +99,7 @@ class Watched:
 
     @property
     def running(self) -> list[SequenceState]:
-        return [state for state in self.states if state.row >= 0]
+        return [state for state in self.states if state.cache_row >= 0]
 
     def verify_calls(self) -> list[Any]:
         return [call for call in self.spy.calls if call.shape == (self.config.group, self.config.window)]
@@ -117,7 +117,7 @@ class AtCommit(Silent):
         self.look(self.run, self.run.states[request_id])
 
 
-def cache_rows(cache: KVCache, row: int, length: int) -> list[Tensor]:
+def kv_snapshot(cache: KVCache, row: int, length: int) -> list[Tensor]:
     """Copies of a row's keys and values below `length`, layer by layer."""
     return [held[row, :, :length].clone() for held in (*cache.keys, *cache.values)]
 
@@ -135,7 +135,7 @@ def reference_rows(model: CachedLM, prompts: Any, **settings: Any) -> tuple[cp.T
     caches = [
         cache for cache in spy.caches if cache.capacity > 1
     ]  # those of one slot only tell how many bytes it takes
-    return trace, [cache_rows(cache, 0, length) for cache, length in zip(caches, lengths, strict=True)]
+    return trace, [kv_snapshot(cache, 0, length) for cache, length in zip(caches, lengths, strict=True)]
 
 
 # -- drafts

@@ -27,7 +27,7 @@ from tests.invariants.runs import (
     G,
     W,
     Watched,
-    cache_rows,
+    kv_snapshot,
     outcome,
     reference_rows,
     same_rows,
@@ -42,8 +42,8 @@ def half_way(model: Spy) -> tuple[Engine, list[SequenceState]]:
     run = Watched(model, PROMPTS[:3], deterministic=True, sampling=HOT)
     engine, scheduler = prepare(model, run.states, run.config, Silent())
     engine.admit(scheduler.admit(0), scheduler.running)
-    while growing := scheduler.growing():
-        engine.decode(cp.drafters.FastPath(), growing)
+    while drafting := scheduler.drafting():
+        engine.decode(cp.drafters.FastPath(), drafting)
     return engine, run.states
 
 
@@ -51,8 +51,15 @@ def held(engine: Engine, states: list[SequenceState]) -> list[tuple]:
     """Everything of a request that a failed pass might have changed, its committed cache rows included."""
     cache = engine.cache
     return [
-        (list(s.token_ids), list(s.draft), s.finish, s.error, s.last_committed_position, int(cache.lengths[s.row]))
-        + (cache.ledger.names(s.row, cache.capacity), s.draft_is_closed, s.num_prefilled)
+        (
+            list(s.token_ids),
+            list(s.draft),
+            s.finish,
+            s.error,
+            s.last_committed_position,
+            int(cache.lengths[s.cache_row]),
+        )
+        + (cache.ledger.names(s.cache_row, cache.capacity), s.draft_is_closed, s.num_prefilled)
         for s in states
     ]
 
@@ -70,19 +77,19 @@ def test_invariant_25_exception_safety_of_a_verify_pass() -> None:
         model = Faulty(tiny(), lambda call, fault=fault: fault(call) if call.shape == (G, W) else None)
         engine, states = half_way(model)
         before = held(engine, states)
-        committed = [cache_rows(engine.cache, s.row, s.last_committed_position) for s in states]
+        committed = [kv_snapshot(engine.cache, s.cache_row, s.last_committed_position) for s in states]
         with pytest.raises(EngineError):
             engine.verify(states)
         assert held(engine, states) == before
         assert all(
-            same_rows(cache_rows(engine.cache, s.row, s.last_committed_position), rows_before)
+            same_rows(kv_snapshot(engine.cache, s.cache_row, s.last_committed_position), rows_before)
             for s, rows_before in zip(states, committed, strict=True)
         )
         model.plan = lambda call: None
         engine.verify(states)
         for s in states:
             assert s.generated == want.committed(s.request_id)[: s.num_generated] and s.num_generated == 1 + W
-            ours = cache_rows(engine.cache, s.row, s.last_committed_position)
+            ours = kv_snapshot(engine.cache, s.cache_row, s.last_committed_position)
             assert same_rows(ours, [known[:, : s.last_committed_position] for known in rows[s.request_id]])
 
 
@@ -115,7 +122,7 @@ def test_invariant_25_exception_safety_in_a_run() -> None:
     for shape, kind in (((1, CHUNK), "nan"), ((3, 1), "error"), ((G, W), "nan"), ((G, W), "error")):
 
         def plan(call: Call, shape: tuple[int, int] = shape, kind: str = kind):
-            row = runs[-1].states[1].row
+            row = runs[-1].states[1].cache_row
             if row not in call.rows or (call.shape != shape and (shape[1] != 1 or call.shape[1] != 1)):
                 return None
             return [row] if kind == "nan" else torch.OutOfMemoryError("no")
@@ -171,7 +178,7 @@ def test_invariant_25_exception_safety_of_who_comes_next() -> None:
     poisoned = []
 
     def poison(call: Call) -> None:
-        row = run.states[1].row
+        row = run.states[1].cache_row
         start = call.starts[call.rows.index(row)] if row in call.rows else 0
         if start > CHUNK and call.shape == (G, W) and not poisoned:  # where the next one's prefill does not reach
             poisoned.append(row)
@@ -187,8 +194,8 @@ def test_invariant_25_exception_safety_of_who_comes_next() -> None:
 
 def switches(model: BridgeLM) -> tuple:
     """What a run may set while it runs, and must set back."""
-    twin = choose_path(model, "twin")[0]
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in twin.model.modules())
+    fast = choose_path(model, "fast")[0]
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fast.model.modules())
     own = sum(len(p.fwd_hooks) for p in model.bridge.hook_dict.values())
     return (
         dict(os.environ), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks, own,
@@ -216,7 +223,7 @@ def test_invariant_26_global_switches_restored() -> None:
     def fail(path: str) -> None:
         inner = choose_path(model, path)[0]
         calls = 0
-        layer = inner.model.model.layers[1] if path == "twin" else model.bridge.original_model.model.layers[1]
+        layer = inner.model.model.layers[1] if path == "fast" else model.bridge.original_model.model.layers[1]
 
         def broken(*args: object) -> None:
             nonlocal calls
@@ -231,11 +238,11 @@ def test_invariant_26_global_switches_restored() -> None:
         assert calls > 9
 
     want = switches(model)
-    cp.run(model, PROMPTS, **RUN, deterministic=[0], path="twin")
+    cp.run(model, PROMPTS, **RUN, deterministic=[0], path="fast")
     assert switches(model) == want
     cp.run(model, PROMPTS[:2], **RUN, deterministic=[0], path="bridge", drafter=cp.drafters.EarlyExit(layer=1))
     assert switches(model) == want
-    for disturb in (abandon, cancel, lambda: fail("twin"), lambda: fail("bridge")):
+    for disturb in (abandon, cancel, lambda: fail("fast"), lambda: fail("bridge")):
         disturb()
         assert switches(model) == want
     with torch.enable_grad():

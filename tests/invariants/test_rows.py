@@ -21,8 +21,8 @@ from tests.invariants.runs import (
     W,
     Watched,
     babbler,
-    cache_rows,
     crowd,
+    kv_snapshot,
     outcome,
     reference_rows,
     same_rows,
@@ -49,12 +49,12 @@ def test_invariant_15_no_leak() -> None:
             if number in moments and run.running:
                 rng.choice(run.running).is_cancel_requested = True
             run.cache.check_integrity()
-            rows = [state.row for state in run.running]
+            rows = [state.cache_row for state in run.running]
             assert len(set(rows)) == len(rows) == run.cache.rows - run.cache.num_free_rows
             assert all(not state.finish for state in run.running)
             assert int(run.cache.lengths.sum()) == sum(int(run.cache.lengths[row]) for row in rows)
             for state in run.running:
-                assert int(run.cache.lengths[state.row]) <= len(state.token_ids) + len(state.draft)
+                assert int(run.cache.lengths[state.cache_row]) <= len(state.token_ids) + len(state.draft)
         assert run.cache.num_free_rows == run.cache.rows and not int(run.cache.lengths.sum())
         events["preempted"] += len(run.trace.meta["preemptions"])
         events["cancelled"] += "cancelled" in run.trace.meta["finish"].values()
@@ -109,7 +109,7 @@ class PromptWatch(Silent):
         state = self.run.states[request_id]
         prompt = state.request.prompt_token_ids
         if state.request.is_deterministic and start == len(prompt):
-            ours = cache_rows(self.run.cache, state.row, start)
+            ours = kv_snapshot(self.run.cache, state.cache_row, start)
             assert same_rows(ours, [held[:, :start] for held in self.wanted[prompt]])
             self.count += 1
 
@@ -243,7 +243,7 @@ def test_invariant_23_preemption() -> None:
             run = Watched(model, PROMPTS, evictions, **settings)
             for _ in run:
                 for state in run.running:
-                    ours = cache_rows(run.cache, state.row, state.last_committed_position)
+                    ours = kv_snapshot(run.cache, state.cache_row, state.last_committed_position)
                     assert same_rows(
                         ours, [held[:, : state.last_committed_position] for held in rows[state.request_id]]
                     )

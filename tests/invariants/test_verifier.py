@@ -29,7 +29,7 @@ from tests.invariants.runs import (
     G,
     W,
     Watched,
-    cache_rows,
+    kv_snapshot,
     outcome,
     same_rows,
     wrong_at,
@@ -98,13 +98,13 @@ def test_invariant_05_neighbour_independence_in_one_pass() -> None:
     for model in models():
         cache = model.new_cache(G, CAPACITY)
         want = feed(model, cache, tokens, 0, full(LENGTH), slot=0)
-        rows = cache_rows(cache, 0, LENGTH)
+        rows = kv_snapshot(cache, 0, LENGTH)
         for row, slot in ((1, 0), (0, G - 1), (2, 1)):
             cache = model.new_cache(G, CAPACITY)
             for held in (*cache.keys, *cache.values):
                 held.normal_(0, 100)  # finite, and as large as anything a neighbour may leave behind
             assert bitwise(feed(model, cache, tokens, row, full(LENGTH), slot), want)
-            assert same_rows(cache_rows(cache, row, LENGTH), rows)
+            assert same_rows(kv_snapshot(cache, row, LENGTH), rows)
 
 
 def test_invariant_05_neighbour_independence_in_company() -> None:
@@ -136,7 +136,7 @@ def test_invariant_05_neighbour_independence_of_dummies() -> None:
     """A dummy writes to no row that a request holds."""
 
     def look(call: Call) -> None:
-        held = {state.row for state in run.running}
+        held = {state.cache_row for state in run.running}
         real = {row for row in call.rows if row in held}
         dummies = [row for row in call.rows if row not in held]
         assert all(call.cache.is_free(row) for row in dummies)
@@ -186,7 +186,7 @@ def test_invariant_07_window_offset_independence() -> None:
         results = []
         for windows in splits:
             cache = model.new_cache(G, CAPACITY)
-            results.append((feed(model, cache, tokens, 2, windows), cache_rows(cache, 2, LENGTH)))
+            results.append((feed(model, cache, tokens, 2, windows), kv_snapshot(cache, 2, LENGTH)))
         for logits, rows in results[1:]:
             assert bitwise(logits, results[0][0]) and same_rows(rows, results[0][1])
 
@@ -242,13 +242,13 @@ def test_invariant_08_causality() -> None:
         cache = model.new_cache(G, CAPACITY)
         feed(model, cache, tokens, 1, full(8))
         want = feed(model, cache, tokens, 1, [(8, W)])[8 : 8 + W]
-        rows = cache_rows(cache, 1, 8 + W)
+        rows = kv_snapshot(cache, 1, 8 + W)
         for j in range(1, W):
             other = list(tokens)
             other[8 + j] = (other[8 + j] + 1) % VOCAB
             logits = feed(model, cache, other, 1, [(8, W)])[8 : 8 + W]
             assert bitwise(logits[:j], want[:j]) and not bitwise(logits[j], want[j])
-            before = [held[:, : 8 + j] for held in cache_rows(cache, 1, 8 + W)]
+            before = [held[:, : 8 + j] for held in kv_snapshot(cache, 1, 8 + W)]
             assert same_rows(before, [held[:, : 8 + j] for held in rows])
 
 
@@ -293,7 +293,7 @@ def test_invariant_09_fixed_shape_or_an_error() -> None:
     passes = ModelRunner(model, cache, Silent())
     states = run.states[: G + 1]
     for state in states:
-        state.row = cache.allocate()
+        state.cache_row = cache.allocate()
     entries = [Entry(state, (1,), 0, True) for state in states]
     with pytest.raises(EngineError, match=rf"{G + 1} requests.*do not fit a verify pass of {G} x {W}"):
         passes.run("verify", entries, W, batch=G)

@@ -24,8 +24,8 @@ from tests.invariants.runs import (
     W,
     Watched,
     babbler,
-    cache_rows,
     future,
+    kv_snapshot,
     reference_rows,
     same_rows,
     wrong_at,
@@ -106,9 +106,9 @@ def test_invariant_12_context_refeed() -> None:
 
     def look(call: Call) -> None:
         for state in run.running:
-            if state.row not in call.rows or not state.generated:
+            if state.cache_row not in call.rows or not state.generated:
                 continue
-            start, fed = call.fed(state.row)
+            start, fed = call.fed(state.cache_row)
             if call.shape == (G, W):
                 assert start == len(state.token_ids) - 1 and fed[0] == state.token_ids[-1]
                 assert fed[1 : 1 + len(state.draft)] == state.draft
@@ -131,10 +131,10 @@ def kv_watch(model: CachedLM, want_rows: list, counts: Counter) -> AtCommit:
     """At every commit, the rows below the last_committed_position against a fresh replay by the verifier."""
 
     def look(run: Watched, state: SequenceState) -> None:
-        ours = cache_rows(run.cache, state.row, state.last_committed_position)
+        ours = kv_snapshot(run.cache, state.cache_row, state.last_committed_position)
         theirs = [held[:, : state.last_committed_position] for held in want_rows[state.request_id]]
         assert same_rows(ours, theirs), (state.request_id, state.last_committed_position)
-        names = run.cache.ledger.names(state.row, state.last_committed_position)
+        names = run.cache.ledger.names(state.cache_row, state.last_committed_position)
         prompt = state.request.num_prompt_tokens
         assert names == ["prefill"] * prompt + ["verified"] * (state.last_committed_position - prompt)
         counts[state.request_id] += 1
@@ -186,7 +186,7 @@ def test_invariant_14_frontier() -> None:
 
     def look(run: Watched, state: SequenceState) -> None:
         nonlocal commits
-        assert int(run.cache.lengths[state.row]) == state.request.num_prompt_tokens + state.num_generated - 1
+        assert int(run.cache.lengths[state.cache_row]) == state.request.num_prompt_tokens + state.num_generated - 1
         commits += 1
 
     want, _ = reference_rows(tiny(), PROMPTS, sampling=HOT)
@@ -196,7 +196,7 @@ def test_invariant_14_frontier() -> None:
         for _ in run:
             run.cache.check_integrity()
             for state in run.running:
-                held = int(run.cache.lengths[state.row])
+                held = int(run.cache.lengths[state.cache_row])
                 assert held <= state.last_committed_position + len(state.draft) + 1
                 assert len(state.draft) or held == state.last_committed_position
     assert commits > 100
@@ -208,31 +208,39 @@ def test_invariant_16_isolation() -> None:
     model = rounding_by_shape()
     want, _ = reference_rows(model, prompts, sampling=HOT)
     fates: set[tuple[int, ...]] = set()
-    settle = Committer.settle
+    apply_verdict = Committer.apply_verdict
     left_alone = 0
 
     def watched(self: Committer, state: SequenceState, verdict) -> None:
         nonlocal left_alone
         others = [s for s in run.running if s is not state]
-        before = [(list(s.token_ids), list(s.draft), int(self.cache.lengths[s.row]), s.is_ready(W)) for s in others]
-        kept = [cache_rows(self.cache, s.row, length) for s, (_, _, length, _) in zip(others, before, strict=True)]
-        settle(self, state, verdict)
-        after = [(list(s.token_ids), list(s.draft), int(self.cache.lengths[s.row]), s.is_ready(W)) for s in others]
+        before = [
+            (list(s.token_ids), list(s.draft), int(self.cache.lengths[s.cache_row]), s.is_ready(W)) for s in others
+        ]
+        kept = [
+            kv_snapshot(self.cache, s.cache_row, length) for s, (_, _, length, _) in zip(others, before, strict=True)
+        ]
+        apply_verdict(self, state, verdict)
+        after = [
+            (list(s.token_ids), list(s.draft), int(self.cache.lengths[s.cache_row]), s.is_ready(W)) for s in others
+        ]
         assert before == after
-        again = [cache_rows(self.cache, s.row, length) for s, (_, _, length, _) in zip(others, before, strict=True)]
+        again = [
+            kv_snapshot(self.cache, s.cache_row, length) for s, (_, _, length, _) in zip(others, before, strict=True)
+        ]
         assert all(same_rows(a, b) for a, b in zip(kept, again, strict=True))
         left_alone += len(others)
 
     def script(state: SequenceState) -> list[int]:
         return future(want, state, 0 if (state.request_id + state.num_generated) % 2 else None)
 
-    Committer.settle = watched
+    Committer.apply_verdict = watched
     try:
         drafter = cp.drafters.Scripted(script)
         run = Watched(model, prompts, deterministic=True, sampling=HOT, drafter=drafter)
         run.finished()
     finally:
-        Committer.settle = settle
+        Committer.apply_verdict = apply_verdict
     assert [run.trace.committed(i) for i in range(3)] == [want.committed(i) for i in range(3)]
     for _, step in run.trace.events().query("phase == 'verify'").groupby("step"):
         fates.add(tuple(sorted(set(step.num_accepted))))

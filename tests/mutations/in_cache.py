@@ -21,7 +21,7 @@ def _keeps_drafted(real: Any) -> Any:
         before = [one.clone() for one in held]
         out = real(self, phase, entries, width, **options)
         for entry in entries if phase == "verify" and not options.get("is_hidden") else ():
-            row, drafted = entry.state.row, slice(entry.start, entry.start + len(entry.state.draft))
+            row, drafted = entry.state.cache_row, slice(entry.start, entry.start + len(entry.state.draft))
             for one, kept in zip(held, before, strict=True):
                 one[row, :, drafted] = kept[row, :, drafted]
         return out
@@ -64,12 +64,12 @@ def _after_rollback(harm: Any) -> Any:
     """After a verdict with a rollback, `harm(cache, row)` is done."""
 
     def make(real: Any) -> Any:
-        def settle(self: Any, state: Any, verdict: Any) -> None:
+        def apply_verdict(self: Any, state: Any, verdict: Any) -> None:
             real(self, state, verdict)
             if verdict.is_rollback:
-                harm(self.cache, state.row)
+                harm(self.cache, state.cache_row)
 
-        return settle
+        return apply_verdict
 
     return make
 
@@ -81,7 +81,7 @@ def _shorten_others(cache: Any, row: int) -> None:
 
 def _keeps_cancelled(real: Any) -> Any:
     def retire(self: Any) -> Any:
-        kept, release = {s.row for s in self.running if s.finish == "cancelled"}, self.cache.release
+        kept, release = {s.cache_row for s in self.running if s.finish == "cancelled"}, self.cache.release
         with patch.object(self.cache, "release", lambda row: None if row in kept else release(row)):
             return real(self)
 
@@ -103,7 +103,7 @@ def _drafter_is_canonical(real: Any) -> Any:
         decided = [row for row in self._undecided[request_id] if not row.role]
         real(self, request_id, *more)
         for row in decided:
-            row.status = "candidate" if row.phase == "verify" else "committed"
+            row.status = "superseded" if row.phase == "verify" else "committed"
 
     return on_commit
 
@@ -143,13 +143,13 @@ MUTATIONS = [
     bug("keys are added to what a slot held", ("04", "13"), f"{CACHE}.store", _adds),
     bug("one row of a shared prompt is forgotten", ("22",), f"{CACHE}.copy_row", _forgets_the_last),
     # -- lengths
-    bug("rejected rows are not truncated", ("14",), f"{COMMITTER}.settle", without("_truncate")),
+    bug("rejected rows are not truncated", ("14",), f"{COMMITTER}.apply_verdict", without("_truncate")),
     bug("verified rows reach one too far", ("14",), MARKS_VERIFIED, _marks(lambda end: (end + 1, "verified"))),
-    bug("a rollback shortens everybody", ("14", "16"), f"{COMMITTER}.settle", _after_rollback(_shorten_others)),
+    bug("a rollback shortens everybody", ("14", "16"), f"{COMMITTER}.apply_verdict", _after_rollback(_shorten_others)),
     bug(
         "a rollback zeroes the rows of its neighbour",
         ("16",),
-        f"{COMMITTER}.settle",
+        f"{COMMITTER}.apply_verdict",
         _after_rollback(lambda cache, row: cache.scrub((row + 1) % cache.rows, 0)),
     ),
     # -- rows

@@ -46,14 +46,14 @@ def _verify_pass(change: Any) -> Any:
 
 
 def _without_bonus(real: Any) -> Any:
-    def judge(self: Any, entry: Any, logits: Any) -> Any:
+    def verify_draft(self: Any, entry: Any, logits: Any) -> Any:
         verdict = real(self, entry, logits)
         drafted = len(verdict.draft_token_ids)
         if not 0 < drafted == verdict.num_accepted < verdict.num_committed:
             return verdict
         return replace(verdict, num_committed=drafted, finish=None)
 
-    return judge
+    return verify_draft
 
 
 def _first_for_all(real: Any) -> Any:
@@ -136,14 +136,14 @@ def _takes_a_token_back(real: Any) -> Any:
 
 def _settles_at_once(real: Any) -> Any:
     def verify(self: Any, states: Any) -> None:
-        judge, settle = self.committer.judge, self.committer.settle
+        verify_draft, apply_verdict = self.committer.verify_draft, self.committer.apply_verdict
 
         def judge_and_settle(entry: Any, logits: Any) -> Any:
-            verdict = judge(entry, logits)
-            settle(entry.state, verdict)
+            verdict = verify_draft(entry, logits)
+            apply_verdict(entry.state, verdict)
             return verdict
 
-        with patch.multiple(self.committer, judge=judge_and_settle, settle=lambda state, verdict: None):
+        with patch.multiple(self.committer, verify_draft=judge_and_settle, apply_verdict=lambda state, verdict: None):
             real(self, states)
 
     return verify
@@ -220,7 +220,7 @@ MUTATIONS = [
         "piggybacked come in any number",
         ("24_selectivity_riders_fill",),
         f"{SCHEDULER}.piggybacked",
-        instead(lambda self: [s for s in self.growing() if not s.is_verified] if self.config.window == 1 else []),
+        instead(lambda self: [s for s in self.drafting() if not s.is_verified] if self.config.window == 1 else []),
     ),
     # -- windows and shapes
     bug("the committed token is not fed again", ("12",), "cacheprobe.engine.step:verify_entry", _without_the_committed),

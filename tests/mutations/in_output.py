@@ -58,11 +58,11 @@ def _drops_the_stop(real: Any) -> Any:
 
 
 def _ends_by_draft(real: Any) -> Any:
-    def judge(self: Any, entry: Any, logits: Any) -> Any:
+    def verify_draft(self: Any, entry: Any, logits: Any) -> Any:
         verdict = real(self, entry, logits)
         return replace(verdict, finish="stop") if entry.state.draft_ends() else verdict
 
-    return judge
+    return verify_draft
 
 
 def _feeds_all(real: Any) -> Any:
@@ -90,12 +90,12 @@ def _streams_candidates(real: Any) -> Any:
 
 
 def _takes_back(real: Any) -> Any:
-    def settle(self: Any, state: Any, verdict: Any) -> None:
+    def apply_verdict(self: Any, state: Any, verdict: Any) -> None:
         real(self, state, verdict)
         if verdict.num_accepted == 0 and state.num_generated > 4:
             del state.token_ids[-2]
 
-    return settle
+    return apply_verdict
 
 
 MUTATIONS = [
@@ -194,5 +194,7 @@ MUTATIONS = [
         f"{STREAM}._new_text",
         lambda real: lambda self, request_id, is_over: real(self, request_id, True),
     ),
-    bug("a rollback takes back what was committed", ("17_monotone_release",), f"{COMMITTER}.settle", _takes_back),
+    bug(
+        "a rollback takes back what was committed", ("17_monotone_release",), f"{COMMITTER}.apply_verdict", _takes_back
+    ),
 ]

@@ -288,7 +288,7 @@ MUTATIONS = [
     bug(
         "names say all",
         ("ranges of seeds",),
-        f"{SWEEPS}.cells:told_apart",
+        f"{SWEEPS}.cells:distinguishing_labels",
         instead(lambda cells: {digest: str(cell) for digest, cell in cells.items()}),
     ),
     bug(

@@ -151,13 +151,13 @@ def pristine() -> Iterator[None]:
     """Puts back hooks, the twins that were in use, the environment and grad mode."""
     # `loaded` keeps one model for each way of asking, and the tests ask for the first in two
     models = [loaded(), *(loaded("llama", dtype) for dtype in (torch.float32, torch.bfloat16))]
-    twins = [choose_path(model, "twin")[0] for model in models]
-    trials = [model.twin_trial for model in models]
+    twins = [choose_path(model, "fast")[0] for model in models]
+    trials = [model.fast_trial for model in models]
     twins += [machines.rounding_by_shape(), machines.wide_bfloat16()]
     hooks = [
         (held, dict(held))
-        for twin in twins
-        for module in twin.model.modules()
+        for fast in twins
+        for module in fast.model.modules()
         for held in (module._forward_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
     ]
     was_enabled = torch.is_grad_enabled()
@@ -170,7 +170,7 @@ def pristine() -> Iterator[None]:
                 held.clear()
                 held.update(before)
             for model, trial in zip(models, trials, strict=True):  # one that was tried under the bug may keep its hooks
-                model.twin_trial = trial
+                model.fast_trial = trial
 
 
 def notices(mutation: Mutation, test: Callable[[], None]) -> bool:

@@ -74,8 +74,7 @@ def _pending(book: Book, request: int, step: int, last: int) -> int | None:
     """Returns the position of the newest committed token if its cache row is the next to be written; else None.
 
     last: position of the last cache row. The result is None if a draft pass already wrote that row, and while earlier
-    rows
-    are rebuilt.
+    rows are rebuilt.
     """
     own = book.events_of(request)
     committed = int(own[own.step <= step].committed_token_ids.map(len).sum())

@@ -2,7 +2,7 @@
 sentence.
 """
 
-from cacheprobe.analysis.layer_choices import settling
+from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.dashboard.asking import Ask, CannotShow, number, one_of, whole
 from cacheprobe.dashboard.reader import Reader
@@ -35,7 +35,7 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     fates = fates_at(book.history_of(request), place)
     if ask.get("row") is not None:
         fates = fates_of_row(fates, int(row.step))
-    title, body = card_parts(table, settling(table).iloc[0].to_dict(), fates, texts, row.token)
+    title, body = card_parts(table, prediction_depth_of(table).iloc[0].to_dict(), fates, texts, row.token)
     return f"<h3>{markup(title)}</h3>{body}"
 
 

@@ -24,8 +24,7 @@ def sweep_view(shelf: Shelf, folder: Path, ask: Ask) -> str | Answer:
     """Returns the small multiples and the table of cells.
 
     ask["facet"]: "ROWS.COLUMNS", two axes that differ among the cells; by default the first two. For an axis with too
-    many
-    values, pages of them: "ROWS.COLUMNS.2.0" is the third page of ROWS.
+    many values, pages of them: "ROWS.COLUMNS.2.0" is the third page of ROWS.
     """
     from cacheprobe.sweeps.index import AXIS_COLUMNS
     from cacheprobe.sweeps.results import load_sweep

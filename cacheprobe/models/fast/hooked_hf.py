@@ -128,7 +128,7 @@ class HookedHF:
         self,
         token_ids: Tensor,
         cache: KVCache,
-        rows: Sequence[int],
+        cache_rows: Sequence[int],
         starts: Sequence[int],
         *,
         num_layers: int | None = None,
@@ -138,10 +138,12 @@ class HookedHF:
         if not self.weights.is_current:
             self.weights.bind()
             self._lean = None
-        lean = self._lean_forward(cache, rows)
+        lean = self._lean_forward(cache, cache_rows)
         can_choose = logit_slots is not None and self._can_choose_logits
         with ExitStack() as stack:
-            inputs = stack.enter_context(staged(cache, rows, starts, token_ids.shape[1], self.model.config, self.n_ctx))
+            inputs = stack.enter_context(
+                staged(cache, cache_rows, starts, token_ids.shape[1], self.model.config, self.n_ctx)
+            )
             stack.enter_context(keeping_float64(self.dtype))
             token_ids = token_ids.to(self.device)
             if lean is not None:
@@ -151,9 +153,9 @@ class HookedHF:
             out = self._run_modules(token_ids, inputs, num_layers, logit_slots if can_choose else None)
         return out if logit_slots is None or can_choose or num_layers is not None else out[:, list(logit_slots)]
 
-    def _lean_forward(self, cache: KVCache, rows: Sequence[int]) -> FunctionalForward | LeanGPT | None:
+    def _lean_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | LeanGPT | None:
         """Returns the forward without modules; None if the family has none, or a hook or a head mask needs modules."""
-        if self._lean_kind is None or not self._nothing_acts or cache.head_masks.concern(rows):
+        if self._lean_kind is None or not self._nothing_acts or cache.head_masks.concern(cache_rows):
             return None
         if self._lean is None:
             is_llama = self._lean_kind is FunctionalForward
@@ -254,7 +256,7 @@ class HookedHF:
         compiled = self.origin.compiled
         return {
             **self.origin.fingerprint(),
-            "path": "twin",
+            "path": "fast",
             "attention": f"by request, spans of {SPAN_STEP}, {COMPILER} for one token and windows of float32"
             if self.attends_by_request
             else "sdpa",

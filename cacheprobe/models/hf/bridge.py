@@ -54,7 +54,7 @@ class BridgeLM:
         self._hashed: tuple[str, str] | None = None
         self._texts: dict[int, str] = {}
         self.checksum_at_load = self.weights_checksum
-        self.twin_trial: object = None  # kept by models.paths
+        self.fast_trial: object = None  # kept by models.paths
         points = bridge.hook_dict
         if self.dtype != torch.float32:
             _keep_dtype_when_rotated(points, self.dtype)
@@ -142,9 +142,9 @@ class BridgeLM:
     def check_settings(self, window: int) -> None:
         """Accepts every window."""
 
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """Returns an empty KVCache for `rows` sequences of at most `capacity` tokens."""
-        return KVCache(rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
+        return KVCache(num_rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -152,7 +152,7 @@ class BridgeLM:
         self,
         token_ids: Tensor,
         cache: KVCache,
-        rows: Sequence[int],
+        cache_rows: Sequence[int],
         starts: Sequence[int],
         *,
         num_layers: int | None = None,
@@ -160,24 +160,26 @@ class BridgeLM:
     ) -> Tensor:
         """Runs one forward through the bridge, as CachedLM.forward describes."""
         if num_layers == self.n_layers:  # the bridge would go on to the logits
-            return self._last_residual(token_ids, cache, rows, starts)
+            return self._last_residual(token_ids, cache, cache_rows, starts)
         extra: dict[str, LiveModule] = {}
         if num_layers is not None:
             extra["stop_at_layer"] = num_layers
         elif logit_slots is not None and self._can_choose_logits:
             extra["logits_to_keep"] = torch.tensor(list(logit_slots), device=self.device)
         width = token_ids.shape[1]
-        placed = staged(cache, rows, starts, width, self.config, self.n_ctx)
+        placed = staged(cache, cache_rows, starts, width, self.config, self.n_ctx)
         with placed as inputs, keeping_float64(self.dtype), evaluating(self.bridge.original_model):
             out = self.bridge.forward(token_ids.to(self.device), return_type="logits", **inputs, **extra)
         if logit_slots is not None and num_layers is None and "logits_to_keep" not in extra:
             out = out[:, list(logit_slots)]
         return out
 
-    def _last_residual(self, token_ids: Tensor, cache: KVCache, rows: Sequence[int], starts: Sequence[int]) -> Tensor:
+    def _last_residual(
+        self, token_ids: Tensor, cache: KVCache, cache_rows: Sequence[int], starts: Sequence[int]
+    ) -> Tensor:
         kept: list[Tensor] = []
         with self.capturing([("S", self.n_layers - 1)], lambda site, layer, value: kept.append(value.clone())):
-            self.forward(token_ids, cache, rows, starts, logit_slots=[0])
+            self.forward(token_ids, cache, cache_rows, starts, logit_slots=[0])
         return kept[0]
 
     @property

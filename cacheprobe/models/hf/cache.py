@@ -76,14 +76,14 @@ class ForwardInputs(TypedDict):
 
 @contextmanager
 def staged(
-    cache: KVCache, rows: Sequence[int], starts: Sequence[int], width: int, config: LiveConfig, n_ctx: int
+    cache: KVCache, cache_rows: Sequence[int], starts: Sequence[int], width: int, config: LiveConfig, n_ctx: int
 ) -> Iterator[ForwardInputs]:
     """Yields the keyword arguments (cache, mask, positions) for one forward of `width` token slots per sequence over
     our cache.
 
     The positions are staged inside the `with` and cleared afterwards.
     """
-    positions = cache.stage(rows, starts, width)
+    positions = cache.stage(cache_rows, starts, width)
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
     try:
         yield {

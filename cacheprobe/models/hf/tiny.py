@@ -22,17 +22,17 @@ class Size:
     layers: int
     heads: int
     initializer_range: float
-    has_twins: bool = False
+    has_near_ties: bool = False
     """If True, every second token's unembedding equals its neighbour's except for the last bits, so the best two logits
     nearly tie."""
 
 
 VOCAB = 97
 TINY = Size(VOCAB, hidden=32, mlp=48, layers=3, heads=4, initializer_range=0.3)
-TWINS = Size(256, hidden=128, mlp=256, layers=3, heads=4, initializer_range=0.3, has_twins=True)
+NEAR_TIES = Size(256, hidden=128, mlp=256, layers=3, heads=4, initializer_range=0.3, has_near_ties=True)
 """In float32, the summation order changes the last bits of most logits; with this size it also changes the chosen
 tokens."""
-WIDE = Size(1020, hidden=256, mlp=1024, layers=4, heads=2, initializer_range=0.3, has_twins=True)
+WIDE = Size(1020, hidden=256, mlp=1024, layers=4, heads=2, initializer_range=0.3, has_near_ties=True)
 """Wide and deep enough that the summation order also changes results in 16 bits."""
 
 _Fields = dict[str, int | float | None]
@@ -88,12 +88,12 @@ def tiny_model(
             if "gemma" in family and "post_" in path:  # 1 + weight; at zero the scaled embedding would drown all blocks
                 weight.normal_(2.0, 0.5)
     model = model.to(dtype).eval()
-    if size.has_twins:
-        _make_twins(model)
+    if size.has_near_ties:
+        _make_near_ties(model)
     return model
 
 
-def _make_twins(model: PreTrainedModel) -> None:
+def _make_near_ties(model: PreTrainedModel) -> None:
     with torch.no_grad():
         weight = cast(nn.Embedding, model.get_output_embeddings()).weight
         first = weight[0::2].float() if weight.dtype != torch.float32 else weight[0::2].double()

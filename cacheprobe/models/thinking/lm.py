@@ -39,7 +39,7 @@ _Hook = tuple[str | Callable[..., object], Callable[..., object]]
 class _End:
     """A chunk that ends in the current pass."""
 
-    row: int
+    cache_row: int
     slot: int
     end: int
     """Absolute position of its last token."""
@@ -91,13 +91,13 @@ class ThinkingLM:
 
     # -- running
 
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """Returns an empty ThinkingCache; a plain KVCache for a backbone without thoughts."""
         c = self.config
         shapes = self.model.layer_shapes
         if not c.thinks:
-            return KVCache(rows, capacity, shapes, self.dtype, self.device)
-        return ThinkingCache(rows, capacity, shapes, self.dtype, self.device, c.d_model, c.chunk)
+            return KVCache(num_rows, capacity, shapes, self.dtype, self.device)
+        return ThinkingCache(num_rows, capacity, shapes, self.dtype, self.device, c.d_model, c.chunk)
 
     def set_think_while_decoding(self, wanted: object) -> None:
         """Sets whether chunks that hold generated tokens also write thoughts, overriding the stored setting.
@@ -120,7 +120,7 @@ class ThinkingLM:
         self,
         token_ids: Tensor,
         cache: KVCache,
-        rows: Sequence[int],
+        cache_rows: Sequence[int],
         starts: Sequence[int],
         *,
         num_layers: int | None = None,
@@ -132,7 +132,7 @@ class ThinkingLM:
         for heard, _ in self._listeners:
             heard.clear()
         config, model, ran = self.config, self.model, self.n_layers if num_layers is None else num_layers
-        positions = cache.stage(rows, starts, token_ids.shape[1])
+        positions = cache.stage(cache_rows, starts, token_ids.shape[1])
         try:
             memory = self._memory(cache, positions)
             run = partial(model._blocks, positions=positions, memory=memory)
@@ -142,7 +142,7 @@ class ThinkingLM:
                 x = model.hook_h(run(x, config.l_in, min(config.l_out, ran)))
             elif ran > config.l_in:
                 assert isinstance(cache, ThinkingCache)
-                x = self._in_rounds(x, cache, rows, positions, memory, min(config.l_out, ran))
+                x = self._in_rounds(x, cache, cache_rows, positions, memory, min(config.l_out, ran))
             x = run(x, config.l_out, ran) if ran > config.l_out else x
         finally:
             cache.unstage()
@@ -154,18 +154,18 @@ class ThinkingLM:
         return model.read_out(x if logit_slots is None else x[:, list(logit_slots)])
 
     def _in_rounds(
-        self, x: Tensor, cache: ThinkingCache, rows: Sequence[int], positions: Tensor, memory: Memory, last: int
+        self, x: Tensor, cache: ThinkingCache, cache_rows: Sequence[int], positions: Tensor, memory: Memory, last: int
     ) -> Tensor:
         """Runs the blocks between l_in and `last` once, and once more for every thought that is not empty."""
         config, h = self.config, x
-        open_ends = self._ends(cache, rows, positions)
-        row_index = torch.tensor(list(rows))[:, None]
+        open_ends = self._ends(cache, cache_rows, positions)
+        row_index = torch.tensor(list(cache_rows))[:, None]
         made: list[RowThought] = []
         for end in (end for ends in open_ends for end in ends):
             self._set_state(cache, end, self.state_of(self._trivial))
         self.num_rounds = 0
-        is_settled = False
-        while not is_settled:
+        is_final = False
+        while not is_final:
             self.num_rounds += 1
             states = self._states_at(cache, row_index, positions)
             h = self.model._blocks(x + self.model.hook_state(states), config.l_in, last, positions, memory)
@@ -173,30 +173,30 @@ class ThinkingLM:
             if last < config.l_out:
                 return h
             cache.h_rows[row_index, positions] = h
-            is_settled = True
+            is_final = True
             for ends in open_ends:
                 while ends:
                     end = ends.pop(0)
-                    made.append(self._think(end, cache.h_rows[end.row, end.end - config.chunk + 1 : end.end + 1]))
+                    made.append(self._think(end, cache.h_rows[end.cache_row, end.end - config.chunk + 1 : end.end + 1]))
                     if made[-1].token_ids != self._trivial:  # what was read after it was read under another state
                         self._set_state(cache, end, made[-1].state)
-                        is_settled &= end.slot + 1 == positions.shape[1]
+                        is_final &= end.slot + 1 == positions.shape[1]
                         break
         for thought in made:
             cache.note(thought)
         return h
 
-    def _ends(self, cache: KVCache, rows: Sequence[int], positions: Tensor) -> list[list[_End]]:
+    def _ends(self, cache: KVCache, cache_rows: Sequence[int], positions: Tensor) -> list[list[_End]]:
         """Returns the chunks that end in this pass and must write a thought, for each batch index, in order; none for
         unused rows."""
         c = self.config.chunk
         thinks = (positions + 1) % c == 0
         if not self.config.think_while_decoding:
-            thinks &= positions < cache.prompt_lengths[list(rows)][:, None]
+            thinks &= positions < cache.prompt_lengths[list(cache_rows)][:, None]
         return [
-            [_End(row, t, int(positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
-            for b, row in enumerate(rows)
-            if not cache.is_free(row)
+            [_End(cache_row, t, int(positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
+            for b, cache_row in enumerate(cache_rows)
+            if not cache.is_free(cache_row)
         ]
 
     def _states_at(self, cache: ThinkingCache, row_index: Tensor, positions: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class ThinkingLM:
         return states
 
     def _set_state(self, cache: ThinkingCache, end: _End, state: Tensor) -> None:
-        cache.states[end.row, end.end + 1 : end.end + 1 + self.config.chunk] = state
+        cache.states[end.cache_row, end.end + 1 : end.end + 1 + self.config.chunk] = state
 
     def _memory(self, cache: KVCache, positions: Tensor) -> Memory:
         slots = torch.arange(cache.span)[None]
@@ -253,7 +253,9 @@ class ThinkingLM:
                 break
         assert first is not None
         has_ended = ids[-1] == config.eos_id
-        return RowThought(end.row, end.end, tuple(ids), has_ended, tuple(logprobs), first, self.state_of(tuple(ids)))
+        return RowThought(
+            end.cache_row, end.end, tuple(ids), has_ended, tuple(logprobs), first, self.state_of(tuple(ids))
+        )
 
     def state_of(self, thought_ids: tuple[int, ...]) -> Tensor:
         """Returns the state [c, m] that C computes from one thought; each distinct thought is computed once, alone."""

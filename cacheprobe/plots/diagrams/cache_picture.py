@@ -22,8 +22,7 @@ def cache_picture(
     row.
     ledger: trace.ledger(request_id, step).  request_id, step: named in the picture; rows that the step wrote are
     underlined.  pending: position of a committed token whose row is not written yet, drawn hatched.  truncated: rows
-    that
-    the step removed again, drawn below the cylinder as an outline; `Window.num_truncated` counts them.
+    that the step removed again, drawn below the cylinder as an outline; `Window.num_truncated` counts them.
     Raises: ValueError for a ledger without rows.  Source: figure of LLM-42 (arXiv 2601.17768).
     """
     return cache_piece(ledger, "", request_id=request_id, step=step, pending=pending, truncated=truncated).alone

@@ -55,8 +55,7 @@ def decode_grid(
     A cell's texture shows the margin between the two best tokens of its pass. Its tip names the step that brought the
     token.
     events: from `Trace.events`, of the whole run.  token_texts: from `token_texts`.  requests, places: which to draw;
-    by
-    default the first 16 requests and the first 40 generated tokens (0 is the first).  chosen: (request, place) to
+    by default the first 16 requests and the first 40 generated tokens (0 is the first).  chosen: (request, place) to
     frame;
     the title then describes that request, else all requests drawn.
     Raises: ValueError for an empty table, and for requests and steps that the table does not have.
@@ -103,7 +102,7 @@ def decode_piece(
     if waiting := int(own.get("candidate", 0)):
         said.append(f"{waiting} still candidate{'s' * (waiting != 1)}")
     # counted in the history: `standing` shows the recovered token in place of the first rejected one
-    lost = history.request_id.isin(whose) & (history.settled == step) & (history.outcome == "rolled_back")
+    lost = history.request_id.isin(whose) & (history.decided_step == step) & (history.outcome == "rolled_back")
     if lost.any():
         said.append(f"{lost.sum()} rolled back now")
     who = f"{len(requests)} requests have" if chosen is None and len(requests) != 1 else f"request {whose[0]} has"
@@ -154,8 +153,8 @@ def _cell(line: TableLine, x: float, y: float, token: str, is_verified: bool, st
     margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if known else "margin not known"
     words = "pending: newest committed, its final cache row not written yet" if line.state == "pending" else line.state
     steps = f"came in step {line.born}"
-    if line.state != "candidate" and pd.notna(line.settled) and line.settled != line.born:
-        steps += f", decided in step {line.settled}"
+    if line.state != "candidate" and pd.notna(line.decided_step) and line.decided_step != line.born:
+        steps += f", decided in step {line.decided_step}"
     about = f"request {line.request_id}, generated token {line.place + 1}: {visible(token)}"
     tip = f"{about}; {words.replace('_', ' ')}; {steps}; {margin}"
     texture = margin_texture(line.margin_nats, colour)

@@ -33,7 +33,7 @@ LABEL_WIDTH, PITCH, WIDEST = 30, 50, 76
 """Pixels: width of the layers' names, and least and largest width of a column."""
 _ROW, _TOP, _BELOW = 19, 10, 57
 SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
-_TINTS = {"candidate": "yellow", "rolled_back": "red", "given_up": "grey"}
+_TINTS = {"superseded": "yellow", "rolled_back": "red", "given_up": "grey"}
 _OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
 _GREY = '<g class="v-1"><rect x="2" y="3" width="18" height="11"/></g>'
 _READ = ["row", "layer", "token", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats", "agrees"]
@@ -77,9 +77,8 @@ def readings_picture(
 
     Arguments and cells are those of `lens_grid`. A column carries data-row, data-position and data-born (the step that
     computed the row), and starts at data-x; a cell carries data-layer. Hover texts are in data-says, for the page to
-    show
-    at once; with has_tips the browser shows them by itself. The page can move the frame of class `cursor`: across to a
-    column's data-x, and up from data-low by data-row-height for each of data-layers.
+    show at once; with has_tips the browser shows them by itself. The page can move the frame of class `cursor`: across
+    to a column's data-x, and up from data-low by data-row-height for each of data-layers.
     width: pixels to fill, if columns can be stretched so far.
     """
     rows = select(readings, request_id, include, positions)

@@ -42,8 +42,7 @@ def timeline(
     """Returns requests by step.
 
     Blue prefill, yellow candidates, green accepted, red rolled back, hatched the verifier's own token, grey a request
-    that
-    is never verified. Tips describe each pass.
+    that is never verified. Tips describe each pass.
     events: from `Trace.events`.  requests, steps: which to draw; by default the first 16 and the first 80.
     chosen: a request to name in bold.  step: a step to frame.
     Raises: ValueError for an empty table, and for requests and steps that the table does not have.
@@ -78,8 +77,7 @@ def timeline_piece(
     """Returns the parts of `timeline`. events: all events of the requests that are drawn.
 
     there, whole: all requests and steps of the run.  finding: from `timeline_finding`, of the whole run.  note: markup
-    that
-    follows the description.
+    that follows the description.
     """
     said = f"All {len(there)} requests, " if len(requests) == len(there) else (
         f"Requests {requests[0]} to {requests[-1]} of {len(there)}, " if len(requests) > 1 else
@@ -121,16 +119,13 @@ def timeline_picture(
     """Returns SVG of the given requests and steps.
 
     Cells carry data-request and data-step. The frame at a step has class `cursor`; data-first, data-pitch and data-left
-    of
-    the picture tell where steps are, so that a page can move the frame.
+    of the picture tell where steps are, so that a page can move the frame.
     events: as in `Trace.events`, all of each request that is drawn: a request that is never verified is grey.
     chosen: the request to name in bold.  at: the step to frame.
     width: pixels to fill, if the steps can be stretched so far.
     A verify pass is one cell. Below, by their shares: the accepted part of the draft (green) and the rolled-back part
-    (red,
-    crossed). Above, hatched: the verifier's own token, whose cache row the next pass writes. A preempted request has
-    verify
-    passes without a verdict, which rebuild its cache rows.
+    (red, crossed). Above, hatched: the verifier's own token, whose cache row the next pass writes. A preempted request
+    has verify passes without a verdict, which rebuild its cache rows.
     """
     shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
     spoken = set(events.request_id[events.phase == "verify"].tolist())

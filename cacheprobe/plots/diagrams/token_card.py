@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from cacheprobe.analysis.layer_choices import settling
+from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.plots.diagrams.frame import Markup, Piece
@@ -35,10 +35,9 @@ def token_card(
 ) -> Markup:
     """Returns the card of one position: each layer's most likely tokens, the prediction depth, and the draft's verdict.
 
-    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: a candidate's or a
-    rolled-back
-    row of this position; by default the canonical row.  token_texts: from `token_texts`; tokens that no table names are
-    shown as "<id>".
+    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: a superseded or a
+    rolled-back row of this position; by default the canonical row.  token_texts: from `token_texts`; tokens that no
+    table names are shown as "<id>".
     Raises: ValueError if the row has no reading.
     """
     own = hypotheses[(hypotheses.request_id == request_id) & (hypotheses.position == position)]
@@ -58,7 +57,7 @@ def token_card(
     fates = fates_at(history, place)
     if row is not None:
         fates = fates_of_row(fates, int(own.step.iloc[0]))
-    title, body = card_parts(own, settling(own).iloc[0].to_dict(), fates, texts, fed)
+    title, body = card_parts(own, prediction_depth_of(own).iloc[0].to_dict(), fates, texts, fed)
     there = of_request[of_request.position == position]
     note = "" if (own.status != "committed").any() else markup(insight(own, there, fates, texts)) + "."
     return Piece(title, note, body).alone
@@ -66,18 +65,16 @@ def token_card(
 
 def card_parts(
     readings: pd.DataFrame,
-    settled: JsonDict,
+    depth: JsonDict,
     fates: Sequence[Fate],
     token_texts: Mapping[int, str],
     input_token: str,
 ) -> tuple[str, str]:
     """Returns the title as plain text, and the markup of one row's card. Its lines carry data-layer.
 
-    readings: the row's lines of the hypotheses table.  settled: its line of `analysis.layer_choices.settling`.  fates:
-    the
-    tokens drafted and committed at the next position, in order.  token_texts: of all choices; a missing token is shown
-    as
-    "<id>".  input_token: the row's own.
+    readings: the row's lines of the hypotheses table.  depth: its line of
+    `analysis.layer_choices.prediction_depth_of`.  fates: the tokens drafted and committed at the next position, in
+    order.  token_texts: of all choices; a missing token is shown as "<id>".  input_token: the row's own.
     Raises: ValueError for readings of more than one row, or of none.
     """
     if readings.row.nunique() != 1:
@@ -92,16 +89,16 @@ def card_parts(
         ("predicts", f"position {one.position + 1}"),
         ("row", f"{markup(status)}, {markup(one.phase)} in step {one.step}"),
         *(("stood next", _fate(fate, token_texts)) for fate in fates),
-        ("prediction depth", f"from layer {settled['prediction_depth']} on, after {_times(int(settled['num_flips']))}"),
-        ("path", f"<code>{markup(settled['path'])}</code>"),
+        ("prediction depth", f"from layer {depth['prediction_depth']} on, after {_times(int(depth['num_flips']))}"),
+        ("path", f"<code>{markup(depth['path'])}</code>"),
     ]
     listed = "".join(f"<div><dt>{name}</dt><dd>{said}</dd></div>" for name, said in facts)
-    return _title(one, settled), f'<dl class="facts">{listed}</dl>{_ladder(table, token_texts)}'
+    return _title(one, depth), f'<dl class="facts">{listed}</dl>{_ladder(table, token_texts)}'
 
 
-def _title(one: TableLine, settled: JsonDict) -> str:
+def _title(one: TableLine, depth: JsonDict) -> str:
     said = visible(one.token)
-    since = settled["prediction_depth"]
+    since = depth["prediction_depth"]
     if one.status in FED_A_DRAFT_IN_VAIN:
         fed = "a rejected token" if one.status == "rolled_back" else "a draft that was given up"
         return f"This row was fed {fed}; it predicted “{said}” from layer {since} on"
@@ -109,21 +106,21 @@ def _title(one: TableLine, settled: JsonDict) -> str:
         return f"“{said}” is the last word of a row after which nothing was committed"
     committed = visible(one.committed_token)
     if bool(one.agrees):
-        return f"“{committed}” was committed, and settled at layer {since}"
+        return f"“{committed}” was committed, and decided at layer {since}"
     return f"“{committed}” was committed; this row said “{said}” from layer {since} on"
 
 
 def _fate(fate: Fate, token_texts: Mapping[int, str]) -> str:
     token = f"<code>{markup(visible(text_of(token_texts, fate.token_id)))}</code>"
-    if fate.settled is None:
+    if fate.decided_step is None:
         return f"{token} drafted in step {fate.born}, not decided"
     word = _VERDICTS[str(fate.outcome)]
     is_lost = fate.outcome in ("rolled_back", "given_up")
     tint, sign = ("lost", "✗") if is_lost else ("kept", "✓")
     verdict = f'<span class="{tint}">{sign} {word}</span>'
-    if fate.born == fate.settled:
-        return f"{token} {verdict} in step {fate.settled}"
-    return f"{token} drafted in step {fate.born}, {verdict} in step {fate.settled}"
+    if fate.born == fate.decided_step:
+        return f"{token} {verdict} in step {fate.decided_step}"
+    return f"{token} drafted in step {fate.born}, {verdict} in step {fate.decided_step}"
 
 
 def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:

@@ -35,8 +35,7 @@ def write_figures(
 
     kind: png, svg or pdf.  request_id: by default the report's.
     Raises, before anything is written: ValueError for another kind, KeyError for a request that the trace does not
-    have,
-    ImageError if kaleido or a Chromium is missing. Diagrams as SVG need neither.
+    have, ImageError if kaleido or a Chromium is missing. Diagrams as SVG need neither.
     """
     if kind not in FORMATS:
         raise ValueError(f"unknown format {kind!r} of figures; choose one of {', '.join(FORMATS)}")
@@ -56,7 +55,7 @@ def write_figures(
 
 def report_figures(trace: "Trace", request_id: int) -> dict[str, go.Figure]:
     """Returns those figures of the lens readings that the run has, by name: lens-grid, lens-grid-all, drafts,
-    settling.
+    prediction depth.
     """
     if trace.hypothesis_table is None:
         return {}
@@ -67,7 +66,8 @@ def report_figures(trace: "Trace", request_id: int) -> dict[str, go.Figure]:
         figures["lens-grid"] = lens_grid(readings, request_id, positions=shown, include="committed")
         if own.status.isin(FED_A_DRAFT_IN_VAIN).any():
             figures["lens-grid-all"] = lens_grid(readings, request_id, positions=shown, include="all")
-    return {**figures, "drafts": draft_verdicts(readings), "settling": prediction_depth_figure(prediction_depth(trace))}
+    depths = prediction_depth_figure(prediction_depth(trace))
+    return {**figures, "drafts": draft_verdicts(readings), "prediction_depth": depths}
 
 
 def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:

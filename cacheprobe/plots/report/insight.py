@@ -49,8 +49,7 @@ def first_insight(
     """Returns a sentence, as plain text, about the token that `opening` chooses; "" if there is none.
 
     hypotheses, rows, events: from `cp.analysis.lens_readings` (None without a lens), `Trace.row_table` and
-    `Trace.events`,
-    of one request or more.  token_texts: from `token_texts`.
+    `Trace.events`, of one request or more.  token_texts: from `token_texts`.
     """
     at = opening(events)
     if at is None:
@@ -78,10 +77,8 @@ def insight(
     """Returns, as plain text, the outcome of the tokens at one place, and the layers that predicted them.
 
     readings: lines of the hypotheses table of the predicting row; without any, layers are not mentioned.  rows: all
-    rows at
-    its position; they show at which layer an early drafter stopped.  fates: from `fates_at`.  step: the step that
-    computed
-    the row, whose own draft is then described; by default the last draft that was rolled back.
+    rows at its position; they show at which layer an early drafter stopped.  fates: from `fates_at`.  step: the step
+    that computed the row, whose own draft is then described; by default the last draft that was rolled back.
     """
     lost = next((fate for fate in reversed(fates) if fate.outcome == "rolled_back"), None)
     if step is not None:
@@ -124,14 +121,14 @@ def _became(
         word, why = "rolled back", "behind an earlier mismatch"
         if lost.outcome == "given_up":
             word, why = "given up", "before a verdict"
-        draft = f"{_quoted(lost.token_id, texts)}, {_drafted(lost, rows)}, was {word} in step {lost.settled}"
-        if lost.settled == kept.settled:
+        draft = f"{_quoted(lost.token_id, texts)}, {_drafted(lost, rows)}, was {word} in step {lost.decided_step}"
+        if lost.decided_step == kept.decided_step:
             return f"{draft}, and {token} committed in its place"
-        return f"{draft} {why}; {token} was committed in step {kept.settled}"
+        return f"{draft} {why}; {token} was committed in step {kept.decided_step}"
     if kept.outcome == "accepted":
-        return f"{token}, {_drafted(kept, rows)}, was accepted in step {kept.settled}"
+        return f"{token}, {_drafted(kept, rows)}, was accepted in step {kept.decided_step}"
     own = "as it was computed" if kept.outcome == "committed" else "as the verifier's own"
-    return f"{token} was committed in step {kept.settled}, {own}"
+    return f"{token} was committed in step {kept.decided_step}, {own}"
 
 
 def _drafted(draft: Fate, rows: pd.DataFrame) -> str:

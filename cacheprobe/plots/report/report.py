@@ -162,7 +162,7 @@ def _lens(trace: "Trace", request_id: int) -> str:
         "compared with rows of the last two kinds: their cells are grey.",
         "drafts": "Whole run, one reading for each row of a position where a draft was judged. Rows that were fed a "
         "rejected token are left out: they follow a text that was never committed.",
-        "settling": "Whole run. Prediction depth: the layer from which the first choice no longer changes.",
+        "prediction_depth": "Whole run. Prediction depth: the layer from which the first choice no longer changes.",
     }
 
     def block(name: str) -> str:
@@ -177,7 +177,7 @@ def _lens(trace: "Trace", request_id: int) -> str:
         parts.append(f"<p class='note'>No lens reading of request {request_id} was kept.</p>")
     if "lens-grid-all" in figures:
         parts.append(f"<details><summary>The same with the other rows</summary>{block('lens-grid-all')}</details>")
-    return "".join(parts) + f'<div class="two">{block("drafts")}{block("settling")}</div>'
+    return "".join(parts) + f'<div class="two">{block("drafts")}{block("prediction_depth")}</div>'
 
 
 def _controls(trace: "Trace") -> str:

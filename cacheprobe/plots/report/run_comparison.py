@@ -34,8 +34,7 @@ def comparison(
     The first differing token is framed. Requests are compared by committed tokens and log-probabilities.
     rows, events: (ours, theirs), as trace.row_table and trace.events().  request_id: by default the first that differs.
     fingerprints: trace.fingerprint of both, to list how the schedules differ.  token_texts: from `token_texts`, for
-    tokens
-    that rows do not name, such as the last one committed.
+    tokens that rows do not name, such as the last one committed.
     Raises: ValueError for a request that neither run has, and for empty tables.
     """
     pair = [_requests(r, e) for r, e in zip(rows, events, strict=True)]

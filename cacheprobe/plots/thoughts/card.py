@@ -27,8 +27,7 @@ def thought_card(
     The numbers are those of its state S, of the thought Z that the thinking block T wrote, and of the state that the
     compression block C made of Z.
     thoughts, rows, events: trace.thoughts(), trace.row_table and trace.events().  position: any of the chunk's tokens;
-    for
-    a chunk without a thought, the last chunk with one is shown.  thinking: trace.meta["thinking"].
+    for a chunk without a thought, the last chunk with one is shown.  thinking: trace.meta["thinking"].
     step: choose the chunk's thought of this step, if it has one; else the committed thought.
     Raises: ValueError for a request without thoughts.
     """

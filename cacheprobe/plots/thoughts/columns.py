@@ -163,8 +163,7 @@ def chosen(story: Story, most: int) -> list[int | range]:
     """Returns which columns to draw in `most` places: their indices, and a range for each gap.
 
     Priority: the end of the prompt, the start of the answer, changes of mind and rolled-back columns; then thoughts
-    that
-    disagree with the true state; then the rest in reading order.
+    that disagree with the true state; then the rest in reading order.
     """
     columns, filler = story.columns, story.num_filler
     every = list(range(filler, len(columns)))

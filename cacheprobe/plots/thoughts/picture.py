@@ -47,12 +47,10 @@ def thoughts_picture(
     """Returns a picture of a Thinking States model's thoughts about each chunk of one request.
 
     From the bottom: the tokens in chunks, and the state S that is added to each chunk at L_in. Above: the thinking
-    block T,
-    which writes the chunk's thought Z at L_out, and the compression block C, which turns Z into the next chunk's S.
-    Left:
+    block T, which writes the chunk's thought Z at L_out, and the compression block C, which turns Z into the next
+    chunk's S. Left:
     the KV cache by provenance. S and Z are numbered as in the paper, from 1: the thought of the first chunk is Z_2.
-    Tips
-    hold the values. Rolled-back thoughts are columns of their own.
+    Tips hold the values. Rolled-back thoughts are columns of their own.
 
     thoughts, rows, events, ledger: trace.thoughts(), trace.row_table, trace.events() and trace.ledger(request_id).
     thinking: trace.meta["thinking"]; by default a model whose states are fed back and whose S_1 is zero.

@@ -26,8 +26,7 @@ def run_cell(cell: Cell, model: CachedLM) -> Trace:
     """Returns the cell's trace, computed with the cell's number of threads.
 
     Examples and noise are drawn from the cell's seed, so cells of one seed have the same prompts. torch's global
-    generator,
-    which cacheprobe does not use, is seeded from the cell's digest.
+    generator, which cacheprobe does not use, is seeded from the cell's digest.
     Raises: any error of `cacheprobe.run`, and RuntimeError if a request ended with an error.
     """
     threads = torch.get_num_threads()

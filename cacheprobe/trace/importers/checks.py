@@ -8,8 +8,7 @@ from cacheprobe.trace.importers.common import Generation, ImportRefused
 
 FARTHEST = 0.1
 """Largest accepted distance, as a share of a state's length, averaged over a prompt. The same block in 16 bits on
-another
-machine differs by some hundredths; the block before or after it, by some tenths."""
+another machine differs by some hundredths; the block before or after it, by some tenths."""
 _LONGEST = 64
 """Number of prompt tokens that are computed again."""
 

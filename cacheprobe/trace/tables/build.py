@@ -25,8 +25,7 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
     """Returns one line for every token of every pass.
 
     Columns: row, request_id, step, phase, role, status, position, token_id, token (visible form), num_layers (that
-    ran),
-    state_index (index among the stored vectors; -1 if a filter dropped the row).
+    ran), state_index (index among the stored vectors; -1 if a filter dropped the row).
     """
     table = pd.DataFrame([asdict(row) for row in rows], columns=[field.name for field in fields(RowRecord)])
     table.insert(0, "row", np.arange(len(table)))

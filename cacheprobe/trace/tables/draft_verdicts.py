@@ -29,11 +29,11 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
     history = token_history(events)
     outcome = history.outcome.astype(object)
     drafts = history[outcome.isna() | outcome.isin(["accepted", "rolled_back", "given_up"])]
-    rejected = drafts[drafts.outcome == "rolled_back"].groupby(["request_id", "settled"]).place.idxmin()
+    rejected = drafts[drafts.outcome == "rolled_back"].groupby(["request_id", "decided_step"]).place.idxmin()
     verdict = pd.Series("never_judged", index=drafts.index, dtype="object")
     verdict[(drafts.outcome == "accepted").fillna(False)] = "accepted"
     verdict[rejected.to_numpy()] = "rejected"
-    judged = drafts.settled.where(drafts.outcome.isin(["accepted", "rolled_back"]).fillna(False))
+    judged = drafts.decided_step.where(drafts.outcome.isin(["accepted", "rolled_back"]).fillna(False))
     return pd.DataFrame(
         {
             "request_id": drafts.request_id,
@@ -52,8 +52,7 @@ def with_verdicts(
     """Returns the readings with the columns drafted_token_id, drafted_token, verdict, prediction_depth and top_tokens.
 
     A row at position p predicts position p + 1. Its drafted token is the draft token at p + 1 in the row's own pass:
-    the
-    pass that drafted the token, or the verify pass that judged it. It is null if there was no draft token.
+    the pass that drafted the token, or the verify pass that judged it. It is null if there was no draft token.
     prediction_depth: as in `prediction_depths`.  top_tokens: the texts of top_token_ids.
     readings: one lens and site, as in `trace.tables.build.hypotheses_table`.  prompt_lengths: tokens by request.
     token_texts: by token id; a missing token is shown as "<id>".
@@ -135,8 +134,7 @@ def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
     """Returns the readings that can be compared with a committed token; a missing verdict becomes "not_drafted".
 
     Leaves out rows without a committed next token, and rows whose input was a rejected or given-up draft token: they
-    follow
-    a text that was never committed.
+    follow a text that was never committed.
     Raises: ValueError if no reading remains.
     """
     known = readings[readings.agrees.notna() & ~readings.status.isin(FED_A_DRAFT_IN_VAIN)]

@@ -25,14 +25,11 @@ def thoughts_table(
     """Returns one line for each thought: each chunk that ended, in every pass that computed it.
 
     thought (its number, and its index among the thought states), request_id, step, phase, role, status and row (those
-    of
-    the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions of
-    the
-    chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit), said (its
-    words without the end token, "" if it has none), logprobs_nats;
+    of the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions
+    of the chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit),
+    said (its words without the end token, "" if it has none), logprobs_nats;
     first_token_id, first_logprob_nats, entropy_nats of the choice of its first token; committed_token_id, the first
-    token
-    of the request's answer, with its rank and committed_logprob_nats in that choice;
+    token of the request's answer, with its rank and committed_logprob_nats in that choice;
     true_state: the task's state after the chunk, null for a prompt without a task;
     agrees: whether its last words are that state, or the task's own thought for it; null if either is missing;
     state_norm: Euclidean norm of all c x m numbers that the thought adds to the next chunk.
@@ -92,8 +89,7 @@ def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, 
     """Returns thoughts as lines of the hypotheses table: read at l_out, compared with the answer's first token.
 
     site: "thought".  layer: l_out.  token: the thought's first token. An empty thought consists of its end token alone,
-    and
-    its `agrees` is null.
+    and its `agrees` is null.
     """
     is_empty = thoughts.token_ids.map(len) == 1
     agrees = pd.array(thoughts.first_token_id == thoughts.committed_token_id, dtype="boolean")

@@ -5,18 +5,16 @@ from typing import NamedTuple
 
 import pandas as pd
 
-COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "settled", "outcome"]
+COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "decided_step", "outcome"]
 
 
 def token_history(events: pd.DataFrame) -> pd.DataFrame:
     """Returns one line for each token of each request, candidates included, in order of time.
 
-    place: 0 is the first generated token.  born: the step that proposed or committed the token.  settled: the step that
-    decided about it; null while its verdict is open.  outcome: committed (without a verdict), accepted, recovered,
-    bonus,
-    rolled_back, or given_up; null while open. A draft is given up if its request was preempted (settled when the prompt
-    is
-    computed again) or a pass failed (settled when the request drafts again, or is verified without a draft).
+    place: 0 is the first generated token.  born: the step that proposed or committed the token.  decided_step: the step
+    of its verdict, null while its verdict is open.  outcome: committed (without a verdict), accepted, recovered, bonus,
+    rolled_back, or given_up; null while open. A draft is given up if its request was preempted (decided when the prompt
+    is computed again) or a pass failed (decided when the request drafts again, or is verified without a draft).
     margin_nats: between the two best tokens of its pass, the smallest of a verify pass; null if no model chose.
     events: as in `Trace.events`.
     """
@@ -54,21 +52,20 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
             place += len(committed)
         lines += [(*line, None, None) for line in waiting]
     table = pd.DataFrame(lines, columns=COLUMNS)
-    return table.astype({"settled": "Int64", "outcome": "string", "margin_nats": "Float64"})
+    return table.astype({"decided_step": "Int64", "outcome": "string", "margin_nats": "Float64"})
 
 
 def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     """Returns the tokens at each place after `step`, one line for each request and place, with a column `state`.
 
     state: candidate; rolled_back (by this step; tokens rolled back earlier are left out, as are given-up drafts);
-    pending
-    (committed, but its cache row is not written yet: the newest of its request); or committed.
+    pending (committed, but its cache row is not written yet: the newest of its request); or committed.
     """
     there = history[history.born <= step]
-    decided = (there.settled <= step).fillna(False)
+    decided = (there.decided_step <= step).fillna(False)
     lost = decided & (there.outcome == "rolled_back").fillna(False)
     given_up = decided & (there.outcome == "given_up").fillna(False)
-    there = there[~given_up & (~lost | (there.settled == step).fillna(False))]
+    there = there[~given_up & (~lost | (there.decided_step == step).fillna(False))]
     decided, lost = decided[there.index], lost[there.index]
     state = pd.Series("candidate", index=there.index).mask(decided, "committed").mask(lost, "rolled_back")
     there = there.assign(state=state)
@@ -90,7 +87,7 @@ class Fate(NamedTuple):
 
     token_id: int
     born: int
-    settled: int | None
+    decided_step: int | None
     outcome: str | None
 
 
@@ -101,7 +98,7 @@ def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
     """
     there = history[history.place == place].sort_values("born", kind="stable")
     return [
-        Fate(int(t.token_id), int(t.born), None if pd.isna(t.settled) else int(t.settled),
+        Fate(int(t.token_id), int(t.born), None if pd.isna(t.decided_step) else int(t.decided_step),
              None if pd.isna(t.outcome) else str(t.outcome))
         for t in there.itertuples()
     ]  # fmt: skip
@@ -112,4 +109,4 @@ def fates_of_row(fates: Sequence[Fate], step: int) -> list[Fate]:
 
     fates: as from `fates_at`, of the position that the row predicts.  step: the step that computed the row.
     """
-    return [fate for fate in fates if step in (fate.born, fate.settled) or fate.outcome in _KEPT]
+    return [fate for fate in fates if step in (fate.born, fate.decided_step) or fate.outcome in _KEPT]

@@ -62,7 +62,7 @@ def train_thinking(
     """
     task = _task_of_presets(task)
     chosen = preset_of(task, preset, form)
-    total = chosen.loop_of(arm, seed).steps
+    total = chosen.loop_settings(arm, seed).steps
     with TrainingProgress(total, 0, progress) as show:
 
         def report(at: Progress, accuracy: float | None) -> None:

@@ -45,16 +45,16 @@ class Preset:
         """Returns all words of all variants, sorted."""
         return tuple(sorted({word for task in self.tasks() for word in task.vocabulary()}))
 
-    def loop_of(self, arm: str, seed: int) -> LoopSettings:
+    def loop_settings(self, arm: str, seed: int) -> LoopSettings:
         """Returns the LoopSettings (steps, batch, learning rate) of one training arm, with this seed."""
         own = {name: value for name, value in self.arms.get(arm, {}).items() if name != "reach"}
         return replace(self.loop, seed=seed, **own)
 
-    def reach_of(self, arm: str) -> int:
+    def max_position_jump(self, arm: str) -> int:
         """Returns the maximum position jump in an arm's training."""
         return int(self.arms.get(arm, {}).get("reach", self.reach))
 
-    def chain_of(self, arm: str) -> str | None:
+    def chain_form(self, arm: str) -> str | None:
         """Returns what an arm writes before the answer, one of CHAINS; None if the arm writes only the answer."""
         return self.chain if arm == "chain_of_thought" else None
 

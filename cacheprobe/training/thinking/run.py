@@ -48,7 +48,7 @@ class Trained:
         tasks = changed(self.preset.task(operations[-1]), task)
         texts = mixed(tasks, operations, n=n, seed=seed)
         config = self.model.config
-        chain, longest = self.preset.chain_of(self.arm), config.max_thought
+        chain, longest = self.preset.chain_form(self.arm), config.max_thought
         return annotate_all(texts, self.tokenizer, config.chunk, self.preset.form, max_thought=longest, chain=chain)
 
     def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: object) -> Verdicts:
@@ -87,13 +87,13 @@ def train(
     _require_training_seed(seed, len(preset.variants))
     tokenizer = word_tokenizer(preset.vocabulary())
     model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
-    settings, reach = preset.loop_of(arm, seed), preset.reach_of(arm)
+    settings, reach = preset.loop_settings(arm, seed), preset.max_position_jump(arm)
     chunk = model.config.chunk
     pool = _annotated(preset, arm, tokenizer, model.config, preset.pool, seed)
     fresh = _annotated(preset, arm, tokenizer, model.config, CHECK_TEXTS, TEST_SEED + seed)
     loop = Loop(model, settings, folder)
     crowds = preset.crowds and reach > 0
-    of = {"arm": arm, "form": preset.form, "reach": reach, "crowds": crowds, "chain": preset.chain_of(arm)}
+    of = {"arm": arm, "form": preset.form, "reach": reach, "crowds": crowds, "chain": preset.chain_form(arm)}
     of["config"] = model.config.to_json()
     # folders from before there were crowds have none, and chains that said the thoughts of all chunks
     held = {"crowds": False, "chain": None, **loop.notes.setdefault("of", of)}
@@ -153,5 +153,5 @@ def _annotated(
     ]
     draw = Random(f"phases/{seed}")
     phases = [int(draw.random() * config.chunk) for _ in texts]
-    chain = preset.chain_of(arm)
+    chain = preset.chain_form(arm)
     return annotate_all(texts, tokenizer, config.chunk, preset.form, phases, config.max_thought, chain)

@@ -79,7 +79,7 @@ def all_builds(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[Build
 def schedule_complaints(kernel: type[Kernel]) -> list[str]:
     """Where one row would be compiled otherwise than many: Triton specialises on 1 and multiples of 16.
 
-    Other instructions may be other bits, and then a row's would depend on its company.
+    Other instructions may be other bits, and then a row's would depend on the rest of its batch.
     """
     if not kernel.full.dtype.is_floating_point:
         return []  # it computes no number

@@ -49,30 +49,30 @@ def named(returned: Any) -> Outcome:
 def twin_complaints(
     kernel: type[Kernel], case: Case, device: torch.device | str = "cpu", memory: Callable[[], Any] = poisoned
 ) -> list[str]:
-    """Where a kernel's outcome is not its twin's or the definition's, and what it leaves unwritten."""
+    """Where a kernel's outcome is not its reference's or the definition's, and what it leaves unwritten."""
     device = torch.device(device)
     arguments = kernel.inputs(case, Draws(device))
     with memory():
         got = outcome(kernel, kernel.run, arguments)
-    by_twin = outcome(kernel, kernel.twin, arguments)
-    found = list(_differences(kernel, case, "its twin", got, by_twin))
+    by_reference = outcome(kernel, kernel.reference, arguments)
+    found = list(_differences(kernel, case, "its reference", got, by_reference))
     exact = kernel.exact(**arguments)
     found += _differences(kernel, case, "the definition in float64", {name: got[name] for name in exact}, exact)
     return [f"{kernel.name} {case.name} {_short(case.dtype)}: {text}" for text in found]
 
 
 def full_complaints(kernel: type[Kernel], device: torch.device) -> list[str]:
-    """At the sizes of a model: against the twin alone, and in other company."""
+    """At the sizes of a model: against the reference alone, and in another batch."""
     arguments = kernel.inputs(kernel.full, Draws(device))
     with poisoned():
         got = outcome(kernel, kernel.run, arguments)
-    found = _differences(kernel, kernel.full, "its twin", got, outcome(kernel, kernel.twin, arguments))
+    found = _differences(kernel, kernel.full, "its reference", got, outcome(kernel, kernel.reference, arguments))
     said = [f"{kernel.name} {kernel.full.name} {_short(kernel.full.dtype)}: {text}" for text in found]
     return said + company_complaints(kernel, kernel.full, device)
 
 
 def company_complaints(kernel: type[Kernel], case: Case, device: torch.device | str = "cpu") -> list[str]:
-    """Where bits depend on the company: rows, order, padding, splits, stale content. Also on a second run."""
+    """Where bits depend on the batch: rows, order, padding, splits, stale content. Also on a second run."""
     arguments = kernel.inputs(case, Draws(torch.device(device)))
     with poisoned():
         whole = outcome(kernel, kernel.run, arguments)

@@ -2,9 +2,10 @@
 
     python -m cacheprobe_kernels.checks.on_gpu [--json FILE]
 
-Compiled code against twins and float64, bits in other company, then the time of each kernel at a model's sizes beside
-the least that its bytes and its products could take. What the device can do is measured in the same process: a copy for
-the bytes, a large product for the matrix rate. Exits 1 where a kernel breaks its contract, and 2 where there is no GPU.
+Compiled code against references and float64, bits in another batch, then the time of each kernel at a model's sizes
+beside the least that its bytes and its products could take. What the device can do is measured in the same process: a
+copy for the bytes, a large product for the matrix rate. Exits 1 where a kernel breaks its contract, and 2 where there
+is no GPU.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def timed(kernel: type[Kernel], device: torch.device, best: Device, seconds_of: 
         kernel.name,
         " ".join(f"{name}={size}" for name, size in kernel.full.sizes.items()),
         1e6 * seconds,
-        1e6 * seconds_of(lambda: kernel.twin(**arguments)),
+        1e6 * seconds_of(lambda: kernel.reference(**arguments)),
         1e6 * roofs[limited_by],
         roofs[limited_by] / seconds,
         limited_by,

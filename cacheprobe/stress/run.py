@@ -9,22 +9,22 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.status import checked_states
 from cacheprobe.stress.control import control_beside
 from cacheprobe.stress.soak import soak
-from cacheprobe.stress.subjects import real_subjects, tiny_subjects, twin_subjects
+from cacheprobe.stress.subjects import near_tie_subjects, real_subjects, tiny_subjects
 from cacheprobe.stress.tally import Tally
 
 TALLY = "tally.json"
 
 
-def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progress: bool = True) -> JsonDict:
+def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progress: bool = True) -> JsonDict:
     """Compares tokens with the oracle until `num_tokens` are reached, counting those in `out`; then runs the control.
 
     real: include SmolLM2 and the negative control, which runs beside the soak.
-    Returns the figures, also written to out/proof.json, with `is_proven`.
+    Returns the figures, also written to out/stress.json, with `has_passed`.
     Source: LLM-42 (arXiv 2601.17768), invariants of decode-verify-rollback.
     """
     path = out / TALLY
     tally = Tally.load(path) if path.exists() else Tally()
-    subjects = [*tiny_subjects(), *twin_subjects(), *(real_subjects() if real else [])]
+    subjects = [*tiny_subjects(), *near_tie_subjects(), *(real_subjects() if real else [])]
     control: JsonDict = {"negative_control": "not run"}
     with control_beside() if real else nullcontext() as beside:
         with Progress(num_tokens, "comparing", "tokens", done=tally.num_compared, enabled=progress) as bar:
@@ -41,11 +41,11 @@ def prove(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progr
             is_void = not numbers["control_unverified_differ"]
             said = "void: nothing diverged without verification" if is_void else "diverged"
             control = {**numbers, "negative_control": said}
-    is_proven = not tally.differences and control.get("control_verified_differ", 0) == 0
-    figures = {**tally.numbers(), **control, "is_proven": is_proven and control["negative_control"] == "diverged"}
-    temporary = out / "proof.json.tmp"
+    is_equal = not tally.differences and control.get("control_verified_differ", 0) == 0
+    figures = {**tally.numbers(), **control, "has_passed": is_equal and control["negative_control"] == "diverged"}
+    temporary = out / "stress.json.tmp"
     temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(out / "proof.json")
+    temporary.replace(out / "stress.json")
     print(tally.text())
     print("\n".join(f"{name}  {value}" for name, value in control.items()))
     return figures

@@ -1,4 +1,4 @@
-"""The proof goes on where it stopped, sees planted faults, and is void without its negative control."""
+"""The stress test goes on where it stopped, sees planted faults, and is void without its negative control."""
 
 import json
 import os
@@ -20,11 +20,11 @@ from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.drafters.ngram import NGram
 from cacheprobe.engine import choosing
 from cacheprobe.stress import control, soak
-from cacheprobe.stress import prove as proving
+from cacheprobe.stress import run as stress_run
 from cacheprobe.stress.mixed import mixed_episode
-from cacheprobe.stress.prove import prove
+from cacheprobe.stress.run import run_stress
 from cacheprobe.stress.soak import kind_of_rollback, one_episode
-from cacheprobe.stress.subjects import real_subjects, tiny_subjects, twin_subjects
+from cacheprobe.stress.subjects import near_tie_subjects, real_subjects, tiny_subjects
 from cacheprobe.stress.tally import Tally
 from cacheprobe.stress.traffic import Corrupted, Episode, draw_episode, draw_request
 
@@ -32,38 +32,38 @@ pytestmark = pytest.mark.determinism
 
 LLAMAS = [subject for subject in tiny_subjects() if subject.name == "llama"]
 """In three dtypes; loaded once for all tests."""
-TWIN = twin_subjects()[0]
+NEAR_TIE = near_tie_subjects()[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_episodes() -> Iterator[None]:
     with (
-        patch.object(soak, "MOST_REQUESTS", {"tiny": 4, "twins": 4}),
-        patch.object(proving, "tiny_subjects", lambda: LLAMAS),
-        patch.object(proving, "twin_subjects", lambda: [TWIN]),
+        patch.object(soak, "MOST_REQUESTS", {"tiny": 4, "near_ties": 4}),
+        patch.object(stress_run, "tiny_subjects", lambda: LLAMAS),
+        patch.object(stress_run, "near_tie_subjects", lambda: [NEAR_TIE]),
     ):
         yield
 
 
 @pytest.fixture(scope="module")
-def proof(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
-    out = tmp_path_factory.mktemp("proof")
-    return out, prove(400, out, real=False, progress=False)
+def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    out = tmp_path_factory.mktemp("stress")
+    return out, run_stress(400, out, real=False, progress=False)
 
 
-def test_a_short_proof_finds_no_difference(proof: tuple[Path, dict]) -> None:
-    out, figures = proof
+def test_a_short_stress_test_finds_no_difference(result: tuple[Path, dict]) -> None:
+    out, figures = result
     assert figures["differences"] == 0 and figures["compared_tokens"] >= 400
     assert 0 < figures["distinct_tokens"] < figures["compared_tokens"]
     assert set(figures["compared_by_dtype"]) == {"bfloat16", "float16", "float32"} and figures["models"] == 2
     assert figures["rollbacks_injected"] > 0 and figures["requests_deterministic"] > 0
-    assert json.loads((out / "proof.json").read_text()) == figures
-    assert not figures["is_proven"] and figures["negative_control"] == "not run"
+    assert json.loads((out / "stress.json").read_text()) == figures
+    assert not figures["has_passed"] and figures["negative_control"] == "not run"
 
 
-def test_it_goes_on_where_it_stopped(proof: tuple[Path, dict]) -> None:
-    out, before = proof
-    after = prove(before["compared_tokens"] + 100, out, real=False, progress=False)
+def test_it_goes_on_where_it_stopped(result: tuple[Path, dict]) -> None:
+    out, before = result
+    after = run_stress(before["compared_tokens"] + 100, out, real=False, progress=False)
     assert after["episodes"] > before["episodes"] and after["compared_tokens"] >= before["compared_tokens"] + 100
     assert after["distinct_tokens"] >= before["distinct_tokens"]
 
@@ -83,7 +83,7 @@ def test_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_twins_disagree_by_themselves() -> None:
     """The fast path says another token than the verifier, and what is committed is the oracle's."""
-    subject, tally = TWIN, Tally()
+    subject, tally = NEAR_TIE, Tally()
     for episode in range(2):
         one_episode(subject, tally, [3, episode])
     assert tally.natural[subject.key] == tally.counts["rollbacks_natural"] > 0 and not tally.differences
@@ -114,20 +114,20 @@ def test_another_schedule_is_refused() -> None:
         one_episode(subject, tally, [2, 1])
 
 
-@pytest.mark.parametrize(("unverified", "verified", "is_proven"), [(3, 0, True), (0, 0, False), (3, 1, False)])
+@pytest.mark.parametrize(("unverified", "verified", "has_passed"), [(3, 0, True), (0, 0, False), (3, 1, False)])
 def test_void_without_divergence(
-    unverified: int, verified: int, is_proven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unverified: int, verified: int, has_passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = {"control_unverified_differ": unverified, "control_verified_differ": verified}
-    monkeypatch.setattr(proving, "real_subjects", lambda: LLAMAS[:1])
-    monkeypatch.setattr(proving, "tiny_subjects", lambda: LLAMAS[:1])
-    monkeypatch.setattr(proving, "twin_subjects", list)
-    monkeypatch.setattr(proving, "control_beside", lambda: nullcontext(SimpleNamespace(result=lambda: numbers)))
-    assert prove(50, tmp_path, progress=False)["is_proven"] is is_proven
+    monkeypatch.setattr(stress_run, "real_subjects", lambda: LLAMAS[:1])
+    monkeypatch.setattr(stress_run, "tiny_subjects", lambda: LLAMAS[:1])
+    monkeypatch.setattr(stress_run, "near_tie_subjects", list)
+    monkeypatch.setattr(stress_run, "control_beside", lambda: nullcontext(SimpleNamespace(result=lambda: numbers)))
+    assert run_stress(50, tmp_path, progress=False)["has_passed"] is has_passed
 
 
 def test_a_control_that_cannot_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process finds a broken install: the proof ends with what it said, and no process is left."""
+    """Its process finds a broken install: the stress test ends with what it said, and no process is left."""
     (tmp_path / "transformers.py").write_text("raise ImportError('half installed')\n", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     with control.control_beside() as beside, pytest.raises(control.ControlError, match=r"(?s)half installed.*again"):
@@ -180,9 +180,9 @@ def test_heads_of_another_pass_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
     assert any("site" in difference for difference in tally.differences), tally.differences
 
 
-def test_mixed_episodes_are_part_of_a_proof_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_episodes_are_part_of_a_stress_test_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "MIXED_SHARE", 0.5)
-    before = prove(100, tmp_path, real=False, progress=False)
-    after = prove(before["compared_tokens"] + 60, tmp_path, real=False, progress=False)
+    before = run_stress(100, tmp_path, real=False, progress=False)
+    after = run_stress(before["compared_tokens"] + 60, tmp_path, real=False, progress=False)
     assert after["mixed_episodes"] >= before["mixed_episodes"] and after["mixed_episodes"] > 0
     assert after["differences"] == 0 and after["episodes"] > after["mixed_episodes"]

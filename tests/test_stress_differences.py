@@ -15,8 +15,8 @@ import torch
 
 from cacheprobe.core.records import Request
 from cacheprobe.stress import mixed, soak, traffic
-from cacheprobe.stress import prove as proving
-from cacheprobe.stress.prove import prove
+from cacheprobe.stress import run as stress_run
+from cacheprobe.stress.run import run_stress
 from cacheprobe.stress.subjects import Subject, tiny_subjects
 from cacheprobe.stress.tally import Tally
 from cacheprobe.trace.trace import Trace
@@ -199,13 +199,13 @@ def test_a_stress_test_with_a_difference_is_not_clean(
 ) -> None:
     """In its figures, in the file and on the screen; the negative control is said to have diverged."""
     monkeypatch.setattr(soak, "MIXED_SHARE", 0.0)
-    monkeypatch.setattr(proving, "tiny_subjects", lambda: [LLAMA])
-    monkeypatch.setattr(proving, "twin_subjects", list)
-    monkeypatch.setattr(proving, "real_subjects", list)
+    monkeypatch.setattr(stress_run, "tiny_subjects", lambda: [LLAMA])
+    monkeypatch.setattr(stress_run, "near_tie_subjects", list)
+    monkeypatch.setattr(stress_run, "real_subjects", list)
     numbers = {"control_unverified_differ": 3, "control_verified_differ": 0}
-    monkeypatch.setattr(proving, "control_beside", lambda: nullcontext(SimpleNamespace(result=lambda: numbers)))
+    monkeypatch.setattr(stress_run, "control_beside", lambda: nullcontext(SimpleNamespace(result=lambda: numbers)))
     if kind in SOAKED:
         monkeypatch.setattr(soak, "run", changed(soak.run, SOAKED[kind][0]))
-    figures = prove(10, tmp_path, progress=False)
-    assert figures["is_proven"] == (kind == "none") and (figures["differences"] == 0) == (kind == "none")
-    assert json.loads((tmp_path / "proof.json").read_text()) == figures
+    figures = run_stress(10, tmp_path, progress=False)
+    assert figures["has_passed"] == (kind == "none") and (figures["differences"] == 0) == (kind == "none")
+    assert json.loads((tmp_path / "stress.json").read_text()) == figures

@@ -1,7 +1,7 @@
-"""The proof runs its traffic in another shape if the trial of shapes refuses one, and says so.
+"""The stress test runs its traffic in another shape if the trial of shapes refuses one, and says so.
 
-Under MKL_CBWR=COMPATIBLE a proof of 50,000 tokens ended at 6,163: it had drawn verify passes of 4 x 5 rows in float32,
-which the trial refuses there.
+Under MKL_CBWR=COMPATIBLE a stress test of 50,000 tokens ended at 6,163: it had drawn verify passes of 4 x 5 rows in
+float32, which the trial refuses there.
 """
 
 import json
@@ -16,10 +16,10 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine import consistency
 from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.stress import mixed, refusals, soak
-from cacheprobe.stress import prove as proving
+from cacheprobe.stress import run as stress_run
 from cacheprobe.stress.mixed import mixed_episode
-from cacheprobe.stress.prove import prove
 from cacheprobe.stress.refusals import NoShapeServes
+from cacheprobe.stress.run import run_stress
 from cacheprobe.stress.soak import one_episode
 from cacheprobe.stress.subjects import other_shapes, tiny_subjects
 from cacheprobe.stress.tally import Tally
@@ -78,21 +78,21 @@ def test_another_shape_has_the_same_model_and_requests() -> None:
 def test_the_record_says_which_shapes_were_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the progress line, in the summary and in proof.json; a proof that goes on keeps them."""
+    """In the progress line, in the summary and in stress.json; a stress test that goes on keeps them."""
     refuse(monkeypatch, lambda shape: shape == SHAPE)
-    monkeypatch.setattr(proving, "tiny_subjects", lambda: [SUBJECT])
-    monkeypatch.setattr(proving, "twin_subjects", list)
+    monkeypatch.setattr(stress_run, "tiny_subjects", lambda: [SUBJECT])
+    monkeypatch.setattr(stress_run, "near_tie_subjects", list)
     notes: list[str] = []
-    right = proving.Progress.at
-    monkeypatch.setattr(proving.Progress, "at", lambda bar, done, note="": notes.append(note) or right(bar, done, note))
-    before = prove(60, tmp_path, real=False, progress=False)
+    right = stress_run.Progress.at
+    monkeypatch.setattr(stress_run.Progress, "at", lambda bar, done, n="": notes.append(n) or right(bar, done, n))
+    before = run_stress(60, tmp_path, real=False, progress=False)
     said = f"shapes refused by the trial: {before['shapes_refused_by_trial']}"
     printed = capsys.readouterr().out
     assert said in notes[-1] and said in printed and f"  {SUBJECT.key}: verify passes of" in printed
-    after = prove(before["compared_tokens"] + 30, tmp_path, real=False, progress=False)
+    after = run_stress(before["compared_tokens"] + 30, tmp_path, real=False, progress=False)
     assert after["refused_shapes"] == before["refused_shapes"] and SUBJECT.key in after["refused_shapes"]
     assert after["shapes_refused_by_trial"] == len(after["refused_shapes"])
-    assert json.loads((tmp_path / "proof.json").read_text()) == after and after["differences"] == 0
+    assert json.loads((tmp_path / "stress.json").read_text()) == after and after["differences"] == 0
 
 
 def test_it_ends_if_every_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

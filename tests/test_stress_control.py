@@ -7,13 +7,13 @@ import pytest
 
 from cacheprobe.engine import consistency
 from cacheprobe.stress.control import Traffic, negative_control, traffic_to_try
-from cacheprobe.stress.subjects import Subject, twin_subjects
+from cacheprobe.stress.subjects import Subject, near_tie_subjects
 
 pytestmark = pytest.mark.determinism
 
-TWIN = twin_subjects()[0]
-DIVERGES = Traffic(TWIN, num_prompts=6, new_tokens=12, batches=(6, 1))
-ALIKE = Traffic(TWIN, num_prompts=2, new_tokens=4, batches=(1, 1))
+NEAR_TIE = near_tie_subjects()[0]
+DIVERGES = Traffic(NEAR_TIE, num_prompts=6, new_tokens=12, batches=(6, 1))
+ALIKE = Traffic(NEAR_TIE, num_prompts=2, new_tokens=4, batches=(1, 1))
 """The same batch size twice: nothing can differ."""
 
 
@@ -52,14 +52,14 @@ def test_verified_log_probabilities_are_compared_too(monkeypatch: pytest.MonkeyP
 
 def test_a_refused_shape_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     right = consistency._fault
-    refused = TWIN.group, TWIN.window
+    refused = NEAR_TIE.group, NEAR_TIE.window
     monkeypatch.setattr(consistency, "_fault", lambda *of: "row 0" if of[1:3] == refused else right(*of))
     figures = negative_control([DIVERGES])
-    assert TWIN.key in figures["control_refused_shapes"] and figures["control_verified_differ"] == 0
-    assert figures["control_traffic"].startswith(f"{TWIN.key} as W")
+    assert NEAR_TIE.key in figures["control_refused_shapes"] and figures["control_verified_differ"] == 0
+    assert figures["control_traffic"].startswith(f"{NEAR_TIE.key} as W")
 
 
-def test_a_control_beside_a_proof_tries_the_real_model_first_and_float32() -> None:
+def test_a_control_beside_a_stress_test_tries_the_real_model_first_and_float32() -> None:
     """Products in float32 depend on the number of rows in each environment of scripts/test_processors.sh."""
     kinds = list(traffic_to_try())
     assert kinds[0].subject.is_real and kinds[0].subject.dtype == "bfloat16"
