@@ -70,7 +70,7 @@ class RunPlan:
         interventions: "Intervention | Iterable[Any]" = (),
         max_in_flight: int | None = None,
     ) -> None:
-        """is_group_given: False where a group is chosen that gives every row the same bits.
+        """is_group_given: whether the user set config.group. If not, the trial of shapes may replace it.
         max_in_flight: requests that hold a cache row at once, if that is not config.max_batch.
         """
         if not hasattr(model, "new_cache"):

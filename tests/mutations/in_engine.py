@@ -181,7 +181,7 @@ MUTATIONS = [
         ACCEPTED,
         lambda real: lambda draft, targets: max(real(draft, targets) - 1, 0),
     ),
-    bug("a full match commits no bonus token", ("11",), f"{COMMITTER}.judge", _without_bonus),
+    bug("a full match commits no bonus token", ("11",), f"{COMMITTER}.verify_draft", _without_bonus),
     bug(
         "rejected candidates stay in the draft",
         ("11",),
@@ -191,7 +191,7 @@ MUTATIONS = [
     bug(
         "the verdict is read one row off",
         ("02", "11"),
-        f"{COMMITTER}.judge",
+        f"{COMMITTER}.verify_draft",
         lambda real: lambda self, entry, logits: real(self, entry, logits.roll(1, 0)),
     ),
     bug("the verdict of the first request goes to all", ("05", "16"), RUN, _first_for_all),

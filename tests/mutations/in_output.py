@@ -170,7 +170,7 @@ MUTATIONS = [
     # -- endings
     bug("a stop token in the middle of a window is overlooked", ("03", "18"), ENDING, _overlooks_the_middle),
     bug("a stop token is not kept", ("18",), ENDING, _drops_the_stop),
-    bug("a drafted stop token ends the request", ("18",), f"{COMMITTER}.judge", _ends_by_draft),
+    bug("a drafted stop token ends the request", ("18",), f"{COMMITTER}.verify_draft", _ends_by_draft),
     bug("a stop token is fed to the verifier", ("03",), "cacheprobe.engine.step:verify_entry", _feeds_all),
     Mutation(
         "the bonus token may pass the limit",
