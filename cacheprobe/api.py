@@ -31,15 +31,7 @@ from cacheprobe.trace.trace import Trace
 from cacheprobe.trace.trace import load_trace as open_trace
 
 __all__ = [
-    "import_generate",
-    "import_vllm",
-    "kv_snapshot",
-    "load_model",
-    "load_trace",
-    "reference",
-    "run",
-    "stream",
-    "verify",
+    "import_generate", "import_vllm", "kv_snapshot", "load_model", "load_trace", "reference", "run", "stream", "verify",
 ]  # fmt: skip
 
 

@@ -1,7 +1,10 @@
 """The contract of every registered kernel, in Triton's interpreter: its reference, float64, bits in other batches."""
 
 import inspect
+import re
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from cacheprobe.core.registry import available
 from cacheprobe.ops.dispatch import OPERATIONS
 from cacheprobe_kernels.base import INTERPRETED, Case, Draws, Kernel, Plan
 from cacheprobe_kernels.cached_attention import CachedAttention
-from cacheprobe_kernels.checks.contract import company_complaints, outcome, poisoned, twin_complaints
+from cacheprobe_kernels.checks.contract import batch_complaints, outcome, poisoned, reference_complaints
 from cacheprobe_kernels.lens_topk import LensTopK
 from cacheprobe_kernels.matmul import Matmul
 from cacheprobe_kernels.rms_norm import RmsNorm
@@ -27,15 +30,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kernel", "case"), CASES)
-def test_a_kernel_is_its_twin(kernel: type[Kernel], case: Case) -> None:
+def test_a_kernel_is_its_reference(kernel: type[Kernel], case: Case) -> None:
     """And the definition in float64; memory that nobody wrote is NaN, and would show."""
-    assert twin_complaints(kernel, case) == []
+    assert reference_complaints(kernel, case) == []
 
 
 @pytest.mark.parametrize(("kernel", "case"), CASES)
-def test_bits_do_not_depend_on_company(kernel: type[Kernel], case: Case) -> None:
+def test_bits_do_not_depend_on_the_batch(kernel: type[Kernel], case: Case) -> None:
     """Rows alone, backwards, padded, cut; other stale slots; a second time."""
-    assert company_complaints(kernel, case) == []
+    assert batch_complaints(kernel, case) == []
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -48,6 +51,15 @@ def test_a_kernel_says_what_it_is(name: str) -> None:
     assert list(shapes[0].parameters) == list(shapes[1].parameters)
     arguments = kernel.inputs(kernel.full, Draws(torch.device("meta")))
     assert kernel.plan(**arguments).launches and kernel.work(arguments).num_bytes > 0
+
+
+def test_the_page_names_each_reference() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
+    shown = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| `([\w.]+)` \|", page, re.MULTILINE))
+    assert set(shown) == set(KERNELS)
+    for name, place in shown.items():
+        module, function = place.rsplit(".", 1)
+        assert getattr(import_module(f"cacheprobe.ops.{module}"), function) is KERNELS[name].reference, name
 
 
 def test_operations_are_the_kernels() -> None:
@@ -94,7 +106,7 @@ def _num_rows(arguments: dict[str, Any]) -> int:
 @pytest.mark.parametrize("kernel", [RmsNorm, Matmul, CachedAttention, LensTopK, VerifyAccept])
 @pytest.mark.parametrize("spoil", [forgets_its_last_launch, shortened])
 def test_unwritten_memory_is_caught(kernel: type[Kernel], spoil: Any) -> None:
-    assert twin_complaints(broken(kernel, spoil), kernel.cases[0]) != []
+    assert reference_complaints(broken(kernel, spoil), kernel.cases[0]) != []
 
 
 @pytest.mark.parametrize(
@@ -108,8 +120,8 @@ def test_a_schedule_that_follows_the_rows_is_caught(kernel: type[Kernel], case: 
     """Right to the reference's satisfaction, and yet of other bits alone than in a batch."""
     wide = replace(kernel.cases[case], dtype=torch.float32)
     spoiled = broken(kernel, with_constant(**constants))
-    assert twin_complaints(spoiled, wide) == []
-    assert any("the last row alone" in text for text in company_complaints(spoiled, wide))
+    assert reference_complaints(spoiled, wide) == []
+    assert any("the last row alone" in text for text in batch_complaints(spoiled, wide))
 
 
 def test_a_split_that_follows_the_queries_is_caught() -> None:
@@ -125,7 +137,7 @@ def test_a_split_that_follows_the_queries_is_caught() -> None:
 
     sizes = {"b": 1, "g": 1, "groups": 1, "t": 2, "s": 40, "dk": 16, "dv": 16, "start": 33}
     case = Case("short", torch.float32, sizes)
-    assert any("the last query alone" in t for t in company_complaints(broken(CachedAttention, spoil), case))
+    assert any("the last query alone" in t for t in batch_complaints(broken(CachedAttention, spoil), case))
 
 
 @pytest.mark.parametrize(

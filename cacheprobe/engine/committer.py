@@ -123,9 +123,8 @@ class Committer:
             self._give_up_draft(state)
         else:
             self.clear_draft(state)
-            self.cache.scrub(
-                state.cache_row, 0
-            )  # NaN may have come with an earlier pass than the one that failed of it
+            # NaN may have come with an earlier pass than the one that failed of it
+            self.cache.scrub(state.cache_row, 0)
         self._end(state, reason, error)
 
     def clear_draft(self, state: SequenceState) -> None:

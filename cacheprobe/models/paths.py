@@ -41,9 +41,9 @@ class Trial:
 def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) -> tuple[CachedLM, str]:
     """Returns the model to run on and, in one line, the reason.
 
-    path: "auto" takes the fast forward if the user set no hook on the bridge and both forwards
-    agreed on a short text; "bridge" takes the bridge; "fast" raises if the fast forward cannot be used. A CachedLM
-    other than a BridgeLM is returned unchanged.
+    path: "auto" takes the fast forward if the user set no hook on the bridge and both forwards agreed on a short text;
+    "bridge" takes the bridge; "fast" raises if the fast forward cannot be used. A CachedLM other than a BridgeLM is
+    returned unchanged.
     heads: sites of attention heads that will be captured; if the fast forward does not have them, the bridge is taken.
     The fast forward is built when first chosen, kept on the BridgeLM, and tested again after every edit of the weights.
     Raises: ValueError for an unknown path; ModelError with the reason if path="fast" is impossible.

@@ -23,6 +23,8 @@ _NAMED = re.compile(r"(?:\bfrom|\bjoin|,)\s*\"?(\w+)")
 _LAYERS = (
     f"select digest, {', '.join(AXIS_COLUMNS)}, unnest(layers, recursive := true) from cells_held where len(layers) > 0"
 )
+_RENAMED = "replace (if(status = 'candidate', 'superseded', status) as status)"
+"""SQL that gives the status `candidate`, its name before trace format 7, today's name."""
 
 
 class Sweep:
@@ -78,7 +80,7 @@ class Sweep:
         with database.connect() as held:
             held.register("cells_held", self._index)
             held.execute("create view cells as select * exclude (layers, tables) from cells_held")
-            held.execute(f"create view layers as {_LAYERS}")
+            held.execute(f"create view layers as select * {_RENAMED} from ({_LAYERS})")
             try:
                 for name in sorted(set(_NAMED.findall(sql.lower())) & set(SHARD_TABLES)):
                     if read := self._shard_table(name):
@@ -124,7 +126,8 @@ class Sweep:
             return ""
         listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in self.store.local_files(files))
         read = f"read_parquet([{listed}], filename = true, union_by_name = true)"
-        return f"select parse_path(filename)[-2] as digest, * exclude (filename) from {read}"
+        renamed = _RENAMED if name in ("hypotheses", "rows", "thoughts") else ""
+        return f"select parse_path(filename)[-2] as digest, * exclude (filename) {renamed} from {read}"
 
 
 def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:

@@ -171,9 +171,9 @@ class Kernel:
     @classmethod
     def tried(cls, device: torch.device) -> list[str]:
         """Complaints of the first case on a device: what it would be relied on for."""
-        from cacheprobe_kernels.checks.contract import twin_complaints  # it derives from this file
+        from cacheprobe_kernels.checks.contract import reference_complaints  # it derives from this file
 
-        return twin_complaints(cls, cls.cases[0], device, memory=nullcontext)
+        return reference_complaints(cls, cls.cases[0], device, memory=nullcontext)
 
 
 def by_rows(arguments: Arguments, names: Sequence[str], columns: Sequence[str]) -> Iterator[Variant]:

@@ -46,7 +46,7 @@ def named(returned: Any) -> Outcome:
     return {} if returned is None else {name: value for name, value in returned._asdict().items() if value is not None}
 
 
-def twin_complaints(
+def reference_complaints(
     kernel: type[Kernel], case: Case, device: torch.device | str = "cpu", memory: Callable[[], Any] = poisoned
 ) -> list[str]:
     """Where a kernel's outcome is not its reference's or the definition's, and what it leaves unwritten."""
@@ -68,10 +68,10 @@ def full_complaints(kernel: type[Kernel], device: torch.device) -> list[str]:
         got = outcome(kernel, kernel.run, arguments)
     found = _differences(kernel, kernel.full, "its reference", got, outcome(kernel, kernel.reference, arguments))
     said = [f"{kernel.name} {kernel.full.name} {_short(kernel.full.dtype)}: {text}" for text in found]
-    return said + company_complaints(kernel, kernel.full, device)
+    return said + batch_complaints(kernel, kernel.full, device)
 
 
-def company_complaints(kernel: type[Kernel], case: Case, device: torch.device | str = "cpu") -> list[str]:
+def batch_complaints(kernel: type[Kernel], case: Case, device: torch.device | str = "cpu") -> list[str]:
     """Where bits depend on the batch: rows, order, padding, splits, stale content. Also on a second run."""
     arguments = kernel.inputs(case, Draws(torch.device(device)))
     with poisoned():

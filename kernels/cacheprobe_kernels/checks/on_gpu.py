@@ -21,7 +21,7 @@ import triton
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.registry import available
 from cacheprobe_kernels.base import INTERPRETED, Draws, Kernel
-from cacheprobe_kernels.checks.contract import company_complaints, full_complaints, twin_complaints
+from cacheprobe_kernels.checks.contract import batch_complaints, full_complaints, reference_complaints
 
 _COPIED_BYTES = 2**30
 _PRODUCT = 8192
@@ -59,8 +59,8 @@ def complaints(device: torch.device, say: Callable[[str], object] = print) -> li
     """Of every kernel and case, the full size too; `say` hears of each kernel."""
     found: list[str] = []
     for name, kernel in available("kernels").items():
-        mine = [text for case in kernel.cases for text in twin_complaints(kernel, case, device)]
-        mine += [text for case in kernel.cases for text in company_complaints(kernel, case, device)]
+        mine = [text for case in kernel.cases for text in reference_complaints(kernel, case, device)]
+        mine += [text for case in kernel.cases for text in batch_complaints(kernel, case, device)]
         mine += full_complaints(kernel, device)
         say(f"{name}: {len(kernel.cases)} cases and the full size: {'; '.join(mine) or 'good'}")
         found += mine
