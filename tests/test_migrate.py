@@ -17,6 +17,8 @@ from cacheprobe.dashboard.tabs import compare
 from cacheprobe.ops.equality import close
 from cacheprobe.plots import write_report
 from cacheprobe.plots.report.listings import request_listings, run_listings
+from cacheprobe.sweeps.index import INDEX
+from cacheprobe.sweeps.storage.store import SHARDS
 from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError, damaged_files
 from cacheprobe.trace.migrate import OLDEST, migrated
 from cacheprobe.trace.stored import StoredRun
@@ -184,3 +186,25 @@ def test_names_of_earlier_versions_are_told_with_todays() -> None:
         _ = trace.num_rolled_back
     with pytest.warns(DeprecationWarning, match="cp.plots"):
         assert cp.views is cp.plots  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_tables_of_an_older_sweep_have_todays_statuses(tmp_path: Path) -> None:
+    """Before trace format 7 a superseded row was stored as a candidate, in every table and in the index."""
+    out = tmp_path / "s"
+    grid = {"model": "coinflip-plain", "task": "coin_flip:people=2", "window": 4, "drafter": "fast_path"}
+    cp.sweep({"grid": grid, "run": {"n": 2, "max_new_tokens": 6, "capture": "SZ"}}, out=out, progress=False)
+    asked = [f"select status, count(*) as n from {name} group by status order by status"
+             for name in ("rows", "hypotheses", "layers")]  # fmt: skip
+    new = [cp.load_sweep(out).query(sql) for sql in asked]
+    assert all("superseded" in table.status.tolist() for table in new)
+    manifests = [*(out / SHARDS).glob("*/manifest.json")]
+    for file in manifests:
+        manifest = json.loads(file.read_text())
+        for line in manifest["meta"]["sweep"]["layers"]:
+            line["status"] = line["status"].replace("superseded", "candidate")
+        file.write_text(json.dumps(manifest))
+    for file in [*(out / SHARDS).glob("*/rows-*.parquet"), *(out / SHARDS).glob("*/hypotheses-*.parquet")]:
+        table = pd.read_parquet(file)
+        table.assign(status=table.status.replace("superseded", "candidate")).to_parquet(file)
+    (out / INDEX).unlink()  # made again from the manifests
+    assert manifests and all(new.equals(cp.load_sweep(out).query(sql)) for new, sql in zip(new, asked, strict=True))

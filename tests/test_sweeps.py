@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 
@@ -103,27 +102,6 @@ def test_tables_are_asked_in_sql(serial: Path) -> None:
         results.query("select nothing from cells")
     with pytest.raises(ValueError, match="thoughts does not exist"):
         results.query("select * from thoughts")
-
-
-def test_tables_of_an_older_sweep_have_todays_statuses(tmp_path: Path) -> None:
-    """Before trace format 7 a superseded row was stored as a candidate, in every table and in the index."""
-    out = tmp_path / "s"
-    cp.sweep({"grid": {**GRID, "drafter": "fast_path"}, "run": {**RUN, "max_new_tokens": 6}}, out=out, progress=False)
-    asked = [f"select status, count(*) as n from {name} group by status order by status"
-             for name in ("rows", "hypotheses", "layers")]  # fmt: skip
-    new = [cp.load_sweep(out).query(sql) for sql in asked]
-    assert all("superseded" in table.status.tolist() for table in new)
-    manifests = [*(out / SHARDS).glob("*/manifest.json")]
-    for file in manifests:
-        manifest = json.loads(file.read_text())
-        for line in manifest["meta"]["sweep"]["layers"]:
-            line["status"] = line["status"].replace("superseded", "candidate")
-        file.write_text(json.dumps(manifest))
-    for file in [*(out / SHARDS).glob("*/rows-*.parquet"), *(out / SHARDS).glob("*/hypotheses-*.parquet")]:
-        table = pd.read_parquet(file)
-        table.assign(status=table.status.replace("superseded", "candidate")).to_parquet(file)
-    (out / INDEX).unlink()  # made again from the manifests
-    assert manifests and all(new.equals(cp.load_sweep(out).query(sql)) for new, sql in zip(new, asked, strict=True))
 
 
 def test_the_index_is_made_up_from_the_manifests(serial: Path) -> None:
