@@ -1,7 +1,7 @@
 """Checks and resolves the arguments of a run before anything is computed, and executes the run."""
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -58,7 +58,7 @@ class RunPlan:
         model: CachedLM,
         prompts: Any,
         config: EngineConfig,
-        is_group_given: bool = True,
+        open_shapes: Collection[str] = (),
         deterministic: Any = False,
         capture: "str | CaptureConfig | None" = "STCZ",
         layers: Any = "all",
@@ -70,7 +70,7 @@ class RunPlan:
         interventions: "Intervention | Iterable[Any]" = (),
         max_in_flight: int | None = None,
     ) -> None:
-        """is_group_given: whether the user set config.group. If not, the trial of shapes may replace it.
+        """open_shapes: which of config.window and config.group the trial of shapes may replace.
         max_in_flight: requests that hold a cache row at once, if that is not config.max_batch.
         """
         if not hasattr(model, "new_cache"):
@@ -79,7 +79,7 @@ class RunPlan:
         self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
         self.model, self.path_reason = choose_path(model, path, self.capture.heads)
         self.model.check_settings(config.window)
-        self.config, self.is_group_given = config, is_group_given
+        self.config, self.open_shapes = config, open_shapes
         self.layers = captured_layers(self.capture, layers, model.n_layers)
         if self.capture.heads:
             require_heads(self.model, self.capture.heads, self.layers)
@@ -167,18 +167,7 @@ class RunPlan:
                 f"request {request.request_id}: prompt of {prompt} + {new} new tokens exceed the model's context of "
                 f"{n_ctx}; shorten the prompt or set max_new_tokens={max(n_ctx - prompt, 0)} or less"
             )
-        needed = self.config.rows_needed(prompt, new, request.num_cached)
-        if needed > self.config.capacity:
-            raise ValueError(
-                f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {self.config.window} "
-                f"need {needed} cache rows, capacity is {self.config.capacity}; set capacity={needed} or more"
-            )
-        if self.config.max_kv_tokens is not None and prompt + new + self.config.window > self.config.max_kv_tokens:
-            raise ValueError(
-                f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {self.config.window} "
-                f"exceed max_kv_tokens={self.config.max_kv_tokens} even when it runs alone; set "
-                f"max_kv_tokens={prompt + new + self.config.window} or more"
-            )
+        _require_room(self.config, request, new)
 
     def _check_positions(self) -> None:
         """Raises: ValueError for a position to keep that no request reaches."""
@@ -232,15 +221,30 @@ class RunPlan:
         ]
         for state in states:
             state.is_edited = state.request.cached is not None
-        if self.interventions:
-            drafting = None if is_all_verified else self._drafting(drafter or FastPath())
-            self.editor = Editor(self.interventions, self.model, states, drafting)
+        self.editor = self._editor(drafter, states, is_all_verified)
         if any(state.is_verified for state in states):
+            before = self.config
             with turn(self.model):
-                promised = any(state.request.is_deterministic for state in states)
-                given = self.is_group_given
-                self.config = serving_config(self.model, self.config, given, self._hooked(), promised)
+                is_any = any(state.request.is_deterministic for state in states)
+                self.config = serving_config(
+                    self.model, before, self.open_shapes, self._hooked(), is_any, self._require_all_fit
+                )
+            if self.config.window != before.window:
+                self.editor = self._editor(drafter, states, is_all_verified)
         return states
+
+    def _require_all_fit(self, config: EngineConfig) -> None:
+        """Raises: ValueError if these shapes do not suit the model, or a request does not fit them."""
+        self.model.check_settings(config.window)
+        for request in self.requests:
+            sampling = (request.sampling or self.fallback).over(self.fallback)
+            _require_room(config, request, sampling.max_new_tokens or 1)
+
+    def _editor(self, drafter: Drafter | None, states: Sequence[SequenceState], is_all_verified: bool) -> Editor | None:
+        if not self.interventions:
+            return None
+        drafting = None if is_all_verified else self._drafting(drafter or FastPath())
+        return Editor(self.interventions, self.model, states, drafting)
 
     def _hooked(self) -> Hooked:
         heads = tuple((site, layer) for layer in self.layers for site in self.capture.heads)
@@ -325,6 +329,23 @@ class RunPlan:
                 sink = of_this_thread(self.watch.listening(recorder.on_state))
                 stack.enter_context(self.model.capturing(recorder.wanted(), sink))
             yield
+
+
+def _require_room(config: EngineConfig, request: Request, new: int) -> None:
+    """Raises: ValueError if a request with `new` more tokens does not fit the cache."""
+    prompt, window = request.num_prompt_tokens, config.window
+    needed = config.rows_needed(prompt, new, request.num_cached)
+    if needed > config.capacity:
+        raise ValueError(
+            f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} need {needed} "
+            f"cache rows, capacity is {config.capacity}; set capacity={needed} or more"
+        )
+    if config.max_kv_tokens is not None and prompt + new + window > config.max_kv_tokens:
+        raise ValueError(
+            f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} exceed "
+            f"max_kv_tokens={config.max_kv_tokens} even when it runs alone; set max_kv_tokens={prompt + new + window} "
+            "or more"
+        )
 
 
 def of_this_thread(sink: StateSink) -> StateSink:

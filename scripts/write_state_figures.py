@@ -13,9 +13,9 @@ import pandas as pd
 from cacheprobe_analyses.coin_state_patch import SWAPPED
 from cacheprobe_analyses.coin_state_patch import Result as Patched
 from cacheprobe_analyses.coin_state_probe import Result as Coin
+from cacheprobe_analyses.prediction_depths import Result as Settles
 from cacheprobe_analyses.records import fill_page, markdown_table
 from cacheprobe_analyses.s3_algorithm import Result as Algorithm
-from cacheprobe_analyses.when_settles import Result as Settles
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("analyses.md", "analyses-drafts.md", "analyses-permutations.md")
@@ -143,7 +143,7 @@ def _algorithm(held: dict[str, Any]) -> str:
 ANALYSES: dict[str, Callable[[dict[str, Any]], str]] = {
     "coin_state_probe": _coin,
     "coin_state_patch": _patched,
-    "when_settles": _settles,
+    "prediction_depths": _settles,
     "rollback_foresight": _rollbacks,
     "s3_algorithm": _algorithm,
 }

@@ -146,7 +146,7 @@ def drafts_slowly(trace: cp.Trace) -> dict[tuple[int, int, int], tuple[int, str]
         length, waiting = request.num_prompt_tokens, []
         for event in sorted(events, key=lambda e: e["step"]):
             if event["phase"] == "prefill" and waiting:
-                waiting = []  # read again after an eviction
+                waiting = []  # read again after a preemption
             for token in event["proposed_token_ids"]:
                 place = length + len(waiting) - 1
                 waiting.append((event["step"], place, int(token)))

@@ -213,7 +213,7 @@ def of_sweep(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(cp, "sweep", told)
     monkeypatch.setattr(sweep, "_many", lambda *args: {})
     return {
-        "wall_over_half_of_serial": 1.25, "cell_in_company": 1.1, "idle_share": 0.12, "overhead_percent": 25.0,
+        "wall_over_half_of_serial": 1.25, "cell_beside_others": 1.1, "idle_share": 0.12, "overhead_percent": 25.0,
         "cell_seconds": 10, "serial_work_seconds": 40, "workers_wall_seconds": 30, "workers_startup_seconds": 5,
     }  # fmt: skip
 

@@ -113,7 +113,7 @@ def test_drafts_are_settled_as_the_books_settle_them(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rows": [9]}, {"rows": [-1]}, {"frontiers": [8]}, {"num_left": [-1]}, {"draft_lengths": [4]},
+        {"rows": [9]}, {"rows": [-1]}, {"last_positions": [8]}, {"num_left": [-1]}, {"draft_lengths": [4]},
         {"draft_lengths": [-1]}, {"target_lengths": [1]}, {"target_lengths": [4]},
     ],
 )  # fmt: skip
@@ -121,7 +121,7 @@ def test_what_makes_no_sense_is_refused_and_touches_nothing(changes: dict[str, A
     cache = filled()
     numbers: dict[str, Any] = {
         "drafts": [[1, 2, 3]], "draft_lengths": [2], "targets": [[1, 2, 3]], "target_lengths": [3], "num_left": [5],
-        "stop_token_ids": [[-1]], "frontiers": [5], "rows": [2],
+        "stop_token_ids": [[-1]], "last_positions": [5], "rows": [2],
     }  # fmt: skip
     given = {name: torch.tensor(value) for name, value in {**numbers, **changes}.items()}
     text = torch.zeros(4, 17, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Products that a C++ compiler makes here: their numbers, their bits in any company, and what is said without one."""
+"""Products that a C++ compiler makes here: their numbers, batch-invariance, and the error without a compiler."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_it_is_a_product(product: CompiledProduct, inner: int, width: int, threa
         torch.set_num_threads(before)
 
 
-def test_a_row_has_its_bits_in_any_company(product: CompiledProduct) -> None:
+def test_a_row_is_batch_invariant(product: CompiledProduct) -> None:
     """Of any number of rows, beyond what is held at once too, at any place, on any number of threads: the very same."""
     values, weight = drawn((300, 1000), (300, 1000))
     alone = torch.cat([product(row[None], weight) for row in values])
@@ -148,7 +148,7 @@ def test_norms_and_rotations_equal_their_twins(block: CompiledBlock, width: int)
     assert bitwise(block.turn_(heads.clone(), cos, sin), turned)
 
 
-def test_a_norm_has_its_bits_in_any_company(block: CompiledBlock) -> None:
+def test_a_norm_is_batch_invariant(block: CompiledBlock) -> None:
     rows, weight = drawn((300, 576), (576,))
     whole = block.rms_norm(rows, weight, 1e-5)
     before = torch.get_num_threads()
@@ -203,7 +203,7 @@ def test_readings_equal_their_twin(readout: CompiledReadout, width: int) -> None
             assert torch.allclose(here, there, rtol=1e-5, atol=2e-5, equal_nan=True), name
 
 
-def test_a_reading_has_its_bits_in_any_company(readout: CompiledReadout) -> None:
+def test_a_reading_is_batch_invariant(readout: CompiledReadout) -> None:
     (logits,) = drawn((40, 1000))
     targets = torch.arange(40)
     whole = readout(logits, targets, 3)

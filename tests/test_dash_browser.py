@@ -268,7 +268,7 @@ def test_a_run_is_not_compared_with_itself(browser: Browser, address: str) -> No
 def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> None:
     clean, corrupt = [5, 17, 3, 44, 9], [5, 17, 80, 44, 61]
     cp.patching.activation(loaded(), clean, corrupt, answer=(7, 11), progress=False).save(tmp_path / "a-grid.json")
-    for name in ("coin-rows", "when-settles", "coin-state-probe"):
+    for name in ("coin-rows", "prediction-depths", "coin-state-probe"):
         shutil.copy(ROOT / "analyses" / "results" / f"{name}.json", tmp_path)
     (tmp_path / "broken.json").write_text("[1, 2")
     with served(Shelf.of([tmp_path])) as address, opened(browser, f"{address}?tab=patching") as page:
@@ -287,7 +287,7 @@ def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> N
         page.click("#tab-results")
         assert "not readable as JSON" in answered(page, "result", result=1)
         names = page.locator("#result-list button:visible")
-        assert names.all_inner_texts() == ["broken", "when-settles"]
+        assert names.all_inner_texts() == ["broken", "prediction-depths"]
         names.nth(1).click()
         answered(page, "result", result=4)
         assert "tab=results&result=4" in page.url.replace("&site=S&lens=recorded&colour=logprob&rows=all", "")

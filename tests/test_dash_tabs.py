@@ -50,7 +50,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, swept: Path) -> Iterator[s
     results = tmp_path_factory.mktemp("results")
     clean, corrupt = [5, 17, 3, 44, 9], [5, 17, 80, 44, 61]
     cp.patching.activation(loaded(), clean, corrupt, answer=(7, 11), progress=False).save(results / "grid.json")
-    for name in ("coin-rows", "coin-state-probe", "when-settles"):
+    for name in ("coin-rows", "coin-state-probe", "prediction-depths"):
         shutil.copy(ROOT / "analyses" / "results" / f"{name}.json", results)
     with served(Shelf.of([save_runs(tmp_path_factory.mktemp("runs")), swept, results])) as url:
         yield url

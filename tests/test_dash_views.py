@@ -13,7 +13,7 @@ import cacheprobe as cp
 from cacheprobe.analysis.comparison import RequestDifference
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import fingerprint_differences
-from cacheprobe.dashboard.asking import CannotShow, answered, span
+from cacheprobe.dashboard.questions import CannotShow, answered, span
 from cacheprobe.dashboard.shelf import Shelf, whole
 from cacheprobe.dashboard.tabs import cache, compare, decode
 from cacheprobe.plots.diagrams.cache_strip import cache_strip, memory_sentence

@@ -8,7 +8,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.layer_choices import prediction_depth_of
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, parting, prediction_depths, shares_by_verdict
 from tests.measures_slowly import drafts_slowly, prediction_depth_slowly, shares_by_verdict_slowly
@@ -23,7 +23,7 @@ def drafted() -> cp.Trace:
 
 
 @pytest.fixture(scope="module")
-def evicted() -> cp.Trace:
+def preempted() -> cp.Trace:
     trace = cp.run(loaded(), PROMPTS, **{**SMALL, **EVICTED})
     assert trace.meta["preemptions"]
     return trace
@@ -57,7 +57,7 @@ def test_a_draft_that_nobody_judged_is_not_taken_for_an_earlier_one(cancelled: c
     assert cp.verify(cancelled, loaded(), progress=False).first_difference is None
 
 
-@pytest.mark.parametrize("name", ["drafted", "evicted", "looked_up"])
+@pytest.mark.parametrize("name", ["drafted", "preempted", "looked_up"])
 def test_every_reading_names_the_draft_that_stood_at_its_position(name: str, request: pytest.FixtureRequest) -> None:
     trace = request.getfixturevalue(name)
     wanted = drafts_slowly(trace)
@@ -72,7 +72,7 @@ def test_every_reading_names_the_draft_that_stood_at_its_position(name: str, req
     assert found > 10
 
 
-@pytest.mark.parametrize("name", ["drafted", "evicted", "looked_up"])
+@pytest.mark.parametrize("name", ["drafted", "preempted", "looked_up"])
 def test_counts_of_drafts_are_those_of_the_events(name: str, request: pytest.FixtureRequest) -> None:
     trace = request.getfixturevalue(name)
     drafts, events = drafts_table(trace.events()), trace.events()
@@ -122,20 +122,20 @@ def test_readings_name_the_token_that_their_row_read(drafted: cp.Trace, tmp_path
         assert table.columns.tolist().index("read_token_id") == table.columns.tolist().index("position") + 1
 
 
-def test_drafts_that_were_given_up_are_no_rolled_back_ones(evicted: cp.Trace) -> None:
+def test_drafts_that_were_given_up_are_no_rolled_back_ones(preempted: cp.Trace) -> None:
     """A row of a decode pass is rolled back where a verdict rolled its token back, and given up where none came."""
-    rows, history = evicted.row_table, drafts_table(evicted.events())
+    rows, history = preempted.row_table, drafts_table(preempted.events())
     given_up = rows[rows.status == "given_up"]
     assert len(given_up) and (given_up.phase == "decode").all() and (given_up.role == "given_up").all()
     unjudged = history[history.judged.isna()]
-    prompts = {r.request_id: r.num_prompt_tokens for r in evicted.requests}
+    prompts = {r.request_id: r.num_prompt_tokens for r in preempted.requests}
     fed = {(d.request_id, prompts[d.request_id] + d.place, d.born) for d in unjudged.itertuples()}
     for row in given_up.itertuples():
         born = [b for r, p, b in fed if (r, p) == (row.request_id, row.position) and b < row.step]
         assert born
-    verify = rows[(rows.phase == "verify") & rows.status.isin(FED_A_DRAFT_IN_VAIN)]
+    verify = rows[(rows.phase == "verify") & rows.status.isin(DISCARDED_DRAFT)]
     assert (verify.status == "rolled_back").all()
-    assert cp.verify(evicted, loaded()).is_equal
+    assert cp.verify(preempted, loaded()).is_equal
 
 
 def test_shares_are_those_counted_slowly(drafted: cp.Trace) -> None:
@@ -170,11 +170,11 @@ def test_the_sentence_names_the_layer_where_the_committed_token_wins() -> None:
     assert "at no last layer" in parting(shares((0.9, 0), (0.1, 0), verdict="not_drafted"))
 
 
-@pytest.mark.parametrize("name", ["evicted", "cancelled"])
+@pytest.mark.parametrize("name", ["preempted", "cancelled"])
 def test_a_run_of_format_4_is_read_as_todays(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Its rows called given-up drafts rolled back, its tokens had their blanks, and no table named every token."""
-    evicted = request.getfixturevalue(name)
-    run = evicted.save(tmp_path / "run")
+    preempted = request.getfixturevalue(name)
+    run = preempted.save(tmp_path / "run")
     manifest = json.loads((run / "manifest.json").read_text())
     old = {"rolled_back": "rolled_back", "given_up": "rolled_back"}
     for name in ("rows", "hypotheses"):
@@ -190,9 +190,9 @@ def test_a_run_of_format_4_is_read_as_todays(name: str, request: pytest.FixtureR
     manifest.update(format_version=4, sha256={}, manifest_sha256=None)
     (run / "manifest.json").write_text(json.dumps(manifest))
     again = cp.load_trace(run, loaded())
-    pd.testing.assert_frame_equal(again.row_table, evicted.row_table, check_dtype=False)
+    pd.testing.assert_frame_equal(again.row_table, preempted.row_table, check_dtype=False)
     ours, theirs = (
-        cp.analysis.lens_readings(evicted, include_rolled_back=True),
+        cp.analysis.lens_readings(preempted, include_rolled_back=True),
         cp.analysis.lens_readings(again, include_rolled_back=True),
     )
     texts = ["drafted_token", "top_tokens"]  # a lesser choice that no table names has no text

@@ -313,7 +313,7 @@ def test_the_same_weights_are_always_right(sampling: cp.SamplingParams, acceptan
     assert verify.num_accepted.sum() > 60 and trace.num_rolled_back == 0
 
 
-def test_a_second_model_follows_requests_that_were_evicted() -> None:
+def test_a_second_model_follows_requests_that_were_preempted() -> None:
     """Rows run out, arrivals are late: a request gives up both of its caches, and both are built again."""
     late = [cp.Request(prompt, arrival_step=4 * i) for i, prompt in enumerate(PROMPTS)]
     settings = dict(drafter=DraftModel(near()), deterministic=True, max_kv_tokens=90, max_batch=3)

@@ -1,4 +1,4 @@
-"""Who runs when: arrivals, limits, eviction and cancellation, and that nobody is lost on the way."""
+"""Who runs when: arrivals, limits, preemption and cancellation, and that nobody is lost on the way."""
 
 import random
 
@@ -44,8 +44,8 @@ def test_at_most_max_batch_hold_a_row(max_batch: int) -> None:
 
 def test_the_newest_gives_way_and_the_oldest_never() -> None:
     run = Watched(tiny(), PROMPTS, deterministic=True, max_kv_tokens=40).finished()
-    evicted = {request_id for request_id, _ in run.trace.meta["preemptions"]}
-    assert evicted and 0 not in evicted
+    preempted = {request_id for request_id, _ in run.trace.meta["preemptions"]}
+    assert preempted and 0 not in preempted
     assert run.log.preemptions == run.trace.meta["preemptions"]
 
 
@@ -72,7 +72,7 @@ def test_cancelling_a_preempted_request_ends_that_one_alone() -> None:
     assert run.cache.num_free_rows == run.cache.rows
 
 
-def test_cancelling_one_that_waits_evicts_nobody() -> None:
+def test_cancelling_one_that_waits_preempts_nobody() -> None:
     def preempted(is_cancelled: bool) -> list:
         run = Watched(tiny(), PROMPTS[:2] + [[1, 5]], deterministic=True, max_batch=2, max_kv_tokens=40)
         run.states[2].is_cancel_requested = is_cancelled
@@ -113,8 +113,8 @@ def test_a_penalty_survives_preemption() -> None:
     assert outcome(run.trace, 1).digest == outcome(want, 1).digest
 
 
-def test_evicted_again_and_again() -> None:
-    """Many requests over very few rows: each is evicted several times, and none starves."""
+def test_preempted_again_and_again() -> None:
+    """Many requests over very few rows: each is preempted several times, and none starves."""
     rng = random.Random(5)
     prompts = [[rng.randrange(97) for _ in range(rng.randrange(1, 9))] for _ in range(8)]
     want = cp.reference(tiny(), prompts, **RUN)

@@ -112,7 +112,7 @@ def test_nan_does_not_stay_in_the_cache() -> None:
 
 
 def test_nan_while_rows_are_rebuilt_is_noticed() -> None:
-    """The prompt of an evicted request is read again without a choice: its NaN was in the cache before any pass that
+    """The prompt of a preempted request is read again without a choice: its NaN was in the cache before any pass that
     looked at logits met it, and stayed there when the request had ended."""
     in_rebuild = 0
 

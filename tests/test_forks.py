@@ -37,7 +37,7 @@ def test_forks_say_what_the_whole_run_says(drafter, temperature: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_fork_has_the_same_bits_where_all_passes_have_one_shape(dtype: torch.dtype) -> None:
-    """Tokens, log-probabilities, states and cache rows, under traffic, evictions and wrong drafts."""
+    """Tokens, log-probabilities, states and cache rows, under traffic, preemptions and wrong drafts."""
     model, drafter = loaded(dtype=dtype), cp.drafters.EarlyExit(layer=0)
     requests = [cp.Request(r.prompt, is_deterministic=True, keep_kv=True) for r in KEPT]
     whole = cp.run(model, requests, drafter=drafter, max_kv_tokens=80, **LIGHT, **ALIKE)

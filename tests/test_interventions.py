@@ -111,7 +111,7 @@ def changes_of(dtype: torch.dtype) -> list[cp.interventions.Intervention]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_changed_deterministic_requests_equal_the_oracle_under_traffic(dtype: torch.dtype) -> None:
-    """Evictions, late arrivals, a shared prompt, wrong drafts; requests that are not changed keep their bits."""
+    """Preemptions, late arrivals, a shared prompt, wrong drafts; requests that are not changed keep their bits."""
     model = loaded(dtype=dtype)
     sampling = cp.SamplingParams(max_new_tokens=14)
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[4], [*PROMPTS[4]], PROMPTS[2]]
@@ -147,8 +147,8 @@ def test_changed_drafts_change_no_token() -> None:
     assert plain.num_rolled_back == 0 < trace.num_rolled_back
 
 
-def test_steps_choose_passes_and_an_eviction_forgets_nothing() -> None:
-    """Request 1 is evicted after the changed step; its row of that step is rewritten with the change."""
+def test_steps_choose_passes_and_an_preemption_forgets_nothing() -> None:
+    """Request 1 is preempted after the changed step; its row of that step is rewritten with the change."""
     prompts, settings = [PROMPTS[0], PROMPTS[4]], LIGHT
     where = dict(request_id=1, site="S", layer=1)
     trace = cp.run(loaded(), prompts, interventions=zero(steps=[2, 3], **where), max_kv_tokens=24, **settings)

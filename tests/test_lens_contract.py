@@ -60,7 +60,7 @@ def test_readings_are_normalised(name: str, trace: cp.Trace) -> None:
 
 
 @pytest.mark.parametrize("name", LENSES)
-def test_a_row_does_not_see_its_company(name: str, trace: cp.Trace) -> None:
+def test_a_row_is_batch_invariant(name: str, trace: cp.Trace) -> None:
     """All layers of a window in one product: as each layer by itself, up to the order of sums."""
     model = loaded()
     lens = shaken(name, model)

@@ -102,7 +102,7 @@ def test_all_layers_and_heads_are_the_whole_mask() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neighbours_of_masked_parts_keep_their_bits_under_traffic_and_evictions(dtype: torch.dtype) -> None:
+def test_neighbours_of_masked_parts_keep_their_bits_under_traffic_and_preemptions(dtype: torch.dtype) -> None:
     lm = loaded(dtype=dtype)
     rows = masked(cp.kv_snapshot(lm, PROMPT, capacity=96))
     request = cp.Request(PROMPT, cached=rows, is_deterministic=True, own_fingerprint=True, arrival_step=3)

@@ -148,7 +148,7 @@ def test_a_reading_in_tiles_of_ids_equals_its_twin(dtype: torch.dtype, monkeypat
     assert close(ours.top_logprob_nats[is_finite], slow["logprobs"][is_finite], 1e-5, because=why)
 
 
-def test_a_reading_does_not_depend_on_its_company() -> None:
+def test_a_reading_is_batch_invariant() -> None:
     """A row in a tile of fixed height: wherever it stands, whatever is beside it, every bit is the same."""
     generator = torch.Generator().manual_seed(4)
     states, weight = torch.randn(96, 64, generator=generator).bfloat16(), torch.randn(5003, 64, generator=generator)

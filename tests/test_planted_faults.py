@@ -12,6 +12,7 @@ from cacheprobe.engine import consistency
 from cacheprobe.engine.consistency import _Cycle
 from cacheprobe.engine.watch import Watch
 from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.thinking.lm import ThinkingLM
 from tests.planted import (
     DEPENDS_ON,
     Planted,
@@ -22,6 +23,7 @@ from tests.planted import (
     in_second_half,
     with_several_threads,
 )
+from tests.test_thinking import tiny
 from tests.tiny import hf_model
 
 PROMPTS = [[5, 6, 7], [*range(20, 32)], [*range(40, 57)], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
@@ -88,6 +90,21 @@ def test_the_fault_that_was_seen_is_tried_for(window: int, monkeypatch: pytest.M
     assert ends(fresh(), fault, PROMPTS, window=window, group=4, **RUN).kind == "refused"
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_fault_that_was_seen_changes_no_request_that_thinks(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On that machine no group of one row served a shipped Thinking States model, because one call attended for all."""
+    fault = Planted("attention of torch", as_seen_on_amd)
+    shapes: dict[str, Any] = dict(window=window, group=None if window is None else 4, **RUN)
+    prompts = [[token_id % 13 + 3 for token_id in prompt] for prompt in PROMPTS]
+    assert ends(ThinkingLM(tiny(), name="thinker"), fault, prompts, **shapes).kind == "right"
+    monkeypatch.setattr(ThinkingLM, "attends_by_request", False)
+    assert (
+        ends(ThinkingLM(tiny(), name="thinker"), fault, prompts, **{**shapes, "window": window or 1}).kind == "refused"
+    )
+
+
 def test_without_guards_the_fault_that_was_seen_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """In attention from position 20 on: of ten cases, those with an odd window and several rows."""
     without(monkeypatch, "trial", "check while it runs", "attention by request")
@@ -151,6 +168,18 @@ def test_a_group_is_chosen_that_the_fault_spares() -> None:
     fault = Planted("norm", lambda at: in_second_half(at) & (at.num_rows == 16))
     assert ends(fresh("llama"), fault, PROMPTS, window=1, **RUN).kind == "right" and fault.num_changed
     assert ends(fresh("llama"), fault, PROMPTS, window=1, group=16, **RUN).kind == "refused"
+
+
+def test_a_window_is_chosen_that_the_fault_spares() -> None:
+    """If the caller gave none. It must fit the cache, as the request's own tokens do."""
+    fault, model = Planted("norm", lambda at: in_second_half(at) & (at.width == 1)), fresh("llama")
+    assert ends(model, fault, PROMPTS, **RUN).kind == "right" and fault.num_changed
+    with fault:
+        run = cp.run(model, PROMPTS, **RUN, deterministic=True, progress=False)
+        small = cp.run(model, PROMPTS[:1], **{**RUN, "capacity": 16}, deterministic=True, progress=False)
+    assert (run.fingerprint["window"], small.fingerprint["window"]) == (16, 8)
+    refused = ends(model, fault, PROMPTS, window=1, **RUN)
+    assert refused.kind == "refused" and "set window=16 and group=4" in refused.said
 
 
 # -- faults that begin after the shape was tried

@@ -10,8 +10,8 @@ import cacheprobe as cp
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.drafters import EarlyExit, NGram
 from cacheprobe_analyses import coin_state_probe as coin
+from cacheprobe_analyses import prediction_depths as settles
 from cacheprobe_analyses import rollback_foresight as rollback_prediction
-from cacheprobe_analyses import when_settles as settles
 
 THINKING = "coinflip-thinking"
 

@@ -150,7 +150,7 @@ def test_traffic_draws_every_kind() -> None:
     assert {(16, 4), (1, 16)} < shapes and any(s.prefill_group > 1 for s in real_subjects())
 
 
-def test_heads_evictions_interventions_streams_and_cancellations_together() -> None:
+def test_heads_preemptions_interventions_streams_and_cancellations_together() -> None:
     """All of them in the same episodes, and every state, head and reading is the oracle's."""
     tally = Tally()
     for episode in range(15):

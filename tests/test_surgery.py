@@ -100,7 +100,7 @@ def test_masked_rows_of_a_backbone_without_thoughts(changes: dict) -> None:
                      because="the control: the mask shows")  # fmt: skip
 
 
-def test_edited_rows_equal_the_oracle_under_traffic_and_evictions() -> None:
+def test_edited_rows_equal_the_oracle_under_traffic_and_preemptions() -> None:
     rows = cp.kv_snapshot(loaded(), PROMPT, **ROWS).edited(lambda old: old + 1, 2, heads=1).masked(0)
     request = cp.Request(PROMPT, cached=rows, is_deterministic=True, own_fingerprint=True, arrival_step=3)
     requests = [[7, 8, 9], cp.Request(PROMPT, is_deterministic=True), request]

@@ -147,7 +147,7 @@ def test_prompt_thoughts_alone_while_the_answer_is_written() -> None:
     assert table.groupby("request_id").size().tolist() == [len(prompt) // 4 for prompt in PROMPTS]
 
 
-def test_eviction_and_shared_prompts_keep_thoughts() -> None:
+def test_preemption_and_shared_prompts_keep_thoughts() -> None:
     model = lm(think_while_decoding=True)
     twice = cp.SamplingParams(n=2, temperature=1.0, stop_token_ids=())
     requests = [cp.Request(PROMPTS[2], twice, is_deterministic=True), *PROMPTS[:2]]

@@ -43,7 +43,7 @@ class Log:
 
 def run(rounds: int, *, cells: int = CELLS, many: int = MANY) -> dict[str, Any]:
     """wall_over_half_of_serial: wall time of the workers' run after its start-up, over the serial run's work divided by
-    their number; less one, the engine's overhead. It has two parts: cell_in_company, how much longer a cell takes
+    their number; less one, the engine's overhead. It has two parts: cell_beside_others, how much longer a cell takes
     beside another on this machine, which no engine changes; idle_share, of the workers' time the part in no cell."""
     duckdb()  # before minutes are spent
     settings = {**SETTINGS, "grid": {**SETTINGS["grid"], "seed": list(range(cells))}}
@@ -59,7 +59,7 @@ def run(rounds: int, *, cells: int = CELLS, many: int = MANY) -> dict[str, Any]:
         index = _many(folder / "serial-0", folder / "many", many, rounds)
     ratios = {
         "wall_over_half_of_serial": [(p.wall - p.startup) / (s.work / WORKERS) for s, p in logs],
-        "cell_in_company": [p.work / s.work for s, p in logs],
+        "cell_beside_others": [p.work / s.work for s, p in logs],
         "idle_share": [1 - p.work / (WORKERS * (p.wall - p.startup)) for _, p in logs],
     }
     return {

@@ -75,7 +75,7 @@ class Run:
     ) -> None:  # fmt: skip
         """config: every shape, or those fields alone that `cp.run` would be given."""
         is_whole = isinstance(config, EngineConfig)
-        chosen = (config, True) if is_whole else choose_shapes(model, drafter is not None, config)
+        chosen = (config, ()) if is_whole else choose_shapes(model, drafter is not None, config)
         setup = RunPlan(model, requests, *chosen, capture=capture, path=path)
         self.requests, self.states = setup.requests, setup.states(drafter)
         self.total = sum(state.num_left for state in self.states)

@@ -13,7 +13,7 @@ import pandas as pd
 
 from cacheprobe.analysis.audit_tables import hypothesis_faults, ledger_faults, numbering_faults
 from cacheprobe.analysis.comparison import first_difference
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN, Request
+from cacheprobe.core.records import DISCARDED_DRAFT, Request
 from cacheprobe.core.token_text import visible
 from cacheprobe.trace.tables.token_history import token_history
 from cacheprobe.trace.trace import Trace
@@ -204,7 +204,7 @@ def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[st
         wanted = history.expected_status(row.step, row.phase, row.position)
         if (row.role, row.status) != wanted:
             yield f"{where} role {row.role} and status {row.status}, the events give {wanted[0]} and {wanted[1]}"
-        elif row.status not in FED_A_DRAFT_IN_VAIN and row.token_id != text[row.position]:
+        elif row.status not in DISCARDED_DRAFT and row.token_id != text[row.position]:
             yield f"{where} token {row.token_id}, the committed text has {text[row.position]}"
         if (row.position < prompt) != (row.phase == "prefill"):
             yield f"{where} a {row.phase} pass beside a prompt of {prompt} tokens"

@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 
 from cacheprobe.capture.lens_reader import LensReader, Queued
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.token_text import visible
 from cacheprobe.lenses.base import Lens, LensError, require_readable
 from cacheprobe.lenses.logit import LogitLens
@@ -93,7 +93,7 @@ def predicting_rows(trace: "Trace") -> pd.DataFrame:
     """Returns the captured rows that predict a generated token, without those fed a draft token that was not
     committed."""
     first = {request.request_id: request.num_prompt_tokens - 1 for request in trace.requests}
-    table = trace.row_table[~trace.row_table.status.isin(FED_A_DRAFT_IN_VAIN)]
+    table = trace.row_table[~trace.row_table.status.isin(DISCARDED_DRAFT)]
     return table[(table.position >= table.request_id.map(first)) & (table.state_index >= 0)]
 
 

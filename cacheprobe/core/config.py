@@ -20,7 +20,7 @@ class EngineOptions(TypedDict, total=False):
     window: int | None
     """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16,
     or what the model and the capacity allow. With window=1 nothing is drafted: a verify pass is a decode of a fixed
-    shape."""
+    shape. If no group gives the same bits everywhere with this window, 16, 8, 4 and 2 are tried."""
     group: int | None
     """Requests of a verify pass (G). By default the first number for which every batch index gives the same bits on
     this machine."""

@@ -15,7 +15,7 @@ PHASES = ("prefill", "decode", "verify")
 ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back", "given_up")
 """How a token came to its position."""
 STATUSES = ("committed", "superseded", "rolled_back", "given_up")
-FED_A_DRAFT_IN_VAIN = ("rolled_back", "given_up")
+DISCARDED_DRAFT = ("rolled_back", "given_up")
 """Statuses of rows whose input was a draft token that was never committed: rejected, behind a rejected one, or given up
 without a verdict."""
 VERDICTS = ("accepted", "rejected", "never_judged")

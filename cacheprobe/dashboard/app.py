@@ -9,7 +9,7 @@ from dash import ClientsideFunction, Dash, Input
 from flask import Flask, Response, abort, request
 
 from cacheprobe.dashboard import facts, shell
-from cacheprobe.dashboard.asking import Answer, Ask, answered
+from cacheprobe.dashboard.questions import Answer, Question, answered
 from cacheprobe.dashboard.reader import Reader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import cache, card, compare, decode, lens, results, thoughts, timeline
@@ -19,7 +19,7 @@ CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against
 MOST_BYTES = 16 * 2**10
 """Largest size of one question."""
 
-Views = dict[str, Callable[[Ask], str | Answer]]
+Views = dict[str, Callable[[Question], str | Answer]]
 
 
 def make_app(shelf: Shelf) -> Dash:

@@ -1,8 +1,8 @@
 """Answers what the page must know of a run, and of a request, before it asks for pictures."""
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.dashboard.asking import Ask, whole
 from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.questions import Question, whole
 from cacheprobe.dashboard.reader import Reader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.prompt_block import prompt_block
@@ -11,9 +11,9 @@ LONGEST_PROMPT = 44
 """Number of characters of a prompt's end in the menu of requests."""
 
 
-def run_facts(shelf: Shelf, reader: Reader, ask: Ask) -> JsonDict:
+def run_facts(shelf: Shelf, reader: Reader, question: Question) -> JsonDict:
     """Returns requests, steps, layers and menus of a run."""
-    book = shelf.book(ask["run"])
+    book = shelf.book(question["run"])
     run = book.run
     return {
         "name": book.name,
@@ -30,10 +30,10 @@ def run_facts(shelf: Shelf, reader: Reader, ask: Ask) -> JsonDict:
     }
 
 
-def request_story(shelf: Shelf, ask: Ask) -> JsonDict:
+def request_story(shelf: Shelf, question: Question) -> JsonDict:
     """Returns the steps of one request in words, and the lengths of its prompt and answer."""
-    book = shelf.book(ask["run"])
-    request_id = whole(ask["request"], "request", len(book.run.requests))
+    book = shelf.book(question["run"])
+    request_id = whole(question["request"], "request", len(book.run.requests))
     request = book.run.request(request_id)
     return {
         "steps": book.story(request_id),
@@ -42,10 +42,10 @@ def request_story(shelf: Shelf, ask: Ask) -> JsonDict:
     }
 
 
-def prompt_view(shelf: Shelf, ask: Ask) -> str:
+def prompt_view(shelf: Shelf, question: Question) -> str:
     """Returns the prompt and the answer of a request, as markup."""
-    book = shelf.book(ask["run"])
-    request = book.run.request(whole(ask["request"], "request", len(book.run.requests)))
+    book = shelf.book(question["run"])
+    request = book.run.request(whole(question["request"], "request", len(book.run.requests)))
     asked, given = len(request["prompt_token_ids"]), len(request["committed_token_ids"])
     return (
         f"<h2>Request {request['request_id']} was asked in {asked} tokens and answered in {given}</h2>"

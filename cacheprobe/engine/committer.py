@@ -137,7 +137,7 @@ class Committer:
         """Zeroes the cache behind a request's last token after a failed pass, pads included."""
         self.cache.scrub(state.cache_row, int(self.cache.lengths[state.cache_row]))
 
-    def evict(self, state: SequenceState) -> None:
+    def preempt(self, state: SequenceState) -> None:
         """Preempts a request: frees its place in the cache, which is later rebuilt by the same schedule."""
         self._give_up_draft(state)
         self._truncate(state, 0)

@@ -7,7 +7,7 @@ last row by itself, so that the last rows of an odd shape are rounded differentl
 48 in float32; 13 rows of 576 x 1536 in bfloat16).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -27,6 +27,8 @@ _GROUPS_OF_ONE_ROW = (16, 32, 8, 24, 48, 4, 2)
 """Groups to choose from for windows of one row: as many requests as a decode serves at little more cost than one."""
 _GROUPS = (4, 8, 2, 16, 6, 12)
 """Groups to choose from for longer windows."""
+_WINDOWS = (16, 8, 4, 2, 1)
+"""Windows to try if no group serves the one that was chosen."""
 _STREAMS = 5
 """Texts of a trial at most; neighbouring rows of a pass hold different ones."""
 _STARTS = (0.0, 0.37, 0.71, 0.13, 1.0, 0.52, 0.89)
@@ -56,34 +58,27 @@ _known: "WeakKeyDictionary[CachedLM, dict[Hashable, str | None]]" = WeakKeyDicti
 def serving_config(
     model: CachedLM,
     config: EngineConfig,
-    is_group_given: bool = True,
+    open_shapes: Collection[str] = (),
     hooked: Hooked = Hooked(),
-    is_promised: bool = True,
+    is_any_deterministic: bool = True,
+    require_fit: Callable[[EngineConfig], None] | None = None,
 ) -> EngineConfig:
-    """Returns the config with a group whose passes are batch-invariant: the given group, or a chosen one.
+    """Returns the config with a window and a group whose passes are batch-invariant.
 
-    is_promised: whether any request is deterministic. If none is, and no group is batch-invariant, the first group
-    tried is taken: drafts are then checked in a shape whose rounding may depend on the batch index, as in any other
-    engine.
+    open_shapes: which of "window" and "group" may be replaced. Another window is tried only if no group serves this
+    one.
+    is_any_deterministic: whether any request is deterministic. If none is, the window stays, and if no group is
+    batch-invariant, the first group tried is taken: drafts are then checked in a shape whose rounding may depend on the
+    batch index, as in any other engine.
+    require_fit: raises ValueError if the model or a request cannot have another window.
     Each shape is tried once for a model and the numeric settings of the process.
-    Raises: ShapeRefused for a given group that is not batch-invariant, naming one that is; and if no group is.
+    Raises: ShapeRefused for a given group that is not batch-invariant, naming one that is; and if no shape is.
     """
-    if is_group_given:
-        _require_verify(model, config, hooked)
+    if "group" in open_shapes:
+        windows = _other_windows(model, config, require_fit) if "window" in open_shapes and is_any_deterministic else ()
+        config = _choose(model, config, windows, hooked, is_any_deterministic)
     else:
-        groups = _GROUPS_OF_ONE_ROW if config.window == 1 else _GROUPS
-        tried = ((group, _fault(model, group, config.window, config.capacity, "verify", hooked)) for group in groups)
-        first = next(tried)
-        group = first[0] if first[1] is None else next((group for group, fault in tried if fault is None), None)
-        if group is None and not is_promised:
-            group = first[0]
-        elif group is None:
-            raise ShapeRefused(
-                f"no group of {', '.join(map(str, sorted(groups)))} gives every row the same bits with "
-                f"window={config.window} on this machine ({first[0]} x {config.window}: {first[1]}); "
-                f"{_other_window(model, config, hooked)}"
-            )
-        config = replace(config, group=group)
+        _require_verify(model, config, hooked)
     chunk = config.prefill_chunk, config.capacity, "prefill"
     if config.prefill_group > 1 and (fault := _fault(model, config.prefill_group, *chunk, hooked)):
         raise ShapeRefused(
@@ -93,6 +88,44 @@ def serving_config(
     return config
 
 
+def _choose(
+    model: CachedLM, config: EngineConfig, others: Iterable[EngineConfig], hooked: Hooked, is_any_deterministic: bool
+) -> EngineConfig:
+    faults = []
+    for shape in (config, *others):
+        for group in _groups(shape.window):
+            fault = _fault(model, group, shape.window, shape.capacity, "verify", hooked)
+            if fault is None:
+                return replace(shape, group=group)
+            faults.append(f"{group} x {shape.window}: {fault}")
+    groups = _groups(config.window)
+    if not is_any_deterministic:
+        return replace(config, group=groups[0])
+    raise ShapeRefused(
+        f"no group of {', '.join(map(str, sorted(groups)))} gives every row the same bits with window={config.window} "
+        f"on this machine ({faults[0]}); {_remedy(model, config, hooked)}"
+    )
+
+
+def _groups(window: int) -> tuple[int, ...]:
+    return _GROUPS_OF_ONE_ROW if window == 1 else _GROUPS
+
+
+def _other_windows(
+    model: CachedLM, config: EngineConfig, require_fit: Callable[[EngineConfig], None] | None = None
+) -> Iterator[EngineConfig]:
+    """Yields the config with each other window that its capacity, its other settings and the model allow."""
+    for window in _WINDOWS:
+        if window == config.window or 2 * window > config.capacity:
+            continue
+        try:
+            other = replace(config, window=window)
+            (require_fit or (lambda config: model.check_settings(config.window)))(other)
+        except ValueError:
+            continue
+        yield other
+
+
 def _require_verify(model: CachedLM, config: EngineConfig, hooked: Hooked) -> None:
     size = config.window, config.capacity, "verify"
     fault = _fault(model, config.group, *size, hooked)
@@ -100,20 +133,19 @@ def _require_verify(model: CachedLM, config: EngineConfig, hooked: Hooked) -> No
         return
     nearby = (*range(config.group + 1, config.group + _NEARBY), *_GROUPS)
     better = next((group for group in nearby if _fault(model, group, *size, hooked) is None), None)
-    remedy = f"set group={better}" if better else _other_window(model, config, hooked)
+    remedy = f"set group={better}" if better else _remedy(model, config, hooked)
     raise ShapeRefused(
         f"verify passes of {config.group} x {config.window} rows do not compute every row alike on this machine: "
         f"{fault}; {remedy}"
     )
 
 
-def _other_window(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
+def _remedy(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
     """Returns a remedy, as text, for a window that no group serves."""
-    windows = [w for w in (1, config.window + 1, 4, 8, 16) if w != config.window and 2 * w <= config.capacity]
-    for window in windows:
-        for group in _GROUPS:
-            if _fault(model, group, window, config.capacity, "verify", hooked) is None:
-                return f"set window={window} and group={group}"
+    for other in _other_windows(model, config):
+        for group in _groups(other.window):
+            if _fault(model, group, other.window, config.capacity, "verify", hooked) is None:
+                return f"set window={other.window} and group={group}"
     return "try torch.set_num_threads(1), or path='bridge'"
 
 

@@ -68,7 +68,7 @@ def rounds(
             for state in scheduler.retire():  # before others have to give way for them
                 calls.release(drafter, state)
             for state in scheduler.to_preempt():
-                engine.committer.evict(state)
+                engine.committer.preempt(state)
                 calls.release(drafter, state)
             if admitted := scheduler.admit(engine.runner.step + 1):
                 engine.admit(admitted, scheduler.running)

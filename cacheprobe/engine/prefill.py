@@ -100,7 +100,7 @@ class Prefill:
         committed = ((state.request_id, self.committer.commit_plain(state, token_id)),)
         self.committer.report("prefill", [state], committed=committed)
 
-    # -- after an eviction
+    # -- after a preemption
 
     def rebuild(self, state: SequenceState) -> None:
         """Computes a preempted request's keys and values again; the observer gets no report, having seen these tokens

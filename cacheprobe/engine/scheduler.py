@@ -55,7 +55,7 @@ class Scheduler:
 
     def to_preempt(self) -> list[SequenceState]:
         """Takes out the newest requests until the others fit into max_kv_tokens; they are next in line."""
-        evicted = []
+        preempted = []
         while (
             self.config.max_kv_tokens is not None
             and self._demand() > self.config.max_kv_tokens
@@ -64,8 +64,8 @@ class Scheduler:
             state = max(self.running, key=lambda state: state.admitted_at)
             self.running.remove(state)
             self.waiting.appendleft(state)
-            evicted.append(state)
-        return evicted
+            preempted.append(state)
+        return preempted
 
     def cancelled(self) -> list[SequenceState]:
         """Returns the requests cancelled since the last round; those not yet admitted leave the queue."""

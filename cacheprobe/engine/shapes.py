@@ -11,9 +11,9 @@ UNPADDED_CHUNK, PADDED_CHUNK = 128, 32
 """Prompt tokens of a prefill pass: without pads a longer pass costs nothing, with pads they are a part of it."""
 
 
-def choose_shapes(model: Any, is_drafted: bool, asked: Mapping[str, Any]) -> tuple[EngineConfig, bool]:
-    """Returns the engine's settings with every shape filled in, and whether the group was given or is still to be
-    tried.
+def choose_shapes(model: Any, is_drafted: bool, asked: Mapping[str, Any]) -> tuple[EngineConfig, frozenset[str]]:
+    """Returns the engine's settings with every shape filled in, and which of "window" and "group" were not given: the
+    trial of shapes may replace these.
 
     asked: fields of EngineConfig; None for what is chosen here. What is chosen depends on the model, its device and on
     whether there is a drafter, never on the requests, so that a request alone has the shapes of a request in a batch.
@@ -27,12 +27,12 @@ def choose_shapes(model: Any, is_drafted: bool, asked: Mapping[str, Any]) -> tup
         capacity = given.get("capacity")
         window = _window(model, is_drafted)
         window = given["window"] = min(window, capacity) if type(capacity) is int and capacity > 0 else window
-    is_group_given = "group" in given
+    open_shapes = frozenset({"window", "group"} - {name for name in asked if asked[name] is not None})
     given.setdefault("group", 16 if window == 1 else 4)
     given.setdefault("prefill_group", 1)
     given.setdefault("pad_prefill", given["prefill_group"] != 1)
     given.setdefault("prefill_chunk", PADDED_CHUNK if given["pad_prefill"] else UNPADDED_CHUNK)
-    return EngineConfig(**given), is_group_given
+    return EngineConfig(**given), open_shapes
 
 
 def _window(model: Any, is_drafted: bool) -> int:

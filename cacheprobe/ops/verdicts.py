@@ -35,7 +35,7 @@ def apply_verdicts(
     target_lengths: Int[Tensor, "b"],
     num_left: Int[Tensor, "b"],
     stop_token_ids: Int[Tensor, "b n"],
-    frontiers: Int[Tensor, "b"],
+    last_positions: Int[Tensor, "b"],
     rows: Int[Tensor, "b"],
     token_ids: Int[Tensor, "r c"],
     codes: UInt8[Tensor, "r s"],
@@ -47,8 +47,8 @@ def apply_verdicts(
 
     drafts, draft_lengths: draft tokens, of which the first draft_lengths[b] count.  targets, target_lengths: the
     verifier's own choices, one more than draft tokens, or as many if the last draft token ends the request.  num_left:
-    tokens that may still be committed.  stop_token_ids: -1 for none; stop texts are not supported here.  frontiers:
-    position of the newest committed token, whose slot the pass has written.
+    tokens that may still be committed.  stop_token_ids: -1 for none; stop texts are not supported here.
+    last_positions: position of the newest committed token, whose slot the pass has written.
     Changes in place: token_ids[row] by position, from the last committed position + 1 on; the ledger of the row, in
     which committed slots become verified and all later ones free; lengths.  rows: each cache row at most once.
     Source: decode-verify-rollback of LLM-42 (arXiv 2601.17768), section 4.2.
@@ -58,7 +58,7 @@ def apply_verdicts(
     out = torch.full((3, count), -1, dtype=torch.long, device=drafts.device)
     committed = torch.full((count, width), -1, dtype=torch.long, device=drafts.device)
     for b, (row, last_committed_position, num_drafted, num_targets, left) in enumerate(
-        zip(*(one.tolist() for one in (rows, frontiers, draft_lengths, target_lengths, num_left)), strict=True)
+        zip(*(one.tolist() for one in (rows, last_positions, draft_lengths, target_lengths, num_left)), strict=True)
     ):
         if not (0 <= row < len(lengths) and 0 <= last_committed_position <= int(lengths[row]) and left >= 0):
             continue

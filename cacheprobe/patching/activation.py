@@ -9,7 +9,7 @@ import torch
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
-from cacheprobe.patching.asked import (
+from cacheprobe.patching.arguments import (
     PATCHED_SITES,
     GridOptions,
     as_layers,

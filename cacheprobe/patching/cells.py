@@ -16,7 +16,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.kvcache.prefix import SharedPrefix
 from cacheprobe.models.base import CachedLM
-from cacheprobe.patching.asked import RESIDUAL_SITES
+from cacheprobe.patching.arguments import RESIDUAL_SITES
 from cacheprobe.patching.runs import Place, Run
 
 MOST_ROWS = 16384

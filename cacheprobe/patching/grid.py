@@ -10,7 +10,7 @@ import pandas as pd
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.parts import write_json
-from cacheprobe.patching.runs import Run, Said, read
+from cacheprobe.patching.runs import AnswerLogits, Run, read
 
 _FORMAT = "cacheprobe patching grid 1"
 _META = ("kind", "site", "value", "model")
@@ -102,7 +102,11 @@ class Grid:
 
 
 def pair_table(
-    said: Mapping[tuple[int, ...], Said], axes: Sequence[str], tokens: Sequence[str], clean: Said, corrupt: Said
+    results: Mapping[tuple[int, ...], AnswerLogits],
+    axes: Sequence[str],
+    tokens: Sequence[str],
+    clean: AnswerLogits,
+    corrupt: AnswerLogits,
 ) -> pd.DataFrame:
     """Returns a table of layer, position (and head), the position's token, and the result of each cell.
 
@@ -111,18 +115,18 @@ def pair_table(
     Source: normalised logit difference as in Li, Guo and Andreas 2025 (arXiv 2503.02854).
     """
     low, high = difference(corrupt), difference(clean)
-    table = pd.DataFrame(list(said), columns=list(axes))
+    table = pd.DataFrame(list(results), columns=list(axes))
     table["token"] = [tokens[position] for position in table.position]
-    table["logit_difference"] = [difference(one) for one in said.values()]
+    table["logit_difference"] = [difference(one) for one in results.values()]
     table["nld"] = (table.logit_difference - low) / (high - low)
     table["flip"] = (table.logit_difference > 0) != (low > 0)
-    table["logprob_nats"] = [one.first - one.logsumexp for one in said.values()]
+    table["logprob_nats"] = [one.first - one.logsumexp for one in results.values()]
     return table
 
 
-def difference(said: Said) -> float:
+def difference(logits: AnswerLogits) -> float:
     """Returns the logit of the first answer minus that of the second."""
-    return said.first - said.second
+    return logits.first - logits.second
 
 
 def pair_meta(model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answer: tuple[int, int]) -> GridMeta:

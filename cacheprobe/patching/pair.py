@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
-from cacheprobe.patching.asked import GridConfig, as_answer
+from cacheprobe.patching.arguments import GridConfig, as_answer
 from cacheprobe.patching.grid import Grid, difference, pair_meta, pair_table
 from cacheprobe.patching.parts import Parts
 from cacheprobe.patching.runs import Run, read, run_once
@@ -68,9 +68,9 @@ def grid_of_pair(
     """
     clean, corrupt = (run.token_ids for run in runs)
     asked = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
-    said = dict(sorted(sweep(model, groups, answer, parts_of(config.store, model, asked), config.progress).items()))
+    results = dict(sorted(sweep(model, groups, answer, parts_of(config.store, model, asked), config.progress).items()))
     ends = (read(run.logits[None], answer)[0] for run in runs)
-    table = pair_table(said, axes, [visible(text) for text in model.token_texts(corrupt)], *ends)
+    table = pair_table(results, axes, [visible(text) for text in model.token_texts(corrupt)], *ends)
     return Grid(table, pair_meta(model, kind, site, runs, answer))
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cacheprobe.patching.runs import Said
+from cacheprobe.patching.runs import AnswerLogits
 
 _ASKED = "asked.json"
 
@@ -37,16 +37,16 @@ class Parts:
         else:
             write_json(path, wanted)
 
-    def get(self, name: str) -> list[Said] | None:
+    def get(self, name: str) -> list[AnswerLogits] | None:
         """Returns the results of a finished group's cells; None for a group that must still run."""
         if self.folder is None or not (path := self._path(name)).exists():
             return None
-        return [Said(float(a), float(b), float(c), int(d)) for a, b, c, d in _read(path)]
+        return [AnswerLogits(float(a), float(b), float(c), int(d)) for a, b, c, d in _read(path)]
 
-    def put(self, name: str, said: Sequence[Said]) -> None:
+    def put(self, name: str, results: Sequence[AnswerLogits]) -> None:
         """Keeps the results of a finished group."""
         if self.folder is not None:
-            write_json(self._path(name), [list(one) for one in said])
+            write_json(self._path(name), [list(one) for one in results])
 
     def _path(self, name: str) -> Path:
         assert self.folder is not None

@@ -8,7 +8,7 @@ import torch
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
-from cacheprobe.patching.asked import (
+from cacheprobe.patching.arguments import (
     RESIDUAL_SITES,
     GridOptions,
     as_layers,

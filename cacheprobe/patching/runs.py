@@ -15,7 +15,7 @@ Place = tuple[str, int]
 """(site, layer)"""
 
 
-class Said(NamedTuple):
+class AnswerLogits(NamedTuple):
     """The prediction for the next token at a run's last position, in float64 of the model's own logits."""
 
     first: float
@@ -88,8 +88,8 @@ def run_once(
     return Run(tuple(token_ids), cache, kept, logits)
 
 
-def read(logits: Tensor, answer: tuple[int, int]) -> list[Said]:
+def read(logits: Tensor, answer: tuple[int, int]) -> list[AnswerLogits]:
     """Returns the prediction of each row of logits [b, v] about the two answers."""
     values = logits.double()
     columns = (values[:, answer[0]], values[:, answer[1]], values.logsumexp(-1), values.argmax(-1))
-    return [Said(a, b, c, int(d)) for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True)]
+    return [AnswerLogits(a, b, c, int(d)) for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
-from cacheprobe.patching.asked import (
+from cacheprobe.patching.arguments import (
     PATCHED_SITES,
     GridOptions,
     as_answer,
@@ -25,7 +25,7 @@ from cacheprobe.patching.asked import (
 from cacheprobe.patching.cells import Cell, Edit, cell
 from cacheprobe.patching.grid import Grid, GridMeta
 from cacheprobe.patching.pair import parts_of
-from cacheprobe.patching.runs import Run, Said, read, run_once
+from cacheprobe.patching.runs import AnswerLogits, Run, read, run_once
 from cacheprobe.patching.sweep import Group, Index, sweep
 
 
@@ -78,8 +78,8 @@ def causal_tracing(
     @cache
     def noisy(sample: int) -> Run:
         """Runs the prompt with one draw of noise."""
-        drowned = _drown(sorted(noisy_at), scale, derive_seed(seed, sample))
-        return run_once(model, ids, (site,), after=(clean, min(noisy_at)), noise=drowned)
+        added = _draw_noise(sorted(noisy_at), scale, derive_seed(seed, sample))
+        return run_once(model, ids, (site,), after=(clean, min(noisy_at)), noise=added)
 
     restored = {layer: window_of(layer, window, model.n_layers) for layer in in_layers}
 
@@ -96,18 +96,18 @@ def causal_tracing(
     asked = dict(kind="causal tracing", site=site, window=window, answer=first, prompt=ids, subject=noisy_at)
     asked |= dict(noise=noise, seed=seed, layers=in_layers)
     both = (first, first)
-    said = sweep(model, groups, both, parts_of(config.store, model, asked), config.progress)
-    drowned = [_probability(read(noisy(i).logits[None], both)[0]) for i in range(samples)]
+    results = sweep(model, groups, both, parts_of(config.store, model, asked), config.progress)
+    probabilities = [_probability(read(noisy(i).logits[None], both)[0]) for i in range(samples)]
     texts = model.token_texts(ids)
     meta: GridMeta = {
         "kind": "causal tracing", "site": site, "window": window, "answer": first, "prompt": list(ids),
         "subject": list(noisy_at), "noise": noise, "seed": seed, "layers": list(in_layers), "value": "effect",
         "samples": samples, "model": model.name, "weights": model.weights_note, "clean_tokens": texts,
         "answer_ids": [first], "answer_tokens": model.token_texts([first]), "noise_standard_deviation": scale,
-        "clean_probability": _probability(read(clean.logits[None], both)[0]), "noisy_probabilities": drowned,
+        "clean_probability": _probability(read(clean.logits[None], both)[0]), "noisy_probabilities": probabilities,
         "fingerprint": model.fingerprint(),
     }  # fmt: skip
-    return Grid(_table(dict(sorted(said.items())), texts, drowned, first), meta)
+    return Grid(_table(dict(sorted(results.items())), texts, probabilities, first), meta)
 
 
 def window_of(layer: int, window: int, n_layers: int) -> range:
@@ -116,7 +116,7 @@ def window_of(layer: int, window: int, n_layers: int) -> range:
     return range(max(0, low), min(n_layers, low + window))
 
 
-def _drown(positions: Sequence[int], scale: float, seed: int) -> Callable[[Tensor], Tensor]:
+def _draw_noise(positions: Sequence[int], scale: float, seed: int) -> Callable[[Tensor], Tensor]:
     """Returns a function that adds noise to the input of block 0 at these positions."""
 
     def add(states: Tensor) -> Tensor:
@@ -137,14 +137,16 @@ def _cells(clean: Run, site: str, layers: Mapping[int, range], indices: Sequence
     return {(layer, p, i): cell([edit(at, p) for at in layers[layer]]) for layer, p, i in indices}
 
 
-def _probability(said: Said) -> float:
-    return float(torch.tensor(said.first - said.logsumexp, dtype=torch.float64).exp())
+def _probability(logits: AnswerLogits) -> float:
+    return float(torch.tensor(logits.first - logits.logsumexp, dtype=torch.float64).exp())
 
 
-def _table(said: Mapping[Index, Said], tokens: Sequence[str], drowned: Sequence[float], answer: int) -> pd.DataFrame:
-    table = pd.DataFrame(list(said), columns=["layer", "position", "sample"])
+def _table(
+    results: Mapping[Index, AnswerLogits], tokens: Sequence[str], noisy_probabilities: Sequence[float], answer: int
+) -> pd.DataFrame:
+    table = pd.DataFrame(list(results), columns=["layer", "position", "sample"])
     table["token"] = [tokens[position] for position in table.position]
-    table["probability"] = [_probability(one) for one in said.values()]
-    table["effect"] = table.probability - [drowned[i] for i in table["sample"]]
-    table["is_top"] = [one.top == answer for one in said.values()]
+    table["probability"] = [_probability(one) for one in results.values()]
+    table["effect"] = table.probability - [noisy_probabilities[i] for i in table["sample"]]
+    table["is_top"] = [one.top == answer for one in results.values()]
     return table

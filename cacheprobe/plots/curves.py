@@ -3,7 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layer_ticks, layout_template
 from cacheprobe.plots.text import markup, shorten
@@ -81,7 +81,7 @@ def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
     token that was never committed.
     Raises: ValueError for a table without any other row.
     """
-    known = depths[~depths.status.isin(FED_A_DRAFT_IN_VAIN) & (depths.verdict != "never_judged").fillna(True)]
+    known = depths[~depths.status.isin(DISCARDED_DRAFT) & (depths.verdict != "never_judged").fillna(True)]
     if known.empty:
         raise ValueError(
             "the table of prediction depths is empty, or every row was fed a draft in vain; a run that reads Z fills it"

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.lens_table import (
     BELOW,
@@ -169,7 +169,7 @@ def _hover(rows: pd.DataFrame) -> pd.Series:
     def line(row: TableLine) -> str:
         """Returns the hover text of one reading."""
         choice = f"first choice <b>{markup(visible(row.token))}</b>, log p {row.logprob_nats:.2f} nats"
-        if row.status in FED_A_DRAFT_IN_VAIN:
+        if row.status in DISCARDED_DRAFT:
             target = NOTHING_TO_COMPARE
         elif pd.isna(row.committed_token):
             target = "nothing was committed there"
@@ -192,7 +192,7 @@ def _outlines(rows: pd.DataFrame, layers: np.ndarray) -> go.Scatter:
     places = {layer: place for place, layer in enumerate(layers)}
     x: list[float | None] = []
     y: list[float | None] = []
-    agreeing = rows[rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(FED_A_DRAFT_IN_VAIN)]
+    agreeing = rows[rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(DISCARDED_DRAFT)]
     for column, group in agreeing.groupby("column"):
         for start, end in runs_of(sorted(places[layer] for layer in group.layer)):
             left, right, low, high = column - 0.46, column + 0.46, start - 0.44, end + 0.44

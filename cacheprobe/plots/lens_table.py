@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, SupportsIndex
 import numpy as np
 import pandas as pd
 
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.text import columns_of as width_of
 from cacheprobe.plots.text import token_label, visible
@@ -41,7 +41,7 @@ def column_words(column: TableLine) -> str:
     readings.
     """
     read = f"read {visible(column.read_token)}"
-    if column.status in FED_A_DRAFT_IN_VAIN:
+    if column.status in DISCARDED_DRAFT:
         return f"{read}, {'a rejected token' if column.status == 'rolled_back' else 'a draft that was given up'}"
     if pd.isna(column.committed_token):
         return f"{read}, nothing committed next"
@@ -53,7 +53,7 @@ def column_label(column: TableLine) -> tuple[str, str, str]:
 
     Tokens are cut to fit. A dash replaces the next token if none was committed, or none can be compared.
     """
-    is_none = pd.isna(column.committed_token) or column.status in FED_A_DRAFT_IN_VAIN
+    is_none = pd.isna(column.committed_token) or column.status in DISCARDED_DRAFT
     following = "—" if is_none else token_label(column.committed_token, TOKEN_COLUMNS)
     arrow = "→ " if width_of(following) < TOKEN_COLUMNS else "→"
     read = token_label(column.read_token, TOKEN_COLUMNS)
@@ -81,7 +81,7 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
     compared with it.
     Raises: ValueError for another colour.
     """
-    is_known = rows["rank"].notna() & ~rows.status.isin(FED_A_DRAFT_IN_VAIN)
+    is_known = rows["rank"].notna() & ~rows.status.isin(DISCARDED_DRAFT)
     if colour == "logprob":
         values = rows.committed_logprob_nats.astype(float).where(is_known)
         ticks = ((_FLOOR_NATS, "≤ −12"), *((t, f"−{-t:g}") for t in (-9.0, -6.0, -3.0)), (0.0, "0"))

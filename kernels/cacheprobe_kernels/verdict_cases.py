@@ -4,7 +4,16 @@ import torch
 
 from cacheprobe_kernels.base import Arguments, Case, Draws
 
-BY_ROW = ("drafts", "draft_lengths", "targets", "target_lengths", "num_left", "stop_token_ids", "frontiers", "rows")
+BY_ROW = (
+    "drafts",
+    "draft_lengths",
+    "targets",
+    "target_lengths",
+    "num_left",
+    "stop_token_ids",
+    "last_positions",
+    "rows",
+)
 WRITTEN = ("token_ids", "codes", "hidden", "lengths")
 
 
@@ -15,14 +24,14 @@ def verdict_inputs(case: Case, draws: Draws) -> Arguments:
     """
     b, k, s, stops = (case.sizes[name] for name in ("b", "k", "s", "stops"))
     drafts, targets = draws.integers(0, 9, b, k), draws.integers(0, 9, b, k + 1)
-    draft_lengths, frontiers = draws.integers(0, k + 1, b), draws.integers(0, s - k - 1, b)
+    draft_lengths, last_positions = draws.integers(0, k + 1, b), draws.integers(0, s - k - 1, b)
     rows, lengths, target_lengths = draws.order(b + 2)[:b], draws.integers(0, s, b + 2), draft_lengths + 1
     if draws.device.type != "meta":
         targets[:, :k] = torch.where(draws.integers(0, 4, b, k) > 0, drafts, targets[:, :k])
         target_lengths[draft_lengths > 0] -= draws.integers(0, 2, int((draft_lengths > 0).sum()))
-        lengths[rows] = frontiers + draws.integers(0, k + 2, b)
+        lengths[rows] = last_positions + draws.integers(0, k + 2, b)
         if b >= 10:
-            frontiers[0], rows[1], target_lengths[2] = lengths[rows[0]] + 1, b + 2, 0
+            last_positions[0], rows[1], target_lengths[2] = lengths[rows[0]] + 1, b + 2, 0
             draft_lengths[2] = 1
     return {
         "drafts": drafts,
@@ -31,7 +40,7 @@ def verdict_inputs(case: Case, draws: Draws) -> Arguments:
         "target_lengths": target_lengths,
         "num_left": draws.integers(1, k + 3, b),
         "stop_token_ids": draws.integers(-1, 9, b, stops),
-        "frontiers": frontiers,
+        "last_positions": last_positions,
         "rows": rows,
         "token_ids": draws.integers(0, 4, b + 2, s + 1),
         "codes": draws.integers(0, 5, b + 2, s, dtype=torch.uint8),

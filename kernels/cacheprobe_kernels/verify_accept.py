@@ -20,14 +20,14 @@ _STOP, _LENGTH = (tl.constexpr(verdicts.FINISHES.index(name)) for name in ("stop
 
 @triton.jit
 def _verify_accept(
-    drafts, draft_lengths, targets, target_lengths, num_left, stop_token_ids, frontiers, rows, token_ids, codes, hidden,
-    lengths, accepted_out, count_out, finish_out, committed_out,
+    drafts, draft_lengths, targets, target_lengths, num_left, stop_token_ids, last_positions, rows, token_ids, codes,
+    hidden, lengths, accepted_out, count_out, finish_out, committed_out,
     num_rows, capacity, num_places, longest, num_targets, num_stops, draft_stride, target_stride,
     BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One row by one warp, which reads the row's length before it writes it."""
     batch = tl.program_id(0)
-    row, last_committed_position = tl.load(rows + batch), tl.load(frontiers + batch)
+    row, last_committed_position = tl.load(rows + batch), tl.load(last_positions + batch)
     is_row = (row >= 0) & (row < num_rows)
     length = tl.load(lengths + row, mask=is_row, other=-1)
     drafted, chosen, left = tl.load(draft_lengths + batch), tl.load(target_lengths + batch), tl.load(num_left + batch)
@@ -91,7 +91,7 @@ class VerifyAccept(Kernel):
     @staticmethod
     def plan(
         drafts: Tensor, draft_lengths: Tensor, targets: Tensor, target_lengths: Tensor, num_left: Tensor,
-        stop_token_ids: Tensor, frontiers: Tensor, rows: Tensor, token_ids: Tensor, codes: Tensor, hidden: Tensor,
+        stop_token_ids: Tensor, last_positions: Tensor, rows: Tensor, token_ids: Tensor, codes: Tensor, hidden: Tensor,
         lengths: Tensor,
     ) -> Plan:  # fmt: skip
         if not (codes.is_contiguous() and hidden.is_contiguous() and token_ids.is_contiguous()):
@@ -102,7 +102,7 @@ class VerifyAccept(Kernel):
             torch.empty(count, width, dtype=torch.long, device=drafts.device),
         )
         given = {"drafts": drafts, "draft_lengths": draft_lengths, "targets": targets, "target_lengths": target_lengths,
-                 "num_left": num_left, "stop_token_ids": stop_token_ids.contiguous(), "frontiers": frontiers,
+                 "num_left": num_left, "stop_token_ids": stop_token_ids.contiguous(), "last_positions": last_positions,
                  "rows": rows}  # fmt: skip
         kept = {"token_ids": token_ids, "codes": codes, "hidden": hidden, "lengths": lengths}
         names = ("accepted_out", "count_out", "finish_out", "committed_out")

@@ -20,20 +20,20 @@ NUM_TRIALS, NEW_TOKENS = 6, 10
 LENGTHS = (1, 17, 40, 71)
 """Tokens of the prefixes: below, at about and above the chunks in which prompts are read."""
 
-Said = tuple[int, ...]
-Ask = Callable[[CachedLM, list[list[int]], cp.SamplingParams], list[Said]]
+TokenIds = tuple[int, ...]
+Generate = Callable[[CachedLM, list[list[int]], cp.SamplingParams], list[TokenIds]]
 
 
-def asked_by_run(model: CachedLM, prompts: list[list[int]], chosen: cp.SamplingParams) -> list[Said]:
+def generate_by_run(model: CachedLM, prompts: list[list[int]], chosen: cp.SamplingParams) -> list[TokenIds]:
     trace = cp.run(model, prompts, sampling=chosen, deterministic=True, capture=None, **SETTINGS)
     return [tuple(trace.committed(i)) for i in range(len(prompts))]
 
 
-def asked_by_stream(model: CachedLM, prompts: list[list[int]], chosen: cp.SamplingParams) -> list[Said]:
+def generate_by_stream(model: CachedLM, prompts: list[list[int]], chosen: cp.SamplingParams) -> list[TokenIds]:
     """Puts the streamed pieces together; the trace at the end must agree with them."""
     settings = {name: value for name, value in SETTINGS.items() if name != "progress"}
     stream = cp.stream(model, prompts, sampling=chosen, deterministic=True, **settings)
-    said: dict[int, Said] = defaultdict(tuple)
+    said: dict[int, TokenIds] = defaultdict(tuple)
     for piece in stream:
         said[piece.request_id] += piece.token_ids
     trace = stream.trace()
@@ -41,7 +41,7 @@ def asked_by_stream(model: CachedLM, prompts: list[list[int]], chosen: cp.Sampli
     return [said[i] for i in range(len(prompts))]
 
 
-CALLS = {"run": asked_by_run, "stream": asked_by_stream}
+CALLS = {"run": generate_by_run, "stream": generate_by_stream}
 QUICK = [("run", 0.0), ("stream", 0.8)]
 """What `make test` asks; the other two are slow."""
 CASES = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in product(CALLS, (0.0, 0.8))]
@@ -82,7 +82,7 @@ def test_prefix_mode_of_a_real_model(call: str) -> None:
 def test_more_than_one_answer_is_noticed() -> None:
     """The control: answers that depend on the size of the batch fail the check."""
 
-    def by_size(model: CachedLM, prompts: list[list[int]], chosen: cp.SamplingParams) -> list[Said]:
+    def by_size(model: CachedLM, prompts: list[list[int]], chosen: cp.SamplingParams) -> list[TokenIds]:
         return [(len(prompts) > 3,)] * len(prompts)
 
     batches = [[[1, 2]] * size for size in range(1, 6)]
@@ -96,11 +96,11 @@ def _prefix_batches(model: CachedLM, draw: random.Random, num_trials: int) -> li
     return [[draw.choice(prompts) for _ in range(size)] for size in range(1, num_trials + 1)]
 
 
-def _one_answer_each(ask: Ask, model: CachedLM, temperature: float, batches: list[list[list[int]]]) -> None:
+def _one_answer_each(generate: Generate, model: CachedLM, temperature: float, batches: list[list[list[int]]]) -> None:
     """Fails unless each prompt has the same answer wherever it stands in whichever batch."""
-    answers: dict[Said, set[Said]] = defaultdict(set)
+    answers: dict[TokenIds, set[TokenIds]] = defaultdict(set)
     for batch in batches:
-        for prompt, said in zip(batch, ask(model, batch, sampling(temperature, NEW_TOKENS)), strict=True):
+        for prompt, said in zip(batch, generate(model, batch, sampling(temperature, NEW_TOKENS)), strict=True):
             answers[tuple(prompt)].add(said)
     for prompt, given in answers.items():
         assert len(given) == 1, f"{len(given)} answers to the prompt of {len(prompt)} tokens: {sorted(given)}"

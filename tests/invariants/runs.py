@@ -1,4 +1,4 @@
-"""Runs for the invariants: watched round by round, alone or in random company, and compared to the last bit."""
+"""Runs for the invariants: watched round by round, alone or in a random batch, and compared to the last bit."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -166,7 +166,7 @@ def babbler(seed: int, vocab: int = VOCAB) -> cp.drafters.Scripted:
     return cp.drafters.Scripted(lambda state: [rng.randrange(vocab) for _ in range(rng.randrange(6))])
 
 
-# -- company
+# -- other requests in the batch
 
 
 def crowd(rng: random.Random, needle: Request, vocab: int = VOCAB) -> tuple[list[Request], int, dict[str, Any]]:

@@ -39,7 +39,7 @@ def needle(sampling: SamplingParams = HOT, prompt: int = 0) -> Request:
 
 
 def met_again(model: CachedLM, trials: int, seed: int, vocab: int = VOCAB) -> set[str]:
-    """Compares a request in random company with itself alone; returns what it went through there."""
+    """Compares a request in a random batch with the same request alone; returns which events the batch had."""
     rng = random.Random(seed)
     request = needle()
     want, seen = alone(model, request), set()
@@ -50,18 +50,18 @@ def met_again(model: CachedLM, trials: int, seed: int, vocab: int = VOCAB) -> se
         mine = trace.events().query(f"request_id == {place}")
         seen |= {"rollback"} if mine.num_rolled_back.sum() else set()
         seen |= {"preemption"} if place in dict(trace.meta["preemptions"]) else set()
-        seen |= {"company"} if trace.events().groupby("step").size().max() > 1 else set()
+        seen |= {"batch"} if trace.events().groupby("step").size().max() > 1 else set()
     return seen
 
 
 def test_invariant_01_run_determinism_where_every_shape_rounds_differently() -> None:
-    """Tokens, log-probabilities, states and readings are the same in any company, at any arrival and limit."""
-    assert met_again(rounding_by_shape(), trials=8, seed=3) == {"rollback", "preemption", "company"}
+    """Tokens, log-probabilities, states and readings are batch-invariant, at any arrival and limit."""
+    assert met_again(rounding_by_shape(), trials=8, seed=3) == {"rollback", "preemption", "batch"}
 
 
 def test_invariant_01_run_determinism_in_bfloat16() -> None:
     """The same over real kernels in bfloat16, of a model that is wide enough to make them disagree."""
-    assert "company" in met_again(wide_bfloat16(), trials=3, seed=4, vocab=499)
+    assert "batch" in met_again(wide_bfloat16(), trials=3, seed=4, vocab=499)
 
 
 def test_invariant_01_run_determinism_over_repeats_and_orders() -> None:
@@ -197,7 +197,7 @@ def test_invariant_27_negative_control() -> None:
     differing += [i for i in range(1, 6) if smaller.committed(i - 1) != alone.committed(i)]
     assert differing, "no sequence diverged: this machine's kernels are batch-invariant, or the model is too small"
     prompt = prompts[differing[0]]
-    verified = [cp.run(model, company, **settings, deterministic=[0]) for company in ([prompt], [prompt, *prompts[:3]])]
+    verified = [cp.run(model, batch, **settings, deterministic=[0]) for batch in ([prompt], [prompt, *prompts[:3]])]
     assert verified[0].committed(0) == verified[1].committed(0)
 
 

@@ -140,7 +140,7 @@ def test_invariant_21_prefill_determinism_of_groups() -> None:
 
 
 def test_invariant_21_prefill_determinism_without_pads() -> None:
-    """Chunks that end with the prompt: the same shapes and bits in company, and after an eviction."""
+    """Chunks that end with the prompt: the same shapes and bits in a batch, and after a preemption."""
     prompts = prompts_of_all_lengths()
     settings = dict(pad_prefill=False, max_new_tokens=6)
     spy = Spy(tiny())
@@ -210,8 +210,8 @@ def test_invariant_22_prefix_cache_rule_when_the_donor_has_left() -> None:
     assert [outcome(run.trace, i) for i in range(4)] == [outcome(want, i) for i in range(4)]
 
 
-class Evictions(Silent):
-    """Notes what an evicted request was doing: drafting, or between two windows."""
+class Preemptions(Silent):
+    """Notes what a preempted request was doing: drafting, or between two windows."""
 
     run: Watched
 
@@ -232,15 +232,15 @@ class Evictions(Silent):
 
 
 def test_invariant_23_preemption() -> None:
-    """After an eviction, in a draft or between two, the output goes on as if nothing had happened: to the last bit."""
+    """After a preemption, in a draft or between two, the output goes on as if nothing had happened: to the last bit."""
     for model, limits in ((rounding_by_shape(), (27, 34)), (tiny(torch.bfloat16), (31, 32))):
         want, rows = reference_rows(model, PROMPTS, sampling=HOT, capture="SZ")
         drafts: list[int] = []
         for max_kv_tokens in limits:
             checked = 0
-            evictions = Evictions()
+            preemptions = Preemptions()
             settings = dict(deterministic=True, sampling=HOT, capture="SZ", max_kv_tokens=max_kv_tokens)
-            run = Watched(model, PROMPTS, evictions, **settings)
+            run = Watched(model, PROMPTS, preemptions, **settings)
             for _ in run:
                 for state in run.running:
                     ours = kv_snapshot(run.cache, state.cache_row, state.last_committed_position)
@@ -248,11 +248,11 @@ def test_invariant_23_preemption() -> None:
                         ours, [held[:, : state.last_committed_position] for held in rows[state.request_id]]
                     )
                     checked += 1
-            drafts += evictions.drafts
+            drafts += preemptions.drafts
             assert run.trace.meta["preemptions"] and checked > 20
             assert [outcome(run.trace, i) for i in range(5)] == [outcome(want, i) for i in range(5)]
             assert run.cache.num_free_rows == run.cache.rows
-        assert 0 in drafts and max(drafts) > 0, "evictions came only in drafts, or only between them"
+        assert 0 in drafts and max(drafts) > 0, "preemptions came only in drafts, or only between them"
 
 
 def test_invariant_23_preemption_under_hostile_drafts() -> None:

@@ -107,7 +107,7 @@ def test_invariant_05_neighbour_independence_in_one_pass() -> None:
             assert same_rows(kv_snapshot(cache, row, LENGTH), rows)
 
 
-def test_invariant_05_neighbour_independence_in_company() -> None:
+def test_invariant_05_neighbour_independence_in_random_batches() -> None:
     """1 to 7 ready requests over groups of three, in rows that others have used: each as if it were alone."""
     model = rounding_by_shape()
     prompts = [text(seed, length) for seed, length in enumerate((5, 1, 9, 3, 12, 2, 7))]

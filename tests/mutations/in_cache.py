@@ -154,7 +154,7 @@ MUTATIONS = [
     ),
     # -- rows
     bug("the row of a cancelled request is kept", ("15",), f"{SCHEDULER}.retire", _keeps_cancelled),
-    bug("an evicted request's row is kept", ("15",), f"{COMMITTER}.evict", without("cache.release")),
+    bug("a preempted request's row is kept", ("15",), f"{COMMITTER}.preempt", without("cache.release")),
     bug(
         "a row is given twice",
         ("15",),

@@ -127,11 +127,11 @@ def _rebuilt_as_plain(real: Any) -> Any:
 
 
 def _takes_a_token_back(real: Any) -> Any:
-    def evict(self: Any, state: Any) -> None:
+    def preempt(self: Any, state: Any) -> None:
         real(self, state)
         del state.token_ids[max(state.last_committed_position, state.request.num_prompt_tokens + 1) :]
 
-    return evict
+    return preempt
 
 
 def _settles_at_once(real: Any) -> Any:
@@ -238,7 +238,7 @@ MUTATIONS = [
     ),
     bug(
         "verify has no dummies",
-        ("01", "05_neighbour_independence_in_company", "09_fixed_shape"),
+        ("01", "05_neighbour_independence_in_random_batches", "09_fixed_shape"),
         RUN,
         _verify_pass(lambda entries, width, batch: (width, None)),
     ),
@@ -267,7 +267,7 @@ MUTATIONS = [
         under(lambda *given: {"pad_prefill": False}),
     ),
     bug(
-        "an evicted request's prompt is padded where it was not",
+        "a preempted request's prompt is padded where it was not",
         ("21_prefill_determinism_without_pads",),
         f"{PREFILL}.rebuild",
         under(lambda *given: {"pad_prefill": True}),
@@ -278,7 +278,7 @@ MUTATIONS = [
         {f"{PREFILL}.read": under(lambda self, states: {"prefill_group": len(states)}), RUN: _free_shape_of_prefill},
     ),
     bug(
-        "chunks are shorter in company",
+        "chunks are shorter in a batch",
         ("01", "21"),
         f"{PREFILL}._read_group",
         under(
@@ -300,16 +300,19 @@ MUTATIONS = [
         _any_equal_prompt,
     ),
     # -- preemption
-    bug("an evicted request is read back in one piece", ("23",), f"{PREFILL}.rebuild", _rebuilt_as_plain),
+    bug("a preempted request is read back in one piece", ("23",), f"{PREFILL}.rebuild", _rebuilt_as_plain),
     bug(
-        "an evicted request is not read back",
+        "a preempted request is not read back",
         ("23",),
         f"{PREFILL}.rebuild",
         instead(lambda self, state: self._begin(state)),
     ),
-    bug("an evicted request keeps its draft", ("23",), f"{COMMITTER}.evict", without("_give_up_draft")),
+    bug("a preempted request keeps its draft", ("23",), f"{COMMITTER}.preempt", without("_give_up_draft")),
     bug(
-        "an eviction takes back a committed token", ("17_monotone_release",), f"{COMMITTER}.evict", _takes_a_token_back
+        "a preemption takes back a committed token",
+        ("17_monotone_release",),
+        f"{COMMITTER}.preempt",
+        _takes_a_token_back,
     ),
     # -- failures
     bug(

@@ -312,7 +312,7 @@ MUTATIONS = [
     bug(
         "a death costs no retry",
         ("retries",),
-        f"{SWEEPS}.backends.processes:_bury",
+        f"{SWEEPS}.backends.processes:_report_dead_worker",
         lambda real: lambda worker, waiting, job, deaths: real(worker, waiting, replace(job, retries=9), deaths),
     ),
     # -- what is committed

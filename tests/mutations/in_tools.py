@@ -32,7 +32,7 @@ GUARDS: dict[str, Callable[[], None]] = {
     "a change is a plain hook's": lambda: interventions.test_a_run_equals_a_plain_hook_without_a_cache(
         "S", None, "fast"
     ),
-    "evictions forget nothing": interventions.test_steps_choose_passes_and_an_eviction_forgets_nothing,
+    "preemptions forget nothing": interventions.test_steps_choose_passes_and_an_preemption_forgets_nothing,
     "swaps": interventions.test_swapped_requests_take_each_others_place,
     "draws know their position": interventions.test_resampled_positions_draw_by_position_alone,
     "masked rows": lambda: surgery.test_a_masked_position_is_seen_by_no_later_token("fast"),
@@ -171,8 +171,8 @@ MUTATIONS = [
         lambda real: lambda self, positions: real(self, [self.positions[0]] * len(positions)),
     ),
     bug(
-        "an eviction loses the change",
-        ("evictions forget nothing",),
+        "a preemption loses the change",
+        ("preemptions forget nothing",),
         f"{MADE}.editor:Editor._acts",
         lambda real: (
             lambda self, number, one, slot, is_hidden: (

@@ -1,7 +1,7 @@
 """Shows the cache of the chosen request after the chosen step, and the verify window of that step."""
 
-from cacheprobe.dashboard.asking import Ask, number, whole
 from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.questions import Question, number, whole
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.diagrams.cache_picture import cache_piece
 from cacheprobe.plots.diagrams.cache_strip import memory_sentence
@@ -16,11 +16,11 @@ from cacheprobe.plots.diagrams.frame import Piece
 from cacheprobe.plots.diagrams.windows import Window
 
 
-def view(shelf: Shelf, ask: Ask) -> str:
+def view(shelf: Shelf, question: Question) -> str:
     """Returns the picture of a request's cache after a step, as markup."""
-    book = shelf.book(ask["run"])
-    request = whole(ask["request"], "request", len(book.run.requests))
-    step = number(ask["step"], "step")
+    book = shelf.book(question["run"])
+    request = whole(question["request"], "request", len(book.run.requests))
+    step = number(question["step"], "step")
     ledger = book.ledger(request, step)
     own = book.events_of(request)
     if ledger.empty:
@@ -45,11 +45,11 @@ def view(shelf: Shelf, ask: Ask) -> str:
     return cache_piece(ledger, memory, request_id=request, step=step, pending=pending, truncated=cut).html
 
 
-def window_view(shelf: Shelf, ask: Ask) -> str:
+def window_view(shelf: Shelf, question: Question) -> str:
     """Returns the picture of the verify window that a step belongs to, as markup."""
-    book = shelf.book(ask["run"])
-    request = whole(ask["request"], "request", len(book.run.requests))
-    window = _window(book, request, number(ask["step"], "step"))
+    book = shelf.book(question["run"])
+    request = whole(question["request"], "request", len(book.run.requests))
+    window = _window(book, request, number(question["step"], "step"))
     events, texts = book.run.events, book.run.token_texts
     if window is not None:
         ledgers = [book.ledger(request, step) for step in window.ledger_steps]

@@ -3,8 +3,8 @@ sentence.
 """
 
 from cacheprobe.analysis.layer_choices import prediction_depth_of
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
-from cacheprobe.dashboard.asking import Ask, CannotShow, number, one_of, whole
+from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.dashboard.questions import CannotShow, Question, number, one_of, whole
 from cacheprobe.dashboard.reader import Reader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.lens import chosen_row, readings_of
@@ -16,14 +16,14 @@ from cacheprobe.plots.text import markup
 from cacheprobe.trace.tables.token_history import fates_at, fates_of_row
 
 
-def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
+def view(shelf: Shelf, reader: Reader, question: Question) -> str:
     """Returns the card of a row, as markup."""
-    book = shelf.book(ask["run"])
-    request = whole(ask["request"], "request", len(book.run.requests))
-    site = one_of(ask["site"], "site", ("S", "T", "C"))
-    row = chosen_row(book, request, number(ask["position"], "position"), ask.get("row"))
+    book = shelf.book(question["run"])
+    request = whole(question["request"], "request", len(book.run.requests))
+    site = one_of(question["site"], "site", ("S", "T", "C"))
+    row = chosen_row(book, request, number(question["position"], "position"), question.get("row"))
     position = int(row.position)
-    table = readings_of(book, reader, ask["lens"], site, request, range(position, position + 1), int(row.row))
+    table = readings_of(book, reader, question["lens"], site, request, range(position, position + 1), int(row.row))
     if table.empty:
         raise CannotShow(f"no reading of request {request} at position {position} was kept; widen the capture filters")
     table = table[table.site != "thought"]
@@ -33,18 +33,18 @@ def view(shelf: Shelf, reader: Reader, ask: Ask) -> str:
     texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **named}
     place = position + 1 - book.prompt_length(request)
     fates = fates_at(book.history_of(request), place)
-    if ask.get("row") is not None:
+    if question.get("row") is not None:
         fates = fates_of_row(fates, int(row.step))
     title, body = card_parts(table, prediction_depth_of(table).iloc[0].to_dict(), fates, texts, row.token)
     return f"<h3>{markup(title)}</h3>{body}"
 
 
-def sentence(shelf: Shelf, ask: Ask) -> str:
+def sentence(shelf: Shelf, question: Question) -> str:
     """Returns the outcome of the token after a position, and the layers that predicted it in the recorded readings."""
-    book = shelf.book(ask["run"])
-    request = whole(ask["request"], "request", len(book.run.requests))
-    position, rows = number(ask["position"], "position"), book.rows_of(request)
-    row = None if ask.get("row") is None else chosen_row(book, request, position, ask["row"])
+    book = shelf.book(question["run"])
+    request = whole(question["request"], "request", len(book.run.requests))
+    position, rows = number(question["position"], "position"), book.rows_of(request)
+    row = None if question.get("row") is None else chosen_row(book, request, position, question["row"])
     position = position if row is None else int(row.position)
     table = book.run.events.iloc[:0]
     if book.run.has_readings:
@@ -52,7 +52,7 @@ def sentence(shelf: Shelf, ask: Ask) -> str:
         table = table[
             ((table.status == "committed") if row is None else (table.row == row.row)) & (table.site != "thought")
         ]
-    if row is not None and row.status in FED_A_DRAFT_IN_VAIN:
+    if row is not None and row.status in DISCARDED_DRAFT:
         said = insight_in_vain(table, row)
     else:
         fates = fates_at(book.history_of(request), position + 1 - book.prompt_length(request))

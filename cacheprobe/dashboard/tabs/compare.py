@@ -2,8 +2,8 @@
 
 from cacheprobe.analysis.comparison import compare_requests, first_reading_difference
 from cacheprobe.core.records import fingerprint_differences
-from cacheprobe.dashboard.asking import Ask, whole
 from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.questions import Question, whole
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.run_comparison import (
     about_request,
@@ -15,18 +15,18 @@ from cacheprobe.plots.report.run_comparison import (
 from cacheprobe.plots.text import markup
 
 
-def view(shelf: Shelf, ask: Ask) -> str:
+def view(shelf: Shelf, question: Question) -> str:
     """Returns the comparison of two runs, as markup."""
     if sum(entry.book is not None for entry in shelf.entries) < 2:
         return (
             "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "
             "<code>cacheprobe dash RUN OTHER</code>.</p>"
         )
-    ours, theirs = shelf.book(ask["run"]), shelf.book(ask["against"])
+    ours, theirs = shelf.book(question["run"]), shelf.book(question["against"])
     names = (ours.name, theirs.name)
     found = compare_requests(ours.run.requests, theirs.run.requests, ours.run.events, theirs.run.events)
     schedules = fingerprint_block(fingerprint_differences(ours.run.fingerprint, theirs.run.fingerprint), names)
-    request = whole(ask["request"], "request", len(ours.run.requests))
+    request = whole(question["request"], "request", len(ours.run.requests))
     one = found[request]
     parts = [
         f"<h2>{markup(comparison_title(found))}</h2>{request_list(found, request)}",

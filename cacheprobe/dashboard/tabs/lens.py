@@ -4,9 +4,9 @@ from typing import get_args
 
 import pandas as pd
 
-from cacheprobe.dashboard.asking import Answer, Ask, CannotShow, number, one_of, whole
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.figures import graphs
+from cacheprobe.dashboard.questions import Answer, CannotShow, Question, number, one_of, whole
 from cacheprobe.dashboard.reader import RECORDED, Reader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.attribution import attribution
@@ -17,26 +17,26 @@ from cacheprobe.plots.text import markup
 MOST_COLUMNS = 40
 
 
-def grid(shelf: Shelf, reader: Reader, ask: Ask) -> str:
+def grid(shelf: Shelf, reader: Reader, question: Question) -> str:
     """Returns markup of the grid; data-first and data-last of its element are the positions of the page."""
-    book = shelf.book(ask["run"])
-    request = whole(ask["request"], "request", len(book.run.requests))
-    include: Include = one_of(ask["rows"], "rows", get_args(Include))
-    colour: Measure = one_of(ask["colour"], "colour", get_args(Measure))
-    site = one_of(ask["site"], "site", ("S", "T", "C"))
-    width = number(ask["width"], "width")
+    book = shelf.book(question["run"])
+    request = whole(question["request"], "request", len(book.run.requests))
+    include: Include = one_of(question["rows"], "rows", get_args(Include))
+    colour: Measure = one_of(question["colour"], "colour", get_args(Measure))
+    site = one_of(question["site"], "site", ("S", "T", "C"))
+    width = number(question["width"], "width")
     columns = min(max((width - LABEL_WIDTH - 4) // PITCH, 1), MOST_COLUMNS)
-    page = book.page(request, number(ask["position"], "position"), include, columns)
+    page = book.page(request, number(question["position"], "position"), include, columns)
     if not page:
         raise CannotShow(f"request {request} has no row that predicts a generated token")
-    table = readings_of(book, reader, ask["lens"], site, request, page)
+    table = readings_of(book, reader, question["lens"], site, request, page)
     picture = readings_picture(table, request, colour=colour, include=include, positions=page, width=width)
     shown = select(table, request, include, page)
-    if ask["lens"] == RECORDED:  # the finding of the whole request, as in the report
+    if question["lens"] == RECORDED:  # the finding of the whole request, as in the report
         said = finding(book.readings(request), request)
     else:
         said = f"{finding(shown, request)}, over the positions of this page"
-    lens = book.run.meta["lens"] if ask["lens"] == RECORDED else str(table.lens.iloc[0])
+    lens = book.run.meta["lens"] if question["lens"] == RECORDED else str(table.lens.iloc[0])
     last = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])
     return (
         f"<h2>{said}</h2><p class='note'>{SITE_WORDS[site]} of every layer through the "
@@ -83,21 +83,21 @@ def chosen_row(book: Book, request: int, position: int, row: object) -> pd.Serie
     return found.iloc[0]
 
 
-def contributions(shelf: Shelf, reader: Reader, ask: Ask) -> Answer:
+def contributions(shelf: Shelf, reader: Reader, question: Question) -> Answer:
     """Returns bars of a row's logit attribution, by layer and site. Raises: CannotShow that says how to record missing
     states.
     """
-    book = shelf.book(ask["run"])
+    book = shelf.book(question["run"])
     missing = [site for site in "STC" if site not in book.run.sites]
     if missing:
         raise CannotShow(
             f"this run kept no {' and '.join(missing)}; record them with --capture STCZ, and what attention "
             "and MLP gave each logit can be told apart"
         )
-    request = whole(ask["request"], "request", len(book.run.requests))
-    row = chosen_row(book, request, number(ask["position"], "position"), ask.get("row"))
+    request = whole(question["request"], "request", len(book.run.requests))
+    row = chosen_row(book, request, number(question["position"], "position"), question.get("row"))
     figure = attribution(reader.attribution(book, int(row.row)))
     figure.update_layout(margin=dict(l=52, r=8))
     note = "The final norm's scale is held at the row's own; bars sum to the logit."
     html = f"<h3>{figure.layout.title.text}</h3><p class='note'>{note}</p>"
-    return {"html": html, "graphs": graphs("gave", [figure], dark=ask.get("theme") == "dark")}
+    return {"html": html, "graphs": graphs("gave", [figure], dark=question.get("theme") == "dark")}

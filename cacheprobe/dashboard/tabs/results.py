@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.dashboard.asking import Answer, Ask, CannotShow, whole
 from cacheprobe.dashboard.figures import graphs
+from cacheprobe.dashboard.questions import Answer, CannotShow, Question, whole
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.sweep import is_sweep, sweep_view
 from cacheprobe.plots.coin_rows import coin_rows_figure
@@ -54,17 +54,17 @@ def kind_of(path: Path) -> str:
     return "probes" if _having(held, _PROBE) else "results"
 
 
-def view(shelf: Shelf, ask: Ask) -> str | Answer:
+def view(shelf: Shelf, question: Question) -> str | Answer:
     """Returns the figures of a result with a note, or its numbers as tables."""
-    path = shelf.results[whole(ask["result"], "result", len(shelf.results))]
+    path = shelf.results[whole(question["result"], "result", len(shelf.results))]
     held = _held(path)
     if is_sweep(held):
-        return sweep_view(shelf, path.parent, ask)
+        return sweep_view(shelf, path.parent, question)
     figures, note = _figures(path, held)
     if not figures:
         return f"<h2>{markup(path.stem)}</h2>{_tables(held)}"
     html = f"<h2>{figures[0].layout.title.text}</h2><p class='note'>{note}</p>"
-    return {"html": html, "graphs": graphs("result", figures, dark=ask.get("theme") == "dark")}
+    return {"html": html, "graphs": graphs("result", figures, dark=question.get("theme") == "dark")}
 
 
 def _held(path: Path) -> object:

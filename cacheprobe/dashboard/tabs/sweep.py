@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from cacheprobe.dashboard.asking import Answer, Ask, CannotShow
 from cacheprobe.dashboard.figures import graphs
+from cacheprobe.dashboard.questions import Answer, CannotShow, Question
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.sweep_grid import MOST, NONE, in_order, sweep_grid
 from cacheprobe.plots.text import markup
@@ -20,11 +20,11 @@ def is_sweep(held: object) -> bool:
     return isinstance(held, dict) and held.get("format") == "cacheprobe sweep"
 
 
-def sweep_view(shelf: Shelf, folder: Path, ask: Ask) -> str | Answer:
+def sweep_view(shelf: Shelf, folder: Path, question: Question) -> str | Answer:
     """Returns the small multiples and the table of cells.
 
-    ask["facet"]: "ROWS.COLUMNS", two axes that differ among the cells; by default the first two. For an axis with too
-    many values, pages of them: "ROWS.COLUMNS.2.0" is the third page of ROWS.
+    question["facet"]: "ROWS.COLUMNS", two axes that differ among the cells; by default the first two. For an axis
+    with too many values, pages of them: "ROWS.COLUMNS.2.0" is the third page of ROWS.
     """
     from cacheprobe.sweeps.index import AXIS_COLUMNS
     from cacheprobe.sweeps.results import load_sweep
@@ -41,14 +41,14 @@ def sweep_view(shelf: Shelf, folder: Path, ask: Ask) -> str | Answer:
         why = "Fewer than two axes have several values" if len(varied) < 2 else "No cell kept readings (run.capture: Z)"
         return f"<h2>{why}, so there is nothing to put side by side</h2>{note}{_cells(shelf, cells, cells)}"
     pairs = [f"{a}.{b}" for a, b in permutations(varied, 2)]
-    pair, at = _asked(ask.get("facet", pairs[0]), pairs, varied)
+    pair, at = _asked(question.get("facet", pairs[0]), pairs, varied)
     there = cells
     for name, number in at.items():
         values = varied[name][number * MOST : (number + 1) * MOST]
         there, layers = (table[_named(table, name).isin(values)] for table in (there, layers))
     figure = sweep_grid(layers, *at)
     html = f"<h2>{figure.layout.title.text}</h2>{note}{_facets(pairs, pair)}{_stretches(pair, at, varied)}"
-    drawn = graphs("result", [figure], dark=ask.get("theme") == "dark")
+    drawn = graphs("result", [figure], dark=question.get("theme") == "dark")
     return {"html": html, "graphs": drawn, "more": _cells(shelf, there, cells)}
 
 

@@ -1,6 +1,6 @@
 """Shows a Thinking States model's thoughts about each chunk, and the chosen chunk in numbers."""
 
-from cacheprobe.dashboard.asking import Ask, number, whole
+from cacheprobe.dashboard.questions import Question, number, whole
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.text import markup
 from cacheprobe.plots.thoughts.card import chunk_parts
@@ -8,10 +8,10 @@ from cacheprobe.plots.thoughts.columns import story_of
 from cacheprobe.plots.thoughts.picture import thoughts_block
 
 
-def view(shelf: Shelf, ask: Ask) -> str:
+def view(shelf: Shelf, question: Question) -> str:
     """Returns the picture of the thoughts and the chosen chunk, as markup."""
-    book = shelf.book(ask["run"])
-    request = whole(ask["request"], "request", len(book.run.requests))
+    book = shelf.book(question["run"])
+    request = whole(question["request"], "request", len(book.run.requests))
     thoughts = book.run.thoughts
     if thoughts is None:
         remedy = "Only a Thinking States model thinks while it reads; <code>cacheprobe demo</code> leaves a run of one."
@@ -21,7 +21,7 @@ def view(shelf: Shelf, ask: Ask) -> str:
     story = story_of(thoughts, book.rows_of(request), book.events_of(request), request, book.run.token_texts)
     last = int(book.events_of(request).step.max())
     picture = thoughts_block(story, book.ledger(request, last), book.run.meta["thinking"])
-    step = None if ask.get("step") is None else number(ask["step"], "step")
+    step = None if question.get("step") is None else number(question["step"], "step")
     thinking = book.run.meta["thinking"] or {}
-    title, card = chunk_parts(story, number(ask["position"], "position"), thinking, step)
+    title, card = chunk_parts(story, number(question["position"], "position"), thinking, step)
     return f"{picture}<h3>{markup(title)}</h3>{card}"

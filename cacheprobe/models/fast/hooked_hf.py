@@ -29,8 +29,7 @@ from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights, empty_model
 from cacheprobe.models.turns import computing, one_at_a_time
-from cacheprobe.ops.attention.by_request import SPAN_STEP
-from cacheprobe.ops.attention.decode import COMPILER
+from cacheprobe.ops.attention.by_request import BY_REQUEST
 from cacheprobe.ops.compiled.block import CompiledBlock
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
@@ -257,9 +256,7 @@ class HookedHF:
         return {
             **self.origin.fingerprint(),
             "path": "fast",
-            "attention": f"by request, spans of {SPAN_STEP}, {COMPILER} for one token and windows of float32"
-            if self.attends_by_request
-            else "sdpa",
+            "attention": BY_REQUEST if self.attends_by_request else "sdpa",
             "products_in_float32": widening(None if compiled else self._wide_rows),
             **({"products_compiled": compiled.product.digest} if compiled else {}),
             **({"norms_compiled": self._compiled_block.digest} if self._compiled_block else {}),

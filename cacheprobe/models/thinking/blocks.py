@@ -13,10 +13,15 @@ from torch import Tensor, nn
 
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.ops.attention.by_request import Reach, attend_by_request
 
-Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""(layer, keys, values [b, h, t, d] of the current tokens) -> all keys, all values, and an additive mask [b, h or 1, t,
-s]. If the mask is None, attention is causal over the current tokens."""
+Remembered = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor, Reach | None]
+"""All keys and values [b, g, s, d], and an additive mask [b, h or 1, t, s]. If the mask is None, attention is causal
+over the current tokens. With a Reach, each request attends by itself, so that its bits do not depend on its batch
+index."""
+
+Memory = Callable[[int, Tensor, Tensor], Remembered]
+"""(layer, keys, values [b, g, t, d] of the current tokens) -> what these tokens attend to."""
 
 
 class RMSNorm(nn.Module):
@@ -87,7 +92,7 @@ class Attention(nn.Module):
         q, k, v = self.hook_q(q).transpose(1, 2), self.hook_k(k).transpose(1, 2), self.hook_v(v).transpose(1, 2)
         if config.positions == "rope":
             q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
-        z = self.hook_z(attend(q, *memory(self.layer, k, v), self.hook_pattern))  # [b, t, h, d]
+        z = self.hook_z(attend(q, memory(self.layer, k, v), self.hook_pattern))  # [b, t, h, d]
         return self.out(z.reshape(b, t, m))
 
     @property
@@ -101,9 +106,19 @@ class Attention(nn.Module):
         return self.config.n_heads, self.config.d_head, self.config.d_head
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, hook_pattern: HookPoint) -> Tensor:
+def attend(q: Tensor, remembered: Remembered, hook_pattern: HookPoint) -> Tensor:
     """Returns attention outputs [b, t, h, d] of queries [b, h, t, d]; forms the pattern explicitly only if its hook is
     used."""
+    keys, values, bias, *reach = remembered
+    if bias is not None and reach and reach[0] is not None:
+
+        def held(row: int, span: int) -> tuple[Tensor, Tensor]:
+            """Returns one request's keys and values in its first `span` slots."""
+            return keys[row : row + 1, :, :span], values[row : row + 1, :, :span]
+
+        return attend_by_request(q, held, bias, reach[0], None).unflatten(-1, (q.shape[1], -1))
+    if (repeats := q.shape[1] // keys.shape[1]) > 1:
+        keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
     if hook_pattern.fwd_hooks:
         z = hook_pattern(_pattern(q, keys, bias)) @ values
     elif bias is None:

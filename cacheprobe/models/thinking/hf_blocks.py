@@ -43,10 +43,7 @@ class HFAttention(nn.Module):
             q, k = source.q_norm(q), source.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, positions))
-        keys, values, bias = memory(self.layer, k, v)
-        repeats = source.num_key_value_groups
-        keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
-        z = self.hook_z(attend(q, keys, values, bias, self.hook_pattern))  # [b, t, h, d]
+        z = self.hook_z(attend(q, memory(self.layer, k, v), self.hook_pattern))  # [b, t, h, d]
         return source.o_proj(z.reshape(b, t, -1))
 
     def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:

@@ -23,11 +23,12 @@ from cacheprobe.models.facts import checksum_of, sha256_of
 from cacheprobe.models.hf.hooked import ActivationCache, HookPoint
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.settings import numeric_settings
-from cacheprobe.models.thinking.blocks import Memory, attention_bias
+from cacheprobe.models.thinking.blocks import Memory, Remembered, attention_bias
 from cacheprobe.models.thinking.cache import RowThought, ThinkingCache
 from cacheprobe.models.thinking.config import TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.turns import computing, one_at_a_time
+from cacheprobe.ops.attention.by_request import BY_REQUEST
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.tasks.words import encode_strictly
 
@@ -87,7 +88,7 @@ class ThinkingLM:
     def __repr__(self) -> str:
         return f"ThinkingLM({self.name}, {self.model!r})"
 
-    attends_by_request = False
+    attends_by_request = True
 
     # -- running
 
@@ -228,9 +229,9 @@ class ThinkingLM:
         bias = bias.clamp_(min=lowest).to(self.dtype)  # finite in 16 bits too
         bias = cache.mask_by_layer(bias, self.config.n_heads)
 
-        def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            """Writes keys and values to the cache; returns the cached ones and the mask."""
-            return *cache.write(layer, keys, values), bias
+        def memory(layer: int, keys: Tensor, values: Tensor) -> Remembered:
+            """Writes keys and values to the cache; returns the cached ones, the mask and the pass's Reach."""
+            return *cache.write(layer, keys, values), bias, cache.reach
 
         return memory
 
@@ -349,7 +350,7 @@ class ThinkingLM:
             "weights_sha256": self._weights_sha256(),
             "architecture": f"{type(self.model).__name__} {sorted(self.config.to_json().items())}",
             "path": "thinking",
-            "attention": "sdpa",
+            "attention": BY_REQUEST,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             **({"think_while_decoding": now} if now != self._made_with else {}),  # `verify` sets it as it was

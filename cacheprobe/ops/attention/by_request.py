@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheprobe.ops.attention.decode import decode_attention, serves
+from cacheprobe.ops.attention.decode import COMPILER, decode_attention, serves
 
 SPAN_STEP = 64
 """Step in slots by which attention spans grow: position p attends over the first ceil((p + 1) / 64) * 64 slots."""
+
+BY_REQUEST = f"by request, spans of {SPAN_STEP}, {COMPILER} for one token and windows of float32"
+"""What a fingerprint says of attention in this module."""
 
 _ONE_THREAD_WORK = 2**24
 """One thread computes a request's scores up to this many multiplications: waking a second thread would cost more

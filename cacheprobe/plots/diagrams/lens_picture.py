@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import swatch
@@ -115,7 +115,7 @@ def _shades(scale: Scale) -> list[int]:
 def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
     """Returns, by row, its readings from the first layer up: the columns of `_READ` and the shade."""
     found: dict[int, list[tuple]] = {}
-    rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(FED_A_DRAFT_IN_VAIN))
+    rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(DISCARDED_DRAFT))
     for row, *cell in zip(*(rows[name].tolist() for name in _READ), shades, strict=True):
         found.setdefault(row, []).append(tuple(cell))
     return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in found.items()}
@@ -126,7 +126,7 @@ def _column(
 ) -> str:
     says = f"{column_words(column)}\nrequest {column.request_id} · step {column.step} · {column.phase}\n"
     says += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
-    is_in_vain = column.status in FED_A_DRAFT_IN_VAIN
+    is_in_vain = column.status in DISCARDED_DRAFT
     committed = None if pd.isna(column.committed_token) or is_in_vain else visible(column.committed_token)
     none = NOTHING_TO_COMPARE if is_in_vain else "nothing was committed there"
     about = f'data-row="{column.row}" data-position="{column.position}" data-born="{column.step}" data-x="{x}"'

@@ -59,8 +59,8 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
     count = passes.step.nunique()
     up_to = "up to " if passes[["batch_rows", "batch_slots"]].drop_duplicates().shape[0] > 1 else ""
     shape = f"{up_to}{passes.batch_rows.max()} × {passes.batch_slots.max()}"
-    company = f"{_other_requests(beside)} beside it" if beside else "no other request beside it"
-    sentence = f"The prompt was read in {count} pass{'es' * (count != 1)} of {shape} tokens, {company}."
+    batch = f"{_other_requests(beside)} beside it" if beside else "no other request beside it"
+    sentence = f"The prompt was read in {count} pass{'es' * (count != 1)} of {shape} tokens, {batch}."
     height = y + (134 if others else 52)
     label = f"Prefill: {len(ledger)} prompt tokens of request {request_id}, {_other_requests(others)}"
     return Panel("Prefill", step_note(passes.step), svg.picture(WIDTH, height, label, parts), sentence)

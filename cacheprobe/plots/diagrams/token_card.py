@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.analysis.layer_choices import prediction_depth_of
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.plots.diagrams.frame import Markup, Piece
 from cacheprobe.plots.lens_table import reads_and_predicts
@@ -82,7 +82,7 @@ def card_parts(
     table = readings.sort_values("layer", ascending=False)
     one = table.iloc[0]
     status = one.status.replace("_", " ")
-    if one.status in FED_A_DRAFT_IN_VAIN:
+    if one.status in DISCARDED_DRAFT:
         fates = ()  # the next token was committed after another text
     facts = [
         ("read", f"<code>{markup(visible(input_token))}</code> at position {one.position} of request {one.request_id}"),
@@ -99,7 +99,7 @@ def card_parts(
 def _title(one: TableLine, depth: JsonDict) -> str:
     said = visible(one.token)
     since = depth["prediction_depth"]
-    if one.status in FED_A_DRAFT_IN_VAIN:
+    if one.status in DISCARDED_DRAFT:
         fed = "a rejected token" if one.status == "rolled_back" else "a draft that was given up"
         return f"This row was fed {fed}; it predicted “{said}” from layer {since} on"
     if pd.isna(one.committed_token_id):
@@ -134,7 +134,7 @@ def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
         for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
             share = float(np.exp(nats))
             text = text_of(token_texts, int(token_id))
-            is_known = not pd.isna(line.committed_token_id) and line.status not in FED_A_DRAFT_IN_VAIN
+            is_known = not pd.isna(line.committed_token_id) and line.status not in DISCARDED_DRAFT
             is_committed = is_known and int(token_id) == line.committed_token_id
             tip = f"{where} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
             right = ' class="right"' if is_committed else ""

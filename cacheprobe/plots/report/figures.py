@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from cacheprobe.analysis.of_trace import lens_readings, prediction_depth
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.progress import Progress
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.plots.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.plots.diagrams.alone import Drawing, panels_alone
 from cacheprobe.plots.diagrams.diagram import decoded_phases, keys, window_phases
@@ -64,7 +64,7 @@ def report_figures(trace: "Trace", request_id: int) -> dict[str, go.Figure]:
     figures = {}
     if (own.status == "committed").any():
         figures["lens-grid"] = lens_grid(readings, request_id, positions=shown, include="committed")
-        if own.status.isin(FED_A_DRAFT_IN_VAIN).any():
+        if own.status.isin(DISCARDED_DRAFT).any():
             figures["lens-grid-all"] = lens_grid(readings, request_id, positions=shown, include="all")
     depths = prediction_depth_figure(prediction_depth(trace))
     return {**figures, "drafts": draft_verdicts(readings), "prediction_depth": depths}

@@ -130,7 +130,7 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
     given_back: set[str] = set()
     try:
         for slot in slots:
-            yield from _hand(slot, waiting, running)
+            yield from _give_next_cell(slot, waiting, running)
         while running:
             ready, _ = ray.wait(list(running), timeout=SECONDS_BETWEEN_LOOKS)
             watch.look()
@@ -141,10 +141,10 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
                     outcome = ray.get(reference)
                     slot.answered += 1
                 except RayError as error:  # Ray has used up the actor's restarts
-                    yield from _bury(slot, waiting, error, given_back)
+                    yield from _report_lost_actor(slot, waiting, error, given_back)
                 else:
                     yield Event("ended", slot.cell.digest, worker=slot.name, outcome=outcome)
-                yield from _hand(slot, waiting, running)
+                yield from _give_next_cell(slot, waiting, running)
     finally:
         for slot in slots:
             slot.end()
@@ -152,7 +152,7 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
             ray.shutdown()
 
 
-def _bury(slot: _Slot, waiting: Waiting, error: Exception, given_back: set[str]) -> Iterator[Event]:
+def _report_lost_actor(slot: _Slot, waiting: Waiting, error: Exception, given_back: set[str]) -> Iterator[Event]:
     """Reports the cell of a lost actor as failed.
 
     But if the actor ran other cells before, which may have used up its restarts, the cell is put back into the queue,
@@ -171,7 +171,7 @@ def _bury(slot: _Slot, waiting: Waiting, error: Exception, given_back: set[str])
     slot.end()
 
 
-def _hand(slot: _Slot, waiting: Waiting, running: dict[Hashable, _Slot]) -> Iterator[Event]:
+def _give_next_cell(slot: _Slot, waiting: Waiting, running: dict[Hashable, _Slot]) -> Iterator[Event]:
     if (cell := waiting.take(slot.held)) is None:
         slot.end()  # frees its resources for other slots
         return

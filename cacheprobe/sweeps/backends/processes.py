@@ -87,14 +87,14 @@ def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
         try:
             for worker in workers:
                 ready.register(worker.answers, selectors.EVENT_READ, worker)
-                yield from _hand(worker, waiting)
+                yield from _give_next_cell(worker, waiting)
             while any(worker.cell is not None for worker in workers):
                 for key, _ in ready.select():
                     worker: _Worker = key.data
                     cell, outcome = worker.cell, worker.answer()
                     if outcome is None:
                         ready.unregister(key.fileobj)
-                        yield from _bury(worker, waiting, job, deaths)
+                        yield from _report_dead_worker(worker, waiting, job, deaths)
                         workers.remove(worker)
                         if not len(waiting) or waiting.is_stopped:
                             continue
@@ -104,19 +104,19 @@ def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
                     elif cell is not None:
                         worker.cell = None
                         yield Event("ended", cell.digest, worker=worker.name, outcome=outcome)
-                    yield from _hand(worker, waiting)
+                    yield from _give_next_cell(worker, waiting)
         finally:
             for worker in workers:
                 worker.end()
 
 
-def _hand(worker: _Worker, waiting: Waiting) -> Iterator[Event]:
+def _give_next_cell(worker: _Worker, waiting: Waiting) -> Iterator[Event]:
     if (cell := waiting.take(worker.held)) is not None:
         worker.give(cell)  # a dead process is noticed when its answer is read
         yield Event("started", cell.digest, worker=worker.name)
 
 
-def _bury(worker: _Worker, waiting: Waiting, job: Job, deaths: Counter[str]) -> Iterator[Event]:
+def _report_dead_worker(worker: _Worker, waiting: Waiting, job: Job, deaths: Counter[str]) -> Iterator[Event]:
     """Puts the cell of a dead worker back into the queue, or reports it as failed if its retries are used up."""
     cell, words = worker.cell, worker.last_words()
     worker.cell = None

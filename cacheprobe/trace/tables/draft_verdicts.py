@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pandas as pd
 
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN, VERDICTS
+from cacheprobe.core.records import DISCARDED_DRAFT, VERDICTS
 from cacheprobe.trace.tables.token_history import token_history
 
 VERDICT_COLUMNS = ["drafted_token_id", "drafted_token", "verdict", "prediction_depth"]
@@ -137,7 +137,7 @@ def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
     follow a text that was never committed.
     Raises: ValueError if no reading remains.
     """
-    known = readings[readings.agrees.notna() & ~readings.status.isin(FED_A_DRAFT_IN_VAIN)]
+    known = readings[readings.agrees.notna() & ~readings.status.isin(DISCARDED_DRAFT)]
     if known.empty:
         raise ValueError("no hypothesis has a committed token to agree with; capture must include Z")
     return known.assign(agrees=known.agrees.astype(float), verdict=known.verdict.fillna(NOT_DRAFTED))

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from cacheprobe.core.records import FED_A_DRAFT_IN_VAIN
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.tables.draft_verdicts import VERDICT_COLUMNS, with_read_tokens, with_verdicts
 from cacheprobe.trace.tables.thoughts import as_hypotheses
 
@@ -27,7 +27,7 @@ def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame
         known = spoken.astype(read.dtypes[spoken.columns].to_dict())
         table = pd.concat([read, known]).sort_values(["request_id", "step", "row", "layer"], kind="stable")
     if not include_rolled_back:
-        table = table[~table.status.isin(FED_A_DRAFT_IN_VAIN)]
+        table = table[~table.status.isin(DISCARDED_DRAFT)]
     return table.reset_index(drop=True)
 
 

@@ -10,7 +10,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.shelf import CannotShow, whole
 from cacheprobe.plots.text import markup
 
-Ask = JsonDict
+Question = JsonDict
 """A question of the page, as JSON. Every value is checked before its use."""
 Answer = JsonDict
 """html: markup with every text of a run escaped.  graphs: components from `figures.graphs`.  more: markup below them.
@@ -22,14 +22,14 @@ _EXPECTED = (ValueError, KeyError, OSError, ArrowException)
 _log = logging.getLogger(__name__)
 
 
-def answered(view: Callable[[Ask], str | Answer], ask: Ask) -> Answer:
+def answered(view: Callable[[Question], str | Answer], question: Question) -> Answer:
     """Returns the view's answer, or the error as an answer, so that an error in one view does not affect the others."""
     try:
-        said = view(ask)
+        said = view(question)
     except _EXPECTED as error:
         return {"html": refusal(error), "error": reason(error)}
     except Exception as error:
-        _log.exception("no answer to %r", ask)
+        _log.exception("no answer to %r", question)
         said = f"this cannot be shown: {type(error).__name__}: {error}"
         return {"html": refusal(ValueError(said)), "error": said}
     return {"html": said} if isinstance(said, str) else said
@@ -71,4 +71,4 @@ def one_of(value: object, what: str, known: tuple[T, ...]) -> T:
     return known[known.index(value)]
 
 
-__all__ = ["Answer", "Ask", "CannotShow", "answered", "number", "one_of", "reason", "refusal", "span", "whole"]
+__all__ = ["Answer", "CannotShow", "Question", "answered", "number", "one_of", "reason", "refusal", "span", "whole"]

@@ -1,4 +1,4 @@
-"""Captured heads and states where passes run that no observer is told of: after an eviction, and a drafter's own."""
+"""Captured heads and states where passes run that no observer is told of: after a preemption, and a drafter's own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,14 +43,14 @@ def equal(ours: cp.Trace, oracle: cp.Trace, request_id: int) -> bool:
 
 
 @pytest.mark.parametrize("heads", [("z",), ("q", "k", "v", "z"), HEAD_SITES])
-def test_heads_are_their_own_pass_s_after_an_eviction(heads: tuple[str, ...]) -> None:
-    """An eviction's rows are computed again in passes that nobody is told of; these have no place in the record."""
+def test_heads_are_their_own_pass_s_after_a_preemption(heads: tuple[str, ...]) -> None:
+    """A preemption's rows are computed again in passes that nobody is told of; these have no place in the record."""
     ours, wrong = differing(TWO, CaptureConfig(sites="S", heads=heads), max_kv_tokens=25)
     assert ours.meta["preemptions"] and not wrong
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_runs_with_evictions_equal_the_oracle(seed: int) -> None:
+def test_random_runs_with_preemptions_equal_the_oracle(seed: int) -> None:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, rng.integers(1, 12)).tolist() for _ in range(int(rng.integers(2, 6)))]
     new = int(rng.integers(6, 20))
@@ -88,7 +88,7 @@ def test_a_drafter_s_own_forwards_are_not_recorded(path: str) -> None:
     assert not wrong
 
 
-def test_a_failed_pass_and_an_eviction_leave_the_others_heads_alone() -> None:
+def test_a_failed_pass_and_an_preemption_leave_the_others_heads_alone() -> None:
     """Its blocks are dropped; passes that follow unseen write into none of the blocks that are left."""
     capture = CaptureConfig(sites="S", heads=("q", "z"))
     settings = {**SMALL, "max_new_tokens": 12, "deterministic": True, "capture": capture}

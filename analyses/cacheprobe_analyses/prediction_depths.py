@@ -1,6 +1,6 @@
 """When does SmolLM2 settle on its answer, and at which layers do draft and commit disagree?
 
-    python -m cacheprobe_analyses.when_settles --json analyses/results/when-settles.json
+    python -m cacheprobe_analyses.prediction_depths --json analyses/results/prediction-depths.json
 
 Coin-flip questions with worked examples, answered greedily while an early layer or the text itself drafts. Of every row
 the logit lens is read at every layer: since when its first choice is the last layer's, and, where a draft was rejected,
