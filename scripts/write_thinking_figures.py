@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cacheprobe_analyses.crowd_or_distance import Result as Crowd
+from cacheprobe_analyses.crowding_or_distance import Result as Crowd
 from cacheprobe_analyses.every_length import stored as every_length
 from cacheprobe_analyses.minute_of_training import Result as Minute
 from cacheprobe_analyses.pretrained_learns import Result as Learns
@@ -26,8 +26,8 @@ from cacheprobe_analyses.training_cost import Result as Cost
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "analyses" / "results", ROOT / "docs" / "results-thinking-states.md"
-CHOICES = ("far", "tiny", "no-jumps", "paper")
-SYMMETRIC = (("s3", "far"), ("s3", "tiny"), ("s3", "full"), ("s5", "tiny"))
+CHOICES = ("attention-crowding", "tiny", "no-position-jumps", "paper")
+SYMMETRIC = (("s3", "attention-crowding"), ("s3", "tiny"), ("s3", "full"), ("s5", "tiny"))
 SWAPS = ("4", "16", "64", "128")
 VARIED = (
     "base",
@@ -109,7 +109,7 @@ def _lengths() -> str:
 
 
 def _crowd() -> str:
-    crowd = Crowd(**_held("crowd-or-distance"))
+    crowd = Crowd(**_held("crowding-or-distance"))
     ways = markdown_table(
         ("what the model sees of the text before", "wrong thoughts", "median margin, logits"),
         [
@@ -124,7 +124,7 @@ def _crowd() -> str:
             for name, found in crowd.models.items()
         ],
     )
-    return f"{_command('crowd_or_distance')}\n\n{margins}\n\nSeed 2 of `tiny`, where it was wrong:\n\n{ways}"
+    return f"{_command('crowding_or_distance')}\n\n{margins}\n\nSeed 2 of `tiny`, where it was wrong:\n\n{ways}"
 
 
 def _cause() -> str:

@@ -80,8 +80,8 @@ def test_cost_compares_the_same_number_of_tokens() -> None:
 @pytest.mark.slow
 def test_a_smaller_coin_model_is_trained_anew_to_the_accuracy_of_the_shipped_one(tmp_path, monkeypatch) -> None:
     """By own thoughts on fresh texts of all trained lengths and flip probabilities; saved, and loaded again."""
-    mini = preset_of("coin-flip", "mini")
-    quick = replace(mini, pool=6_000, loop=replace(mini.loop, steps=180, lr=4e-3, warmup=20))
+    small = preset_of("coin-flip", "small")
+    quick = replace(small, pool=6_000, loop=replace(small.loop, steps=180, lr=4e-3, warmup=20))
     monkeypatch.setitem(PRESETS["coin-flip"], "quick", quick)
     train_thinking("coin-flip", "quick", "thinking", 0, tmp_path / "coin", progress=False)
     again, shipped = cp.load_model(str(tmp_path / "coin")), cp.load_model("coinflip-thinking")
@@ -142,7 +142,7 @@ def test_each_variation_changes_one_thing_and_is_tested_alike() -> None:
     assert len(set(names)) == len(names)
     base, *others = [v for v in tried if v.preset.task is tried[0].preset.task and v.arm == "thinking"]
     for other in others:
-        fields = ("form", "reach", "variants", "model")
+        fields = ("form", "position_jump", "variants", "model")
         changed = [f for f in fields if getattr(other.preset, f) != getattr(base.preset, f)]
         assert len(changed) == 1, other.name
         assert other.preset.loop == base.preset.loop and other.tests[:6] == base.tests[:6]
@@ -218,9 +218,9 @@ def test_every_length_is_tested_by_itself_and_once(tmp_path, monkeypatch) -> Non
 
 def test_a_line_of_lengths_names_its_worst_seed_and_length() -> None:
     cells = [
-        lengths.Cell("far", 0.5, 0, (10, 100), 200, {"64": 2, "99": 5}),
-        lengths.Cell("far", 0.5, 1, (10, 100), 200, {}),
+        lengths.Cell("attention-crowding", 0.5, 0, (10, 100), 200, {"64": 2, "99": 5}),
+        lengths.Cell("attention-crowding", 0.5, 1, (10, 100), 200, {}),
     ]
     assert lengths.Result(cells).table().splitlines()[2] == (
-        "| far | 0.5 | [10, 100] | 2 | 36,400 | 7 | 99.981 | 99.960 to 99.991 | 99.962 | 97.5 |"
+        "| attention-crowding | 0.5 | [10, 100] | 2 | 36,400 | 7 | 99.981 | 99.960 to 99.991 | 99.962 | 97.5 |"
     )

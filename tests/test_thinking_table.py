@@ -39,7 +39,7 @@ def test_what_is_stored_is_printed_and_nothing_is_trained(capsys, monkeypatch) -
         monkeypatch.setattr(table, name, None)
     monkeypatch.setattr(sys, "argv", sys.argv)
     out = printed(capsys)
-    assert "| coin-flip | Thinking States | `far` | 98.37 |" in out
+    assert "| coin-flip | Thinking States | `attention-crowding` | 98.37 |" in out
     lines = [line for line in out.splitlines() if line.startswith("| s3 tiny")]
     assert len(lines) == 3 and printed(capsys, "--only", "s3 tiny").count("| s3 tiny") == 3
     monkeypatch.setattr(table, "AGAIN", Path("nowhere.json"))
@@ -72,16 +72,16 @@ def cell(seed: int, right: int) -> dict[str, int]:
 
 def test_the_main_table_has_the_mean_and_the_worst_of_seeds_and_flip_probabilities() -> None:
     cells = {
-        "coin-flip far thinking: 256 operations, flip_probability 0.1": [cell(s, 200) for s in range(3)],
-        "coin-flip far thinking: 256 operations, flip_probability 0.9": [
+        "coin-flip attention-crowding thinking: 256 operations, flip_probability 0.1": [cell(s, 200) for s in range(3)],
+        "coin-flip attention-crowding thinking: 256 operations, flip_probability 0.9": [
             cell(s, r) for s, r in enumerate((200, 150, 190))
         ],
-        "coin-flip far thinking: 2560 operations": [cell(0, 0)],
+        "coin-flip attention-crowding thinking: 2560 operations": [cell(0, 0)],
         "variables tiny plain: [10, 100] operations": [cell(0, 20)],
     }
     result = Result(cells, {"m": dict(parameters=1, steps=2, cpu_seconds=3.0, cpu_seconds_to_99=None, command="c")})
     lines = result.main_table().splitlines()
-    assert "| coin-flip | Thinking States | `far` | 98.37 |  |  |  | 95.00 (75.0) |  |" in lines
+    assert "| coin-flip | Thinking States | `attention-crowding` | 98.37 |  |  |  | 95.00 (75.0) |  |" in lines
     assert "| variables | no chain of thought | `tiny` | 2.15 |  |  | 10.00 (10.0) * |  |  |" in lines
     assert "| variables tiny plain: [10, 100] operations | 1 | 10.00 | 10.00 | 6.6 to 14.9 | - | 0 |" in result.table()
     assert result.models_table().splitlines()[-1] == "| m | 1 | 2 | 3.0 | not reached | `c` |"

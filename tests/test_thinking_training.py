@@ -195,7 +195,7 @@ def test_every_preset_makes_texts_that_its_model_can_read(task: str, name: str) 
         )
         assert len({item.num_events for item in texts}) > 1
     size = ThinkingModel(preset.config("thinking", len(words))).num_parameters
-    assert size <= {"mini": 66_000}.get(name, 350_000)
+    assert size <= {"small": 66_000}.get(name, 350_000)
 
 
 def test_a_training_gives_its_threads_back() -> None:
@@ -240,11 +240,11 @@ def test_a_thought_longer_than_the_model_may_have_is_refused() -> None:
 
 
 def test_an_arm_may_be_stepped_and_jump_otherwise() -> None:
-    preset = replace(PRESETS["coin-flip"]["tiny"], arms={"plain": dict(steps=7, reach=0)})
+    preset = replace(PRESETS["coin-flip"]["tiny"], arms={"plain": dict(steps=7, position_jump=0)})
     settings = preset.loop_settings("plain", 3)
     assert (settings.steps, settings.seed, preset.max_position_jump("plain")) == (7, 3, 0)
     assert preset.loop_settings("thinking", 3) == replace(preset.loop, seed=3)
-    assert preset.max_position_jump("thinking") == preset.reach
+    assert preset.max_position_jump("thinking") == preset.position_jump
 
 
 def test_processes_fill_one_table_together(tmp_path) -> None:
@@ -340,7 +340,7 @@ def test_the_hash_of_a_config_is_that_of_what_it_says(tmp_path) -> None:
 def test_a_model_whose_record_says_nothing_of_its_training_is_no_trained_arm(tmp_path) -> None:
     folder, _ = saved(tmp_path / "coin")
     with pytest.raises(ModelError, match="coin has no 'cpu_seconds'; delete the folder, and it is trained again"):
-        load_trained(folder, preset_of("coin-flip", "mini"), "thinking", 0)
+        load_trained(folder, preset_of("coin-flip", "small"), "thinking", 0)
 
 
 def test_the_shipped_coin_model_flips_the_coin() -> None:

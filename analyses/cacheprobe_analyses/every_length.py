@@ -30,7 +30,7 @@ TEXTS_SEED = 4_000_000
 class Config:
     """What is tested, and where the trained models are."""
 
-    presets: tuple[str, ...] = ("far",)
+    presets: tuple[str, ...] = ("attention-crowding",)
     """Of coin-flip."""
     seeds: tuple[int, ...] = (0, 1, 2)
     operations: tuple[int, ...] = tuple(range(10, 101))

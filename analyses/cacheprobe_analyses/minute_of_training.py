@@ -26,7 +26,7 @@ from cacheprobe_analyses.records import write_json
 class Config:
     """What is trained, and for how long."""
 
-    presets: tuple[str, ...] = ("tiny", "mini")
+    presets: tuple[str, ...] = ("tiny", "small")
     """Of coin-flip."""
     seconds: float = 60.0
     """Of processor time, for each."""

@@ -102,7 +102,11 @@ def _plain(subject: Subject, folder: Path, told: Callable[[Progress], None]) -> 
 
 def _thinking(subject: Subject, folder: Path, told: Callable[[Progress], None]) -> tuple[ThinkingModel, Any, float]:
     preset = Preset(
-        group_task, operations=tuple(range(1, subject.operations + 1)), reach=0, model=subject.model, loop=subject.loop
+        group_task,
+        operations=tuple(range(1, subject.operations + 1)),
+        position_jump=0,
+        model=subject.model,
+        loop=subject.loop,
     )
     made = train(preset, "thinking", subject.seed, folder, lambda progress, accuracy: told(progress))
     return made.model, made.tokenizer, made.cpu_seconds

@@ -78,16 +78,18 @@ def main_rows() -> tuple[Row, ...]:
     rows += [Row("coin-flip", "thinking", (256,), {"flip_probability": p}) for p in COIN_FLIPS]
     rows += [Row("coin-flip", "thinking", (1000,), {"flip_probability": p}) for p in COIN_FLIPS]
     rows += [
-        Row("coin-flip", "thinking", operations, {"flip_probability": p}, preset="far")
+        Row("coin-flip", "thinking", operations, {"flip_probability": p}, preset="attention-crowding")
         for operations in ((1000,), (256,), far)
         for p in COIN_FLIPS
     ]
-    rows += [Row("coin-flip", "thinking", operations, preset="mini") for operations in (_TRAINED, far)]
+    rows += [Row("coin-flip", "thinking", operations, preset="small") for operations in (_TRAINED, far)]
     rows += [Row("coin-flip", "thinking", _TRAINED)]
-    rows += [Row("coin-flip", "thinking", (n,), preset=preset) for preset in ("far", "tiny") for n in (10, 20)]
-    for preset in ("no-jumps", "paper"):
+    rows += [
+        Row("coin-flip", "thinking", (n,), preset=preset) for preset in ("attention-crowding", "tiny") for n in (10, 20)
+    ]
+    for preset in ("no-position-jumps", "paper"):
         rows += [Row("coin-flip", "thinking", operations, preset=preset) for operations in ((10,), (20,), far, (256,))]
-    for arm, preset in product(("no_feedback", "plain", "chain_of_thought"), ("tiny", "all-jump")):
+    for arm, preset in product(("no_feedback", "plain", "chain_of_thought"), ("tiny", "position-jumps")):
         rows += [Row("coin-flip", arm, operations, preset=preset) for operations in ((10,), (20,), far)]
         rows += [  # 0.5 is above
             Row("coin-flip", arm, far, {"flip_probability": p}, preset=preset) for p in COIN_FLIPS if p != 0.5
@@ -96,10 +98,12 @@ def main_rows() -> tuple[Row, ...]:
     rows += [Row("coin-flip", operations=operations, **bare) for operations in ((10,), (20,), far)]
     rows += [Row("s3", "thinking", (operations,)) for operations in (4, 16, 128)]
     rows += [Row("s3", "thinking", (operations,), preset="full", num_seeds=2) for operations in (4, 16, 128)]
-    rows += [Row("s3", "thinking", (operations,), preset="far") for operations in (4, 16, 128)]
+    rows += [Row("s3", "thinking", (operations,), preset="attention-crowding") for operations in (4, 16, 128)]
     rows += [Row("s5", "thinking", (operations,)) for operations in (4, 16, 64, 128)]
     rows += [Row("variables", "thinking", operations) for operations in ((10,), (20,), far)]
-    rows += [Row("variables", "thinking", operations, preset="far") for operations in ((10,), (20,), far)]
+    rows += [
+        Row("variables", "thinking", operations, preset="attention-crowding") for operations in ((10,), (20,), far)
+    ]
     for arm in ("no_feedback", "plain", "chain_of_thought"):
         rows += [Row("variables", arm, operations) for operations in ((10,), (20,), far)]
     return tuple(rows)

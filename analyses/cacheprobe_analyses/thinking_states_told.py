@@ -24,10 +24,10 @@ ARM_NAMES = {
 }
 OTHER_ARMS = tuple(arm for arm in ARM_NAMES if arm != "thinking")
 MAIN = (  # task, preset, arm
-    ("coin-flip", "far", "thinking"),
+    ("coin-flip", "attention-crowding", "thinking"),
     *(("coin-flip", "tiny", arm) for arm in ARM_NAMES),
-    *(("coin-flip", "all-jump", arm) for arm in OTHER_ARMS),
-    ("variables", "far", "thinking"),
+    *(("coin-flip", "position-jumps", arm) for arm in OTHER_ARMS),
+    ("variables", "attention-crowding", "thinking"),
     *(("variables", "tiny", arm) for arm in ARM_NAMES),
 )
 LENGTHS = ("10", "20", "[10, 100]", "256", "1000")

@@ -144,7 +144,7 @@ def variations(steps: int = STEPS) -> tuple[Variation, ...]:
         of("thought: delta", form="delta", tests=still),
         of("thought: state", form="state", tests=still),
         *(of(f"chunk of {tokens}", dict(chunk=tokens), seeds=3) for tokens in (10, 20, 2)),
-        of("no position jumps", reach=0),
+        of("no position jumps", position_jump=0),
         two_coins("asked", seeds=3),
         two_coins("asked", orders=(False,), how=", trained with the question last"),
         two_coins("asked", batch=32, how=", in batches of 32"),
@@ -188,7 +188,7 @@ def two_coins(
     batch: texts a step; with the coin's own 32, in as many steps, which coin is asked about is not learned.
     how: what a name tells of these.
     """
-    coin = preset_of("coin-flip", "far")
+    coin = preset_of("coin-flip", "attention-crowding")
     preset = replace(
         coin,
         task=lambda people: TwoCoins(people=people, says=says, distinct=people <= 20),

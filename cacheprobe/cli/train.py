@@ -76,10 +76,10 @@ def thinking_states(
     task
         coin-flip, variables, s3 or s5 (of `cacheprobe run`: permutations:elements=3 or 5).
     preset
-        Of coin-flip: tiny, mini, all-jump, far, no-jumps, paper, bare-chain.
-        Of s3: tiny, full, far.
+        Of coin-flip: tiny, small, position-jumps, attention-crowding, no-position-jumps, paper, bare-chain.
+        Of s3: tiny, full, attention-crowding.
         Of s5: tiny.
-        Of variables: tiny, far.
+        Of variables: tiny, attention-crowding.
         Bare-chain differs from tiny in what the arm chain_of_thought writes; its other arms are those of tiny.
         All-jump differs from tiny in its other arms, whose positions jump in training as those of thoughts do.
     arm

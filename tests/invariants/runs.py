@@ -169,7 +169,7 @@ def babbler(seed: int, vocab: int = VOCAB) -> cp.drafters.Scripted:
 # -- other requests in the batch
 
 
-def crowd(rng: random.Random, needle: Request, vocab: int = VOCAB) -> tuple[list[Request], int, dict[str, Any]]:
+def random_batch(rng: random.Random, needle: Request, vocab: int = VOCAB) -> tuple[list[Request], int, dict[str, Any]]:
     """The needle among random others: (requests, its place, settings that may not matter to it)."""
     requests = []
     for _ in range(rng.randrange(2, 7)):

@@ -20,9 +20,9 @@ from tests.invariants.runs import (
     W,
     Watched,
     babbler,
-    crowd,
     future,
     outcome,
+    random_batch,
     wrong_at,
 )
 from tests.tiny import VOCAB, loaded
@@ -44,7 +44,7 @@ def met_again(model: CachedLM, trials: int, seed: int, vocab: int = VOCAB) -> se
     request = needle()
     want, seen = alone(model, request), set()
     for _ in range(trials):
-        requests, place, settings = crowd(rng, request, vocab)
+        requests, place, settings = random_batch(rng, request, vocab)
         trace = cp.run(model, requests, **{**RUN, **settings})
         assert outcome(trace, place) == want, (place, settings)
         mine = trace.events().query(f"request_id == {place}")

@@ -21,9 +21,9 @@ from tests.invariants.runs import (
     W,
     Watched,
     babbler,
-    crowd,
     kv_snapshot,
     outcome,
+    random_batch,
     reference_rows,
     same_rows,
 )
@@ -37,7 +37,7 @@ def test_invariant_15_no_leak() -> None:
     rng = random.Random(6)
     events: Counter = Counter()
     for trial in range(6):
-        requests, _, settings = crowd(rng, Request(PROMPTS[0], HOT, is_deterministic=True))
+        requests, _, settings = random_batch(rng, Request(PROMPTS[0], HOT, is_deterministic=True))
         moments = (2, 5, 9) if trial % 2 else ()
         bad_pass = rng.randrange(3, 20) if trial % 3 == 0 else None
 

@@ -317,6 +317,6 @@ def test_invariant_09_fixed_shape_also_for_the_readings() -> None:
     cp.run(tiny(), PROMPTS * 3, **RUN, lens=Watching(), deterministic=True)
     assert len(heights) > 1 and set(heights) == {LENS_TILE}
     trace = cp.reference(wide_bfloat16(), PROMPTS[:2], **RUN, sampling=HOT)
-    crowd = cp.run(wide_bfloat16(), [*PROMPTS[2:], *PROMPTS[:2]], **RUN, sampling=HOT, deterministic=[3, 4])
+    random_batch = cp.run(wide_bfloat16(), [*PROMPTS[2:], *PROMPTS[:2]], **RUN, sampling=HOT, deterministic=[3, 4])
     for i in range(2):
-        assert outcome(trace, i).readings == outcome(crowd, 3 + i).readings
+        assert outcome(trace, i).readings == outcome(random_batch, 3 + i).readings

@@ -60,8 +60,8 @@ def spoken(item: Annotated, arm: str) -> tuple[int, ...]:
     return (*item.chain_ids, *item.answer_ids)
 
 
-def skipping_positions(batch: Batch, chunk: int, reach: int, seed: int) -> Int[Tensor, "b t"]:
-    """Returns positions of each text with two jumps of up to `reach` each, at chunk boundaries; small jumps are
+def skipping_positions(batch: Batch, chunk: int, jump: int, seed: int) -> Int[Tensor, "b t"]:
+    """Returns positions of each text with two jumps of up to `jump` each, at chunk boundaries; small jumps are
     likelier.
 
     Short texts then contain the distances of long ones.
@@ -72,12 +72,12 @@ def skipping_positions(batch: Batch, chunk: int, reach: int, seed: int) -> Int[T
     positions = torch.arange(t).repeat(b, 1)
     for _ in range(2):
         at = torch.randint(0, max(t // chunk, 1), (b, 1), generator=draw) * chunk
-        size = (torch.rand(b, 1, generator=draw) ** 3 * reach).long()
+        size = (torch.rand(b, 1, generator=draw) ** 3 * jump).long()
         positions = positions + (torch.arange(t) >= at) * size
     return positions
 
 
-def crowd(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tensor, "b 1 t t"]:
+def attention_crowding(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tensor, "b 1 t t"]:
     """Returns an attention bias that makes earlier tokens count several times, as if the skipped positions held tokens.
 
     Tokens before the chunk that precedes a query's own chunk are weighted so that the query sees as many tokens as its

@@ -25,17 +25,17 @@ class Preset:
     ("delta")."""
     chain: str = "operations"
     """One of CHAINS: what the chain of thought writes for each operation."""
-    reach: int = 6_000
+    position_jump: int = 6_000
     """In training, positions jump by up to this many between chunks; see `skipping_positions`. 0: no jumps."""
-    crowds: bool = False
-    """Whether training adds the attention bias that stands for the skipped tokens; see `crowd`."""
+    attention_crowding: bool = False
+    """Whether training adds the attention bias that stands for the skipped tokens; see `attention_crowding`."""
     pool: int = 12_000
     """Number of examples from which batches are drawn."""
     model: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     """Fields of ThinkingConfig that differ from the defaults."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     arms: Mapping[str, Mapping[str, int | float]] = field(default_factory=dict)
-    """By arm: fields of LoopSettings, and `reach`, with which the arm performs best in distribution."""
+    """By arm: fields of LoopSettings, and `position_jump`, with which the arm performs best in distribution."""
 
     def tasks(self) -> list[Task]:
         """Returns the task with the most operations, in each of its variants."""
@@ -47,12 +47,12 @@ class Preset:
 
     def loop_settings(self, arm: str, seed: int) -> LoopSettings:
         """Returns the LoopSettings (steps, batch, learning rate) of one training arm, with this seed."""
-        own = {name: value for name, value in self.arms.get(arm, {}).items() if name != "reach"}
+        own = {name: value for name, value in self.arms.get(arm, {}).items() if name != "position_jump"}
         return replace(self.loop, seed=seed, **own)
 
     def max_position_jump(self, arm: str) -> int:
         """Returns the maximum position jump in an arm's training."""
-        return int(self.arms.get(arm, {}).get("reach", self.reach))
+        return int(self.arms.get(arm, {}).get("position_jump", self.position_jump))
 
     def chain_form(self, arm: str) -> str | None:
         """Returns what an arm writes before the answer, one of CHAINS; None if the arm writes only the answer."""
@@ -79,9 +79,9 @@ def _coin(operations: int) -> Task:
 _FLIPS = tuple({"flip_probability": p} for p in (0.1, 0.3, 0.5, 0.7, 0.9))
 _LOOP = LoopSettings(steps=1000, batch=32, weight_decay=0.1)
 _ARMS = {  # without jumps these three reach 99 % in distribution in a fraction of the steps
-    "no_feedback": dict(steps=1400, reach=0),
-    "plain": dict(steps=1600, reach=0),
-    "chain_of_thought": dict(steps=1600, reach=0),
+    "no_feedback": dict(steps=1400, position_jump=0),
+    "plain": dict(steps=1600, position_jump=0),
+    "chain_of_thought": dict(steps=1600, position_jump=0),
 }
 _JUMPING_ARMS = {arm: dict(steps=3000) for arm in ("no_feedback", "plain", "chain_of_thought")}
 _JITTERED = ({"jitter": 0}, {"jitter": 3})
@@ -89,12 +89,12 @@ _S3 = Preset(  # a window, since attention to all earlier swaps, of which four a
     lambda steps: Permutations(steps=steps, elements=3),
     operations=(1, 2, 3, 4),
     variants=_JITTERED,
-    reach=0,
+    position_jump=0,
     model=dict(chunk=5, attention_window=10),
     loop=replace(_LOOP, steps=700),
 )
 
-_S3_FULL = replace(_S3, model=dict(chunk=5), reach=6_000, loop=_LOOP)
+_S3_FULL = replace(_S3, model=dict(chunk=5), position_jump=6_000, loop=_LOOP)
 
 _VARIABLES = Preset(
     lambda updates: Variables(updates=updates),
@@ -102,32 +102,40 @@ _VARIABLES = Preset(
     model=dict(chunk=6, max_thought=16),
     loop=replace(_LOOP, steps=2400),
     # one seed of two did not learn a chain in as many steps as thoughts take
-    arms={"no_feedback": dict(reach=0), "plain": dict(reach=0), "chain_of_thought": dict(steps=3600, reach=0)},
+    arms={
+        "no_feedback": dict(position_jump=0),
+        "plain": dict(position_jump=0),
+        "chain_of_thought": dict(steps=3600, position_jump=0),
+    },
 )
 
 PRESETS: dict[str, dict[str, Preset]] = {
     "coin-flip": {
         "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
-        "mini": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=64), loop=_LOOP),
+        "small": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=64), loop=_LOOP),
         # the tiny one; the other arms' positions jump as its own do, for which they need more steps
-        "all-jump": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_JUMPING_ARMS),
+        "position-jumps": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_JUMPING_ARMS),
         # for a thousand operations: the tiny one, and in training attention meets as many tokens as their positions say
-        "far": Preset(_coin, variants=_FLIPS, crowds=True, loop=_LOOP),
+        "attention-crowding": Preset(_coin, variants=_FLIPS, attention_crowding=True, loop=_LOOP),
         # as the arms that the tiny one is compared with: no position beyond those of the trained texts is ever seen
-        "no-jumps": Preset(_coin, variants=_FLIPS, reach=0, loop=_LOOP),
+        "no-position-jumps": Preset(_coin, variants=_FLIPS, position_jump=0, loop=_LOOP),
         # as the paper has it: thoughts where an operation ends alone, too
-        "paper": Preset(_coin, variants=_FLIPS, form="state", reach=0, loop=_LOOP),
+        "paper": Preset(_coin, variants=_FLIPS, form="state", position_jump=0, loop=_LOOP),
         # the tiny one, but that a chain of thought writes states alone, which is what the paper's thoughts are
         "bare-chain": Preset(_coin, variants=_FLIPS, chain="states", loop=_LOOP, arms=_ARMS),
     },
-    "s3": {"tiny": _S3, "full": _S3_FULL, "far": replace(_S3_FULL, crowds=True, loop=replace(_LOOP, steps=2000))},
+    "s3": {
+        "tiny": _S3,
+        "full": _S3_FULL,
+        "attention-crowding": replace(_S3_FULL, attention_crowding=True, loop=replace(_LOOP, steps=2000)),
+    },
     "s5": {
         "tiny": replace(_S3, task=lambda steps: Permutations(steps=steps, elements=5), loop=replace(_LOOP, steps=1200)),
     },
-    # far: as the coin's; of the other arms, whose positions do not jump, it is the tiny one
+    # attention-crowding: as the coin's; of the other arms, whose positions do not jump, it is the tiny one
     "variables": {
         "tiny": _VARIABLES,
-        "far": replace(_VARIABLES, crowds=True),
+        "attention-crowding": replace(_VARIABLES, attention_crowding=True),
     },
 }
 

@@ -9,6 +9,7 @@ from random import Random
 import torch
 
 from cacheprobe.core.live import LiveTokenizer
+from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
@@ -16,7 +17,7 @@ from cacheprobe.models.thinking.store import load_thinking, read_config
 from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
 from cacheprobe.training.loop import Loop, Progress
 from cacheprobe.training.thinking.evaluate import Verdicts, evaluate, follows_gold
-from cacheprobe.training.thinking.losses import collate, crowd, losses, skipping_positions
+from cacheprobe.training.thinking.losses import attention_crowding, collate, losses, skipping_positions
 from cacheprobe.training.thinking.presets import Preset, changed
 
 TEST_SEED = 1_000_000
@@ -87,16 +88,15 @@ def train(
     _require_training_seed(seed, len(preset.variants))
     tokenizer = word_tokenizer(preset.vocabulary())
     model = ThinkingModel(preset.config(arm, len(tokenizer)), seed)
-    settings, reach = preset.loop_settings(arm, seed), preset.max_position_jump(arm)
+    settings, jump = preset.loop_settings(arm, seed), preset.max_position_jump(arm)
     chunk = model.config.chunk
     pool = _annotated(preset, arm, tokenizer, model.config, preset.pool, seed)
     fresh = _annotated(preset, arm, tokenizer, model.config, CHECK_TEXTS, TEST_SEED + seed)
     loop = Loop(model, settings, folder)
-    crowds = preset.crowds and reach > 0
-    of = {"arm": arm, "form": preset.form, "reach": reach, "crowds": crowds, "chain": preset.chain_form(arm)}
-    of["config"] = model.config.to_json()
-    # folders from before there were crowds have none, and chains that said the thoughts of all chunks
-    held = {"crowds": False, "chain": None, **loop.notes.setdefault("of", of)}
+    is_crowded = preset.attention_crowding and jump > 0
+    of = {"arm": arm, "form": preset.form, "position_jump": jump, "attention_crowding": is_crowded}
+    of |= {"chain": preset.chain_form(arm), "config": model.config.to_json()}
+    held = _notes_of_any_version(loop.notes.setdefault("of", of))
     if other := [name for name, value in of.items() if held[name] != value]:
         raise ValueError(
             f"{folder} holds a training with {other[0]} {held[other[0]]!r}, not {of[other[0]]!r}; give another "
@@ -108,10 +108,10 @@ def train(
         draw = Random(f"{seed}/{step}")
         chosen = [pool[int(draw.random() * len(pool))] for _ in range(settings.batch)]
         batch = collate(chosen, arm, model.config.pad_id)
-        if not reach:
+        if not jump:
             return losses(model, batch)
-        positions = skipping_positions(batch, chunk, reach, step)
-        return losses(model, batch, positions, crowd(positions, chunk) if crowds else None)
+        positions = skipping_positions(batch, chunk, jump, step)
+        return losses(model, batch, positions, attention_crowding(positions, chunk) if is_crowded else None)
 
     for progress in loop.run(losses_of):
         accuracy = None
@@ -127,6 +127,13 @@ def train(
             break
     to_99, to_100 = loop.notes.get("to_99"), loop.notes.get("to_100")
     return Trained(model.eval(), tokenizer, preset, arm, seed, loop.cpu_seconds, to_99, to_100)
+
+
+def _notes_of_any_version(notes: JsonDict) -> JsonDict:
+    """Returns what a folder says of its training, under today's names. Older folders had no attention crowding, and
+    chains of thought that wrote the thoughts of all chunks."""
+    renamed = {"reach": "position_jump", "crowds": "attention_crowding"}
+    return {"attention_crowding": False, "chain": None, **{renamed.get(name, name): notes[name] for name in notes}}
 
 
 def _require_training_seed(seed: int, num_variants: int) -> None:

@@ -1,6 +1,6 @@
 """By what does a thought go wrong far beyond the trained lengths: by how far back the text goes, or how much it is?
 
-    python -m cacheprobe_analyses.crowd_or_distance --json analyses/results/crowd-or-distance.json
+    python -m cacheprobe_analyses.crowding_or_distance --json analyses/results/crowding-or-distance.json
 
 Coin models read texts of a thousand operations under gold states; a thought's margin is the logit of its right first
 token less the largest of all others. Where the first of the models is wrong, every model reads the chunk once more with
@@ -64,7 +64,12 @@ WAYS = {
 class Config:
     """What is asked, and where the trained models are."""
 
-    models: tuple[tuple[str, int], ...] = (("tiny", 2), ("tiny", 0), ("tiny", 1), *(("far", seed) for seed in range(3)))
+    models: tuple[tuple[str, int], ...] = (
+        ("tiny", 2),
+        ("tiny", 0),
+        ("tiny", 1),
+        *(("attention-crowding", seed) for seed in range(3)),
+    )
     """Presets and seeds; the wrong thoughts of the first are looked into."""
     folder: Path = Table.folder
     operations: int = 1000

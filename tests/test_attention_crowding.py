@@ -1,4 +1,4 @@
-"""Training texts whose jumps are crowded, and the analysis that tells a crowd from a distance."""
+"""Attention crowding in training, and the analysis that tells it from distance."""
 
 import json
 from dataclasses import asdict, replace
@@ -9,10 +9,10 @@ import torch
 
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.thinking.blocks import attend
-from cacheprobe.training.thinking.losses import collate, crowd, losses, skipping_positions
+from cacheprobe.training.thinking.losses import attention_crowding, collate, losses, skipping_positions
 from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe.training.thinking.run import train
-from cacheprobe_analyses import crowd_or_distance as crowds
+from cacheprobe_analyses import crowding_or_distance as crowding
 from tests.test_thinking import tiny
 from tests.test_thinking_settings import quick
 from tests.test_thinking_training import items
@@ -22,7 +22,7 @@ def test_a_query_sees_as_many_tokens_as_its_position_says() -> None:
     """From the third chunk on; before it nothing is far. The own chunk and the one before count once."""
     batch = collate(items(20), "thinking")
     positions = skipping_positions(batch, 4, 500, seed=1)
-    bias = crowd(positions, 4)
+    bias = attention_crowding(positions, 4)
     b, t = positions.shape
     assert bias.shape == (b, 1, t, t) and (positions[:, -1] >= t).any()
     counted = bias[:, 0].exp()
@@ -33,7 +33,7 @@ def test_a_query_sees_as_many_tokens_as_its_position_says() -> None:
         wanted = positions[:, query] + 1 if near else torch.full((b,), query + 1)
         # float32 sums of at most a thousand, through a logarithm and back
         assert torch.allclose(seen, wanted.float(), rtol=1e-5)
-    assert not crowd(torch.arange(t)[None], 4).any()
+    assert not attention_crowding(torch.arange(t)[None], 4).any()
 
 
 def test_a_bias_of_log_n_is_a_key_that_stands_there_n_times() -> None:
@@ -41,8 +41,9 @@ def test_a_bias_of_log_n_is_a_key_that_stands_there_n_times() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 6, 8) for _ in range(3))
     times = torch.tensor([1, 5, 2, 1, 40, 1])
-    fast = attend(q, k, v, times.log()[None, None, None], HookPoint())
-    slow = attend(q, k.repeat_interleave(times, 2), v.repeat_interleave(times, 2), torch.zeros(1, 1, 1, 1), HookPoint())
+    fast = attend(q, (k, v, times.log()[None, None, None]), HookPoint())
+    copies = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
+    slow = attend(q, (*copies, torch.zeros(1, 1, 1, 1)), HookPoint())
     assert torch.allclose(fast, slow, rtol=1e-5, atol=1e-6)  # reordered sums in float32
 
 
@@ -66,32 +67,35 @@ def test_a_bias_that_hides_is_a_window_and_nothing_later_is_ever_seen() -> None:
         )
 
 
-def test_a_preset_that_crowds_is_trained_otherwise_and_not_gone_on_with_by_one_that_does_not(tmp_path: Path) -> None:
+def test_attention_crowding_changes_a_training_which_none_without_it_resumes(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    plain, crowded = quick(), replace(quick(), crowds=True)
+    plain, crowded = quick(), replace(quick(), attention_crowding=True)
     a, b = train(plain, "thinking", 0), train(crowded, "thinking", 0, tmp_path)
     assert any(not torch.equal(x, y) for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True))
-    with pytest.raises(ValueError, match="holds a training with crowds True, not False; give another folder"):
+    with pytest.raises(ValueError, match="holds a training with attention_crowding True, not False; give another"):
         train(plain, "thinking", 0, tmp_path)
-    # a folder from before there were crowds is one without
+    # a folder of an older version has the old names, and no crowding
     train(plain, "thinking", 0, tmp_path / "old")
     place = tmp_path / "old" / "progress.json"
     held = json.loads(place.read_text())
-    del held["notes"]["of"]["crowds"]
+    of = held["notes"]["of"]
+    del of["attention_crowding"]
+    of["reach"] = of.pop("position_jump")
     place.write_text(json.dumps(held))
     train(plain, "thinking", 0, tmp_path / "old")
-    with pytest.raises(ValueError, match="crowds False, not True"):
+    with pytest.raises(ValueError, match="attention_crowding False, not True"):
         train(crowded, "thinking", 0, tmp_path / "old")
 
 
-def test_the_far_preset_is_the_tiny_one_with_crowds() -> None:
-    assert replace(preset_of("coin-flip", "far"), crowds=False) == replace(preset_of("coin-flip", "tiny"), arms={})
+def test_the_preset_attention_crowding_is_the_tiny_one_with_it() -> None:
+    crowded, plain = preset_of("coin-flip", "attention-crowding"), preset_of("coin-flip", "tiny")
+    assert replace(crowded, attention_crowding=False) == replace(plain, arms={})
 
 
 def test_losses_are_those_under_the_bias() -> None:
     model, batch = tiny(), collate(items(5), "thinking")
     positions = skipping_positions(batch, 4, 500, seed=1)
-    bias = crowd(positions, 4)
+    bias = attention_crowding(positions, 4)
     assert not torch.equal(
         losses(model, batch, positions)["thoughts"], losses(model, batch, positions, bias)["thoughts"]
     )
@@ -107,7 +111,7 @@ def test_margins_are_positive_where_a_first_token_is_chosen_and_nowhere_else() -
     trained = train(quick(40), "thinking", 0)
     texts = trained.items((2,), 30)
     judged = set()
-    for text, row in zip(texts, crowds.margins(trained.model, texts), strict=True):
+    for text, row in zip(texts, crowding.margins(trained.model, texts), strict=True):
         one = collate([text], "thinking")
         with torch.inference_mode():
             logits = trained.model(one.token_ids, one.thoughts)[1]
@@ -121,36 +125,36 @@ def test_a_chunk_read_once_more_is_the_chunk_as_it_was_read() -> None:
     """Untouched; and on every way where no more tokens are there than few."""
     trained = train(quick(40), "thinking", 0)
     (text,) = trained.items((30,), 1)
-    (read,) = crowds.margins(trained.model, [text])
-    c, beside = trained.model.config.chunk, crowds.BESIDE
-    last_few = crowds.KEPT // c + beside // c  # the last chunk before whose own two and those beside stand so many
+    (read,) = crowding.margins(trained.model, [text])
+    c, beside = trained.model.config.chunk, crowding.BESIDE
+    last_few = crowding.KEPT // c + beside // c  # the last chunk before whose own two and those beside stand so many
     for chunk in (4, 9, last_few + 1, 25):
-        got = crowds.reread(trained.model, text, chunk, crowds.WAYS)
+        got = crowding.reread(trained.model, text, chunk, crowding.WAYS)
         assert got["untouched"] == pytest.approx(float(read[chunk]), abs=1e-3)  # another order of sums, float32
         same = [way for way, margin in got.items() if margin == pytest.approx(got["untouched"], abs=1e-3)]
-        assert (len(same) == len(crowds.WAYS)) == (chunk <= last_few + 1), (chunk, got)
+        assert (len(same) == len(crowding.WAYS)) == (chunk <= last_few + 1), (chunk, got)
 
 
 def test_few_that_count_as_many_are_as_many_and_near_ones_are_not_moved_beyond_the_beside() -> None:
-    for way in crowds.WAYS.values():
-        seen, moved, bias = crowds._seen(way, 400)
-        assert len(seen) == (400 if way.tokens == "all" else crowds.KEPT)
-        assert bias.exp().sum() == pytest.approx(400 if way.tokens == "all" or way.counts_as_many else crowds.KEPT)
+    for way in crowding.WAYS.values():
+        seen, moved, bias = crowding._seen(way, 400)
+        assert len(seen) == (400 if way.tokens == "all" else crowding.KEPT)
+        assert bias.exp().sum() == pytest.approx(400 if way.tokens == "all" or way.counts_as_many else crowding.KEPT)
         back, was = 399 - (seen + moved), 399 - seen
-        assert torch.equal(back, was % crowds.KEPT if way.is_near else was)
-        assert (was.max() < crowds.KEPT) == (way.tokens == "newest")
+        assert torch.equal(back, was % crowding.KEPT if way.is_near else was)
+        assert (was.max() < crowding.KEPT) == (way.tokens == "newest")
 
 
 def test_wrong_places_are_those_of_the_first_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS["coin-flip"], "quick", quick(3))
-    config = crowds.Config((("quick", 0), ("quick", 1)), tmp_path, operations=12, texts=2)
-    result = crowds.run(config)
+    config = crowding.Config((("quick", 0), ("quick", 1)), tmp_path, operations=12, texts=2)
+    result = crowding.run(config)
     wrong = result.models["quick seed 0"]["wrong"]
     places = sum(result.kinds.values())  # those with a text before
     assert wrong > places > 0 and result.texts == 4
     assert {w["places"] for ways in result.ways.values() for w in ways.values()} == {places}
     assert result.ways["quick seed 0"]["untouched"]["wrong"] == places
     assert any("NAME" in kind and "the state before being" in kind for kind in result.kinds)
-    assert crowds.Result(**json.loads(json.dumps(asdict(result)))) == result
+    assert crowding.Result(**json.loads(json.dumps(asdict(result)))) == result
     assert "| quick seed 1 |" in result.table() and "| quick seed 1 |" in result.ways_table()
     assert len(result.kinds_listed()) == len(result.kinds)
