@@ -27,8 +27,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
-def trainer(**changes) -> LoraTrainer:
-    return LoraTrainer(tiny_model(), tokenizer(), LoraSettings(**{**SMALL, **changes}))
+def trainer(folder: Path | None = None, **changes) -> LoraTrainer:
+    return LoraTrainer(tiny_model(), tokenizer(), LoraSettings(**{**SMALL, **changes}), folder)
 
 
 def edited(adapter: Path, target: Path, **config) -> Path:

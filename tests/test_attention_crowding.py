@@ -74,17 +74,6 @@ def test_attention_crowding_changes_a_training_which_none_without_it_resumes(tmp
     assert any(not torch.equal(x, y) for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True))
     with pytest.raises(ValueError, match="holds a training with attention_crowding True, not False; give another"):
         train(plain, "thinking", 0, tmp_path)
-    # a folder of an older version has the old names, and no crowding
-    train(plain, "thinking", 0, tmp_path / "old")
-    place = tmp_path / "old" / "progress.json"
-    held = json.loads(place.read_text())
-    of = held["notes"]["of"]
-    del of["attention_crowding"]
-    of["reach"] = of.pop("position_jump")
-    place.write_text(json.dumps(held))
-    train(plain, "thinking", 0, tmp_path / "old")
-    with pytest.raises(ValueError, match="attention_crowding False, not True"):
-        train(crowded, "thinking", 0, tmp_path / "old")
 
 
 def test_the_preset_attention_crowding_is_the_tiny_one_with_it() -> None:

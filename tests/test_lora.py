@@ -13,8 +13,8 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS
 from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
+from cacheprobe.training.checkpoint import CHECKPOINT
 from cacheprobe.training.lora.batches import batches_of, encode, examples_of
-from cacheprobe.training.lora.checkpoint import CHECKPOINT, load_checkpoint, save_checkpoint
 from cacheprobe.training.lora.evaluate import Cell, Reply, evaluate, replies
 from cacheprobe.training.lora.report import table
 from cacheprobe.training.lora.run import LARGEST_ADAPTER, train_lora
@@ -77,8 +77,7 @@ def test_pads_change_no_logits() -> None:
 def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
     ours, idle = trainer(steps=40), trainer(steps=40, learning_rate=1e-9)
     before = {name: w.clone() for name, w in ours.model.named_parameters() if name not in ours.trained}
-    losses = [ours.run_step() for _ in range(40)]
-    unmoved = [idle.run_step() for _ in range(40)]
+    losses, unmoved = ([at.losses for at in training.run()] for training in (ours, idle))
     first, last = losses[0], losses[-1]
     assert last["answer_loss_nats"] < 0.5 * first["answer_loss_nats"] and last["answers_right"] >= 0.25
     assert unmoved[-1]["answer_loss_nats"] > 0.8 * unmoved[0]["answer_loss_nats"]
@@ -88,38 +87,34 @@ def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
 
 def test_resuming_is_the_same_bits(tmp_path: Path) -> None:
     whole = trainer()
-    for _ in range(6):
-        whole.run_step()
-    first = trainer()
-    for _ in range(3):
-        first.run_step()
-    save_checkpoint(first, tmp_path, {"curve": [1]})
-    second = trainer()
-    assert load_checkpoint(second, tmp_path) == {"curve": [1]} and second.step == 3
-    for _ in range(3):
-        second.run_step()
-    assert all(torch.equal(second.trained[name], weight) for name, weight in whole.trained.items())
-    forgetful = trainer()
-    load_checkpoint(forgetful, tmp_path)
+    for _ in whole.run():
+        pass
+    first = trainer(tmp_path)
+    for _ in first.loop.run(first.gradients_of, until=3):
+        first.loop.notes["curve"] = [1]
+    second, forgetful = trainer(tmp_path), trainer(tmp_path)
+    assert second.loop.notes == {"curve": [1]} and second.loop.step == 3
     forgetful.optimizer.state.clear()
-    for _ in range(3):
-        forgetful.run_step()
+    for resumed in (second, forgetful):
+        for _ in resumed.run(save_every=100):
+            pass
+    assert all(torch.equal(second.trained[name], weight) for name, weight in whole.trained.items())
     assert not all(torch.equal(forgetful.trained[name], weight) for name, weight in whole.trained.items())
 
 
 def test_a_stopped_training_ends_in_the_same_file(base: Path, trained: Path, tmp_path: Path, monkeypatch) -> None:
-    settings, step = LoraSettings(**SMALL, model=str(base)), LoraTrainer.run_step
+    settings, gradients_of = LoraSettings(**SMALL, model=str(base)), LoraTrainer.gradients_of
 
-    def stops(self):
-        if self.step == 4:
+    def stops(self, step):
+        if step == 4:
             raise KeyboardInterrupt
-        return step(self)
+        return gradients_of(self, step)
 
-    monkeypatch.setattr(LoraTrainer, "run_step", stops)
+    monkeypatch.setattr(LoraTrainer, "gradients_of", stops)
     with pytest.raises(KeyboardInterrupt):
         train_lora(settings, tmp_path, progress=False, checkpoint_every=3)
     assert not (tmp_path / WEIGHTS).exists() and (tmp_path / CHECKPOINT).exists()
-    monkeypatch.setattr(LoraTrainer, "run_step", step)
+    monkeypatch.setattr(LoraTrainer, "gradients_of", gradients_of)
     done = train_lora(settings, tmp_path, progress=False, checkpoint_every=3)
     assert done["starts"] == 2 and [point["step"] for point in done["curve"]] == [3, 6]
     assert (tmp_path / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
@@ -129,14 +124,14 @@ def test_a_stopped_training_ends_in_the_same_file(base: Path, trained: Path, tmp
 
 
 def test_a_checkpoint_of_other_settings_or_half_a_file_is_refused(tmp_path: Path) -> None:
-    ours = trainer()
-    ours.run_step()
-    save_checkpoint(ours, tmp_path, {})
+    ours = trainer(tmp_path)
+    next(ours.run(save_every=1))
+    ours.loop.save()
     with pytest.raises(ValueError, match="other settings .seed=0 there, 1 asked"):
-        load_checkpoint(trainer(seed=1), tmp_path)
+        trainer(tmp_path, seed=1)
     (tmp_path / CHECKPOINT).write_bytes((tmp_path / CHECKPOINT).read_bytes()[:-9])
     with pytest.raises(ValueError, match="no checkpoint of a training"):
-        load_checkpoint(trainer(), tmp_path)
+        trainer(tmp_path)
 
 
 def test_an_adapter_is_small(base: Path, tmp_path: Path, trained: Path, monkeypatch) -> None:

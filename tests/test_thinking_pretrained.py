@@ -27,7 +27,7 @@ from cacheprobe.models.thinking.store import save_thinking
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed, word_tokenizer
 from cacheprobe.tasks.base import Example
 from cacheprobe.tasks.words import split_words, vocabulary_of
-from cacheprobe.training.loop import Loop, LoopSettings
+from cacheprobe.training.loop import LoopSettings, ModelLoop
 from cacheprobe.training.thinking.evaluate import evaluate
 from cacheprobe.training.thinking.losses import collate, losses
 from cacheprobe.training.thinking.recurrent import own_thoughts
@@ -121,7 +121,7 @@ def test_a_frozen_backbone_stays_and_what_was_added_learns() -> None:
     before = copy.deepcopy(backbone.state_dict())
     model.train_backbone(False)
     batch = collate(coins()[:4], "thinking")
-    list(Loop(model, LoopSettings(steps=2, lr=1e-2, warmup=1)).run(lambda step: losses(model, batch)))
+    list(ModelLoop(model, LoopSettings(steps=2, lr=1e-2, warmup=1)).minimise(lambda step: losses(model, batch)))
     assert all(torch.equal(before[name], weight) for name, weight in backbone.state_dict().items())
     assert not torch.equal(model.compression.block.mlp.down_proj.weight, backbone.model.layers[0].mlp.down_proj.weight)
     model.train_backbone(True)
@@ -269,8 +269,10 @@ def test_it_is_kept_as_the_refusal_to_save_it_says(tmp_path: Path) -> None:
 def test_a_short_training_lowers_both_losses() -> None:
     items = coins()
     model, _ = tiny("qwen2", chunk=8)
-    loop = Loop(model, LoopSettings(steps=30, lr=3e-3, warmup=5))
-    seen = [p.losses for p in loop.run(lambda step: losses(model, collate(items[step % 4 * 16 :][:16], "thinking")))]
+    loop = ModelLoop(model, LoopSettings(steps=30, lr=3e-3, warmup=5))
+    seen = [
+        p.losses for p in loop.minimise(lambda step: losses(model, collate(items[step % 4 * 16 :][:16], "thinking")))
+    ]
     for name in ("lm", "thoughts"):
         first, last = (sum(step[name] for step in part) for part in (seen[:3], seen[-3:]))
         assert last < 0.5 * first, name
@@ -346,10 +348,10 @@ def test_smollm2_takes_t_and_c_and_learns_to_think() -> None:
         torch.testing.assert_close(without, backbone(batch.token_ids).logits, rtol=0, atol=1e-3)  # logits reach 30
 
     model.train_backbone(False)
-    loop = Loop(model, LoopSettings(steps=10, lr=1e-3, warmup=2))
+    loop = ModelLoop(model, LoopSettings(steps=10, lr=1e-3, warmup=2))
     seen = [
         progress.losses
-        for progress in loop.run(
+        for progress in loop.minimise(
             lambda step: losses(model, collate(items[step % 4 * 4 :][:4], "thinking", config.pad_id))
         )
     ]

@@ -17,7 +17,8 @@ from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import config_hash, load_thinking, save_thinking
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed, word_tokenizer
-from cacheprobe.training.loop import Loop, LoopSettings
+from cacheprobe.training.checkpoint import read_checkpoint
+from cacheprobe.training.loop import LoopSettings, ModelLoop
 from cacheprobe.training.thinking import run as thinking_run
 from cacheprobe.training.thinking.command import train_thinking
 from cacheprobe.training.thinking.evaluate import evaluate, follows_gold
@@ -92,15 +93,15 @@ def test_no_gradient_runs_from_chunk_to_chunk_through_thoughts() -> None:
     assert grads[-1].any() and not grads[:-1].any()
 
 
-def train_steps(folder, until: int | None) -> Loop:
+def train_steps(folder, until: int | None) -> ModelLoop:
     model, texts = tiny(), items(40)
-    loop = Loop(model, LoopSettings(steps=12, batch=8, warmup=4), folder)
+    loop = ModelLoop(model, LoopSettings(steps=12, batch=8, warmup=4), folder)
 
     def losses_of(step: int):
         dice = random.Random(step)
         return losses(model, collate([dice.choice(texts) for _ in range(8)], "thinking"))
 
-    for _ in loop.run(losses_of, until):
+    for _ in loop.minimise(losses_of, until):
         pass
     return loop
 
@@ -114,13 +115,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path) -> None:
         assert torch.equal(a, b), name
     assert again.step == 12 and again.cpu_seconds > 0
     with pytest.raises(ValueError, match="other settings"):
-        Loop(tiny(), LoopSettings(steps=13), tmp_path / "broken")
+        ModelLoop(tiny(), LoopSettings(steps=13), tmp_path / "broken")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "progress.json").write_text("{}")
+    with pytest.raises(ValueError, match="that an earlier version began"):
+        ModelLoop(tiny(), LoopSettings(steps=12), tmp_path / "old")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run() -> None:
-    loop = Loop(tiny(), LoopSettings(steps=3))
+    loop = ModelLoop(tiny(), LoopSettings(steps=3))
     with pytest.raises(FloatingPointError, match="step 0"):
-        next(loop.run(lambda step: {"lm": torch.tensor(float("nan"), requires_grad=True)}))
+        next(loop.minimise(lambda step: {"lm": torch.tensor(float("nan"), requires_grad=True)}))
 
 
 def test_skipped_positions_keep_chunks_whole() -> None:
@@ -147,7 +152,7 @@ def judged_slowly(model: ThinkingModel, item: Annotated) -> tuple[bool, bool]:
 def test_evaluation_by_own_thoughts_is_that_of_a_slow_reader() -> None:
     """A model after a few steps on few texts: right on some, wrong on others."""
     model, texts = tiny(), items(24)
-    for _ in Loop(model, LoopSettings(steps=60, batch=12, lr=5e-3)).run(
+    for _ in ModelLoop(model, LoopSettings(steps=60, batch=12, lr=5e-3)).minimise(
         lambda step: losses(model, collate(texts[:12], "thinking"))
     ):
         pass
@@ -225,10 +230,9 @@ def test_a_training_that_was_stopped_says_when_it_was_right(tmp_path: Path, monk
 
     with pytest.raises(Stop):
         train(preset, "thinking", 3, tmp_path / "broken", stop)
-    progress = tmp_path / "broken" / "progress.json"
-    before = json.loads(progress.read_text())["notes"]
+    before = read_checkpoint(tmp_path / "broken")[0]["notes"]
     again = train(preset, "thinking", 3, tmp_path / "broken")
-    after = json.loads(progress.read_text())["notes"]
+    after = read_checkpoint(tmp_path / "broken")[0]["notes"]
     assert (before["good"], after["good"]) == (200 // 25, 210 // 25 + 1)
     assert again.cpu_seconds_to_99 == after["to_99"] == before["to_99"]
 

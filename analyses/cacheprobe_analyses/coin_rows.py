@@ -21,6 +21,7 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
@@ -29,7 +30,6 @@ from cacheprobe.tasks.base import Accuracy, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
 from cacheprobe.tasks.people import HELD_OUT_NAMES
 from cacheprobe_analyses.coin_rows_words import parts_of
-from cacheprobe_analyses.records import write_json
 
 TREATMENTS = ("swapped", "masked", "own again", "other names", "noise")
 _BATCH = dict(max_new_tokens=1, capacity=96, progress=False)

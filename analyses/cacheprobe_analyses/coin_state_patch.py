@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
@@ -34,7 +35,7 @@ from cacheprobe.plots import carried_figure
 from cacheprobe.tasks.base import Accuracy, Example
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
 from cacheprobe.tasks.people import NAMES
-from cacheprobe_analyses.records import records_of, write_json
+from cacheprobe_analyses.records import records_of
 
 SWAPPED, CONTROLS = "other coin", ("own again", "other names", "noise")
 WORD, END = "heads or tails", "last token"

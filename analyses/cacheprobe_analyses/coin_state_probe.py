@@ -17,10 +17,11 @@ from typing import Any
 import pandas as pd
 
 import cacheprobe as cp
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.plots import probe_figure
 from cacheprobe.tasks import CoinFlip
-from cacheprobe_analyses.records import records_of, write_json
+from cacheprobe_analyses.records import records_of
 
 END = -1
 """The place of the answer: the last token of the prompt."""

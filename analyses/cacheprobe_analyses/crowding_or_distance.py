@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.blocks import rotate
 from cacheprobe.models.thinking.model import ThinkingModel, thought_table
@@ -29,7 +30,6 @@ from cacheprobe.training.thinking.evaluate import READ_AT_ONCE
 from cacheprobe.training.thinking.losses import collate
 from cacheprobe.training.thinking.run import TEST_SEED, Trained
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.records import write_json
 from cacheprobe_analyses.thinking_states_table import Config as Table
 from cacheprobe_analyses.thinking_states_table import trained_arm
 

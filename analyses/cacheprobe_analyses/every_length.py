@@ -14,10 +14,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.records import write_json
 from cacheprobe_analyses.thinking_states_table import COIN_FLIPS, RESULTS, trained_arm
 from cacheprobe_analyses.thinking_states_table import Config as Table
 

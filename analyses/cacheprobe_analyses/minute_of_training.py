@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from cacheprobe.core.files import write_json
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking.presets import preset_of
 from cacheprobe.training.thinking.run import CHECK_TEXTS, TEST_SEED, train
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.records import write_json
 
 
 @dataclass(frozen=True)

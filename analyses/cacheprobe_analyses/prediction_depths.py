@@ -19,11 +19,12 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
+from cacheprobe.core.files import write_json
 from cacheprobe.drafters import EarlyExit, NGram
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.plots import disagreement_figure, final_choice_figure
 from cacheprobe.tasks import CoinFlip
-from cacheprobe_analyses.records import records_of, write_json
+from cacheprobe_analyses.records import records_of
 
 KINDS = ("answer", "later tokens", "after a rejected token")
 _RESAMPLES = 1000

@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 
+from cacheprobe.core.files import write_json
 from cacheprobe.models.loaders import plain_model
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.pretrained import ThinkingPretrained, config_of
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed
 from cacheprobe.tasks.base import Example
-from cacheprobe.training.loop import Loop, LoopSettings
+from cacheprobe.training.loop import LoopSettings, ModelLoop
 from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking.losses import collate, losses
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.records import DIGITS, write_json
+from cacheprobe_analyses.records import DIGITS
 
 LOSSES = ("lm", "thoughts")
 
@@ -124,9 +125,9 @@ def run(config: Config, progress: bool = False) -> Result:
     items, fresh = drawn[: -config.texts], drawn[-config.texts :]
 
     settings = LoopSettings(config.steps, config.batch, config.lr, warmup=config.warmup, seed=config.seed)
-    loop, steps = Loop(model, settings), []
+    loop, steps = ModelLoop(model, settings), []
     with TrainingProgress(config.steps, 0, progress) as show:
-        for at in loop.run(
+        for at in loop.minimise(
             lambda step: losses(model, collate(items[step * config.batch :][: config.batch], "thinking", shapes.pad_id))
         ):
             steps.append(at.losses)

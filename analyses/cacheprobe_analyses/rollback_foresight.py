@@ -16,12 +16,13 @@ from typing import Any
 import pandas as pd
 
 import cacheprobe as cp
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.drafters import EarlyExit, FastPath, NGram
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.plots import rollback_prediction_figure
 from cacheprobe.tasks import CoinFlip
-from cacheprobe_analyses.records import records_of, write_json
+from cacheprobe_analyses.records import records_of
 
 UNITS = ("draft", "candidate")
 

@@ -20,7 +20,7 @@ from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import CONFIG, load_thinking, save_thinking
 from cacheprobe.tasks import Permutations, word_tokenizer
 from cacheprobe.tasks.base import Example
-from cacheprobe.training.loop import Loop, LoopSettings, Progress
+from cacheprobe.training.loop import LoopSettings, ModelLoop, Progress
 from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking.losses import IGNORED
 from cacheprobe.training.thinking.presets import Preset
@@ -89,13 +89,13 @@ def trained(
 def _plain(subject: Subject, folder: Path, told: Callable[[Progress], None]) -> tuple[ThinkingModel, Any, float]:
     tokenizer = word_tokenizer(subject.task.vocabulary())
     config = ThinkingConfig(len(tokenizer), thinks=False, chunk=1, **subject.model)
-    loop = Loop(ThinkingModel(config, subject.seed), subject.loop, folder)
+    loop = ModelLoop(ThinkingModel(config, subject.seed), subject.loop, folder)
 
     def losses_of(step: int) -> dict[str, Tensor]:
         texts = subject.task.examples(subject.loop.batch, subject.seed * SEEDS_OF_A_TRAINING + step)
         return {"state": running_loss(loop.model, *supervised(texts, tokenizer))}
 
-    for progress in loop.run(losses_of):
+    for progress in loop.minimise(losses_of):
         told(progress)
     return loop.model.eval(), tokenizer, loop.cpu_seconds
 

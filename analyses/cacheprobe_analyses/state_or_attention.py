@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.plots import ways_figure
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.thinking.recurrent import Thoughts, own_thoughts, write
-from cacheprobe_analyses.records import write_json
 
 WAYS: dict[str, tuple[bool, int | None]] = {
     "untouched": (True, None),

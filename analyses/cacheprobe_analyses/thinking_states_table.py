@@ -17,13 +17,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.store import CONFIG
 from cacheprobe.training.thinking.command import train_thinking
 from cacheprobe.training.thinking.presets import preset_of
 from cacheprobe.training.thinking.run import TEST_SEED, Trained, load_trained
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.records import write_json
 from cacheprobe_analyses.thinking_states_told import Result
 
 RESULTS = Path(__file__).parents[1] / "results" / "thinking-states.json"

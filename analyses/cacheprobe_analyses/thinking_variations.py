@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.store import CONFIG, save_thinking
 from cacheprobe.tasks import TwoCoins
@@ -25,7 +26,6 @@ from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking.presets import Preset, preset_of
 from cacheprobe.training.thinking.run import TEST_SEED, Trained, load_trained, train
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.records import write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "thinking-variations.json"
 STEPS = 300

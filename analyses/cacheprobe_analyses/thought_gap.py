@@ -16,12 +16,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.tasks import CoinFlip, Example, annotate_all, coin_question
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.thinking.evaluate import evaluate
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.records import write_json
 from cacheprobe_analyses.thinking_variations import BASE, trained_variation, variations
 from cacheprobe_analyses.thinking_variations import Config as Variations
 

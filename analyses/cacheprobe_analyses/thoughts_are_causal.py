@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.tasks import CoinFlip, annotate_all, mixed
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.thinking.recurrent import own_thoughts, write
-from cacheprobe_analyses.records import write_json
 
 LEAST_ACCURACY = 0.95
 

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.blocks import attention_bias
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.model import ThinkingModel, pad_in_front
 from cacheprobe.training.thinking.losses import IGNORED, Batch, losses
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.records import write_json
 
 WAYS = ("parallel", "through time")
 

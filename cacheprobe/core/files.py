@@ -1,5 +1,6 @@
 """Writes files so that they appear complete or not at all."""
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -19,11 +20,18 @@ def write_whole(path: Path, fill: Callable[[Path], object]) -> Path:
     try:
         fill(beside)
         beside.chmod(0o666 & ~_umask())  # mkstemp's file is its owner's alone
+        fsync(beside)
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
     return path
+
+
+def write_json(path: Path, content: object, *, indent: int | None = 1, sort_keys: bool = False) -> Path:
+    """Writes a JSON file that appears whole or not at all. Numbers keep all their digits."""
+    text = json.dumps(content, indent=indent, sort_keys=sort_keys) + "\n"
+    return write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def fsync(path: Path) -> None:

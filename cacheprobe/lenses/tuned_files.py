@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cacheprobe.core.files import write_json, write_whole
 from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import LensError, unembedding_sha256
 from cacheprobe.models.base import CachedLM
@@ -43,8 +42,8 @@ def save_tuned_lens(lens: Translators, directory: Path) -> Path:
     }
     tensors = {name: getattr(lens, name).detach().cpu().contiguous() for name in ("weights", "biases")}
     directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / TRANSLATORS, lambda path: save_file(tensors, path))
-    _replace(directory / CONFIG, lambda path: path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8"))
+    write_whole(directory / TRANSLATORS, lambda path: save_file(tensors, path))
+    write_json(directory / CONFIG, config)
     return directory
 
 
@@ -146,14 +145,3 @@ def package_unembedding_hash(model: CachedLM) -> str:
     weight = model.unembedding.detach().to("cpu", torch.float32).numpy()
     with np.printoptions(threshold=1000, edgeitems=3, linewidth=75, suppress=False):
         return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

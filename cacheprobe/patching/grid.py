@@ -8,8 +8,8 @@ from typing import Required, TypedDict
 
 import pandas as pd
 
+from cacheprobe.core.files import write_json
 from cacheprobe.models.base import CachedLM
-from cacheprobe.patching.parts import write_json
 from cacheprobe.patching.runs import AnswerLogits, Run, read
 
 _FORMAT = "cacheprobe patching grid 1"
@@ -82,7 +82,7 @@ class Grid:
     def save(self, path: "str | Path") -> None:
         """Writes the grid as one JSON file, which appears whole or not at all."""
         columns = {name: self.table[name].tolist() for name in self.table.columns}
-        write_json(Path(path), {"format": _FORMAT, "meta": self.meta, "table": columns})
+        write_json(Path(path), {"format": _FORMAT, "meta": self.meta, "table": columns}, indent=None)
 
     @classmethod
     def load(cls, path: "str | Path") -> "Grid":

@@ -2,10 +2,10 @@
 whole."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cacheprobe.core.files import write_json
 from cacheprobe.patching.runs import AnswerLogits
 
 _ASKED = "asked.json"
@@ -35,7 +35,7 @@ class Parts:
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise ValueError(f"{self.folder} is not empty and holds no cells of a grid; give another store=")
         else:
-            write_json(path, wanted)
+            write_json(path, wanted, indent=None)
 
     def get(self, name: str) -> list[AnswerLogits] | None:
         """Returns the results of a finished group's cells; None for a group that must still run."""
@@ -46,26 +46,11 @@ class Parts:
     def put(self, name: str, results: Sequence[AnswerLogits]) -> None:
         """Keeps the results of a finished group."""
         if self.folder is not None:
-            write_json(self._path(name), [list(one) for one in results])
+            write_json(self._path(name), [list(one) for one in results], indent=None)
 
     def _path(self, name: str) -> Path:
         assert self.folder is not None
         return self.folder / f"cells-{name}.json"
-
-
-def write_json(path: Path, content: object) -> None:
-    """Writes a JSON file that appears whole or not at all. Numbers keep all their digits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            json.dump(content, stream)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path):

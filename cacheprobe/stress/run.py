@@ -1,9 +1,9 @@
 """Runs the whole stress test: soak, comparison with Hugging Face, negative control; prints and stores the result."""
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.status import checked_states
@@ -43,9 +43,7 @@ def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, 
             control = {**numbers, "negative_control": said}
     is_equal = not tally.differences and control.get("control_verified_differ", 0) == 0
     figures = {**tally.numbers(), **control, "has_passed": is_equal and control["negative_control"] == "diverged"}
-    temporary = out / "stress.json.tmp"
-    temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(out / "stress.json")
+    write_json(out / "stress.json", figures)
     print(tally.text())
     print("\n".join(f"{name}  {value}" for name, value in control.items()))
     return figures

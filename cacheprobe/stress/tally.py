@@ -1,11 +1,11 @@
 """Keeps the counts and differences of a stress test, in a file from which it can continue."""
 
 import json
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from cacheprobe.core.files import write_json
 from cacheprobe.stress.oracle import Answer
 from cacheprobe.stress.subjects import REAL, Subject
 
@@ -51,15 +51,9 @@ class Tally:
 
     def save(self, path: Path) -> None:
         """Writes the tally to a JSON file; after an error the earlier file is unchanged."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            held = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() would spoil a Counter
-            held["answers"] = {key: asdict(answer) for key, answer in self.answers.items()}
-            json.dump(held, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        held = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() would spoil a Counter
+        held["answers"] = {key: asdict(answer) for key, answer in self.answers.items()}
+        write_json(path, held, indent=None)
 
     @classmethod
     def load(cls, path: Path) -> "Tally":

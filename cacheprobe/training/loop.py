@@ -1,19 +1,46 @@
-"""The short training loop: seeded, resumable, and with a record of its cost.
+"""The training loop: gradients, clipping, learning rate, optimizer, and a checkpoint from which it resumes.
 
-This file contains no code for models or tasks: the caller supplies a function for the loss of a step.
+This file contains no code for models or tasks: the caller supplies a function that computes a step's gradients, or its
+losses.
 """
 
-import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from cacheprobe.core.values import JsonDict
+from cacheprobe.training.checkpoint import CHECKPOINT, other_settings, read_checkpoint, write_checkpoint
+
+_OLD_CHECKPOINT = "progress.json"
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """The settings of a training that the loop reads."""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        ...
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Largest norm of a step's gradient; a longer one is scaled down."""
+        ...
+
+    def learning_rate_at(self, step: int) -> float:
+        """Returns the learning rate of a step, counted from 0."""
+        ...
+
+    def as_dict(self) -> JsonDict:
+        """Returns the settings as JSON values; a checkpoint of other settings is refused."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -26,8 +53,7 @@ class LoopSettings:
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.01
     warmup: int = 50
-    clip: float = 1.0
-    """Maximum norm of a step's gradient."""
+    max_grad_norm: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -37,12 +63,16 @@ class LoopSettings:
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, got {self.lr}")
 
-    def lr_at(self, step: int) -> float:
+    def learning_rate_at(self, step: int) -> float:
         """Returns the learning rate of a step, counted from 0."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(self.steps - self.warmup, 1)
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+    def as_dict(self) -> JsonDict:
+        """Returns the settings as JSON values."""
+        return asdict(self) | {"betas": list(self.betas)}
 
 
 @dataclass(frozen=True)
@@ -56,100 +86,113 @@ class Progress:
 
 
 class Loop:
-    """Trains a model by a loss. `folder`: directory of a checkpoint, from which a later Loop resumes."""
+    """Runs the steps of a training, and resumes from the checkpoint in `folder` if there is one."""
 
-    def __init__(self, model: nn.Module, settings: LoopSettings, folder: Path | None = None) -> None:
-        self.model, self.settings, self.folder = model, settings, folder
-        decayed = [w for w in model.parameters() if w.dim() >= 2]
-        others = [w for w in model.parameters() if w.dim() < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=settings.lr,
-            betas=settings.betas,
-        )
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        settings: Schedule,
+        folder: Path | None = None,
+    ) -> None:
+        """weights: what the optimizer changes, by name.  folder: where checkpoints are written; None for none.
+
+        Raises: ValueError for a checkpoint that is broken, or of other settings.
+        """
+        self.weights, self.optimizer, self.settings, self.folder = weights, optimizer, settings, folder
         self.step, self.cpu_seconds = 0, 0.0
         self.notes: dict[str, Any] = {}
         """Values that the caller updates from step to step; stored in the checkpoint as JSON."""
-        if folder is not None and (folder / "progress.json").exists():
+        if folder is not None and (folder / CHECKPOINT).exists():
             self._load(folder)
+        elif folder is not None and (folder / _OLD_CHECKPOINT).exists():
+            raise ValueError(
+                f"{folder} holds a training that an earlier version began, and that this one cannot resume; give "
+                "another folder, or remove this one"
+            )
 
     def run(
-        self, losses_of: Callable[[int], dict[str, Tensor]], until: int | None = None, save_every: int = 200
+        self, gradients_of: Callable[[int], dict[str, float]], until: int | None = None, save_every: int = 200
     ) -> Iterator[Progress]:
-        """Runs steps up to `until` (default: all). losses_of(step): returns the losses of a step; their sum is
-        minimised.
+        """Runs steps up to `until` (default: all).
+
+        gradients_of(step): computes the gradients of a step, and returns its losses.
 
         A step's random draws must depend only on the step's number, so that a resumed run equals an uninterrupted one.
+        A checkpoint is written after every `save_every` steps and at the end, when the caller has the step's Progress.
         Raises: FloatingPointError if a loss is not finite; the last checkpoint stays.
         """
-        settings, parameters = self.settings, list(self.model.parameters())
+        settings, weights = self.settings, list(self.weights.values())
         last = settings.steps if until is None else min(until, settings.steps)
-        self.model.train()
         while self.step < last:
             began = time.process_time()
-            losses = losses_of(self.step)
-            total = torch.stack(list(losses.values())).sum()
-            if not bool(torch.isfinite(total)):
-                raise FloatingPointError(
-                    f"step {self.step}: the loss is {float(total.detach())}; lower lr={settings.lr}"
-                )
             self.optimizer.zero_grad(set_to_none=True)
-            total.backward()
-            nn.utils.clip_grad_norm_(parameters, settings.clip)
+            losses = gradients_of(self.step)
+            if wrong := [name for name, value in losses.items() if not math.isfinite(value)]:
+                raise FloatingPointError(
+                    f"step {self.step}: {wrong[0]} is {losses[wrong[0]]}; lower the learning rate of "
+                    f"{settings.learning_rate_at(self.step):.3g}"
+                )
+            nn.utils.clip_grad_norm_(weights, settings.max_grad_norm)
             for group in self.optimizer.param_groups:
-                group["lr"] = settings.lr_at(self.step)
+                group["lr"] = settings.learning_rate_at(self.step)
             self.optimizer.step()
             self.step += 1
             self.cpu_seconds += time.process_time() - began
-            yield Progress(self.step, {name: float(loss.detach()) for name, loss in losses.items()}, self.cpu_seconds)
+            yield Progress(self.step, losses, self.cpu_seconds)
             if self.folder is not None and (self.step % save_every == 0 or self.step == last):
-                self.save()  # after the caller has made its notes of the step
-        self.model.eval()
-
-    # -- checkpoints
+                self.save()
 
     def save(self) -> None:
-        """Writes weights, optimizer moments and the step; each file appears whole or not at all. The step is written
-        last."""
-        from safetensors.torch import save_file
-
+        """Writes weights, the optimizer's tensors, step and notes. If the process dies meanwhile, the earlier file
+        stays."""
         assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        tensors = {f"model.{name}": w.detach().contiguous() for name, w in self.model.named_parameters()}
-        for name, weight in self.model.named_parameters():
+        tensors = {f"weight.{name}": weight.detach().contiguous() for name, weight in self.weights.items()}
+        for name, weight in self.weights.items():
             for key, value in self.optimizer.state.get(weight, {}).items():
-                tensors[f"{key}.{name}"] = value.detach().reshape(-1) if value.dim() == 0 else value.contiguous()
-        name = f"step-{self.step}.safetensors"
-        save_file(tensors, self.folder / name)
-        place = {"step": self.step, "cpu_seconds": self.cpu_seconds, "tensors": name}
-        place |= {"notes": self.notes, "settings": self._settings()}
-        temporary = self.folder / "progress.json.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(place, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / "progress.json")
-        for old in self.folder.glob("step-*.safetensors"):
-            if old.name != name:
-                old.unlink()
+                tensors[f"{key}.{name}"] = value.detach().contiguous()
+        record = {"step": self.step, "cpu_seconds": self.cpu_seconds, "notes": self.notes}
+        write_checkpoint(self.folder, tensors, {**record, "settings": self.settings.as_dict()})
 
     def _load(self, folder: Path) -> None:
-        from safetensors.torch import load_file
-
-        place = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-        if place["settings"] != self._settings():
+        record, tensors = read_checkpoint(folder)
+        if differing := other_settings(record["settings"], self.settings.as_dict()):
             raise ValueError(
-                f"{folder} holds a run under other settings, {place['settings']} against {self._settings()}; give "
-                "another folder, or delete this one"
+                f"{folder} holds a training with other settings ({differing}); give another folder, or remove this one"
             )
-        tensors = load_file(folder / place["tensors"])
         with torch.no_grad():
-            for name, weight in self.model.named_parameters():
-                weight.copy_(tensors[f"model.{name}"])
-                moments = {k: tensors[f"{k}.{name}"] for k in ("exp_avg", "exp_avg_sq") if f"{k}.{name}" in tensors}
-                if moments:
-                    self.optimizer.state[weight] = {**moments, "step": tensors[f"step.{name}"].reshape(())}
-        self.step, self.cpu_seconds, self.notes = place["step"], place["cpu_seconds"], place.get("notes", {})
+            for name, weight in self.weights.items():
+                if f"weight.{name}" not in tensors:
+                    raise ValueError(f"{folder / CHECKPOINT} lacks the weight {name}; remove it and train again")
+                weight.copy_(tensors.pop(f"weight.{name}"))
+                held = [key for key in tensors if key.partition(".")[2] == name]
+                self.optimizer.state[weight] = {key.partition(".")[0]: tensors.pop(key) for key in held}
+        self.step, self.cpu_seconds, self.notes = record["step"], record["cpu_seconds"], record["notes"]
 
-    def _settings(self) -> dict[str, object]:
-        return {**vars(self.settings), "betas": list(self.settings.betas)}
+
+class ModelLoop(Loop):
+    """Trains all parameters of a model with AdamW, by the sum of some losses."""
+
+    def __init__(self, model: nn.Module, settings: LoopSettings, folder: Path | None = None) -> None:
+        self.model = model
+        weights = dict(model.named_parameters())
+        groups = [
+            {"params": [w for w in weights.values() if w.dim() >= 2], "weight_decay": settings.weight_decay},
+            {"params": [w for w in weights.values() if w.dim() < 2], "weight_decay": 0.0},
+        ]
+        super().__init__(weights, torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas), settings, folder)
+
+    def minimise(
+        self, losses_of: Callable[[int], dict[str, Tensor]], until: int | None = None, save_every: int = 200
+    ) -> Iterator[Progress]:
+        """Runs steps as `run` does. losses_of(step): returns the losses of a step; their sum is minimised."""
+
+        def gradients_of(step: int) -> dict[str, float]:
+            """Computes the gradients of the sum of the losses."""
+            losses = losses_of(step)
+            torch.stack(list(losses.values())).sum().backward()
+            return {name: float(loss.detach()) for name, loss in losses.items()}
+
+        self.model.train()
+        yield from self.run(gradients_of, until, save_every)
+        self.model.eval()

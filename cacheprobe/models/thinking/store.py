@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeGuard
 
+from cacheprobe.core.files import write_json
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 
@@ -70,9 +71,7 @@ def save_thinking(
         "sha256": {name: _hash(folder / name) for name in (WEIGHTS, TOKENIZER)},
         "record": record,
     }
-    temporary = folder / (CONFIG + ".tmp")
-    temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(folder / CONFIG)
+    write_json(folder / CONFIG, held)
     return folder
 
 

@@ -1,16 +1,15 @@
 """Evaluates a model without and with an adapter, side by side."""
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.loaders import load_model
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.lora.checkpoint import replace_file
 from cacheprobe.training.lora.evaluate import PEOPLE, Cell, evaluate
 from cacheprobe.training.lora.settings import HELD_OUT_NAMES
 
@@ -55,7 +54,7 @@ def evaluate_adapter(
         "threads": torch.get_num_threads(),
     }
     if json_path is not None:
-        replace_file(json_path, lambda path: path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8"))
+        write_json(json_path, figures)
     return figures
 
 

@@ -5,21 +5,16 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from safetensors.torch import save
 
+from cacheprobe.core.files import write_json, write_whole
 from cacheprobe.core.values import Json
 from cacheprobe.models.hf.adapters import CONFIG, TRAINING, WEIGHTS, base_sha256, file_sha256
 from cacheprobe.models.loaders import plain_model
-from cacheprobe.training.lora.checkpoint import (
-    CHECKPOINT,
-    LoraState,
-    load_checkpoint,
-    other_settings,
-    replace_file,
-    save_checkpoint,
-)
+from cacheprobe.training.checkpoint import other_settings
 from cacheprobe.training.lora.settings import HELD_OUT_NAMES, LoraSettings
 from cacheprobe.training.lora.train import LoraTrainer
 from cacheprobe.training.progress import TrainingProgress
@@ -31,6 +26,21 @@ SUPERVISION = (
     "the answer's word after the question (cross-entropy over the vocabulary), and, weighted by running_weight, the "
     "state after each person on the token that completes that person's words (heads against tails alone)"
 )
+
+
+class LoraState(TypedDict):
+    """The notes of an unfinished training, stored in its checkpoint."""
+
+    curve: list[dict[str, Json]]
+    """One entry for each checkpoint: step, losses and accuracies."""
+    seconds: float
+    cpu_seconds: float
+    tokens: int
+    starts: int
+    """How often the training was started or resumed."""
+    base: str
+    base_weights_sha256: str
+    base_weights_note: str
 
 
 class LoraRecord(LoraState):
@@ -64,44 +74,41 @@ def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, chec
         return _finished(settings, out)
     model, tokenizer, note = plain_model(settings.model, "float32", progress=progress)
     base_sha = base_sha256(model)
-    trainer = LoraTrainer(model, tokenizer, settings)
+    trainer = LoraTrainer(model, tokenizer, settings, out)
     _refuse_large(2 * trainer.num_trained)
-    state: LoraState = {
+    empty: LoraState = {
         "curve": [], "seconds": 0.0, "cpu_seconds": 0.0, "tokens": 0, "starts": 0,
         "base": settings.model, "base_weights_sha256": base_sha, "base_weights_note": note,
     }  # fmt: skip
-    if (out / CHECKPOINT).is_file():
-        stored = load_checkpoint(trainer, out)
-        if stored["base_weights_sha256"] != base_sha:
-            raise ValueError(f"{out} holds a training of other weights of {settings.model}; give another --out")
-        state = stored
+    state: LoraState = trainer.loop.notes.setdefault("state", empty)
+    if state["base_weights_sha256"] != base_sha:
+        raise ValueError(f"{out} holds a training of other weights of {settings.model}; give another --out")
     state["starts"] += 1
-    with TrainingProgress(settings.steps, trainer.step, progress) as show:
-        show.say(f"{_size(trainer)}, {torch.get_num_threads()} threads, from step {trainer.step}")
-        _loop(trainer, out, state, show, checkpoint_every)
+    first = trainer.loop.step
+    with TrainingProgress(settings.steps, first, progress) as show:
+        show.say(f"{_size(trainer)}, {torch.get_num_threads()} threads, from step {first}")
+        _loop(trainer, state, show, checkpoint_every)
     return save_adapter(trainer, out, state)
 
 
-def _loop(trainer: LoraTrainer, out: Path, state: LoraState, show: TrainingProgress, checkpoint_every: int) -> None:
+def _loop(trainer: LoraTrainer, state: LoraState, show: TrainingProgress, checkpoint_every: int) -> None:
     settings = trainer.settings
     wall, cpu = time.monotonic() - state["seconds"], time.process_time() - state["cpu_seconds"]
     since: list[dict[str, float]] = []
-    while trainer.step < settings.steps:
-        people = settings.people_at(trainer.step)
-        since.append(trainer.run_step())
-        is_last = trainer.step == settings.steps
-        if trainer.step % checkpoint_every == 0 or is_last:
+    for at in trainer.run(checkpoint_every):
+        since.append(at.losses)
+        if at.step % checkpoint_every == 0 or at.step == settings.steps:  # the loop saves the notes next
             means = {name: round(sum(step[name] for step in since) / len(since), 4) for name in since[0]}
             state["seconds"] = round(time.monotonic() - wall, 1)
             state["cpu_seconds"] = round(time.process_time() - cpu, 1)
             state["tokens"] += int(sum(step["tokens"] for step in since))
-            point: dict[str, Json] = {"step": trainer.step, "most_people": people, "seconds": state["seconds"], **means}
+            people = settings.people_at(at.step - 1)
+            point: dict[str, Json] = {"step": at.step, "most_people": people, "seconds": state["seconds"], **means}
             point["held_out"] = {**trainer.held_out_shares()}
             state["curve"].append(point)
-            save_checkpoint(trainer, out, state)
             since = []
             show.say(_words(state["curve"][-1]))
-        show(trainer.step, f"loss {since[-1]['answer_loss_nats']:.3f} nats" if since else "saved")
+        show(at.step, f"loss {since[-1]['answer_loss_nats']:.3f} nats" if since else "saved")
 
 
 def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecord:
@@ -119,19 +126,19 @@ def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecor
         raise ValueError("the adapter's weights are not finite in float16; train with a lower learning rate")
     stored = save(tensors, {"format": "pt"})
     _refuse_large(len(stored))
-    replace_file(out / WEIGHTS, lambda path: path.write_bytes(stored))
+    write_whole(out / WEIGHTS, lambda path: path.write_bytes(stored))
     config = trainer.config.to_dict() | {
         "base_model_name_or_path": trainer.settings.model,
         "target_modules": sorted(trainer.config.target_modules or ()),
         "inference_mode": True,
     }
-    _write_json(out / CONFIG, config)
+    write_json(out / CONFIG, config, sort_keys=True)
     record: LoraRecord = {
         **state,
         "adapter_sha256": file_sha256(out / WEIGHTS),
         "adapter_bytes": (out / WEIGHTS).stat().st_size,
         "trained_numbers": trainer.num_trained,
-        "questions": trainer.step * trainer.settings.batch,
+        "questions": trainer.loop.step * trainer.settings.batch,
         "command": trainer.settings.command(),
         "supervision": SUPERVISION,
         "held_out_names": list(HELD_OUT_NAMES),
@@ -142,7 +149,7 @@ def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecor
         "transformers": version("transformers"),
         "peft": version("peft"),
     }
-    _write_json(out / TRAINING, record)
+    write_json(out / TRAINING, record, sort_keys=True)
     return record
 
 
@@ -158,11 +165,6 @@ def _finished(settings: LoraSettings, out: Path) -> LoraRecord:
     if differing := other_settings(record["settings"], settings.as_dict()):
         raise ValueError(f"{out} holds a finished training with other settings ({differing}); give another --out")
     return record
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    text = json.dumps(content, indent=1, sort_keys=True) + "\n"
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _size(trainer: LoraTrainer) -> str:

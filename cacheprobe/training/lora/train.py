@@ -1,6 +1,8 @@
 """Trains a LoRA adapter on coin-flip questions: seeded, resumable, on one core."""
 
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +11,19 @@ from torch.nn.functional import cross_entropy
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.tasks.coin_flip import CoinFlip, answer_token_ids
+from cacheprobe.training.loop import Loop, Progress
 from cacheprobe.training.lora.batches import Batch, batches_of, encode, to_batch
 from cacheprobe.training.lora.settings import HELD_OUT_NAMES, LoraSettings
 
 
 class LoraTrainer:
-    """A float32 model with an adapter, and its optimizer. `run_step` runs one step of AdamW."""
+    """A float32 model with an adapter, its optimizer, and the loop that trains it."""
 
-    def __init__(self, model: LiveModule, tokenizer: LiveTokenizer, settings: LoraSettings) -> None:
+    def __init__(
+        self, model: LiveModule, tokenizer: LiveTokenizer, settings: LoraSettings, folder: Path | None = None
+    ) -> None:
         """model: a transformers causal model in float32; its weights are frozen, and the adapter is added in place.
+        folder: for checkpoints, from which the training resumes.
 
         Raises: ModelError for a model that cannot be trained this way.
         """
@@ -48,18 +54,23 @@ class LoraTrainer:
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=settings.weight_decay
         )
-        self.step = 0
+        self.loop = Loop(self.trained, self.optimizer, settings, folder)
 
     @property
     def num_trained(self) -> int:
         """Number of trained parameters in the adapter."""
         return sum(weight.numel() for weight in self.trained.values())
 
-    def run_step(self) -> dict[str, float]:
-        """Runs one step over `batch` questions. Returns losses in nats and shares of right predictions, measured before
-        the update."""
+    def run(self, save_every: int = 20) -> Iterator[Progress]:
+        """Runs all steps that are left. Losses in nats and shares of right predictions are measured before each
+        update."""
+        return self.loop.run(self.gradients_of, save_every=save_every)
+
+    def gradients_of(self, step: int) -> dict[str, float]:
+        """Computes the gradients of one step over `batch` questions. Returns losses in nats and shares of right
+        predictions."""
         self.model.train()
-        batches = batches_of(self.settings, self.step, self.tokenizer)
+        batches = batches_of(self.settings, step, self.tokenizer)
         num_questions, num_states = self.settings.batch, sum(len(batch.running) for batch in batches)
         sums = dict.fromkeys(("answer_loss_nats", "answers_right", "running_loss_nats", "states_right"), 0.0)
         for batch in batches:
@@ -72,12 +83,6 @@ class LoraTrainer:
             sums["answers_right"] += int((answer_logits.argmax(-1) == self.answer_ids[batch.answers]).sum())
             sums["running_loss_nats"] += float(running_loss.detach())
             sums["states_right"] += int((state_logits.argmax(-1) == batch.running).sum())
-        nn.utils.clip_grad_norm_(self.trained.values(), self.settings.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate_at(self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
         shares = {"answer": num_questions, "running": num_states, "answers": num_questions, "states": num_states}
         means = {name: value / shares[name.split("_")[0]] for name, value in sums.items()}
         return {**means, "tokens": sum(batch.num_tokens for batch in batches)}

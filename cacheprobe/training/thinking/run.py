@@ -9,13 +9,12 @@ from random import Random
 import torch
 
 from cacheprobe.core.live import LiveTokenizer
-from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import load_thinking, read_config
 from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
-from cacheprobe.training.loop import Loop, Progress
+from cacheprobe.training.loop import ModelLoop, Progress
 from cacheprobe.training.thinking.evaluate import Verdicts, evaluate, follows_gold
 from cacheprobe.training.thinking.losses import attention_crowding, collate, losses, skipping_positions
 from cacheprobe.training.thinking.presets import Preset, changed
@@ -92,11 +91,11 @@ def train(
     chunk = model.config.chunk
     pool = _annotated(preset, arm, tokenizer, model.config, preset.pool, seed)
     fresh = _annotated(preset, arm, tokenizer, model.config, CHECK_TEXTS, TEST_SEED + seed)
-    loop = Loop(model, settings, folder)
+    loop = ModelLoop(model, settings, folder)
     is_crowded = preset.attention_crowding and jump > 0
     of = {"arm": arm, "form": preset.form, "position_jump": jump, "attention_crowding": is_crowded}
     of |= {"chain": preset.chain_form(arm), "config": model.config.to_json()}
-    held = _notes_of_any_version(loop.notes.setdefault("of", of))
+    held = loop.notes.setdefault("of", of)
     if other := [name for name, value in of.items() if held[name] != value]:
         raise ValueError(
             f"{folder} holds a training with {other[0]} {held[other[0]]!r}, not {of[other[0]]!r}; give another "
@@ -113,7 +112,7 @@ def train(
         positions = skipping_positions(batch, chunk, jump, step)
         return losses(model, batch, positions, attention_crowding(positions, chunk) if is_crowded else None)
 
-    for progress in loop.run(losses_of):
+    for progress in loop.minimise(losses_of):
         accuracy = None
         if progress.step % CHECK_EVERY == 0 or progress.step == settings.steps:
             with torch.inference_mode():
@@ -127,13 +126,6 @@ def train(
             break
     to_99, to_100 = loop.notes.get("to_99"), loop.notes.get("to_100")
     return Trained(model.eval(), tokenizer, preset, arm, seed, loop.cpu_seconds, to_99, to_100)
-
-
-def _notes_of_any_version(notes: JsonDict) -> JsonDict:
-    """Returns what a folder says of its training, under today's names. Older folders had no attention crowding, and
-    chains of thought that wrote the thoughts of all chunks."""
-    renamed = {"reach": "position_jump", "crowds": "attention_crowding"}
-    return {"attention_crowding": False, "chain": None, **{renamed.get(name, name): notes[name] for name in notes}}
 
 
 def _require_training_seed(seed: int, num_variants: int) -> None:

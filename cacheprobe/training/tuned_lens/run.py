@@ -35,8 +35,8 @@ def train_tuned_lens(
         reader, settings.steps * settings.texts, settings.length, settings.seed, "train", progress=progress
     )
     with TrainingProgress(settings.steps, 0, progress) as shown:
-        for step in trainer.run(texts):
-            shown(step.step + 1, f"KL {float(step.kl_nats.mean()):.3f} nats, mean over layers")
+        for at in trainer.run(texts):
+            shown(at.step, f"KL {at.losses['kl_nats']:.3f} nats, mean over layers")
     held_out = write_texts(reader, settings.held_out, settings.length, settings.seed, "held-out", progress=progress)
     lens = trainer.lens()
     about: dict[str, Json] = {

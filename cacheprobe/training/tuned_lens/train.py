@@ -11,18 +11,11 @@ from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import Lens, LensError
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.training.loop import Loop, Progress
 from cacheprobe.training.tuned_lens.settings import TunedLensSettings
 
 ROWS_AT_ONCE = 256
 """Rows of one vocabulary product, forward and backward: its logits are the largest tensors of a training."""
-
-
-class Step(NamedTuple):
-    """The result of a step."""
-
-    step: int
-    kl_nats: Tensor
-    """[l] mean KL divergence of every translated layer, before the step."""
 
 
 class States(NamedTuple):
@@ -60,37 +53,34 @@ class TunedLensTrainer:
         assert isinstance(start, TunedLens)
         self.weights, self.biases = nn.Parameter(start.weights), nn.Parameter(start.biases)
         self.unembedding = start.unembedding
-        self.optimizer = torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             [self.weights, self.biases],
             lr=settings.learning_rate_at(0),
             momentum=settings.momentum,
             nesterov=settings.momentum > 0,
             weight_decay=settings.weight_decay,
         )
+        self.loop = Loop({"weights": self.weights, "biases": self.biases}, optimizer, settings)
 
-    def run(self, texts: Tensor) -> Iterator[Step]:
-        """Runs all steps over texts [n, t], `settings.texts` of them at a time."""
+    def run(self, texts: Tensor) -> Iterator[Progress]:
+        """Runs all steps over texts [n, t], `settings.texts` of them at a time; the loss is the mean KL over layers."""
         settings = self.settings
         if len(texts) < settings.texts:
             raise ValueError(f"a step reads {settings.texts} texts, there are {len(texts)}; write more")
-        for step in range(settings.steps):
+
+        def gradients_of(step: int) -> dict[str, float]:
+            """Reads the next texts and computes the gradients."""
             start = step * settings.texts % (len(texts) - len(texts) % settings.texts)
-            states = states_of(self.model, texts[start : start + settings.texts])
-            kl_nats = self.backward(states)
-            if not bool(kl_nats.isfinite().all()):
-                raise FloatingPointError(f"step {step}: a divergence is not finite; lower learning_rate")
-            nn.utils.clip_grad_norm_([self.weights, self.biases], settings.max_grad_norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = settings.learning_rate_at(step)
-            self.optimizer.step()
-            yield Step(step, kl_nats)
+            kl_nats = self.backward(states_of(self.model, texts[start : start + settings.texts]))
+            return {"kl_nats": float(kl_nats.mean())}
+
+        return self.loop.run(gradients_of)
 
     def backward(self, states: States) -> Tensor:
         """Computes gradients of the sum over layers of the mean KL over tokens; returns that mean [l].
 
         All layers are translated in one batched product; their logits are computed in slices of ROWS_AT_ONCE.
         """
-        self.optimizer.zero_grad(set_to_none=True)
         layers, tokens, width = states.layers.shape
         moved = states.layers + torch.baddbmm(self.biases[:, None], states.layers, self.weights)
         flat = moved.detach().reshape(-1, width)

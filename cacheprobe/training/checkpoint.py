@@ -1,0 +1,44 @@
+"""Stores an unfinished training in one safetensors file that is replaced whole: weights, optimizer, step and notes."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cacheprobe.core.files import write_whole
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    """Writes a checkpoint. If the process dies during the write, the earlier file stays.
+
+    record: JSON values beside the tensors: step, cpu_seconds, notes and settings.
+    """
+    about = {"training": json.dumps(record)}
+    write_whole(folder / CHECKPOINT, lambda path: save_file(dict(tensors), path, about))
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the record and the tensors of a checkpoint. Raises: ValueError for a file that is none."""
+    path = folder / CHECKPOINT
+    try:
+        with safe_open(path, "pt") as stored:
+            record = json.loads(stored.metadata()["training"])
+            if lacking := {"step", "cpu_seconds", "notes", "settings"} - set(record):
+                raise ValueError(f"it has no {min(lacking)}")
+            return record, {key: stored.get_tensor(key) for key in stored.keys()}
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no checkpoint of a training ({error!s:.120}); remove it and train again"
+        ) from error
+
+
+def other_settings(stored: Mapping[str, object], requested: Mapping[str, object]) -> str:
+    """Returns the settings that differ, as text; "" if none do."""
+    names = [name for name in {**stored, **requested} if stored.get(name) != requested.get(name)]
+    return ", ".join(f"{name}={stored.get(name)!r} there, {requested.get(name)!r} asked" for name in names)
