@@ -12,9 +12,12 @@ STRESS = {
     "stress": "cacheprobe stress --tokens 200000 --out runs/stress",
     "stress-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 cacheprobe stress --tokens 50000 --out runs/stress-avx2",
     "stress-compatible": "MKL_CBWR=COMPATIBLE cacheprobe stress --tokens 50000 --out runs/stress-compatible",
+    "stress-amd": "cacheprobe stress --tokens 50000 --out runs/stress-amd",
+    "stress-amd-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 cacheprobe stress --tokens 50000 --out runs/stress-amd-avx2",
 }
 """By stored result: a command that compares as many tokens. Traffic is drawn until there are at least that many."""
 COUNTS = {
+    "processor": "processor",
     "compared_tokens": "compared tokens",
     "distinct_tokens": "of them distinct",
     "real_model_compared_tokens": "compared tokens of SmolLM2",
@@ -34,6 +37,7 @@ COUNTS = {
     "control_verified_differ": "that differ with it",
     "seconds": "seconds, on a machine with other load",
 }
+DETERMINISM = ("determinism", "determinism-amd")
 KEPT = {
     "kept_at_2": "2 % deterministic",
     "kept_at_10": "10 %",
@@ -67,9 +71,12 @@ def _stress_results() -> str:
 
 
 def _determinism() -> str:
-    held = _read("determinism")
-    table = markdown_table(("requests", "ratio"), [(said, held[name]) for name, said in KEPT.items()])
-    return f"{_command(held)}; {_machine(held)}:\n\n{table}"
+    held = [_read(name) for name in DETERMINISM]
+    table = markdown_table(
+        ("requests", *(one["cpu"] for one in held)),
+        [(said, *(one[name] for one in held)) for name, said in KEPT.items()],
+    )
+    return f"{_command(held[0])}; {_machine(held[0])}:\n\n{table}"
 
 
 def _speculation() -> str:
@@ -84,7 +91,7 @@ def _command(held: dict[str, Any]) -> str:
 
 
 def _machine(held: dict[str, Any]) -> str:
-    return f"{held['cpu']}, {held['threads']} threads, torch {held['torch']}, transformers {held['transformers']}"
+    return f"{held['threads']} threads, torch {held['torch']}, transformers {held['transformers']}"
 
 
 def _read(name: str) -> dict[str, Any]:

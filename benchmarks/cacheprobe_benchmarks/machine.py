@@ -1,14 +1,13 @@
 """Where a number was measured."""
 
 import os
-import platform
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
 from cacheprobe.core.progress import Progress
+from cacheprobe.models.settings import CPU_INFO, processor_name
 
 
 def say(what: str, seconds: float) -> None:
@@ -23,12 +22,10 @@ def measuring(num_runs: int) -> Progress:
 
 def machine() -> dict[str, str | int]:
     """Processor, cores and the versions that a timing depends on."""
-    cpu_info = Path("/proc/cpuinfo")
-    names = [line for line in cpu_info.read_text().splitlines() if "model name" in line] if cpu_info.exists() else []
     return {
-        "cpu": names[0].split(":")[1].strip() if names else platform.processor(),
+        "cpu": processor_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "bfloat16_in_hardware": bool(names) and "avx512_bf16" in cpu_info.read_text(),
+        "bfloat16_in_hardware": CPU_INFO.exists() and "avx512_bf16" in CPU_INFO.read_text(),
         "threads": torch.get_num_threads(),
         # threads that sleep between two products are late for small ones, by as long as these take
         "threads_wait": os.environ.get("OMP_WAIT_POLICY", "default"),

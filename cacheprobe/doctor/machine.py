@@ -4,17 +4,15 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from cacheprobe.core.config import RUN_DTYPES
 from cacheprobe.doctor.findings import Finding
-from cacheprobe.models.settings import numeric_settings
+from cacheprobe.models.settings import CPU_INFO, numeric_settings, processor_name
 from cacheprobe.ops.compiled.build import CompilerError, compiler
 
-CPU_INFO = Path("/proc/cpuinfo")
 IN_HARDWARE = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
 """Flags of the processor; any of them means that it multiplies matrices of that dtype in hardware."""
 SAVES = 0.8
@@ -25,15 +23,13 @@ _REPEATS = 5
 
 def machine() -> list[Finding]:
     """Returns findings on processor, memory, instruction set and threads."""
-    info = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""
-    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
     facts = numeric_settings()
     limits = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")}
     limits_set = ", ".join(f"{name}={value}" for name, value in limits.items() if value)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [
         Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        Finding("processor", names[0] if names else platform.processor() or "unknown"),
+        Finding("processor", processor_name()),
         Finding("memory", f"{_memory_gib():.1f} GiB"),
         Finding("instruction set", f"{facts['cpu_capability']}, as torch uses it"),
         Finding("threads", f"{facts['threads']} of {cores} cores" + (f"; {limits_set}" if limits_set else "")),

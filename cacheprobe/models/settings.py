@@ -1,9 +1,11 @@
 """Process settings that may change bits: recorded in the fingerprint, or switched off while a model computes."""
 
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -11,6 +13,8 @@ import transformers
 from torch import nn
 
 from cacheprobe.models.base import ModelError
+
+CPU_INFO = Path("/proc/cpuinfo")
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -46,6 +50,13 @@ def numeric_settings() -> dict[str, str | int | float]:
         "attention_kernels": _attention_kernels(),
         **(_cuda_settings() if torch.cuda.is_available() else {}),
     }
+
+
+def processor_name() -> str:
+    """Returns the processor's name as Linux tells it; "unknown" if nothing tells it."""
+    info = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""
+    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -7,6 +7,7 @@ from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.status import checked_states
+from cacheprobe.models.settings import numeric_settings, processor_name
 from cacheprobe.stress.control import control_beside
 from cacheprobe.stress.soak import soak
 from cacheprobe.stress.subjects import near_tie_subjects, real_subjects, tiny_subjects
@@ -42,7 +43,14 @@ def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, 
             said = "void: nothing diverged without verification" if is_void else "diverged"
             control = {**numbers, "negative_control": said}
     is_equal = not tally.differences and control.get("control_verified_differ", 0) == 0
-    figures = {**tally.numbers(), **control, "has_passed": is_equal and control["negative_control"] == "diverged"}
+    facts = numeric_settings()
+    where = {"processor": processor_name(), **{name: facts[name] for name in ("threads", "torch", "cpu_capability")}}
+    figures = {
+        **where,
+        **tally.numbers(),
+        **control,
+        "has_passed": is_equal and control["negative_control"] == "diverged",
+    }
     write_json(out / "stress.json", figures)
     print(tally.text())
     print("\n".join(f"{name}  {value}" for name, value in control.items()))
