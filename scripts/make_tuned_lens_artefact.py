@@ -1,4 +1,4 @@
-"""Write a lens with the tuned-lens package itself, and what that package reads with it, for tests/test_tuned_lens.py.
+"""Write a lens with the tuned-lens package itself, and its readings, for tests/lenses/test_tuned_lens.py.
 
     pip install --no-deps tuned-lens==0.2.0 simple-parsing docstring-parser
     python scripts/make_tuned_lens_artefact.py
@@ -20,7 +20,7 @@ from cacheprobe.models.hf.tiny import VOCAB, tiny_model
 sys.modules["transformer_lens"] = None  # the package asks it for a class that it no longer has
 TunedLens = import_module("tuned_lens.nn.lenses").TunedLens
 
-FOLDER = Path(__file__).parent.parent / "tests" / "tuned_lens_package"
+FOLDER = Path(__file__).parent.parent / "tests" / "fixtures" / "tuned_lens_package"
 STEPS, RATE, TOKENS = 60, 0.3, 48
 
 

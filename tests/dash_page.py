@@ -16,7 +16,7 @@ import cacheprobe as cp
 from cacheprobe.dashboard.serve import listen
 from cacheprobe.dashboard.shelf import Shelf
 from tests.chromium import PATIENCE
-from tests.test_views import hostile
+from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
 EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])

@@ -38,7 +38,7 @@ def divergences(
     layers, rows: as in `analysis.reading.read_states`; rolled-back rows are included.
     Source: KL to the final layer, Belrose et al. 2023 (arXiv 2303.08112), section 3; Jensen-Shannon between layers,
     Chuang et al. 2023 (DoLa, arXiv 2309.03883), section 2.2.
-    Twin: tests.measures_slowly.divergences_slowly, close(1e-4): sums are taken in float32.
+    Twin: tests.twins.measures_slowly.divergences_slowly, close(1e-4): sums are taken in float32.
     """
     model = require_model(trace, model)
     chosen = sorted(trace.store.layers if layers is None else layers)
@@ -105,7 +105,7 @@ def rejected_tokens(trace: "Trace", lens: Lens, model: CachedLM | None = None) -
     row; both tokens stand at position + 1), layer, rejected_token_id, rejected_token, rejected_rank,
     rejected_logprob_nats; committed_token_id, committed_token, rank, committed_logprob_nats as in the hypotheses.
     Only first mismatches are included: later draft tokens follow text that was never committed.
-    Twin: tests.measures_slowly.rejected_tokens_slowly, close(1e-5).
+    Twin: tests.twins.measures_slowly.rejected_tokens_slowly, close(1e-5).
     """
     model = require_model(trace, model)
     pairs = []

@@ -25,7 +25,7 @@ def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
     final_token: the last layer's first choice.  agrees: whether that is the committed token; null if none was
     committed.
     Source: as for `draft_verdicts.prediction_depths`, which computes the depth.
-    Twin: tests.measures_slowly.prediction_depth_slowly, ==.
+    Twin: tests.twins.measures_slowly.prediction_depth_slowly, ==.
     """
     if hypotheses.empty:
         raise ValueError("there are no hypotheses; capture must include Z")

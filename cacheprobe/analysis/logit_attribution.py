@@ -50,7 +50,7 @@ def attribution(
     path.
     Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; the logit lens (nostalgebraist
     2020); by head, Wang et al. 2022 (arXiv 2211.00593), section 3.
-    Twin: tests.attribution_slowly.attribution_slowly, close(1e-4) in float32.
+    Twin: tests.twins.attribution_slowly.attribution_slowly, close(1e-4) in float32.
     """
     model = require_model(trace, model)
     if not hasattr(model, "output_parts"):

@@ -17,7 +17,7 @@ def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
 
     Columns: layer, status, rows, rank_median, logprob_nats_mean, agrees_mean, entropy_nats_mean.
     Source: the statistics of a prediction trajectory in Belrose et al. 2023 (arXiv 2303.08112), section 4.
-    Twin: tests.measures_slowly.by_layer_slowly, close(1e-9).
+    Twin: tests.twins.measures_slowly.by_layer_slowly, close(1e-9).
     """
     _require(hypotheses)
     numbers = hypotheses.assign(
@@ -41,7 +41,7 @@ def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
     `margin`; null if there is none.  commitment_token: its first choice.  stays: whether that is the last layer's first
     choice.  agrees: whether it is the committed token, null if no token was committed.
     Source: the softmax response of confident early exit, Schuster et al. 2022 (CALM, arXiv 2207.07061), section 3.5.
-    Twin: tests.measures_slowly.commitment_slowly, ==.
+    Twin: tests.twins.measures_slowly.commitment_slowly, ==.
     """
     if not 0 <= margin <= 1:
         raise ValueError(f"margin is a difference of probabilities, from 0 to 1, got {margin}")
@@ -68,7 +68,7 @@ def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
     prediction depth.  is_in_order: whether they saturate in the order of their places, ties allowed.
     Source: top-1 saturation of Geva et al. 2022 (arXiv 2203.14680), for further places as in Lioubashevski et al. 2024
     (arXiv 2410.20210), section 3.
-    Twin: tests.measures_slowly.saturation_slowly, ==.
+    Twin: tests.twins.measures_slowly.saturation_slowly, ==.
     """
     table = _require(hypotheses, choices=top).sort_values(["row", "layer"])
     choices = np.stack(table.top_token_ids.to_numpy())[:, :top]
@@ -97,7 +97,7 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
     Columns: layer, passes, drafted, accepted, acceptance (accepted / drafted), tokens_per_pass (committed in them).
     Source: number of accepted tokens, Leviathan et al. 2023 (arXiv 2211.17192), section 3.1, counted instead of
     expected.
-    Twin: tests.measures_slowly.draft_agreement_slowly, ==; and the verdicts of a run with that drafter.
+    Twin: tests.twins.measures_slowly.draft_agreement_slowly, ==; and the verdicts of a run with that drafter.
     """
     if window < 2:
         raise ValueError(f"a window of {window} rows verifies no draft; give at least 2")

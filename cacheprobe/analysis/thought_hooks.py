@@ -35,7 +35,7 @@ def thought_activations(trace: "Trace", thought: int, model: CachedLM | None = N
     Raises: LensError if the model writes no thoughts, KeyError for an unknown thought, ValueError if S at layer l_out -
     1 was not captured, or if this model writes another thought than the trace holds.
     Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.
-    Twin: tests.test_thinking_engine, T's hooks on the live model while it thinks, and S: ==.
+    Twin: tests.thinking.test_thinking_engine, T's hooks on the live model while it thinks, and S: ==.
     """
     lm = cast("ThinkingLM", require_model(trace, model))
     ThoughtLens().check(lm)

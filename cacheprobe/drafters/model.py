@@ -37,7 +37,7 @@ class DraftModel:
     Tokens are chosen by `DraftContext.choose`, with the same noise as the verifier's, so at any temperature the draft
     is right whenever the two models agree. The smaller model's passes are neither captured nor counted as steps.
     Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192).
-    Twin: tests.equivalence.greedy_continuation, == in float32, whatever was accepted and rolled back before.
+    Twin: tests.twins.equivalence.greedy_continuation, == in float32, whatever was accepted and rolled back before.
     """
 
     model: CachedLM

@@ -21,7 +21,7 @@ class NGram:
     The text is prompt, output and the draft so far, so a draft can repeat itself. Among equally frequent continuations,
     the latest is chosen.
     Source: prompt lookup decoding (Saxena 2023), with the vote of SuffixDecoding (arXiv 2411.04975, section 4) in place
-    of a single occurrence.  Twin: tests.equivalence.ngram_draft_slowly, ==.
+    of a single occurrence.  Twin: tests.twins.equivalence.ngram_draft_slowly, ==.
     """
 
     max_ngram: int = 8

@@ -12,7 +12,7 @@ class SharedPrefix(KVCache):
     A forward is staged for one row and may hold more batch indices: models broadcast masks and positions over the
     batch. Each batch index attends to the shared positions and to its own tokens. The cache is not written, so it can
     be shared again.
-    Twin: tests.patching_slowly: the whole text without a cache, one run for each row.
+    Twin: tests.twins.patching_slowly: the whole text without a cache, one run for each row.
     """
 
     def __init__(self, cache: KVCache, length: int) -> None:

@@ -123,7 +123,7 @@ class KVSnapshot:
         """Returns a snapshot in which no later token attends to these positions, in these layers and heads.
 
         layers, heads: None for all; heads are key heads: hiding one hides it from all query heads that share it.
-        Twin: tests.test_masked_parts: attention patterns cut by hooks in a whole forward without a cache.
+        Twin: tests.kvcache.test_masked_parts: attention patterns cut by hooks in a whole forward without a cache.
         Raises: ValueError for a place that does not exist.
         """
         where = _numbers(positions, len(self), "position")

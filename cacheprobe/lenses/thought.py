@@ -47,7 +47,7 @@ class ThoughtLens:
         """Returns the thoughts of chunks [n, c, m], of all layers in one batch; each pass of T adds one token to every
         thought.
 
-        Twin: tests.lenses_slowly.thought_slowly, a chunk alone, without pads: tokens ==, logits close(1e-5).
+        Twin: tests.twins.lenses_slowly.thought_slowly, a chunk alone, without pads: tokens ==, logits close(1e-5).
         """
         self.check(model)
         config = model.config

@@ -25,7 +25,7 @@ class TunedLens:
     output. With zero W and b the lens equals the logit lens. The sum is computed in float32 and rounded to the model's
     dtype.
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, in the residual form of its tuned-lens package.
-    Twin: tests.lenses_slowly.tuned_logits_slowly, close(1e-5) in float32.
+    Twin: tests.twins.lenses_slowly.tuned_logits_slowly, close(1e-5) in float32.
     """
 
     weights: Float[Tensor, "l m m"]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> int:
     """Returns the length of the longest prefix of the draft that equals the verifier's own choices.
 
-    Source: LLM-42 (arXiv 2601.17768), section 4.2.  Twin: tests.equivalence.num_accepted_slowly, ==.
+    Source: LLM-42 (arXiv 2601.17768), section 4.2.  Twin: tests.twins.equivalence.num_accepted_slowly, ==.
     """
     n = 0
     while n < len(draft_token_ids) and draft_token_ids[n] == target_token_ids[n]:

@@ -18,7 +18,7 @@ def product_by_layer(
 
     The product's shape depends only on n and l, not on how many rows each layer has. Each row lies in a block of fixed
     height, so its bits do not depend on the other rows.
-    Twin: tests.lenses_slowly.product_by_layer_slowly, close(1e-5) in float32, since sums are reordered.
+    Twin: tests.twins.lenses_slowly.product_by_layer_slowly, close(1e-5) in float32, since sums are reordered.
     """
     num_rows, num_layers = len(states), len(weights)
     counts = torch.bincount(layers, minlength=num_layers)

@@ -31,7 +31,7 @@ def store_kv(
     keys, values: of one layer, changed in place.  codes, lengths: the ledger, changed if a provenance is given: the
     first counts[b] slots hold real tokens and are marked.  rows: each cache row at most once.
     Returns refused [b]: True for a row outside the cache or beyond a hole, which was not changed.
-    Twin: kvcache.cache.KVCache: `write` and `extend`, == (tests.test_cache_rows).
+    Twin: kvcache.cache.KVCache: `write` and `extend`, == (tests.kvcache.test_cache_rows).
     """
     refused = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     width, (num_rows, _, capacity, _) = k.shape[2], keys.shape
@@ -60,7 +60,7 @@ def truncate_rows(
 
     Changes the ledger in place; keys and values stay, stale and masked.  rows: each cache row at most once.
     Returns refused [b]: True for a row outside the cache or that would grow, which was not changed.
-    Twin: kvcache.cache.KVCache.truncate, == (tests.test_cache_rows).
+    Twin: kvcache.cache.KVCache.truncate, == (tests.kvcache.test_cache_rows).
     """
     refused = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     for b, (row, length) in enumerate(zip(rows.tolist(), new_lengths.tolist(), strict=True)):

@@ -26,7 +26,7 @@ def pack_rows(states: Float[Tensor, "b t m"], rows: Int[Tensor, "n"], kind: str)
     kind: bfloat16, rounded to nearest, ties to even; or int8, each row scaled by its largest absolute number. A row
     outside the source becomes NaN.
     Raises: ValueError for an unknown kind.
-    Twin: tests.kernels_slowly.pack_rows_slowly, ==.
+    Twin: tests.twins.kernels_slowly.pack_rows_slowly, ==.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r} of packed rows; kinds are {', '.join(KINDS)}")

@@ -24,7 +24,8 @@ def target_scores(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: 
     Raises: ValueError on NaN or infinity, or if no token is left.
     Source: repetition penalty, Keskar et al. 2019 (arXiv 1909.05858), section 4.1; top_k, Fan et al. 2018 (1805.04833),
     section 5.4; top_p, Holtzman et al. 2019 (1904.09751), section 3.1; min_p, Nguyen et al. 2024 (2407.01082).
-    Twin: tests.equivalence.target_scores_slowly: the same tokens, scores ==; without ties transformers' own processors.
+    Twin: tests.twins.equivalence.target_scores_slowly: the same tokens, scores ==; without ties transformers' own
+    processors.
     """
     scores = logits.detach().to("cpu", torch.float64, copy=True).numpy()
     _require_a_best(scores)

@@ -39,7 +39,7 @@ def read_logits(logits: Float[Tensor, "n v"], target_token_ids: Int[Tensor, "n"]
     logits: [n, v].  target_token_ids: [n], -1 for none.  Sums are computed in float32; for float64 logits in float64,
     then rounded to float32.
     Source: logit lens (nostalgebraist 2020) statistics; entropy and rank as in Belrose et al. 2023, section 3.
-    Twin: tests.equivalence.read_logits_slowly: ids and ranks ==, numbers close(1e-5) since sums are reordered.
+    Twin: tests.twins.equivalence.read_logits_slowly: ids and ranks ==, numbers close(1e-5) since sums are reordered.
     """
     parts = [
         _read_chunk(logits[i : i + _ROWS_AT_ONCE], target_token_ids[i : i + _ROWS_AT_ONCE], top_k)
@@ -60,7 +60,7 @@ def read_states(
     """Returns `read_logits` of states after a final RMSNorm and an unembedding.
 
     norm_weight: None for states that are already normalised.  eps: of the norm.  bias: of the unembedding.
-    Source: logit lens (nostalgebraist 2020).  Twin: the two steps by themselves (tests.test_plain_ops), bitwise.
+    Source: logit lens (nostalgebraist 2020).  Twin: the two steps by themselves (tests.ops.test_plain_ops), bitwise.
     """
     read = states if norm_weight is None else rms_norm(states, norm_weight, eps)
     return read_logits(project(read, unembedding, bias), target_token_ids, top_k)
@@ -138,7 +138,7 @@ def lowest_topk(values: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor]:
     """Returns the k largest values of each row and their ids; among equal values the lowest id first (`topk` promises
     no order).
 
-    Twin: tests.equivalence.lowest_topk_slowly, ==.
+    Twin: tests.twins.equivalence.lowest_topk_slowly, ==.
     """
     width = values.shape[1]
     whole = width // BLOCK * BLOCK

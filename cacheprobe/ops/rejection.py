@@ -53,7 +53,7 @@ def accept_or_recover(
     around it, and of each other. Whether a position has a draft token must not depend on which token was sampled for
     it.
     Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (2302.01318), theorem 1.
-    Twin: tests.equivalence.accept_or_recover_slowly, ==.
+    Twin: tests.twins.equivalence.accept_or_recover_slowly, ==.
     """
     draft_prob = 1.0 if draft_probs is None else float(draft_probs[draft_token_id])
     accept = acceptance_prob(float(target_probs[draft_token_id]), draft_prob)

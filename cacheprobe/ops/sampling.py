@@ -27,7 +27,7 @@ def sample_token(logits: Float[Tensor, "v"], temperature: float, seed: int, posi
     Gumbel-max trick with noise keyed by (seed, position).
     Raises: ValueError on NaN, or if no logit is finite.
     Source: Gumbel 1954; LLM-42 (arXiv 2601.17768) uses the same rule so that acceptance is equality of tokens.
-    Twin: tests.equivalence.sample_token_slowly, ==.
+    Twin: tests.twins.equivalence.sample_token_slowly, ==.
     """
     _require_a_best(logits, position)
     if temperature == 0:
@@ -42,7 +42,7 @@ def choose_token(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: S
     logits: [v] in the model's own dtype.  prefix: the tokens at positions 0 to position - 1.
     The noise is that of `sample_token`, independent of the filters; without filters the token equals `sample_token`'s.
     Raises: ValueError on NaN, or if no logit is finite.
-    Twin: tests.equivalence.choose_token_slowly, ==.
+    Twin: tests.twins.equivalence.choose_token_slowly, ==.
     """
     temperature = sampling.temperature or 0.0
     if sampling.is_plain:

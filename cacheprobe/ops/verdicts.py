@@ -52,7 +52,7 @@ def apply_verdicts(
     Changes in place: token_ids[row] by position, from the last committed position + 1 on; the ledger of the row, in
     which committed slots become verified and all later ones free; lengths.  rows: each cache row at most once.
     Source: decode-verify-rollback of LLM-42 (arXiv 2601.17768), section 4.2.
-    Twin: engine.committer.Committer.verify_draft and apply_verdict on a KVCache, == (tests.test_cache_rows).
+    Twin: engine.committer.Committer.verify_draft and apply_verdict on a KVCache, == (tests.kvcache.test_cache_rows).
     """
     count, width = targets.shape
     out = torch.full((3, count), -1, dtype=torch.long, device=drafts.device)

@@ -52,7 +52,7 @@ def activation(
     is more than keys and values.
     Source: a component set to its value under another prompt, Vig et al. 2020 (arXiv 2004.12265), whose components are
     neurons and heads; a grid of positions and layers as in Meng et al. 2022 (arXiv 2202.05262), section 2.1.
-    Twin: tests.patching_slowly.naive_grid: one plain forward for each cell, close(1e-5) in float32.
+    Twin: tests.twins.patching_slowly.naive_grid: one plain forward for each cell, close(1e-5) in float32.
     """
     check_site(site, PATCHED_SITES)
     if heads and site != "T":

@@ -69,7 +69,8 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
     """Returns logits [len(cells), v] of the last position of each cell; all cells must have the same `start`.
 
     base: the unpatched run that the cells change.
-    Twin: tests.patching_slowly.patched_logits, close(1e-5) in float32: rows of a batch are summed in another order.
+    Twin: tests.twins.patching_slowly.patched_logits, close(1e-5) in float32: rows of a batch are summed in another
+    order.
     """
     (start,) = {one.start for one in cells}
     order = sorted(range(len(cells)), key=lambda i: _height(cells[i].enters))

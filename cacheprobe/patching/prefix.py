@@ -41,7 +41,7 @@ def prefix(
     computed from p + 1 on only: the clean run, continued with the corrupted run's states at that layer.
     site: S, or "pre"; other arguments, columns and errors as in `activation`.
     Source: Li, Guo and Andreas 2025 (arXiv 2503.02854), prefix patching.
-    Twin: tests.patching_slowly.naive_grid, close(1e-5) in float32.
+    Twin: tests.twins.patching_slowly.naive_grid, close(1e-5) in float32.
     """
     check_site(site, RESIDUAL_SITES)
     config = grid_config(**options)

@@ -58,7 +58,7 @@ def causal_tracing(
     Raises: ValueError for a site, layer or position that does not exist, and for invalid window, samples or noise.
     Source: Meng et al. 2022 (arXiv 2202.05262), section 2.1; 3 standard deviations, ten draws and a window of ten
     layers are those of its code.
-    Twin: tests.patching_slowly.naive_grid with the same noise, close(1e-5) in float32.
+    Twin: tests.twins.patching_slowly.naive_grid with the same noise, close(1e-5) in float32.
     """
     check_site(site, PATCHED_SITES)
     if min(window, samples) < 1 or not noise > 0:

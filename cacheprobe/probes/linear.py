@@ -101,7 +101,7 @@ def fit(
     Raises: ProbeError for too few examples, and for sites and layers that do not exist.
     Source: linear probes, Alain and Bengio 2016 (arXiv 1610.01644); selectivity, Hewitt and Liang 2019 (arXiv
     1909.03368), section 3. The classifier is ridge regression on the classes: one factorisation serves the true labels
-    and all control tasks.  Twin: tests.probes_slowly.fit_slowly (scikit-learn), accuracies ==.
+    and all control tasks.  Twin: tests.twins.probes_slowly.fit_slowly (scikit-learn), accuracies ==.
     """
     require_known_options(options, ProbeOptions.__annotations__)
     config = ProbeConfig(**options)

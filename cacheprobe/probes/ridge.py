@@ -35,7 +35,7 @@ def held_out_scores(
     Features are centred and scaled, and columns centred, with statistics of the training examples. The chosen penalty
     has the smallest squared error on the next fold when fitted on the rest; among equal ones, the largest.
     Source: ridge regression as a classifier, Hastie, Tibshirani and Friedman 2009, sections 3.4.1 and 4.2.
-    Twin: tests.probes_slowly.held_out_slowly (scikit-learn), close(1e-6).
+    Twin: tests.twins.probes_slowly.held_out_slowly (scikit-learn), close(1e-6).
     """
     num_folds = int(folds.max()) + 1
     if num_folds < 3:

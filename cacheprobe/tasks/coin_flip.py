@@ -50,7 +50,7 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
     will.
 
     Each person flips independently with `flip_probability`, strictly between 0 and 1.
-    Twin: tests.test_data.enumerated_chance, close.
+    Twin: tests.tasks.test_data.enumerated_chance, close.
     """
     stay_probability = 1 - flip_probability
     known = _parity_chances(flip_probability)

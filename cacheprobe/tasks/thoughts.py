@@ -91,7 +91,7 @@ def annotate_all(
     chain: one of CHAINS, written without chunks or thoughts. None: no chain.
     If several operations end in one chunk, "state" and "delta" state all of them, in their order.
     Needs a fast tokenizer with pad and eos tokens, and examples without shots and chat template.
-    Twin: tests.test_thoughts.annotate_slowly, ==.
+    Twin: tests.tasks.test_thoughts.annotate_slowly, ==.
     """
     _require_choices(chunk, form, max_thought, chain)
     if phases is not None and len(phases) != len(examples):

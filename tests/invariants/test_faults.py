@@ -206,6 +206,7 @@ def switches(model: BridgeLM) -> tuple:
 
 def test_invariant_26_global_switches_restored() -> None:
     """Environment, grad mode, hooks and dtypes are as before: after a run, an error, a stream left or cancelled."""
+    torch.set_num_threads(2)  # with one, none could be left behind; `conftest` restores the number
     model = loaded()
 
     def abandon() -> None:
@@ -256,6 +257,7 @@ def test_invariant_26_global_switches_restored() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_invariant_26_global_switches_in_the_middle(dtype: torch.dtype) -> None:
     """A stream that waits for its reader holds no switch: grad mode and environment are the reader's own."""
+    torch.set_num_threads(2)
     model = loaded(dtype=dtype)
     stream = cp.stream(model, PROMPTS, window=W, group=G, capacity=64, max_new_tokens=6, deterministic=True)
     threads = torch.get_num_threads()

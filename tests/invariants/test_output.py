@@ -15,10 +15,10 @@ from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
-from tests.equivalence import choose_token_slowly, sample_token_slowly
 from tests.invariants.machines import Spy, rounding_by_shape, tiny
 from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, SHAPES, W, Watched, babbler, future, outcome, wrong_at
 from tests.tiny import VOCAB, hf_model, loaded
+from tests.twins.equivalence import choose_token_slowly, sample_token_slowly
 
 pytestmark = pytest.mark.determinism
 

@@ -13,7 +13,6 @@ from cacheprobe.engine.committer import Committer
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.acceptance import num_accepted
-from tests.equivalence import num_accepted_slowly
 from tests.invariants.machines import Call, Meddler, rounding_by_shape, tiny
 from tests.invariants.runs import (
     HOT,
@@ -30,6 +29,7 @@ from tests.invariants.runs import (
     same_rows,
     wrong_at,
 )
+from tests.twins.equivalence import num_accepted_slowly
 
 pytestmark = pytest.mark.determinism
 

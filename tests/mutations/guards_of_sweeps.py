@@ -8,10 +8,10 @@ import pytest
 
 from cacheprobe.sweeps.storage.store import SweepStore
 from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
-from tests import test_sweeps as sweeps
-from tests import test_sweeps_elsewhere as elsewhere
-from tests import test_sweeps_store as stored
-from tests import test_sweeps_workers as workers
+from tests.sweeps import test_sweeps as sweeps
+from tests.sweeps import test_sweeps_elsewhere as elsewhere
+from tests.sweeps import test_sweeps_store as stored
+from tests.sweeps import test_sweeps_workers as workers
 
 
 class Place(NamedTuple):

@@ -9,7 +9,7 @@ import cacheprobe as cp
 from tests.mutations import guards_of_sweeps, in_sweeps, in_tools
 from tests.mutations.guards_of_sweeps import Place
 from tests.mutations.mutate import Mutation, notices
-from tests.test_sweeps import SMALL
+from tests.sweeps.test_sweeps import SMALL
 
 MUTATIONS = [*in_sweeps.MUTATIONS, *in_tools.MUTATIONS]
 GUARDS: dict[str, Callable[[Place], None]] = {

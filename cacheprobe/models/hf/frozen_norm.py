@@ -23,7 +23,7 @@ class FrozenNorm:
     Weight, bias and centring are measured on a float64 copy of the module, so they do not depend on how a family
     implements its norm.
     Source: the linearised final norm of Elhage et al. 2021, "A mathematical framework for transformer circuits".
-    Twin: tests.attribution_slowly.frozen_slowly, close(1e-5).
+    Twin: tests.twins.attribution_slowly.frozen_slowly, close(1e-5).
     """
 
     def __init__(self, module: nn.Module, at: Float[Tensor, "m"]) -> None:

@@ -52,7 +52,7 @@ class ThinkingLM:
     Text prompts are padded in front to whole chunks. If a prompt of token ids does not fill its last chunk, that chunk
     writes no thought. Each thought is decoded by itself in one fixed shape, so its bits depend only on its chunk.
     Source: Thinking States (arXiv 2602.08332), section 3; rounds: its speculative thinking.
-    Twin: tests.thinking_slowly.read_slowly, thoughts ==, logits close(1e-5).
+    Twin: tests.twins.thinking_slowly.read_slowly, thoughts ==, logits close(1e-5).
     """
 
     def __init__(

@@ -135,7 +135,7 @@ class ThinkingModel(HookedRootModule):
     those of T and C start with `thinking.` and `compression.`.
 
     `hook_state` is the added state S, [b, t, m]; `hook_h` is H; `thinking.hook_logits` holds the logits of thoughts.
-    Source: Thinking States (arXiv 2602.08332), section 3.  Twin: tests.thinking_slowly.read_slowly.
+    Source: Thinking States (arXiv 2602.08332), section 3.  Twin: tests.twins.thinking_slowly.read_slowly.
     """
 
     def __init__(

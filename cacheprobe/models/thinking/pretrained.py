@@ -28,7 +28,7 @@ class ThinkingPretrained(ThinkingModel):
     its first layer. The copies share no weights with the backbone; the embedding is the backbone's. T and C rotate
     positions like the backbone, from 0. The backbone is not copied: training changes the caller's model.
     Source: Thinking States (arXiv 2602.08332), sections 3 and 4.
-    Twin: tests.thinking_pretrained_slowly.read_slowly, thoughts ==, logits close(1e-5) in float32.
+    Twin: tests.twins.thinking_pretrained_slowly.read_slowly, thoughts ==, logits close(1e-5) in float32.
     """
 
     def __init__(self, backbone: LiveModule, config: ThinkingConfig, seed: int = 0) -> None:

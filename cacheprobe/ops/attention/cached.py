@@ -21,7 +21,7 @@ def cached_attention(
     hidden: slots that only their own position sees.  window: how many positions a query sees, including its own.
     Sums are computed in float32. Masked slots must be finite, as KVCache guarantees.
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; grouped heads, Ainslie et al. 2023 (2305.13245).
-    Twin: the fused attention of models.fast.functional, close (tests.test_plain_ops).
+    Twin: the fused attention of models.fast.functional, close (tests.ops.test_plain_ops).
     """
     slots = torch.arange(keys.shape[2], device=q.device)
     own = positions[..., None]

@@ -114,7 +114,7 @@ def prediction_depths(readings: pd.DataFrame) -> pd.Series:
     read.
 
     Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
-    Twin: tests.measures_slowly.prediction_depth_slowly, ==.
+    Twin: tests.twins.measures_slowly.prediction_depth_slowly, ==.
     """
     if readings.empty:
         return pd.Series(dtype="Int64", index=readings.index)
@@ -148,7 +148,7 @@ def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
 
     Columns: layer, verdict (accepted, rejected, never_judged, not_drafted), rows, committed_first, drafted_first (null
     without a draft token).
-    Twin: tests.measures_slowly.shares_by_verdict_slowly, close(1e-9).
+    Twin: tests.twins.measures_slowly.shares_by_verdict_slowly, close(1e-9).
     """
     known = by_verdict(readings)
     is_drafted = known.drafted_token_id.notna()

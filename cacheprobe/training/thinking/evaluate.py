@@ -56,7 +56,7 @@ def evaluate(
     report: Callable[[int], None] = lambda done: None,
 ) -> Verdicts:
     """Returns the Verdicts of texts, run with the model's own thoughts and tokens.  Twin:
-    tests.test_thinking_training.judged_slowly, ==."""
+    tests.training.test_thinking_training.judged_slowly, ==."""
     if not items:
         raise ValueError("there are no texts to evaluate; give at least one")
     chunk = model.config.chunk

@@ -100,7 +100,7 @@ def losses(
 
     "lm" covers the answer's tokens (prompt tokens are not trained: the paper leaves it open); "thoughts" covers every
     token of every thought, including its end; no coefficients.
-    Twin: tests.test_thinking_training.losses_slowly, close(1e-5).
+    Twin: tests.training.test_thinking_training.losses_slowly, close(1e-5).
     """
     logits, thought_logits = model(batch.token_ids, batch.thoughts, positions, bias)
     count = len(batch.token_ids)

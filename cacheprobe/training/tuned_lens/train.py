@@ -42,7 +42,7 @@ class TunedLensTrainer:
     """Trains the translators of every layer at once, starting from the identity.
 
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3; optimizer as in its tuned-lens package.
-    Twin: tests.lenses_slowly.tuned_lens_gradients_slowly, close(1e-4): one layer, one token at a time.
+    Twin: tests.twins.lenses_slowly.tuned_lens_gradients_slowly, close(1e-4): one layer, one token at a time.
     """
 
     def __init__(self, model: CachedLM, settings: TunedLensSettings) -> None:

@@ -1,0 +1,158 @@
+"""The command line: quick help, one-line errors, and a run that is stored, replayed and drawn."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cacheprobe as cp
+from tests.tiny import hf_model
+
+
+def cacheprobe(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cacheprobe", *args]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.models.test_load_model import tokenizer
+
+    path = tmp_path_factory.mktemp("tiny")
+    hf_model().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stored(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "coin"
+    done = cacheprobe(
+        *("run", "--out", str(out), "--model", str(model_directory), "--dtype", "float32"),
+        *("--task", "coin_flip", "--n", "4", "--people", "2", "--drafter", "early_exit:layer=1", "--window", "4"),
+        *("--max-new-tokens", "8", "--deterministic", "0.5"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "behaviour:" in done.stdout and "chance 50%" in done.stdout and "check: resid_post" in done.stdout
+    return out
+
+
+def test_any_task_can_be_run_and_stored(model_directory: Path, tmp_path: Path) -> None:
+    done = cacheprobe(
+        *("run", "--out", str(tmp_path / "run"), "--model", str(model_directory), "--dtype", "float32"),
+        *("--task", "variables:updates=1,question_first=true", "--n", "2", "--max-new-tokens", "2", "--capture", "Z"),
+        *("--heads", "z", "--heads", "pattern"),
+    )
+    assert done.returncode == 0, done.stderr
+    expected = cp.tasks.Variables(updates=1, question_first=True).examples(2)
+    trace = cp.load_trace(tmp_path / "run")
+    assert [request.example for request in trace.requests] == expected
+    assert trace.store.heads == ("z", "pattern") and "path: bridge: attention patterns are asked for" in done.stdout
+
+
+HELP = """
+import atexit, sys
+atexit.register(lambda: print(*sys.modules, file=sys.stderr))
+from cacheprobe.cli.app import main
+sys.argv = ["cacheprobe", "--help"]
+main()
+"""
+HEAVY = {"torch", "transformers", "transformer_lens", "numpy", "pandas", "pyarrow", "datasets", "plotly", "pydantic"}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """What the help imports is what a shell waits for: 223 modules, where importing torch alone brings over a
+    thousand."""
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+    commands = ("demo", "run", "show", "hypotheses", "report", "verify", "stress", "bench", "train", "models", "doctor")
+    assert all(f"│ {command} " in done.stdout for command in commands)
+    imported = done.stderr.split()
+    assert not HEAVY & set(imported) and len(imported) < 400
+
+
+def test_stored_run_verifies(stored: Path) -> None:
+    done = cacheprobe("verify", str(stored))
+    assert done.returncode == 0, done.stderr
+    assert "equal to the oracle: 32 tokens of 4 requests" in done.stdout
+
+
+def test_verify_exits_1_with_the_first_difference(stored: Path, tmp_path: Path) -> None:
+    """A forged token in the stored run is found, with its place."""
+    trace = cp.load_trace(stored)
+    trace.tokens = {**trace.tokens, 2: [*trace.tokens[2][:3], (trace.tokens[2][3] + 1) % 97, *trace.tokens[2][4:]]}
+    forged = trace.save(tmp_path / "forged")
+    done = cacheprobe("verify", str(forged))
+    position = trace.requests[2].num_prompt_tokens + 3
+    assert done.returncode == 1 and f"request 2 position {position}" in done.stdout
+
+
+def test_verify_refuses_another_schedule(stored: Path, tmp_path: Path) -> None:
+    hf_model(seed=9).save_pretrained(tmp_path)
+    done = cacheprobe("verify", str(stored), "--model", str(tmp_path))
+    assert done.returncode == 2 and "weights_sha256" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_report_is_drawn(stored: Path, tmp_path: Path) -> None:
+    done = cacheprobe("report", str(stored), "--out", str(tmp_path / "page.html"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("run", "--out", "x"), "give either --prompt"),
+        (("run", "--out", "x", "--task", "poker"), "poker"),
+        (("run", "--out", "x", "--task", "variables:modulus=1"), "modulus=1"),
+        (("run", "--out", "x", "--task", "two_coins:question_first=no"), "question_first='no' must be True or False"),
+        (("run", "--out", "x", "--task", "boxes", "--people", "2"), "task 'boxes' has no setting 'people'; it has "),
+        (("run", "--out", "x", "--prompt", "a", "--drafter", "psychic"), "psychic"),
+        (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit"), "layer"),
+        (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit:layer"), "not key=value"),
+        (("run", "--out", "x", "--prompt", "a", "--model", "./nowhere"), "no directory ./nowhere"),
+        (
+            ("run", "--out", "x", "--prompt", "a", "--model", "coinflip-plain", "--drafter", "early_exit:layer=two"),
+            "layer of early_exit must be a whole number, got 'two'",
+        ),
+        (("run", "--config", "nowhere.yaml", "--out", "x"), "there is no config file nowhere.yaml"),
+        (("show", "nowhere"), "not a directory"),
+        (("hypotheses", "nowhere", "--out", "x.txt"), "x.txt ends in .txt"),
+        (("report", "nowhere", "--out", "x", "--figures", "y"), "give one of them"),
+        (("verify", "nowhere"), "not a directory"),
+        (("report", "nowhere"), "not a directory"),
+        (("bench", "nothing"), "unknown benchmark 'nothing'; there are"),
+    ],
+)
+def test_errors_are_one_line(args: tuple[str, ...], part: str) -> None:
+    done = cacheprobe(*args)
+    assert done.returncode == 2 and part in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and not done.stdout
+
+
+KILLED = """
+import os, signal, sys
+from cacheprobe.cli import app as cli
+from cacheprobe.core import progress
+
+def at(self, done, note=""):
+    self.done = done
+    if done >= 3:
+        print("killed after", done, "tokens", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+progress.Progress.at = at
+cli.main()
+"""
+
+
+def test_a_killed_run_leaves_nothing_half_visible(model_directory: Path, tmp_path: Path) -> None:
+    """Killed in the middle of a generation, at the same token on every machine."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-c", KILLED, "run", "--out", str(out), "--model", str(model_directory)]
+    done = subprocess.run([*command, "--prompt", "heads", "--max-new-tokens", "40"], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL and "killed after" in done.stdout, done.stderr
+    with pytest.raises(ValueError, match="run it again|not a directory"):
+        cp.load_trace(out)

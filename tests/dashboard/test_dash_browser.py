@@ -1,0 +1,328 @@
+"""The dashboard in a real browser, over runs of tiny models: replay, clicks, menus, links, keys, both themes."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Route
+
+import cacheprobe as cp
+from cacheprobe.dashboard.shelf import Shelf
+from tests.chromium import PICTURES, chromium
+from tests.dash_page import answered, at, choose, heard, opened, save_runs, served, until, watched
+from tests.tiny import PROMPTS, loaded
+
+ROOT = Path(__file__).parents[2]
+STEP = "JSON.parse(document.getElementById('page').dataset.at).step"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path) -> Iterator[str]:
+    with served(Shelf.of([runs])) as url:
+        yield url
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_opens_and_fits(browser: Browser, address: str, width: int, theme: str) -> None:
+    with opened(browser, address, width=width, color_scheme=theme) as page:
+        for name in ("timeline", "decode", "cache", "window", "card", "prompt", "grid"):
+            answered(page, name, run=0)
+        assert "e-broken" in page.inner_text(".broken") and "not saved to its end" in page.inner_text(".broken")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        paper = page.evaluate("getComputedStyle(document.getElementById('page')).backgroundColor")
+        assert (paper == "rgb(255, 255, 255)") == (theme == "light")
+        page.click("#theme")
+        until(page, f"document.documentElement.dataset.theme !== '{theme}'")
+        assert page.evaluate("getComputedStyle(document.getElementById('page')).backgroundColor") != paper
+
+
+def test_replays_by_key_button_and_play(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&request=1&step=8") as page:
+        answered(page, "cache", step=8)
+        frame = page.locator("#timeline-view .cursor")
+        before = float(frame.get_attribute("x") or 0)
+        page.keyboard.press("ArrowRight")
+        until(page, f"{STEP} === 9")
+        assert at(page)["step"] == 9 and "step=9" in page.url
+        assert "step 9" in answered(page, "decode", step=9)
+        assert float(frame.get_attribute("x") or 0) > before
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowLeft")
+        answered(page, "cache", step=7)
+        page.get_by_title("one step on (right arrow)").click()
+        answered(page, "cache", step=8)
+        page.click("#play")
+        until(page, f"{STEP} >= 11")
+        page.click("#play")
+        assert page.inner_text("#play") == "▶"
+        assert f"step {at(page)['step']}" in page.inner_text("#now")
+
+
+def test_every_key_of_a_burst_counts(browser: Browser, address: str) -> None:
+    """Two quick presses lost one where the state went through Dash: it drops what is set again before it ran."""
+    with opened(browser, f"{address}?run=0&request=1&step=12") as page:
+        answered(page, "cache", step=12)
+        step = page.evaluate(
+            """() => {
+                for (let i = 0; i < 5; i++) {
+                    document.body.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft", bubbles: true}));
+                }
+                return JSON.parse(document.getElementById("page").dataset.at).step;
+            }"""
+        )
+        assert step == 7
+        for name in ("cache", "decode", "window"):
+            answered(page, name, step=7)
+        slider = page.get_by_role("slider")
+        until(page, "document.querySelector('[role=slider]').getAttribute('aria-valuenow') === '7'")
+        page.wait_for_timeout(300)  # what the slider says of being moved is no choice
+        assert at(page)["step"] == 7
+        slider.press("ArrowRight")
+        until(page, f"{STEP} === 8")
+        page.locator("#now").click()
+        page.keyboard.press("ArrowRight")
+        until(page, "document.querySelector('[role=slider]').getAttribute('aria-valuenow') === '9'")
+        assert "step=9" in page.url
+
+
+def test_questions_that_are_out_of_date_are_not_drawn(browser: Browser, address: str) -> None:
+    """The answer that comes last is that of the last step, however slow the ones before were."""
+    with opened(browser, f"{address}?run=0&request=1&step=4") as page:
+        answered(page, "window", step=4)
+        for _ in range(8):
+            page.keyboard.press("ArrowRight")
+            page.wait_for_timeout(40)
+        for name in ("cache", "decode", "window"):
+            answered(page, name, step=12)
+        page.wait_for_timeout(400)
+        assert json.loads(page.get_attribute("#cache-view", "data-answer") or "{}")["step"] == at(page)["step"] == 12
+        assert page.locator(".asking").count() == 0
+
+
+def test_a_click_leads_to_the_card(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&request=0&rows=committed") as page:
+        answered(page, "decode", request=0)
+        page.locator("#decode-view g.pick[data-request='1'][data-place='1']").click()
+        position = len(PROMPTS[1])
+        assert f"at position {position}" in answered(page, "card", request=1, position=position)
+        # what is said of the token stays in sight wherever the page is scrolled to
+        said = answered(page, "insight", request=1, position=position)
+        assert f"Reads position {position}, predicts {position + 1}: " in said
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        box = page.locator("#insight-view").bounding_box()
+        assert box is not None and 0 <= box["y"] < 200
+        answered(page, "grid", request=1)
+        first = len(PROMPTS[1]) - 1
+        cell = page.locator(f"#grid-view .column[data-position='{first}'] .pick[data-layer='0']").first
+        cell.hover()
+        assert f"predicts {first + 1}\nlayer 0: first choice" in page.inner_text("#tip")
+        cell.click()
+        until(page, f"JSON.parse(document.getElementById('page').dataset.at).position === {first}")
+        assert at(page)["layer"] == 0
+        answered(page, "card", position=first)
+        frame, box = (one.bounding_box() for one in (page.locator("#grid-view .cursor"), cell.locator("rect")))
+        assert frame is not None and box is not None
+        assert abs(frame["x"] - box["x"]) < 4 and abs(frame["y"] - box["y"]) < 4
+        page.locator("#card-view tr[data-layer='1']").click()
+        assert at(page)["layer"] == 1
+        assert page.locator("#card-view tr.chosen").get_attribute("data-layer") == "1"
+
+
+def test_a_click_on_a_neighbour_asks_once(browser: Browser, address: str) -> None:
+    """Where its steps are had to be asked before anything of it could be: a second way to the server and back."""
+    with opened(browser, f"{address}?run=0&request=2&step=10") as page:
+        asked: list[set[str]] = []
+        page.on("request", lambda one: asked.append(set(json.loads(one.post_data or "{}"))))
+        ahead = {"story", "insight", "window"}
+        heard(page, lambda: asked.count(ahead) >= len(PROMPTS) - 1)
+        asked.clear()
+        page.click('#timeline-view g.pick[data-request="3"][data-step="10"]')
+        answered(page, "card", request=3)
+        assert "card" in asked[0] and not any("story" in names for names in asked)
+
+
+def test_nothing_is_asked_ahead_of_a_page_that_is_not_built_yet(browser: Browser, address: str) -> None:
+    """What may be clicked next was asked for in the width of cards that were not there: on a busy machine the layout
+    comes long after the steps, and the page's console had an error in it."""
+    with watched(browser, address) as page:
+        layouts: list[Route] = []
+        asked: list[set[str]] = []
+        page.route("**/_dash-layout", lambda route: layouts.append(route))
+        page.on("request", lambda one: asked.append(set(json.loads(one.post_data or "{}"))))
+        with page.expect_response(lambda one: '"story"' in (one.request.post_data or "")):
+            page.goto(address)
+        page.evaluate("new Promise((yes) => setTimeout(yes, 1500))")  # what is asked ahead is asked after 400
+        heard(page, lambda: bool(layouts))
+        assert [names for names in asked if names] == [{"facts"}, {"story"}]
+        layouts[0].continue_()
+        answered(page, "card", run=0)
+        heard(page, lambda: {"story", "insight", "window"} in asked)
+
+
+def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&request=1") as page:
+        answered(page, "grid", request=1)
+        until(page, "document.querySelectorAll('.asking').length === 0")  # no view waits any more
+        sent: list[dict] = []
+        page.on("request", lambda r: sent.append(json.loads(r.post_data or "{}")) if r.method == "POST" else None)
+        page.evaluate("document.querySelector('#grid-view svg').id = 'drawn-before'")
+        cells = page.locator("#grid-view .column .pick[data-layer='1']")
+        cells.nth(2).click()
+        row = int(page.locator("#grid-view .column").nth(2).get_attribute("data-row") or -1)
+        answered(page, "card", row=row)
+        page.locator("#grid-view .column").nth(2).locator(".pick[data-layer='0']").click()
+        assert at(page)["layer"] == 0
+        page.wait_for_timeout(100)
+        clicked = [asked for asked in sent if "story" not in asked]  # which a page asks ahead if it has nothing to do
+        assert [set(asked) - {"decode", "insight"} for asked in clicked] == [{"card"}]
+        assert page.locator("#drawn-before").count() == 1
+
+
+def test_an_answer_that_cannot_be_drawn_is_said(browser: Browser, address: str) -> None:
+    """The last of its request, too, after which nothing is on its way any more."""
+    with opened(browser, f"{address}?run=0&request=1") as page:
+        answered(page, "grid", request=1)
+        page.evaluate("void (window.cacheprobe.draw.answer = (view) => { throw new Error(`no ${view}`); })")
+        page.locator("#grid-view .column .pick[data-layer='1']").nth(2).click()
+        until(page, "document.getElementById('notice').innerText.includes('cannot be shown (no ')")
+
+
+def test_lens_and_site_are_read_now_where_the_model_is_here(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=2&request=0") as page:
+        answered(page, "grid", run=2, site="S", lens="recorded")
+        choose(page, "site", "C · MLP")
+        assert "MLP output" in answered(page, "grid", run=2, site="C", lens="logit")
+        choose(page, "colour", "entropy")
+        answered(page, "grid", colour="entropy")
+        choose(page, "rows", "committed path")
+        answered(page, "grid", rows="committed")
+        page.get_by_text("What gave this logit?").click()
+        assert "logit of" in answered(page, "gave", request=0)
+        page.wait_for_selector("#card-card #gave-0 .main-svg")
+        first = page.inner_html("#gave-view")
+        column = page.locator("#grid-view .column").first
+        column.locator(".pick[data-layer='0']").click()
+        answered(page, "gave", position=int(column.get_attribute("data-position") or -1))
+        assert page.inner_html("#gave-view") != first, "once open, it is of the token that is clicked"
+
+
+def test_says_why_a_lens_cannot_be_read(browser: Browser, address: str) -> None:
+    """The tiny random model was given live: nothing on the disk is its name."""
+    with opened(browser, f"{address}?run=0") as page:
+        answered(page, "card", run=0)
+        assert "is not on this machine" in page.inner_text("#lens-why")
+        page.get_by_text("What gave this logit?").click()
+        assert "is not on this machine" in answered(page, "gave", run=0)
+
+
+def test_thoughts_of_the_chosen_chunk(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=2&request=0&tab=thoughts&position=3") as page:
+        assert "Chunk 1 in numbers" in answered(page, "thoughts", position=3)
+        page.locator("#thoughts-view button.verdict").nth(1).click()
+        until(page, "document.getElementById('thoughts-view').innerText.includes('Chunk 2 in numbers')")
+        page.screenshot(path=PICTURES / "thoughts-1280.png", full_page=True)
+
+
+def test_compares_two_runs(browser: Browser, address: str, runs: Path) -> None:
+    ours, theirs = (cp.load_trace(runs / name) for name in ("a-one", "b-other"))
+    with opened(browser, f"{address}?run=0&against=1&tab=compare&request=0") as page:
+        said = answered(page, "compare", run=0, against=1)
+        apart = sum(ours.committed(i) != theirs.committed(i) for i in range(len(PROMPTS)))
+        assert f"{apart} committed other tokens" in said and "weights_sha256" in said
+        request = next(i for i in range(len(PROMPTS)) if ours.committed(i) != theirs.committed(i))
+        page.locator(f"#compare-view button[data-request='{request}']").click()
+        answered(page, "compare", request=request)
+        pairs = zip(ours.committed(request), theirs.committed(request), strict=True)
+        place = next(i for i, (a, b) in enumerate(pairs) if a != b)
+        marked = page.locator("#compare-view .tok.first")
+        assert marked.count() == 2 and marked.first.get_attribute("data-place") == str(place)
+        page.screenshot(path=PICTURES / "compare-1280.png", full_page=True)
+
+
+def test_a_run_is_not_compared_with_itself(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&against=1&tab=compare") as page:
+        answered(page, "compare", run=0, against=1)
+        choose(page, "run", "b-other")
+        answered(page, "compare", run=1, against=0)
+        page.click("#against")
+        assert "b-other" not in page.get_by_role("option").all_inner_texts()
+    with opened(browser, f"{address}?run=1&against=1&tab=compare") as page:
+        answered(page, "compare", run=1, against=0)
+        assert "Run 1 cannot be compared with run 1." in page.inner_text("#notice")
+
+
+def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> None:
+    clean, corrupt = [5, 17, 3, 44, 9], [5, 17, 80, 44, 61]
+    cp.patching.activation(loaded(), clean, corrupt, answer=(7, 11), progress=False).save(tmp_path / "a-grid.json")
+    for name in ("coin-rows", "prediction-depths", "coin-state-probe"):
+        shutil.copy(ROOT / "analyses" / "results" / f"{name}.json", tmp_path)
+    (tmp_path / "broken.json").write_text("[1, 2")
+    with served(Shelf.of([tmp_path])) as address, opened(browser, f"{address}?tab=patching") as page:
+        assert "Largest normalised logit difference" in answered(page, "result", result=0)
+        page.wait_for_selector("#result-0 .heatmaplayer", state="attached")
+        assert page.locator("#result-list button:visible").all_inner_texts() == ["a-grid"]
+        page.click("#tab-surgery")
+        assert "whose swap brings over most" in answered(page, "result", result=2)
+        for i in range(2):  # by span and by row
+            page.wait_for_selector(f"#result-{i} .barlayer", state="attached")
+        page.screenshot(path=PICTURES / "surgery-1280.png", full_page=True)
+        page.click("#tab-probes")
+        assert answered(page, "result", result=3).startswith("coinflip-thinking: At 4 of 4 places")
+        page.wait_for_selector("#result-1 .scatterlayer", state="attached")
+        assert "smollm2-135m + coin-flip: " in page.inner_text("#result-place h3")  # every model that was asked
+        page.click("#tab-results")
+        assert "not readable as JSON" in answered(page, "result", result=1)
+        names = page.locator("#result-list button:visible")
+        assert names.all_inner_texts() == ["broken", "prediction-depths"]
+        names.nth(1).click()
+        answered(page, "result", result=4)
+        assert "tab=results&result=4" in page.url.replace("&site=S&lens=recorded&colour=logprob&rows=all", "")
+        assert "behaviour · num_examples" in answered(page, "result", result=4)
+    with served(Shelf.of([tmp_path / "a-grid.json"])) as address, opened(browser, f"{address}?tab=surgery") as page:
+        until(page, "document.querySelector('.card[data-kind=surgery]').checkVisibility()")
+        assert "No result of cache surgery was named" in page.inner_text("#panel-results")
+    with served(Shelf.of([tmp_path])) as address, opened(browser, f"{address}?tab=results&result=0") as page:
+        answered(page, "result", result=0)
+        assert at(page)["tab"] == "patching"
+
+
+def test_a_link_leads_back(browser: Browser, address: str) -> None:
+    query = "?run=0&request=3&step=12&position=4&layer=1&tab=replay&site=S&lens=recorded&colour=rank&rows=all"
+    with opened(browser, f"{address}{query}&against=1&theme=dark") as page:
+        answered(page, "card", request=3, position=4)
+        assert page.url == f"{address}{query}&against=1&theme=dark"
+        wanted = dict(run=0, request=3, step=12, position=4, layer=1, colour="rank", theme="dark")
+        assert {name: at(page)[name] for name in wanted} == wanted
+
+
+def test_a_wrong_link_is_said(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&request=99&site=../../etc&layer=x") as page:
+        answered(page, "card", run=0)
+        for said in ("no request 99", "site is none of S, T, C", "layer is not a number"):
+            until(page, f"document.getElementById('notice').innerText.includes({said!r})")
+    with opened(browser, f"{address}?run=4") as page:
+        until(page, "document.getElementById('notice').innerText.includes('cannot be opened')")
+
+
+def test_nothing_of_a_run_is_run(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=3") as page:
+        for name in ("timeline", "decode", "cache", "window", "card", "prompt", "grid"):
+            answered(page, name, run=3)
+        assert "<script>window.hacked" in page.inner_text("#prompt-view")
+        page.click("#tab-compare")
+        answered(page, "compare", run=3)
+        assert page.evaluate("window.hacked") is None

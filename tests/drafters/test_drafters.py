@@ -1,0 +1,323 @@
+"""What every drafter keeps, and the two that need no help of the main model: prompt lookup and a second model."""
+
+import copy
+import random
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cacheprobe as cp
+from cacheprobe.capture.observers import Silent
+from cacheprobe.core import registry
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted
+from cacheprobe.drafters.base import Drafter
+from cacheprobe.engine.loop import prepare
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.ops.sampling import choose_token
+from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed
+from tests.twins.equivalence import greedy_continuation, ngram_draft_slowly
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_new_tokens=40, stop_token_ids=(), stop=())
+
+
+def new_state(prompt: list[int], request_id: int = 0, **sampling) -> SequenceState:
+    sampling = SamplingParams(**sampling).over(GREEDY)
+    return SequenceState(Request("", sampling, request_id=request_id, prompt_token_ids=tuple(prompt)), True, sampling)
+
+
+class Context:
+    """A DraftContext for drafters that feed nothing to the main model."""
+
+    model = None
+
+    def feed_newest(self, states, num_layers=None):
+        raise AssertionError("this drafter has no use for the main model")
+
+    def choose(self, state: SequenceState, logits: torch.Tensor, drafted: tuple[int, ...] = ()) -> int:
+        text = [*state.token_ids, *state.draft, *drafted]
+        return choose_token(logits, state.sampling, text, len(text))
+
+
+@cache
+def near() -> BridgeLM:
+    """A model of the main one's shape, a little off: right often, and not always."""
+    return perturbed(loaded(), 0.01)
+
+
+@cache
+def same() -> BridgeLM:
+    """The main model's weights once more."""
+    return cp.load_model(hf_model())
+
+
+# -- every drafter
+
+EXAMPLES = {
+    "draft_model": lambda: DraftModel(near()),
+    "early_exit": lambda: EarlyExit(layer=1),
+    "fast_path": lambda: FastPath(),
+    "ngram": lambda: NGram(),
+    "scripted": lambda: Scripted(lambda state: [1, 2, 3]),
+}
+
+
+def test_every_registered_drafter_has_an_example_here() -> None:
+    assert set(registry.names("drafters")) == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_contract(name: str) -> None:
+    """In the engine's own hands: candidates are tokens of the vocabulary, or none; nothing but the draft changes."""
+    drafter = EXAMPLES[name]()
+    assert drafter.name == name and isinstance(drafter, registry.find("drafters", name))
+    assert isinstance(drafter, Drafter)
+    assert repr(drafter).startswith(f"{type(drafter).__name__}(") and "\n" not in repr(drafter)
+    drafter.check(loaded())
+
+    states = [new_state(prompt, i, temperature=0.7) for i, prompt in enumerate(PROMPTS)]
+    engine, scheduler = prepare(loaded(), states, EngineConfig(4, 2, 96), Silent())
+    engine.admit(scheduler.admit(0), scheduler.running)
+    before = [list(state.token_ids) for state in states]
+    for _ in range(3):
+        proposals = drafter.extend(engine, states)
+        assert len(proposals) == len(states)
+        for state, token_ids in zip(states, proposals, strict=True):
+            assert isinstance(token_ids, list) and all(type(t) is int and 0 <= t < VOCAB for t in token_ids)
+            state.draft.extend(token_ids)
+    assert [state.token_ids for state in states] == before
+    for state in states:
+        drafter.release(state)
+        drafter.release(state)  # a request may leave without ever having drafted
+
+
+# -- prompt lookup
+
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+
+
+def lookup(text: list[int], *settings: int) -> list[int]:
+    return NGram(*settings).extend(Context(), [new_state(text)])[0]
+
+
+@given(texts, st.integers(1, 4), st.integers(1, 4), st.integers(1, 10))
+def test_prompt_lookup_equals_its_twin(text: list[int], a: int, b: int, length: int) -> None:
+    settings = max(a, b), min(a, b), length
+    assert lookup(text, *settings) == ngram_draft_slowly(text, *settings)
+
+
+@given(st.lists(texts, min_size=1, max_size=8), st.lists(texts, min_size=1, max_size=8))
+def test_what_is_kept_of_a_text_grows_with_it(mine: list[list[int]], others: list[list[int]]) -> None:
+    """Two requests turn by turn, one of which leaves and comes back."""
+    drafter = NGram()
+    a, b = new_state(mine[0], 0), new_state(others[0], 1)
+    for more, other in zip([*mine[1:], []], [*others[1:], []], strict=False):
+        drafts = drafter.extend(Context(), [a, b])
+        assert drafts == [ngram_draft_slowly(state.token_ids, 8, 1, 8) for state in (a, b)]
+        a.commit(tuple(more))
+        b.commit(tuple(other))
+        drafter.release(b)
+
+
+def test_prompt_lookup_by_hand() -> None:
+    assert lookup([1, 2, 3, 9, 1, 2, 3], 3, 1, 2) == [9, 1]
+    assert lookup([1, 2, 8, 7, 1, 2, 9, 7, 7, 1, 2], 3, 1, 2) == [9, 7]  # equally often: the latest
+    assert lookup([1, 2, 8, 1, 2, 8, 1, 2, 9, 1, 2], 2, 1, 1) == [8]  # the more frequent, though further back
+    assert lookup([5, 2, 8, 7, 1, 2, 9, 7, 7, 5, 2], 3, 1, 2) == [8, 7]  # the longer one, though further back
+    assert lookup([8, 1, 1], 1, 1, 4) == [1, 1, 1, 1]
+    assert lookup([4, 5, 6, 4, 5], 3, 1, 8) == [6, 4, 5, 6, 4, 5, 6, 4]  # over its own copy
+    assert lookup([1, 2, 3], 3, 1, 8) == [] == lookup([1], 3, 1, 8) == lookup([1, 2, 9, 2], 3, 2, 8)
+
+
+def test_prompt_lookup_drafts_once_for_each_verification() -> None:
+    state = new_state([1, 2, 1])
+    state.draft.append(2)
+    assert NGram().extend(Context(), [state]) == [[]]
+
+
+@pytest.mark.parametrize("settings", [dict(max_ngram=1, min_ngram=2), dict(min_ngram=0), dict(length=0)])
+def test_settings_that_draft_nothing_are_refused(settings: dict) -> None:
+    with pytest.raises(ValueError, match="NGram"):
+        NGram(**settings)
+
+
+# -- a second model
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_second_model_drafts_what_it_would_say_alone(seed: int) -> None:
+    """Requests of all ages in one batch: drafts accepted in part, rolled back, grown twice, requests that leave, come
+    back and join. Every proposal is the small model's own uncached greedy continuation."""
+    dice = random.Random(seed)
+    small, drafter = hf_model("qwen2"), DraftModel(loaded("qwen2"), length=5)
+    drafter.check(loaded())
+    states: list[SequenceState] = []
+    num_rolled_back = num_grown = 0
+    for turn in range(14):
+        if turn % 3 == 0:
+            prompt = [dice.randrange(VOCAB) for _ in range(dice.choice([1, 3, 20, 70, 130]))]
+            states.append(new_state(prompt, turn, max_new_tokens=100))
+        dice.shuffle(states)
+        asked = [state for state in states if dice.random() < 0.8]
+        for state, proposal in zip(asked, drafter.extend(Context(), asked), strict=True):
+            num_grown += bool(state.draft)
+            assert len(proposal) == 5 - len(state.draft)
+            assert proposal == greedy_continuation(small, [*state.token_ids, *state.draft], len(proposal))
+            strange = [dice.randrange(VOCAB) for _ in range(dice.randrange(1, 8))]
+            match dice.randrange(6):
+                case 0:  # some are kept, and the drafter is asked again before any verdict
+                    state.draft.extend(proposal[: dice.randrange(5)])
+                case 1:  # another drafter went on from there
+                    state.draft.extend([*proposal[: dice.randrange(3)], *strange][: 4 - len(state.draft)])
+                case 2:  # and was right, while this one was not asked
+                    state.commit(tuple(strange))
+                case 3:  # all accepted, with a bonus token
+                    state.commit((*state.draft, *proposal, dice.randrange(VOCAB)))
+                case _:  # rolled back at some place, possibly to another text of the same length
+                    kept = [*state.draft, *proposal][: dice.randrange(5)]
+                    num_rolled_back += 1
+                    state.commit((*kept, dice.randrange(VOCAB)))
+        if turn % 5 == 4:
+            left = states.pop()
+            drafter.release(left)
+            if dice.random() < 0.5:
+                states.append(left)
+    assert num_rolled_back > 5 and num_grown > 2
+
+
+def test_a_second_model_keeps_rows_only_for_requests_that_live() -> None:
+    drafter = DraftModel(loaded("qwen2"))
+    for _ in range(6):  # none of these is released: their run was broken off
+        states = [new_state(prompt, i) for i, prompt in enumerate(PROMPTS)]
+        drafter.extend(Context(), states)
+        assert len(drafter._reader.fed) == len(PROMPTS) == drafter._reader.cache.rows
+        del states
+    states = [new_state(prompt, i) for i, prompt in enumerate(PROMPTS)]
+    drafter.extend(Context(), states[:3])
+    drafter.release(states[1])
+    drafter.extend(Context(), states[3:4])
+    assert {state.request_id: fed.cache_row for state, fed in drafter._reader.fed.items()} == {0: 0, 2: 2, 3: 1}
+
+
+def test_a_second_model_stops_where_nothing_more_could_be_committed() -> None:
+    want = greedy_continuation(hf_model(), PROMPTS[0], 6)
+    assert len(set(want[:3])) == 3
+
+    def draft(length: int = 6, **settings) -> list[int]:
+        state = new_state(PROMPTS[0], **settings)
+        return DraftModel(loaded(), length).extend(Context(), [state])[0]
+
+    assert draft() == want
+    assert draft(max_new_tokens=4) == want[:3]
+    assert draft(stop_token_ids=(want[2],)) == want[:3]
+    state = new_state(PROMPTS[0])
+    state.draft_cap = 2
+    assert DraftModel(loaded(), 6).extend(Context(), [state]) == [want[:2]]
+    state.draft.extend(want[:2])
+    state.draft_cap = None
+    assert DraftModel(loaded(), 2).extend(Context(), [state]) == [[]]
+
+
+def test_a_second_model_is_silent_past_its_own_context() -> None:
+    """The small model may have the shorter context: candidates end with it, and the run goes on without them."""
+    model = loaded("gpt2")
+    drafter = DraftModel(model, length=4)
+    states = [new_state([1] * n, n) for n in (model.n_ctx - 1, model.n_ctx, model.n_ctx + 1, 5)]
+    assert [len(proposal) for proposal in drafter.extend(Context(), states)] == [2, 1, 0, 4]
+
+
+def with_tokenizer(model: BridgeLM, encode) -> BridgeLM:
+    model = copy.copy(model)
+    model.tokenizer, model.encode = object(), lambda text, add_special_tokens: encode(text)
+    return model
+
+
+def test_a_second_model_that_does_not_fit_is_refused_by_name() -> None:
+    main = with_tokenizer(loaded(), lambda text: tuple(map(ord, text)))
+    for encode in (lambda text: tuple(map(ord, text.strip())), lambda text: tuple(map(ord, text.lower()))):
+        with pytest.raises(ValueError, match="encode .* differently"):
+            DraftModel(with_tokenizer(loaded("qwen2"), encode)).check(main)
+    DraftModel(with_tokenizer(loaded("qwen2"), lambda text: tuple(map(ord, text)))).check(main)
+    DraftModel(loaded("qwen2")).check(main)  # no tokenizer: there are only ids to compare
+
+    larger = copy.copy(loaded("qwen2"))
+    larger.d_vocab = VOCAB + 1
+    with pytest.raises(ValueError, match=f"vocabulary of {VOCAB + 1}.*one of {VOCAB}"):
+        DraftModel(larger).check(main)
+    with pytest.raises(ValueError, match="the very weights"):
+        cp.run(loaded(), PROMPTS[0], **SMALL, drafter=DraftModel(loaded()))
+    with pytest.raises(ValueError, match="length=0"):
+        DraftModel(loaded(), length=0)
+
+
+def test_a_second_model_that_gives_nan_is_named() -> None:
+    model = copy.copy(loaded("qwen2"))
+    model.name, model.forward = (
+        "broken",
+        lambda *args, **settings: loaded("qwen2").forward(*args, **settings) * torch.nan,
+    )
+    with pytest.raises(ValueError, match="draft model broken gives NaN"):
+        DraftModel(model).extend(Context(), [new_state([1, 2])])
+
+
+# -- in the main loop
+
+
+@cache
+def oracle(**settings) -> cp.Trace:
+    return cp.reference(loaded(), PROMPTS, **{**SMALL, **settings})
+
+
+DRAFTERS = {
+    "ngram": lambda: NGram(length=3),
+    "near model": lambda: DraftModel(near()),
+    "far model": lambda: DraftModel(loaded("gpt2"), length=2),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        cp.SamplingParams(),
+        cp.SamplingParams(temperature=0.8, top_k=20, top_p=0.95, repetition_penalty=1.1),
+    ],
+    ids=["greedy", "sampled"],
+)
+def test_tokens_and_states_are_the_oracles(drafter: str, sampling: cp.SamplingParams) -> None:
+    want = oracle(sampling=sampling)
+    trace = cp.run(loaded(), PROMPTS, **SMALL, sampling=sampling, drafter=DRAFTERS[drafter](), deterministic=True)
+    assert [trace.committed(i) for i in range(5)] == [want.committed(i) for i in range(5)]
+    assert [trace.digest(i) for i in range(5)] == [want.digest(i) for i in range(5)]
+    verify = trace.events().query("phase == 'verify'")
+    assert verify.num_accepted.sum() > 0 and trace.num_rolled_back > 0
+
+
+@pytest.mark.parametrize("acceptance", ["equality", "rejection"])
+@pytest.mark.parametrize(
+    "sampling",
+    [cp.SamplingParams(), cp.SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.2)],
+    ids=["greedy", "sampled"],
+)
+def test_the_same_weights_are_always_right(sampling: cp.SamplingParams, acceptance: str) -> None:
+    """Every candidate is chosen with the noise, and after the tokens, that the verifier uses for its position; under
+    rejection, it is drawn from the distribution that the verifier finds again."""
+    drafter = DraftModel(same(), length=3)
+    trace = cp.run(loaded(), PROMPTS, **SMALL, sampling=sampling, drafter=drafter, acceptance=acceptance)
+    verify = trace.events().query("phase == 'verify'")
+    assert verify.num_accepted.sum() > 60 and trace.num_rolled_back == 0
+
+
+def test_a_second_model_follows_requests_that_were_preempted() -> None:
+    """Rows run out, arrivals are late: a request gives up both of its caches, and both are built again."""
+    late = [cp.Request(prompt, arrival_step=4 * i) for i, prompt in enumerate(PROMPTS)]
+    settings = dict(drafter=DraftModel(near()), deterministic=True, max_kv_tokens=90, max_batch=3)
+    trace = cp.run(loaded(), late, **SMALL, **settings)
+    assert trace.meta["preemptions"]
+    assert [trace.committed(i) for i in range(5)] == [oracle().committed(i) for i in range(5)]
+    assert [trace.digest(i) for i in range(5)] == [oracle().digest(i) for i in range(5)]

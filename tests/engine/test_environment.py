@@ -1,0 +1,334 @@
+"""Settings of the process around a run: each is told in the fingerprint, or makes no difference."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.core.records import fingerprint_differences
+from cacheprobe.engine.fingerprint import FingerprintMismatch, require_same
+from cacheprobe.models import settings
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.facts import checksum_of
+from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.paths import choose_path
+from cacheprobe.models.settings import numeric_settings, require_one_flush_mode
+from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.trace.trace import Trace
+from tests.thinking.test_thinking import tiny
+from tests.tiny import PROMPTS, SMALL, hf_model, loaded
+
+LIGHT = dict(SMALL, deterministic=True, max_new_tokens=6, capture=cp.CaptureConfig(sites="STC", heads=("z",)))
+STREAMED = {name: value for name, value in LIGHT.items() if name != "progress"}
+BACKEND = torch.backends
+
+RECORDED: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {  # by key: how to set it, how to undo it
+    "float32_matmul_precision": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: torch.set_float32_matmul_precision("highest"),
+    ),
+    "mkldnn": (lambda: setattr(BACKEND.mkldnn, "enabled", False), lambda: setattr(BACKEND.mkldnn, "enabled", True)),
+    "threads": (
+        lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+        lambda: torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"])),
+    ),
+    "deterministic_algorithms": (
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(False),
+    ),
+    "attention_kernels": (
+        lambda: BACKEND.cuda.enable_flash_sdp(False),
+        lambda: BACKEND.cuda.enable_flash_sdp(True),
+    ),
+}
+
+OUTSIDE: dict[str, Callable[[], AbstractContextManager[Any]]] = {  # what may stand around a call
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "default dtype float64": lambda: DefaultDtype(torch.float64),
+    "default dtype bfloat16": lambda: DefaultDtype(torch.bfloat16),
+}
+
+
+class DefaultDtype(AbstractContextManager):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(torch.float32)
+
+
+def fresh(family: str = "llama", dtype: torch.dtype = torch.float32) -> BridgeLM:
+    return cp.load_model(hf_model(family, dtype))
+
+
+def digests(model: Any, **over: Any) -> list[str]:
+    trace = cp.run(model, PROMPTS[:3], **{**LIGHT, **over})
+    return [trace.digest(i) for i in range(3)]
+
+
+@pytest.mark.parametrize("key", RECORDED)
+def test_a_setting_that_may_change_bits_is_in_the_fingerprint(key: str) -> None:
+    """`torch.set_float32_matmul_precision("medium")` gave other tokens under the same fingerprint."""
+    apply, undo = RECORDED[key]
+    model, before = loaded(), numeric_settings()
+    trace = cp.run(model, PROMPTS[:2], **LIGHT)
+    apply()
+    try:
+        with pytest.raises(FingerprintMismatch, match=f"under different schedules; {key}: "):
+            cp.verify(trace, model, progress=False)
+        there = cp.run(model, PROMPTS[:2], **LIGHT)
+        assert cp.verify(there, model, progress=False).is_equal
+        assert numeric_settings() != before
+    finally:
+        undo()
+    assert numeric_settings() == before
+    assert cp.verify(trace, model, progress=False).is_equal
+    with pytest.raises(FingerprintMismatch, match=f"; {key}: "):
+        cp.verify(there, model, progress=False)
+
+
+def test_environment_variables_of_the_libraries_are_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded()
+    for name in ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"):
+        before = model.fingerprint()
+        with monkeypatch.context() as patched:
+            patched.setenv(name, "another")
+            with pytest.raises(FingerprintMismatch, match=f"; {name.lower()}: .* against 'another'"):
+                require_same(before, model.fingerprint(), "two runs")
+
+
+def test_denormal_numbers_are_flushed_by_all_threads_or_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.set_flush_denormal` acts in the thread that calls it, and in those that it starts later."""
+    trace = cp.run(loaded(), PROMPTS[:2], **LIGHT)
+    assert trace.fingerprint["flush_denormal"] is False
+    torch.set_flush_denormal(True)
+    try:
+        assert numeric_settings()["flush_denormal"] is True
+        with pytest.raises(ValueError, match="flush_denormal"):  # in all threads another fingerprint, else refused
+            cp.verify(trace, loaded(), progress=False)
+    finally:
+        torch.set_flush_denormal(False)
+    monkeypatch.setattr(settings, "_flushes", lambda least, one: True)  # in this thread, and not in the others
+    with pytest.raises(ModelError, match=r"call torch.set_flush_denormal\(False\)"):
+        require_one_flush_mode()
+    with pytest.raises(ModelError, match="in some threads of this process"):
+        cp.run(loaded(), PROMPTS[:2], **LIGHT)
+
+
+@pytest.mark.parametrize("path", ["fast", "bridge"])
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_what_stands_around_a_run_makes_no_difference(outside: str, path: str) -> None:
+    """Under autocast a float32 model gave bfloat16 states, under one fingerprint."""
+    model, live = loaded(), hf_model()
+    want = digests(model, path=path)
+    with OUTSIDE[outside]():
+        inside = switches()
+        assert digests(model, path=path) == want
+        assert switches() == inside
+        again = cp.load_model(live)  # loaded there as well
+        assert digests(again, path=path) == want
+        assert switches() == inside
+    assert digests(model, path=path) == digests(again, path=path) == want
+
+
+def switches() -> tuple[object, ...]:
+    return (
+        torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+        torch.is_inference_mode_enabled(), torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("outside", ["autocast", "default dtype float64"])
+def test_a_stream_leaves_settings_alone_between_its_pieces(outside: str) -> None:
+    """Also one that is let go, and one that ends with an error."""
+    model = loaded()
+    want = cp.run(model, PROMPTS[:2], **LIGHT)
+    with OUTSIDE[outside]():
+        inside = switches()
+        stream = cp.stream(model, PROMPTS[:2], **STREAMED)
+        for _ in stream:
+            assert switches() == inside
+        assert stream.trace().digest(0) == want.digest(0)
+        left = cp.stream(model, PROMPTS[:2], **STREAMED)
+        next(left)
+        del left
+        assert switches() == inside
+        interrupted(model, RuntimeError("of mine"), 2)
+        assert switches() == inside
+    assert digests(model)[0] == want.digest(0)
+
+
+@pytest.mark.parametrize("path", ["fast", "bridge"])
+def test_a_model_in_train_mode_runs_in_eval_mode_and_gets_its_mode_back(path: str) -> None:
+    """GPT-2's dropout was active on the bridge: deterministic runs differed every time, under one fingerprint."""
+    model = fresh("gpt2")
+    live = model.bridge.original_model
+    want = digests(model, path=path)
+    live.train()
+    mode = [module.training for module in live.modules()]
+    assert all(mode) and digests(model, path=path) == digests(model, path=path) == want
+    assert [module.training for module in live.modules()] == mode
+    live.eval()
+    live.transformer.h[1].train()
+    mode = [module.training for module in live.modules()]
+    assert any(mode) and digests(model, path=path) == want
+    assert [module.training for module in live.modules()] == mode
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_edit_through_data_is_another_model(dtype: torch.dtype) -> None:
+    """`param.data.mul_` changes neither address nor edit count: hash and trial of the twin were those of before."""
+    model = fresh(dtype=dtype)
+    trace = cp.run(model, PROMPTS[:2], **LIGHT)
+    first, trial = model.weights_sha256, model.fast_trial
+    weight = model.bridge.blocks[1].mlp.out.original_component.weight
+    held = weight.data.clone()
+    weight.data.mul_(1.01)
+    assert model.weights_sha256 != first
+    with pytest.raises(FingerprintMismatch, match="weights_sha256"):
+        cp.verify(trace, model, progress=False)
+    choose_path(model)
+    assert model.fast_trial is not trial and model.fast_trial.state != trial.state
+    weight.data.copy_(held)
+    assert model.weights_sha256 == first
+    assert cp.verify(trace, model, progress=False).is_equal
+
+
+def test_an_edit_through_data_of_a_copy_that_the_bridge_keeps() -> None:
+    """GPT-NeoX's joint projection is split into copies: far less was edited than the comparison would notice."""
+    model = fresh("gpt-neox")
+    assert choose_path(model)[1].startswith("fast")
+    model.bridge.blocks[0].attn.q.weight.data.mul_(1 + 1e-6)
+    chosen, reason = choose_path(model)
+    assert chosen is model and "weights were edited, and the bridge keeps copies" in reason
+
+
+def test_thoughts_are_made_anew_after_an_edit_through_data() -> None:
+    model, other = (ThinkingLM(tiny(), None, "tiny") for _ in range(2))
+    light = {**LIGHT, "capture": "S"}
+    first = cp.run(model, PROMPTS[:1], **light)
+    assert model._states
+    for one in (model, other):
+        for point in one.model.parameters():
+            point.data.mul_(1.25)
+    assert cp.run(model, PROMPTS[:1], **light).digest(0) == cp.run(other, PROMPTS[:1], **light).digest(0)
+    assert first.digest(0) != cp.run(model, PROMPTS[:1], **light).digest(0)
+
+
+@pytest.mark.parametrize("numbers", [7, 512, 4096, 10_001])
+def test_a_checksum_sees_every_edit_of_a_weight(numbers: int) -> None:
+    """The sums that stand for a weight on another device, too: a byte changed, rows swapped, words swapped."""
+    weight = torch.randn(numbers, 6)
+    for at_once in (True, False):
+        seen = {checksum_of([("w", weight)], at_once)}
+        swapped, moved, changed = weight.clone(), weight.clone(), weight.clone()
+        swapped[[0, 1]] = weight[[1, 0]]
+        moved[3, :4] = weight[3, [2, 3, 0, 1]]
+        changed.view(torch.uint8).view(-1)[-1] ^= 1
+        seen |= {checksum_of([("w", one)], at_once) for one in (swapped, moved, changed)}
+        seen.add(checksum_of([("v", weight)], at_once))
+        seen.add(checksum_of([("w", weight.view(6, numbers))], at_once))
+        assert len(seen) == 6
+
+
+@pytest.mark.parametrize("key", ["threads", "float32_matmul_precision"])
+def test_a_setting_that_changes_between_two_pieces_ends_the_stream(key: str) -> None:
+    apply, undo = RECORDED[key]
+    stream = cp.stream(loaded(), PROMPTS[:2], **STREAMED)
+    next(stream)
+    apply()
+    try:
+        with pytest.raises(FingerprintMismatch, match=f"two steps of one run.*; {key}: "):
+            list(stream)
+    finally:
+        undo()
+    assert digests(loaded())
+
+
+@pytest.mark.parametrize("is_by_data", [False, True])
+def test_weights_that_change_between_two_pieces_end_the_stream(is_by_data: bool) -> None:
+    model = fresh()
+    stream = cp.stream(model, PROMPTS[:2], **STREAMED)
+    next(stream)
+    with torch.no_grad():
+        weight = next(model.bridge.original_model.parameters())
+        (weight.data if is_by_data else weight).mul_(1.5)
+    with pytest.raises(FingerprintMismatch, match="begin and end of one run.*weights_sha256"):
+        list(stream)
+
+
+def test_runs_from_before_a_setting_was_recorded(tmp_path: Any) -> None:
+    """They are taken to have had the default: equal to a run of today under it, and different from another."""
+    trace = cp.run(loaded(), PROMPTS[:2], **LIGHT)
+    new = [
+        "float32_matmul_precision", "deterministic_algorithms", "flush_denormal", "attention_kernels",
+        "mkl_enable_instructions", "onednn_max_cpu_isa", "onednn_default_fpmath_mode",
+    ]  # fmt: skip
+    old = {key: value for key, value in trace.fingerprint.items() if key not in new}
+    assert len(old) == len(trace.fingerprint) - len(new)
+    assert fingerprint_differences(old, trace.fingerprint) == []
+    other = {**trace.fingerprint, "float32_matmul_precision": "medium"}
+    said = "not recorded, so taken as 'highest'"
+    assert fingerprint_differences(old, other) == [("float32_matmul_precision", said, "medium")]
+    trace.fingerprint.clear()
+    trace.fingerprint.update(old)
+    again = cp.load_trace(trace.save(tmp_path), loaded())
+    assert again.fingerprint == old and cp.verify(again, loaded(), progress=False).is_equal
+
+
+def interrupted(model: BridgeLM, error: BaseException, after: int) -> None:
+    """A run whose bridge has a hook that raises in one of its passes."""
+    calls = 0
+
+    def fail(value: torch.Tensor, hook: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise error
+
+    with model.bridge.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", fail)]), suppress(Exception, KeyboardInterrupt):
+        cp.run(model, PROMPTS[:3], **LIGHT)
+    assert calls > after
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("of mine")], ids=repr)
+@pytest.mark.parametrize("path", ["fast", "bridge"])
+def test_the_same_bits_after_an_interruption(path: str, error: BaseException) -> None:
+    model = fresh()
+    want = digests(model, path=path)
+    for after in (0, 2, 9):
+        interrupted(model, error, after)
+        assert digests(model, path=path) == want
+
+
+@pytest.mark.parametrize("path", ["fast", "bridge"])
+def test_an_interruption_in_a_forward_reaches_the_caller(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C inside a matrix product of the ninth pass."""
+    model = fresh()
+    want: Trace = cp.run(model, PROMPTS[:3], **LIGHT, path=path)
+    inner, _ = choose_path(model, path)
+    calls, forward = 0, type(inner).forward
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(inner), "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cp.run(model, PROMPTS[:3], **LIGHT, path=path)
+    again = cp.run(model, PROMPTS[:3], **LIGHT, path=path)
+    assert [again.digest(i) for i in range(3)] == [want.digest(i) for i in range(3)]
+    assert again.fingerprint == want.fingerprint

@@ -1,0 +1,272 @@
+"""Sampling, acceptance, equality and readout against their slow twins."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cacheprobe.ops.wide_product as wide_module
+from cacheprobe.core.noise import derive_seed, gumbel_noise, uniform_noise
+from cacheprobe.ops.acceptance import StopRule, clip_draft, find_ending, num_accepted
+from cacheprobe.ops.equality import bitwise, close, ulp_distance
+from cacheprobe.ops.readout import lowest_topk, read_logits
+from cacheprobe.ops.sampling import sample_token, two_largest
+from cacheprobe.ops.wide_product import WIDE_ROWS, wide_product
+from tests.twins.equivalence import lowest_topk_slowly, num_accepted_slowly, read_logits_slowly, sample_token_slowly
+
+tokens = st.lists(st.integers(0, 3), max_size=8)
+
+
+@given(tokens, tokens)
+def test_num_accepted_equals_its_twin(draft: list[int], targets: list[int]) -> None:
+    targets = targets + [9] * (len(draft) + 1 - len(targets))
+    assert num_accepted(draft, targets) == num_accepted_slowly(draft, targets)
+
+
+@pytest.mark.parametrize(
+    ("new", "stops", "left", "expected"),
+    [
+        ((5, 6, 7), (), 9, (3, None)),
+        ((5, 6, 7), (6,), 9, (2, "stop")),
+        ((5, 6, 7), (7,), 3, (3, "stop")),  # a stop token in the last place is a stop, not a length
+        ((5, 6, 7), (), 3, (3, "length")),
+        ((5, 6, 7), (7,), 2, (2, "length")),
+        ((6, 6), (6,), 1, (1, "stop")),
+    ],
+)
+def test_find_ending(new: tuple, stops: tuple, left: int, expected: tuple) -> None:
+    assert find_ending((1, 2), new, StopRule(frozenset(stops), (), str), left) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("bc", 3), ("xab", 2), ("abcd", 4), ("dx", None), ("d", 4), ("xa", 1)])
+def test_a_stop_text_ends_with_the_token_that_completes_it(text: str, expected: int | None) -> None:
+    """It may begin in tokens that were committed long before, and is kept whole."""
+    rule = StopRule(frozenset(), (text,), lambda ids: "".join("xabcd"[i] for i in ids))
+    ending = find_ending((0,), (1, 2, 3, 4), rule, 9)
+    assert ending == ((expected, "stop") if expected else (4, None))
+
+
+@given(tokens, st.integers(-1, 5))
+def test_clip_draft_ends_at_the_first_stop(draft: list[int], limit: int) -> None:
+    kept = clip_draft((), draft, StopRule(frozenset({2}), (), str), limit)
+    assert list(kept) == draft[: len(kept)] and len(kept) <= max(limit, 0)
+    assert 2 not in kept[:-1]
+    if len(kept) < min(len(draft), max(limit, 0)):
+        assert kept[-1] == 2
+
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=12), st.sampled_from([0.0, 0.7, 1.5]), st.integers(0, 2**70))
+def test_sample_token_equals_its_twin(values: list[int], temperature: float, seed: int) -> None:
+    """Integers as logits: ties everywhere, so that the lowest id is put to the test at temperature 0."""
+    logits = torch.tensor(values, dtype=torch.bfloat16)
+    chosen = sample_token(logits, temperature, seed, position=11)
+    assert chosen == sample_token_slowly(logits, temperature, seed, 11)
+
+
+def test_sample_token_refuses_nan() -> None:
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="position 7"):
+            sample_token(torch.tensor([0.0, bad]), 0.0, 0, 7)
+
+
+def test_sampling_is_unbiased() -> None:
+    """100,000 draws against the softmax: Pearson's statistic stays below its 1-in-a-million value, and a model that is
+    off by one percent in two tokens is caught."""
+    logits = torch.tensor([0.5, -1.0, 1.5, 0.0])
+    draws = np.array([sample_token(logits, 0.8, seed=3, position=p) for p in range(100_000)])
+    counts = np.bincount(draws, minlength=4)
+    expected = (logits / 0.8).softmax(0).numpy() * len(draws)
+    limit = 30.7  # chi-square with 3 degrees of freedom, p = 1e-6
+    assert ((counts - expected) ** 2 / expected).sum() < limit
+    wrong = expected + np.array([0.01, 0, -0.01, 0]) * len(draws)
+    assert ((counts - wrong) ** 2 / wrong).sum() > limit
+
+
+def test_noise_is_keyed_by_seed_and_position() -> None:
+    assert (gumbel_noise(3, 11, 50) == gumbel_noise(3, 11, 50)).all()
+    streams = {
+        uniform_noise(seed, position, 8).tobytes() for seed in (0, 1, 2**32, 2**64 + 1) for position in range(20)
+    }
+    assert len(streams) == 80
+    assert np.isfinite(gumbel_noise(5, 5, 100_000)).all()
+    assert len({derive_seed(0, i) for i in range(1000)} | {derive_seed(1, i) for i in range(1000)}) == 2000
+
+
+@pytest.mark.parametrize("width", [4, 200, 1024, 1300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lowest_topk_equals_its_twin(dtype: torch.dtype, width: int) -> None:
+    """Rounded to a handful of values, so that nearly every place is a tie; `topk` itself fails this."""
+    values = (torch.randn(40, width, generator=torch.Generator().manual_seed(0)) * 2).round().to(dtype).float()
+    values[7], values[8, 1:] = 1.0, -torch.inf  # all alike, and nothing but a pad's own value behind the first
+    values[9, -1] = 100.0
+    ours, slow = lowest_topk(values, 5), lowest_topk_slowly(values, 5)
+    assert torch.equal(ours[0], slow[0]) and torch.equal(ours[1], slow[1])
+    assert width == 4 or not torch.equal(values.topk(5).indices, slow[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_read_logits_equals_its_twin(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(70, 97, generator=generator) * 3).to(dtype)
+    logits[3] = logits[3].round()
+    logits[4, 10] = -torch.inf
+    targets = torch.randint(-1, 97, (70,), generator=generator)
+    ours, slow = read_logits(logits, targets, 5), read_logits_slowly(logits, targets, 5)
+    assert torch.equal(ours.top_token_ids, slow["ids"]) and torch.equal(ours.target_rank, slow["rank"])
+    why = "float32 sums against float64"
+    assert close(ours.top_logprob_nats, slow["logprobs"], 1e-5, because=why)
+    assert close(ours.entropy_nats, slow["entropy"], 1e-5, because=why)
+    has_target = targets >= 0
+    assert close(ours.target_logprob_nats[has_target], slow["target_logprob"][has_target], 1e-5, because=why)
+    assert bool(ours.target_logprob_nats[~has_target].isnan().all()) and 0 < int(has_target.sum()) < 70
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reading_in_tiles_of_ids_equals_its_twin(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few distinct values, so that targets have equals in their own tile and in others; ids that cannot occur."""
+    monkeypatch.setattr("cacheprobe.ops.readout._IDS_AT_ONCE", 256)
+    generator = torch.Generator().manual_seed(2)
+    logits = (torch.randn(66, 700, generator=generator) * 3).round().to(dtype)
+    logits[5, :300] = -torch.inf
+    logits[6] = -torch.inf
+    logits[6, 650] = 2.0
+    logits[7] += torch.arange(700) / 8  # each tile holds a larger value than those before it
+    logits[8] = 60.0 - logits[7]
+    targets = torch.randint(0, 700, (66,), generator=generator)
+    targets[:9] = torch.tensor([0, 255, 256, 699, -1, 20, 10, 300, 300])
+    ours, slow = read_logits(logits, targets, 5), read_logits_slowly(logits, targets, 5)
+    assert torch.equal(ours.top_token_ids, slow["ids"]) and torch.equal(ours.target_rank, slow["rank"])
+    why = "float32 sums against float64"
+    assert close(ours.entropy_nats, slow["entropy"], 1e-5, because=why)
+    is_finite = slow["logprobs"].isfinite()
+    assert torch.equal(ours.top_logprob_nats.isfinite(), is_finite)
+    assert close(ours.top_logprob_nats[is_finite], slow["logprobs"][is_finite], 1e-5, because=why)
+
+
+def test_a_reading_is_batch_invariant() -> None:
+    """A row in a tile of fixed height: wherever it stands, whatever is beside it, every bit is the same."""
+    generator = torch.Generator().manual_seed(4)
+    states, weight = torch.randn(96, 64, generator=generator).bfloat16(), torch.randn(5003, 64, generator=generator)
+    targets = torch.randint(-1, 5003, (96,), generator=generator)
+
+    def read(order: torch.Tensor) -> list[torch.Tensor]:
+        logits = wide_product(states[order], weight.bfloat16())
+        return [column[order.argsort()] for column in read_logits(logits, targets[order], 5)]
+
+    expected = read(torch.arange(96))
+    for _ in range(3):
+        again = read(torch.randperm(96, generator=generator))
+        assert all(bitwise(ours, theirs) for ours, theirs in zip(again, expected, strict=True))
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the largest tensor of each dtype that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest[tensor.dtype] = max(self.largest.get(tensor.dtype, 0), tensor.numel())
+        return made
+
+
+def test_a_reading_never_widens_all_logits_at_once() -> None:
+    logits = torch.randn(480, 2000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with Sizes() as seen:
+        read_logits(logits, torch.zeros(480, dtype=torch.long), 5)
+    assert 0 < seen.largest[torch.float32] <= 60 * 2048 and seen.largest[torch.int64] <= 60 * 2000
+
+
+def test_bitwise_tells_what_equality_hides() -> None:
+    zero, nan = torch.tensor(0.0), torch.tensor(torch.nan)
+    assert not bitwise(zero, -zero) and bitwise(nan, nan)
+    assert not bitwise(zero, zero.double()) and not bitwise(zero, zero[None])
+
+
+def test_ulp_distance_counts_neighbours() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        one = torch.ones(3, dtype=dtype)
+        assert ulp_distance(one, torch.nextafter(one, 2 * one)) == 1
+        tiny = torch.nextafter(torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype))
+        assert ulp_distance(tiny, -tiny) == 2 and ulp_distance(torch.zeros(1), -torch.zeros(1)) == 0
+
+
+def test_close_needs_a_reason_and_sees_nan() -> None:
+    with pytest.raises(ValueError, match="reason"):
+        close(torch.ones(1), torch.ones(1), 1e-5, because="")
+    assert not close(torch.tensor([math.nan]), torch.ones(1), 1.0, because="NaN is close to nothing")
+
+
+@pytest.mark.parametrize("rows", [WIDE_ROWS - 1, WIDE_ROWS, 3 * WIDE_ROWS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs", [40, 500])
+def test_wide_product_equals_its_twin(
+    outputs: int, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once and in parts, the last of them smaller."""
+    monkeypatch.setattr(wide_module, "_NUMBERS", 192 * 96)
+    generator = torch.Generator().manual_seed(rows)
+    values, weight, bias = (
+        torch.randn(size, generator=generator).to(dtype) for size in ((1, rows, 96), (outputs, 96), (outputs,))
+    )
+    made, plain = wide_product(values, weight, bias), torch.nn.functional.linear(values, weight, bias)
+    assert made.dtype == dtype and made.shape == plain.shape
+    one_unit = plain.abs().max() * torch.finfo(dtype).eps  # sums are ordered otherwise, then rounded once
+    assert (made - plain).abs().max() <= one_unit
+
+
+def test_wide_product_widens_from_its_number_of_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(wide_module, "linear", lambda x, w, b: seen.append(len(x)) or x)
+    for rows in (WIDE_ROWS - 1, WIDE_ROWS):
+        wide_product(torch.zeros(rows, 4, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16))
+        wide_product(
+            torch.zeros(rows, 4, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16), None, rows + 1
+        )
+    assert seen == [WIDE_ROWS - 1, WIDE_ROWS - 1, WIDE_ROWS]
+
+
+def test_wide_product_never_widens_a_large_matrix_at_once() -> None:
+    weight = torch.zeros(20000, 256, dtype=torch.bfloat16)
+    for rows in (WIDE_ROWS, 4 * WIDE_ROWS):
+        with Sizes() as seen:
+            wide_product(torch.zeros(rows, 256, dtype=torch.bfloat16), weight)
+        limit = max(256, rows) * wide_module.outputs_at_once(rows, 256)
+        assert 0 < seen.largest[torch.float32] <= limit < weight.numel()
+
+
+@given(st.lists(st.floats(-5, 5, width=16).map(lambda x: round(x, 1)), min_size=2, max_size=9))
+def test_two_largest_equals_its_twin(values: list[float]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        given_values = torch.tensor(values).to(dtype)
+        assert two_largest(given_values) == tuple(given_values.topk(2).values.tolist())
+
+
+def test_products_are_widened_where_the_processor_gains_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the type's instructions; on Intel without matrix units too, later; elsewhere never."""
+    cpu, intel = torch.device("cpu"), {"architecture": "x86_64", "cpu_name": "Intel Xeon"}
+    cases: list[tuple[dict, int | None, int | None]] = [
+        (intel, 32, 32),
+        ({**intel, "avx512_bf16": True, "avx512_fp16": True}, 64, None),
+        ({**intel, "avx512_bf16": True, "amx_bf16": True}, None, 32),
+        ({"architecture": "x86_64", "cpu_name": "AMD Zen4", "avx512_bf16": True}, None, 32),
+        ({"architecture": "aarch64"}, None, None),
+    ]
+    for known, in_bfloat16, in_float16 in cases:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known)
+        for tried in (wide_module._lacks, wide_module._has_lanes_alone):
+            tried.cache_clear()
+        found = [wide_module.wide_rows(dtype, cpu) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+        assert found == [in_bfloat16, in_float16, None], known
+        assert wide_module.wide_rows(torch.bfloat16, torch.device("meta")) is None
+    for tried in (wide_module._lacks, wide_module._has_lanes_alone):
+        tried.cache_clear()

@@ -1,0 +1,93 @@
+"""The references of the kernels against what the engine runs, and against slow definitions."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.fast.functional import _Norm, _rms_norm
+from cacheprobe.ops.attention.cached import cached_attention
+from cacheprobe.ops.equality import bitwise, close
+from cacheprobe.ops.packing import pack_rows, unpack
+from cacheprobe.ops.plain import project, rms_norm
+from cacheprobe.ops.readout import read_logits, read_states
+from tests.tiny import loaded
+from tests.twins.kernels_slowly import attention_slowly, pack_rows_slowly
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_rms_norm_is_the_models_own(dtype: torch.dtype) -> None:
+    values, weight = draw(5, 48).to(dtype), draw(48, seed=1).to(dtype)
+    assert bitwise(rms_norm(values, weight, 1e-5), _rms_norm(values, _Norm(weight, 1e-5)))
+    assert rms_norm(values, weight, 1e-5).dtype == dtype
+
+
+def test_read_states_is_a_models_readout() -> None:
+    """Through the norm and the unembedding of a real model, to the bit."""
+    model = loaded()
+    hf = model.bridge.original_model
+    states, targets = 5 * draw(4, model.d_model), torch.tensor([3, -1, 0, 7])
+    norm = hf.model.norm
+    weight, eps = norm.weight.detach(), float(norm.variance_epsilon)
+    mine = read_states(states, weight, eps, hf.lm_head.weight.detach(), targets, 4)
+    with torch.inference_mode():
+        theirs = read_logits(hf.lm_head(norm(states[None]))[0], targets, 4)
+    assert all(bitwise(a, b) for a, b in zip(mine, theirs, strict=True))
+    normed = rms_norm(states, weight, eps)
+    bare = read_states(normed, None, 0.0, hf.lm_head.weight.detach(), targets, 4, bias=torch.zeros(model.d_vocab))
+    assert bitwise(bare.top_token_ids, mine.top_token_ids)
+    assert project(normed, weight[None]).shape == (4, 1)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_attention_is_that_of_the_cache_and_its_mask(window: int | None) -> None:
+    """What models.fast.functional hands to the fused attention: rows of a KVCache, its mask, grouped heads."""
+    cache = KVCache(4, 20, [(2, 8, 6)], torch.float32)
+    cache.keys[0][:], cache.values[0][:] = draw(4, 2, 20, 8), draw(4, 2, 20, 6, seed=1)
+    cache.hidden[2, 3] = cache.hidden[2, 10] = cache.hidden[1, 0] = True
+    rows, width = [2, 1], 3
+    positions = cache.stage(rows, [9, 12], width)
+    keys, values = cache.write(0, draw(2, 2, width, 8, seed=2), draw(2, 2, width, 6, seed=3))
+    q = draw(2, 4, width, 8, seed=4)
+    mask = cache.mask(positions, torch.float32, "cpu", window)
+    theirs = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.3, enable_gqa=True)
+    hidden = cache.hidden
+    mine = cached_attention(q, cache.keys[0], cache.values[0], torch.tensor(rows), positions, 0.3, hidden, window)
+    assert close(mine, theirs, 1e-6, because="fused attention reorders sums")
+    own = int(positions[0, 1])
+    first = 0 if window is None else own - window + 1
+    seen = [s for s in range(first, own + 1) if s == own or not hidden[2, s]]
+    by_hand = attention_slowly(q[0, 3, 1] * 0.3, cache.keys[0][2, 1], cache.values[0][2, 1], seen)
+    assert close(mine[0, 3, 1], torch.tensor(by_hand), 1e-6, because="float32 against float64")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_rows_are_those_of_the_slow_twin(dtype: torch.dtype) -> None:
+    """With ties between two whole numbers, a row of zeros, NaN, infinity, and rows that are none."""
+    states = (3 * draw(2, 4, 9)).to(dtype)
+    states[0, 0], states[0, 1, 2], states[0, 2, 3] = 0.0, torch.nan, torch.inf
+    states[1, 0] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, -126.5]).to(dtype)
+    rows = [*range(8), -1, 8, 4]
+    packed = pack_rows(states, torch.tensor(rows), "int8")
+    values, scales = pack_rows_slowly(states, rows)
+    assert packed.values.tolist() == values and packed.values.dtype == torch.int8
+    assert bitwise(packed.scales.nan_to_num(-1), torch.tensor(scales).nan_to_num(-1))
+    assert unpack(packed)[1].isnan().all() and not unpack(packed)[0].any()
+    good = [0, 3, 4, 5, 6, 7]
+    off = (unpack(packed)[good] - states.flatten(0, 1)[good].float()).abs()
+    assert bool((off <= packed.scales[good, None] * (0.5 + 1e-5)).all())
+
+
+def test_packing_to_bfloat16_rounds_once() -> None:
+    states = draw(2, 3, 5)
+    packed = pack_rows(states.transpose(0, 1), torch.tensor([5, 0, 9]), "bfloat16")
+    assert bitwise(packed.values[:2], states.transpose(0, 1).flatten(0, 1)[[5, 0]].bfloat16())
+    assert packed.values[2].isnan().all() and math.isclose(float(packed.scales.sum()), 3.0)
+    with pytest.raises(ValueError, match=r"unknown kind 'float4'.*bfloat16, int8"):
+        pack_rows(states, torch.tensor([0]), "float4")

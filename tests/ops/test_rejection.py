@@ -1,0 +1,234 @@
+"""Speculative sampling leaves the target distribution as it is: by algebra, over all of its noise, by its draws."""
+
+import itertools
+import math
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cacheprobe.core.noise import (
+    ACCEPT_STREAM,
+    CHOICE_STREAM,
+    DRAFT_STREAM,
+    RECOVER_STREAM,
+    gumbel_noise,
+    uniform_noise,
+)
+from cacheprobe.ops import rejection
+from cacheprobe.ops.rejection import accept_or_recover, acceptance_prob, recovery_probs
+from tests.twins.equivalence import accept_or_recover_slowly
+
+
+def probs(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def simplex(width: int, parts: int) -> list[Tensor]:
+    """Every distribution over `width` tokens whose probabilities are multiples of 1 / parts."""
+    counts = [c for c in itertools.product(range(parts + 1), repeat=width) if sum(c) == parts]
+    return [probs(*(n / parts for n in c)) for c in counts]
+
+
+def candidate_acceptance(target: Tensor, draft: Tensor | None, candidate: int) -> float:
+    return acceptance_prob(float(target[candidate]), 1.0 if draft is None else float(draft[candidate]))
+
+
+def outcome_probs(target: Tensor, draft: Tensor | None, candidate: int) -> Tensor:
+    """[v] what comes to stand, where this candidate was drafted."""
+    accept = candidate_acceptance(target, draft, candidate)
+    outcome = torch.zeros_like(target)
+    if accept < 1:
+        recovery = recovery_probs(target, draft, candidate)
+        assert recovery is not None
+        outcome += (1 - accept) * recovery
+    outcome[candidate] += accept
+    return outcome
+
+
+def test_the_outcome_is_the_target_by_algebra() -> None:
+    """Candidates drawn from every draft distribution, zeros included, and candidates that were not drawn at all."""
+    grid = simplex(3, 5) + simplex(2, 7)
+    for target, draft in itertools.product(grid, grid):
+        if len(target) != len(draft):
+            continue
+        drawn = sum(float(draft[d]) * outcome_probs(target, draft, d) for d in range(len(draft)) if draft[d] > 0)
+        assert float((drawn - target).abs().max()) < 1e-12
+    for target in grid:
+        for candidate in range(len(target)):
+            assert float((outcome_probs(target, None, candidate) - target).abs().max()) < 1e-12
+
+
+def test_the_outcome_is_the_target_over_all_noise(monkeypatch) -> None:
+    """The function itself, over an even grid of both of its chances: every share is a whole number of grid points."""
+    points = 60  # divisible by every denominator below
+    unit = {}
+    monkeypatch.setattr(rejection, "uniform_noise", lambda seed, position, width, stream: np.array([unit[stream]]))
+
+    def share(target: Tensor, draft: Tensor | None, candidate: int, stream: int, other: float) -> np.ndarray:
+        """Outcomes over the grid of one chance, the other at a fixed place."""
+        counts = np.zeros((2, len(target)))
+        for i in range(points):
+            unit.update({ACCEPT_STREAM: other, RECOVER_STREAM: other, stream: (i + 0.5) / points})
+            is_accepted, token_id = accept_or_recover(target, draft, candidate, 0, 0)
+            counts[int(is_accepted), token_id] += 1 / points
+        return counts
+
+    for target, draft in (
+        (probs(0.25, 0.5, 0.25), probs(0.5, 0.25, 0.25)),
+        (probs(0.2, 0.6, 0.2), probs(0.4, 0.0, 0.6)),
+        (probs(1.0, 0.0, 0.0), probs(0.0, 0.5, 0.5)),
+        (probs(0.25, 0.5, 0.25), None),
+    ):
+        for candidate in range(3):
+            if draft is not None and draft[candidate] == 0:
+                continue
+            accepted = share(target, draft, candidate, ACCEPT_STREAM, 0.5)[1].sum()
+            assert accepted == pytest.approx(candidate_acceptance(target, draft, candidate), abs=1e-12)
+            if accepted < 1:
+                got = share(target, draft, candidate, RECOVER_STREAM, 1 - 1e-9)[0]
+                want = recovery_probs(target, draft, candidate)
+                assert want is not None and np.abs(got - want.numpy()).max() < 1e-12
+
+
+distributions = st.integers(2, 6).flatmap(
+    lambda width: st.tuples(*[st.lists(st.integers(0, 9), min_size=width, max_size=width).filter(any)] * 2)
+)
+
+
+@given(distributions, st.data())
+def test_the_rule_equals_its_twin(weights: tuple[list[int], list[int]], data: st.DataObject) -> None:
+    target, draft = (probs(*(n / sum(column) for n in column)) for column in weights)
+    is_drawn = data.draw(st.booleans())
+    candidate = data.draw(st.sampled_from([i for i in range(len(draft)) if draft[i] > 0 or not is_drawn]))
+    seed, position = data.draw(st.integers(0, 2**70)), data.draw(st.integers(0, 2**40))
+    ours = accept_or_recover(target, draft if is_drawn else None, candidate, seed, position)
+    slow = accept_or_recover_slowly(target.tolist(), draft.tolist() if is_drawn else None, candidate, seed, position)
+    assert ours == slow
+    assert target[ours[1]] > 0
+
+
+def test_equal_distributions_accept_everything() -> None:
+    """Also where rounding leaves the target a little lower at the candidate and nowhere higher."""
+    target = probs(0.1, 0.2, 0.7)
+    low = probs(0.1, math.nextafter(0.2, 0), 0.7)
+    for position in range(200):
+        assert accept_or_recover(target, target.clone(), position % 3, 0, position) == (True, position % 3)
+        assert accept_or_recover(low, target, 1, 0, position) == (True, 1)
+    assert recovery_probs(low, target, 1) is None
+    # a target that is all on the candidate but sums to less than 1, and a chance that falls into the gap
+    assert recovery_probs(probs(0.0, 0.5), None, 1) is None
+    assert {accept_or_recover(probs(0.0, 0.5), None, 1, 0, position)[0] for position in range(50)} == {True}
+
+
+def test_the_last_token_takes_what_rounding_leaves(monkeypatch) -> None:
+    """21 equal shares add up to less than the largest chance; tokens of probability 0 take nothing of what is left."""
+    largest = 1 - 2.0**-53
+    monkeypatch.setattr(rejection, "uniform_noise", lambda *key: np.array([largest]))
+    target = probs(*[1 / 21] * 21, 0.0, 0.0)
+    recovery = recovery_probs(target, None, 22)
+    assert recovery is not None and float(np.cumsum(recovery.numpy())[-1]) < largest
+    assert accept_or_recover(target, None, 22, 0, 0) == (False, 20)
+
+
+def test_a_candidate_that_was_never_drawn_is_refused() -> None:
+    with pytest.raises(ValueError, match="candidate has probability 0"):
+        accept_or_recover(probs(0.5, 0.5), probs(0.0, 1.0), 0, 0, 0)
+
+
+def test_streams_share_nothing_and_the_first_is_as_ever() -> None:
+    words = np.random.Philox(key=5, counter=[0, 9, 0, 0]).random_raw(50)
+    assert (uniform_noise(5, 9, 50) == ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52).all()
+    streams = (CHOICE_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RECOVER_STREAM)
+    held = [uniform_noise(seed, position, 64, s) for seed in (0, 5) for position in range(20) for s in streams]
+    assert len(np.unique(np.concatenate(held))) == 2 * 20 * 4 * 64
+    assert (gumbel_noise(5, 9, 50) == gumbel_noise(5, 9, 50, CHOICE_STREAM)).all()
+
+
+TARGET = [probs(0.1, 0.5, 0.4), probs(0.5, 0.25, 0.25), probs(0.2, 0.7, 0.1)]
+DRAFT = [probs(0.6, 0.2, 0.2), probs(0.1, 0.8, 0.1), probs(0.4, 0.3, 0.3)]
+"""After each token, the distribution of the next. Some rejected candidates have two tokens to take their place."""
+LENGTH, CANDIDATES = 3, 2
+
+
+def draw(distribution: Tensor, seed: int, position: int, stream: int) -> int:
+    return int(np.argmax(np.log(distribution.numpy()) + gumbel_noise(seed, position, 3, stream)))
+
+
+def generate(seed: int, rule=accept_or_recover, draft_stream: int = DRAFT_STREAM, is_drawn: bool = True) -> tuple:
+    """One sequence through draft, verdict and bonus. After a rejection the same positions are drafted again, with the
+    same noise and other tokens before them."""
+    tokens = [0]
+    while len(tokens) <= LENGTH:
+        draft = list(tokens)
+        while len(draft) < min(len(tokens) + CANDIDATES, LENGTH):  # none for the last position
+            draft.append(draw(DRAFT[draft[-1]], seed, len(draft), draft_stream))
+        for candidate in draft[len(tokens) :]:
+            held = DRAFT[tokens[-1]] if is_drawn else None
+            is_accepted, token_id = rule(TARGET[tokens[-1]], held, candidate, seed, len(tokens))
+            tokens.append(token_id)
+            if not is_accepted:
+                break
+        else:
+            tokens.append(draw(TARGET[tokens[-1]], seed, len(tokens), CHOICE_STREAM))
+    return tuple(tokens[1:])
+
+
+def statistic(sequences: list[tuple]) -> float:
+    """Pearson's, over all 27 sequences."""
+    total = 0.0
+    for sequence in itertools.product(range(3), repeat=LENGTH):
+        pairs = zip((0, *sequence), sequence, strict=False)
+        expected = math.prod(float(TARGET[a][b]) for a, b in pairs) * len(sequences)
+        total += (sequences.count(sequence) - expected) ** 2 / expected
+    return total
+
+
+@pytest.fixture
+def unchecked():
+    """Shape checks off: in 100,000 calls with the same shapes they are most of the time."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+LIMIT = 63.2
+"""Chi-square with 26 degrees of freedom, p = 6e-5."""
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("is_drawn", "count"), [(True, 17_000), (False, 4_000)])
+def test_whole_sequences_follow_the_target(is_drawn: bool, count: int) -> None:
+    """51,000 draws in sequences of three tokens, and 12,000 with candidates that count as certain."""
+    assert statistic([generate(seed, is_drawn=is_drawn) for seed in range(count)]) < LIMIT
+
+
+def all_accepted(target: Tensor, draft: Tensor | None, candidate: int, seed: int, position: int) -> tuple[bool, int]:
+    return True, candidate
+
+
+def recovered_from_target(
+    target: Tensor, draft: Tensor | None, candidate: int, seed: int, position: int
+) -> tuple[bool, int]:
+    is_accepted, _ = accept_or_recover(target, draft, candidate, seed, position)
+    return is_accepted, candidate if is_accepted else draw(target, seed, position, RECOVER_STREAM)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "broken",
+    [dict(rule=all_accepted), dict(rule=recovered_from_target), dict(draft_stream=ACCEPT_STREAM)],
+    ids=["all accepted", "recovered from the target", "one chance for draft and verdict"],
+)
+def test_a_broken_rule_is_noticed(broken: dict) -> None:
+    assert statistic([generate(seed, **broken) for seed in range(2000)]) > LIMIT
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_one_chance_for_both_decisions_is_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(rejection, "RECOVER_STREAM", ACCEPT_STREAM)
+    assert statistic([generate(seed) for seed in range(5000)]) > LIMIT

@@ -1,0 +1,147 @@
+"""What the README shows is run, and what it lists is there."""
+
+import re
+import runpy
+import tomllib
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+import cacheprobe as cp
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_notebook_example_runs(tmp_path: Path, monkeypatch) -> None:
+    """The eight lines as they stand, with a smaller n; each replacement must find its text."""
+    code = re.search(r"```python\n(import cacheprobe.*?)```", README, re.DOTALL).group(1)
+    assert len([line for line in code.splitlines() if line.strip()]) == 8
+    for shown, small in (("n=16", "n=2"), ('capture="STCZ"', 'capture="STCZ", max_new_tokens=4, progress=False')):
+        assert shown in code
+        code = code.replace(shown, small)
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    exec(code, scope)
+    assert cp.load_trace(tmp_path / "runs/coin").text(0) == scope["trace"].text(0)
+    assert {"committed", "superseded"} == set(scope["beliefs"].status)
+    assert {"drafted_token", "verdict", "prediction_depth"} <= set(scope["beliefs"].columns)
+
+
+def test_the_tree_is_true() -> None:
+    tree = re.search(r"## Where things are\n\n```\n(.*?)```", README, re.DOTALL).group(1)
+    folder = ""
+    names = 0
+    for line in tree.splitlines():
+        path = re.match(r" *(\S+)", line).group(1)
+        base = ROOT / "cacheprobe" if line.startswith("  ") else ROOT
+        folder = base / path if path.endswith("/") else base
+        assert folder.exists(), line
+        for name in re.findall(r"\b\w+\.py\b", line):
+            assert (folder / name).exists() or (base / name).exists(), f"{line}: no {name}"
+            names += 1
+    assert names > 25
+    packages = {p.name for p in (ROOT / "cacheprobe").iterdir() if (p / "__init__.py").exists()}
+    assert all(f"  {name}/ " in tree for name in packages)
+
+
+def test_pictures_are_there() -> None:
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", README)
+    assert pictures
+    for picture in pictures:
+        assert (ROOT / picture).stat().st_size < 500_000
+
+
+def test_the_commands_exist() -> None:
+    from cacheprobe.cli.app import app
+
+    shown = set(re.findall(r"^    cacheprobe (\w+)", README, re.MULTILINE))
+    old = {"prove"}  # the name of stress for one version more
+    assert shown | old == {name for name in app if not name.startswith("-")} and "doctor" in shown
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert set(re.findall(r"^    cacheprobe (\w+)", page, re.MULTILINE)) <= shown
+    for words in re.findall(r"^    cacheprobe (.*?)(?:  .*)?$", page, re.MULTILINE):
+        flags = [word.lstrip("[") for word in words.split() if word.lstrip("[").startswith("--")]
+        command, *rest = app[words.split()[0]], *words.split()[1:]
+        while rest and rest[0] in list(command):
+            command = command[rest.pop(0)]
+        known = {name for one in command.assemble_argument_collection() for name in one.names}
+        assert set(flags) <= known, f"{words}: {set(flags) - known} are no flags"
+
+
+def test_numbers_are_those_of_a_stored_measurement() -> None:
+    """Every ratio in the table stands in the JSON that the command printed."""
+    import json
+
+    stored = json.loads((ROOT / "benchmarks/results/main-job.json").read_text())
+    section = README.split("## Numbers")[1].split("##")[0]
+    shown = re.findall(r"`(\w+_ratio)` \| ([\d.]+) \| ([\d.]+) \|", section)
+    assert len(shown) == section.count("_ratio`") == 4
+    for name, plain, compiled in shown:
+        assert float(plain) == stored[name] and float(compiled) == stored[name.replace("_ratio", "_compiled_ratio")]
+    assert stored["cpu"] in section and stored["torch"] in section
+
+
+CLAIMS = [
+    # page, what it says with {} for each number, the stored result, and where each number stands in it
+    (
+        "patching.md",
+        "ours takes {:.1f} seconds and TransformerLens {:.1f} (`speedup_over_transformerlens` {}), or {} times as long "
+        "if the prompts differ from their first token on. The numbers differ by at most {:.1e} (`largest_difference`).",
+        "patching.json",
+        "pair.seconds_median.ours pair.seconds_median.transformerlens speedup_over_transformerlens "
+        "speedup_where_the_first_token_differs pair.largest_difference",
+    ),
+    (
+        "patching.md",
+        "(`ours_from_truth` {:.1e}, `transformerlens_from_truth` {:.1e})",
+        "patching.json",
+        "precision.ours_from_truth precision.transformerlens_from_truth",
+    ),
+    (
+        "benchmarks.md",
+        "on the machine that was measured (ratio {:.2f}); adding Z of every generated token takes {:.2f} times",
+        "main-job.json",
+        "stc_ratio stcz_ratio",
+    ),
+    (
+        "benchmarks.md",
+        "the products alone take {:.2f} times Hugging Face's time, and our goal was 1.30; with half of the requests "
+        "deterministic they take {:.2f}, and our goal",
+        "main-job.json",
+        "stcz_floor stcz_half_deterministic_floor",
+    ),
+]
+
+
+@pytest.mark.parametrize(("page", "said", "result", "places"), CLAIMS, ids=[f"{c[0]}-{c[3]}" for c in CLAIMS])
+def test_the_numbers_in_prose_are_those_of_a_stored_measurement(page: str, said: str, result: str, places: str) -> None:
+    import json
+
+    stored = json.loads((ROOT / "benchmarks" / "results" / result).read_text())
+    numbers = [reduce(lambda held, key: held[key], place.split("."), stored) for place in places.split()]
+    expected = re.sub(r"e-0(\d)", r"e-\1", said.format(*numbers))
+    assert expected in " ".join((ROOT / "docs" / page).read_text().split())
+
+
+def test_every_extra_is_documented() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(extras)
+
+
+@pytest.mark.parametrize(
+    "script, page",
+    [
+        ("write_figures.py", "results-determinism.md"),
+        ("write_thinking_figures.py", "results-thinking-states.md"),
+        ("write_state_figures.py", "analyses.md"),
+        ("write_state_figures.py", "analyses-drafts.md"),
+        ("write_state_figures.py", "analyses-permutations.md"),
+        ("write_sweep_figures.py", "sweeps.md"),
+    ],
+)
+def test_the_figures_of_a_page_are_what_was_measured(script: str, page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert runpy.run_path(str(ROOT / "scripts" / script))["page"](text) == text, f"run python scripts/{script}"

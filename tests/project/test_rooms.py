@@ -1,0 +1,164 @@
+"""The layout of the package: import circles, files per folder, the size of Trace, arguments of functions, frames."""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.step import Engine
+from cacheprobe.models.fast.hooked_hf import HookedHF
+from tests.project.test_structure import imports, source_files
+from tests.tiny import hf_model
+
+PACKAGE = source_files("cacheprobe")
+MOST_FILES, MOST_PLOTS = 15, 20
+MOST_METHODS, MOST_ARGUMENTS = 15, 12
+
+
+def modules(files: Mapping[str, str]) -> dict[str, str]:
+    """Dotted name of each file -> its text."""
+    return {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): text for path, text in files.items()}
+
+
+def targets(source: str, known: Mapping[str, str]) -> set[str]:
+    """Modules of the package that a file imports anywhere, in functions and for types too."""
+    named = {name for _, name in imports(source)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            named |= {str(node.module), *(f"{node.module}.{one.name}" for one in node.names)}
+    return named & set(known)
+
+
+def circles(files: Mapping[str, str]) -> list[list[str]]:
+    """Groups of modules that import each other, by whatever detour. A package may import what lies in it."""
+    known = modules(files)
+    edges = {
+        name: {to for to in targets(source, known) if to != name and not name.startswith(f"{to}.")}
+        for name, source in known.items()
+    }
+    reach = {name: set(to) for name, to in edges.items()}
+    for middle in reach:
+        for name in reach:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
+    inside = [name for name in reach if name in reach[name]]
+    groups = {tuple(sorted(b for b in inside if b in reach[a] and a in reach[b])) for a in inside}
+    return [list(group) for group in sorted(groups)]
+
+
+def crowded(files: Mapping[str, str]) -> Iterator[str]:
+    """Folders with more files of code than a reader can hold in view; __init__ is none of them."""
+    folders: dict[str, int] = {}
+    for path in files:
+        if PurePosixPath(path).name != "__init__.py":
+            folders[str(PurePosixPath(path).parent)] = folders.get(str(PurePosixPath(path).parent), 0) + 1
+    for folder, count in folders.items():
+        if count > (MOST_PLOTS if folder.endswith("plots") else MOST_FILES):
+            yield f"{folder} holds {count} files"
+
+
+def long_signatures(files: Mapping[str, str]) -> Iterator[str]:
+    """Public functions and methods with too many arguments; those behind `**options` are named in a TypedDict."""
+    for path, source in files.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                count = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+                if count > MOST_ARGUMENTS:
+                    yield f"{path}: {node.name} has {count} arguments"
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(PACKAGE) == []
+
+
+def test_no_folder_is_crowded() -> None:
+    assert list(crowded(PACKAGE)) == []
+
+
+def test_a_trace_is_data() -> None:
+    """Of its own methods; the look-ups that tables and files share stand in TraceData."""
+    own = [name for name, held in vars(cp.Trace).items() if inspect.isfunction(held) and not name.startswith("_")]
+    assert 0 < len(own) <= MOST_METHODS, own
+
+
+@pytest.mark.parametrize("name", [name for name in cp.__all__ if inspect.isfunction(getattr(cp, name))])
+def test_a_public_function_has_few_arguments(name: str) -> None:
+    assert len(inspect.signature(getattr(cp, name)).parameters) <= MOST_ARGUMENTS
+
+
+def test_no_public_function_has_many_arguments() -> None:
+    """Before: cli.run had 33, train lora 19, probes.fit 15 and causal_tracing 14."""
+    assert list(long_signatures(PACKAGE)) == []
+
+
+@pytest.mark.parametrize("place", ["def {}: ...", "class A:\n    def {}: ...", "async def {}: ..."])
+def test_a_long_signature_is_noticed(place: str) -> None:
+    names = [f"a{i}" for i in range(MOST_ARGUMENTS)]
+    for arguments, count in ((", ".join(names), 0), (", ".join([*names[:2], "*", *names[2:], "more"]), 1)):
+        source = place.format(f"f({arguments}, **options)")
+        assert len(list(long_signatures({"x.py": source}))) == count
+    assert not list(long_signatures({"x.py": f"def _f({', '.join(names)}, more): ..."}))
+
+
+def test_a_circle_and_a_crowd_are_noticed() -> None:
+    late = "def later():\n    from cacheprobe.b import y\n"
+    found = circles({"cacheprobe/a.py": late, "cacheprobe/b.py": "from cacheprobe import c", "cacheprobe/c.py": ""})
+    assert found == []
+    closed = {"cacheprobe/a.py": late, "cacheprobe/b.py": "from cacheprobe import c"}
+    closed["cacheprobe/c.py"] = "import cacheprobe.a"
+    assert circles(closed) == [["cacheprobe.a", "cacheprobe.b", "cacheprobe.c"]]
+    assert list(crowded({f"cacheprobe/x/{n}.py": "" for n in range(MOST_FILES + 1)})) == ["cacheprobe/x holds 16 files"]
+
+
+MOST_FRAMES = {"verify": 6, "prefill": 9, "decode": 10}
+"""Functions of the package on the stack of a forward pass, from `cp.run` to the model's `forward`, both counted. A
+decode goes through the drafter, which may be a user's."""
+
+
+@contextmanager
+def counted_frames() -> Iterator[dict[str, set[int]]]:
+    """Inside the `with`, collects by phase how many of the package's functions each forward pass of a run needs."""
+    home, found = str(Path(cp.__file__).parent), {}
+    forward = HookedHF.forward
+    begins, runs_a_pass = (inspect.unwrap(function).__code__ for function in (cp.run, ModelRunner.run))
+
+    def counting(*args: object, **settings: object) -> object:
+        frame, count, phase = sys._getframe(), 2, None  # the run and the forward are counted too
+        while frame is not None and frame.f_code is not begins:
+            code = frame.f_code
+            count += code.co_filename.startswith(home) and not code.co_name.startswith("<")
+            if code is runs_a_pass:
+                phase = frame.f_locals["phase"]
+            frame = frame.f_back
+        if frame is not None and phase is not None:
+            found.setdefault(phase, set()).add(count)
+        return forward(*args, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HookedHF, "forward", counting)
+        yield found
+
+
+def test_few_frames_lie_between_a_run_and_a_forward_pass() -> None:
+    with counted_frames() as found:
+        cp.run(cp.load_model(hf_model()), [[1, 2, 3]], max_new_tokens=4, window=4, deterministic=True, progress=False)
+    assert set(found) == set(MOST_FRAMES)
+    assert [phase for phase, counts in found.items() if max(counts) > MOST_FRAMES[phase]] == [], found
+
+
+def test_a_further_frame_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function more, compiled under the name of a file of the package."""
+    path = Path(cp.__file__).parent / "engine" / "step.py"
+    names: dict[str, Any] = {"right": Engine.verify}
+    exec(compile("def longer(engine, states):\n    return right(engine, states)", str(path), "exec"), names)
+    monkeypatch.setattr(Engine, "verify", names["longer"])
+    with counted_frames() as found:
+        cp.run(cp.load_model(hf_model()), [[1, 2]], max_new_tokens=3, deterministic=True, progress=False)
+    assert max(found["verify"]) == MOST_FRAMES["verify"] + 1

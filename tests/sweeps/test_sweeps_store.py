@@ -1,0 +1,85 @@
+"""A shard is there whole or not at all, in a folder and in an object store, whoever is cut off when."""
+
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheprobe.sweeps import index
+from cacheprobe.sweeps.storage.store import SHARDS, SweepStore
+from cacheprobe.trace.manifest import MANIFEST
+from tests.sweeps.test_sweeps import SMALL
+
+FILES = {"rows.parquet": b"rows", "states.safetensors": b"states", MANIFEST: b"{}"}
+
+
+def build(directory: Path, files: dict[str, bytes] = FILES) -> None:
+    directory.mkdir()
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+
+
+def held(store: SweepStore, digest: str) -> dict[str, bytes]:
+    return {Path(p).name: store.fs.cat_file(p) for p in store.fs.find(store.path(f"{SHARDS}/{digest}"))}
+
+
+@pytest.fixture(params=["folder", "object store"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> SweepStore:
+    return SweepStore(tmp_path / "s" if request.param == "folder" else f"memory://{tmp_path.name}")
+
+
+class Cut(BaseException):
+    """What a kill looks like from within."""
+
+
+def test_a_commit_that_is_cut_leaves_nothing_that_counts(store: SweepStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for last in range(len(FILES)):
+        puts = 0
+
+        def cut(*args: Any, real: Any = store.fs.pipe_file, last: int = last) -> None:
+            nonlocal puts
+            puts += 1
+            if puts > last:
+                raise Cut
+            real(*args)
+
+        def cut_build(directory: Path, last: int = last) -> None:
+            build(directory, dict(list(FILES.items())[:last]))
+            raise Cut
+
+        with monkeypatch.context() as patch, pytest.raises(Cut):
+            patch.setattr(store.fs, "pipe_file", cut)
+            store.commit("aa", cut_build if store.is_local else build)
+        assert store.committed() == set()
+    assert store.commit("aa", build) == sum(map(len, FILES.values()))
+    assert store.committed() == {"aa"} and held(store, "aa") == FILES
+
+
+def test_a_shard_that_is_there_is_left_and_half_a_one_is_replaced(store: SweepStore) -> None:
+    store.commit("aa", build)
+    store.commit("aa", build)  # by another worker, which began when nothing was there
+    assert held(store, "aa") == FILES
+    store.write(f"{SHARDS}/bb/rows.parquet", b"half")
+    assert store.committed() == {"aa"}
+    store.commit("bb", build)
+    assert store.committed() == {"aa", "bb"} and held(store, "bb") == FILES
+    assert not store.is_local or not list(Path(store.path(".staging")).iterdir())
+
+
+def test_the_index_is_read_in_its_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of pyarrow that still held the bytes when Python ended aborted one of five commands, exit code 134."""
+    import cacheprobe as cp
+
+    cp.sweep(SMALL, out=tmp_path / "s", progress=False)
+    threads = set()
+
+    class Watched(io.BytesIO):
+        def read(self, *args: Any) -> bytes:
+            threads.add(threading.get_ident())
+            return super().read(*args)
+
+    monkeypatch.setattr(index.io, "BytesIO", Watched)
+    assert len(cp.load_sweep(tmp_path / "s")) == 3
+    assert threads == {threading.get_ident()}

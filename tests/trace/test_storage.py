@@ -1,0 +1,178 @@
+"""A trace on disk: the same as in memory, whole or absent, whatever happens while it is written."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace import storage
+from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError
+from tests.tiny import PROMPTS, SMALL, loaded
+
+EXAMPLE = cp.tasks.CoinFlip(people=2, shots=1).examples(1, seed=4)[0]
+
+
+@pytest.fixture(scope="module")
+def trace() -> cp.Trace:
+    requests = [cp.Request(PROMPTS[0], is_deterministic=True), *PROMPTS[1:]]
+    return cp.run(loaded(), requests, **SMALL, drafter=cp.drafters.EarlyExit(layer=1))
+
+
+@pytest.fixture
+def saved(trace: cp.Trace, tmp_path: Path) -> Path:
+    return trace.save(tmp_path / "run")
+
+
+def test_round_trip(trace: cp.Trace, saved: Path) -> None:
+    again = cp.load_trace(saved)
+    assert repr(again) == repr(trace) and again.meta == json.loads(json.dumps(trace.meta))
+    for i in range(5):
+        assert again.committed(i) == trace.committed(i) and again.text(i) == trace.text(i)
+        assert again.digest(i) == trace.digest(i)
+        assert again.requests[i] == trace.requests[i]
+        pd.testing.assert_frame_equal(again.ledger(i), trace.ledger(i))
+        rows = trace.rows(i, "rolled_back").query("phase == 'verify'")
+        assert bitwise(again.vectors("T", 2, again.rows(i).loc[rows.index]), trace.vectors("T", 2, rows))
+    for name in ("events", "hypotheses"):
+        ours, theirs = getattr(trace, name)(), getattr(again, name)()
+        lists = [column for column in ours if isinstance(ours[column].iloc[0], list) or column.startswith("top_")]
+        pd.testing.assert_frame_equal(theirs.drop(columns=lists), ours.drop(columns=lists), check_dtype=False)
+        for column in lists:
+            assert [list(value) for value in theirs[column]] == [list(value) for value in ours[column]]
+    pd.testing.assert_frame_equal(cp.analysis.agreement(again), cp.analysis.agreement(trace))
+
+
+def test_examples_survive(tmp_path: Path) -> None:
+    from tests.models.test_load_model import tokenizer
+
+    # a word tokenizer knows "heads" and "tails", so that the task can be scored
+    model = cp.load_model(loaded().bridge, tokenizer=tokenizer())
+    try:
+        run = cp.run(model, [EXAMPLE], **SMALL)
+    finally:
+        model.bridge.tokenizer = None
+    assert cp.load_trace(run.save(tmp_path)).requests[0].example == EXAMPLE
+    assert run.meta["behaviour"]["num_examples"] == 1 and 0 < run.meta["behaviour"]["answer_mass"] < 1
+
+
+def test_activation_cache_needs_the_model(saved: Path) -> None:
+    with pytest.raises(ValueError, match="load_trace\\(dir, model="):
+        cp.analysis.to_activation_cache(cp.load_trace(saved), 0)
+    assert cp.analysis.to_activation_cache(cp.load_trace(saved, model=loaded()), 0)["resid_post", 0].shape == (
+        1,
+        24,
+        32,
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "manifest.json").unlink(), "not saved to its end; run it again"),
+        (lambda d: (d / "manifest.json").write_text('{"format": "cacheprobe tr'), "not readable as JSON"),
+        (lambda d: (d / "manifest.json").write_text("[]"), "is not a cacheprobe trace"),
+        (lambda d: next(d.glob("states-*")).unlink(), "is missing"),
+        (lambda d: os.truncate(next(d.glob("rows-*")), 100), "bytes instead of"),
+        (lambda d: shutil.rmtree(d), "is not a directory"),
+    ],
+)
+def test_damage_is_named(saved: Path, damage, message: str) -> None:
+    damage(saved)
+    with pytest.raises(TraceError, match=message) as caught:
+        cp.load_trace(saved)
+    assert str(saved) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_version_is_refused(saved: Path) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
+    with pytest.raises(TraceError, match=f"trace format 99, this cacheprobe reads 1 to {FORMAT_VERSION}"):
+        cp.load_trace(saved)
+
+
+def test_a_run_from_before_heads_is_read(trace: cp.Trace, saved: Path) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest["format_version"] = 2
+    del manifest["heads"], manifest["meta"]["capture"]["heads"]
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    again = cp.load_trace(saved, model=loaded())
+    assert again.digest(0) == trace.digest(0) and again.store.heads == ()
+    assert cp.verify(again, progress=False).is_equal
+
+
+def test_a_strangers_directory_is_left_alone(trace: cp.Trace, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(TraceError, match=r"thesis\.tex.*empty directory"):
+        trace.save(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_saving_over_a_run_replaces_it_whole(trace: cp.Trace, saved: Path) -> None:
+    other = cp.run(loaded(), PROMPTS[:2], **SMALL)
+    other.save(saved, overwrite=True)
+    assert len(cp.load_trace(saved).requests) == 2
+    names = {p.name for p in saved.iterdir()}
+    assert names == {"manifest.json", *json.loads((saved / "manifest.json").read_text())["files"]}
+
+
+def test_a_failed_save_leaves_the_earlier_run(trace: cp.Trace, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk at every single file: the directory reads as before, and nothing half-written counts."""
+    whole, num_files = storage._write_whole, len(list(saved.iterdir()))
+    other = cp.run(loaded(), PROMPTS[:2], **SMALL)
+    for fail_at in range(num_files):
+        count = 0
+
+        def full_disk(path: Path, fill, fail_at: int = fail_at) -> None:
+            nonlocal count
+            count += 1
+            if count > fail_at:
+                path.with_name(path.name + ".tmp").write_bytes(b"half")
+                raise OSError("no space left on device")
+            whole(path, fill)
+
+        monkeypatch.setattr(storage, "_write_whole", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            other.save(saved, overwrite=True)
+        assert cp.load_trace(saved).digest(0) == trace.digest(0)
+    monkeypatch.setattr(storage, "_write_whole", whole)
+    other.save(saved, overwrite=True)
+    assert len(cp.load_trace(saved).requests) == 2 and not list(saved.glob("*.tmp"))
+
+
+KILLED = """
+import sys
+import cacheprobe as cp
+from tests.tiny import PROMPTS, SMALL, loaded
+trace = cp.run(loaded(), PROMPTS, **SMALL)
+print(trace.digest(0), flush=True)
+while True:
+    trace.save(sys.argv[1], overwrite=True)
+"""
+
+
+def test_killed_while_saving_again_and_again(tmp_path: Path) -> None:
+    """SIGKILL at odd moments of an endless loop of saves into one directory: it always holds a whole run."""
+    target = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(target)], stdout=subprocess.PIPE, text=True)
+    digest = process.stdout.readline().strip()
+    assert digest, "the writer did not get to its first save"
+    while not (target / "manifest.json").exists():
+        assert process.poll() is None, "the writer ended before its first save"
+        time.sleep(0.01)
+    for _ in range(40):
+        process.send_signal(signal.SIGSTOP)  # frozen mid-write, as a kill would leave it
+        assert cp.load_trace(target).digest(0) == digest
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.013)
+    process.kill()
+    process.wait()
+    assert cp.load_trace(target).digest(0) == digest
