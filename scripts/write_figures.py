@@ -66,7 +66,7 @@ def figures() -> dict[str, str]:
 def _stress_results() -> str:
     held = {name: _read(name) for name in STRESS}
     commands = "\n".join(f"{number}. `{command}`" for number, command in enumerate(STRESS.values(), 1))
-    rows = [[said, *(result.get(name, "not counted") for result in held.values())] for name, said in COUNTS.items()]
+    rows = [[said, *(result.get(name, "not recorded") for result in held.values())] for name, said in COUNTS.items()]
     return f"{commands}\n\n{markdown_table(('', *map(str, range(1, 1 + len(held)))), rows)}"
 
 
