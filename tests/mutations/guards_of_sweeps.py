@@ -71,7 +71,7 @@ GUARDS: dict[str, Callable[[Place], None]] = {
     "heads": _refused({"intervention": "zero:site=T,layer=1,head=9"}, "has heads 0 to 3"),
     "options": _refused({"intervention": "zero:site=T,layer=1,haed=1"}, "unknown option 'haed'"),
     "lenses": _refused({"lens": "tuned:nowhere"}, "there is no directory nowhere"),
-    "other lenses": _refused({"lens": "tuned:tests/tuned_lens_package"}, r"is for \(layers, width\)"),
+    "other lenses": _refused({"lens": "tuned:tests/fixtures/tuned_lens_package"}, r"is for \(layers, width\)"),
     "numbers": _refused({"intervention": "add:site=T,layer=1,value=x"}, "value must be a number, got 'x'"),
     "positions": _refused({"intervention": "zero:site=T,layer=1,positions=0-21"}, "position 21 lies outside"),
     "objects": _refused({"drafter": "draft_model:length=3"}, "made of a loaded model"),

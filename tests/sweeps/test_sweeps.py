@@ -242,7 +242,7 @@ def test_what_is_not_understood_is_refused_by_its_place(held: dict, message: str
         ({"lens": "jacobian:x"}, "not stored in a directory"),
         ({"lens": "tuned:nowhere"}, "there is no directory nowhere"),
         ({"lens": "tuned:tests"}, "tests holds no tuned lens"),
-        ({"lens": "tuned:tests/tuned_lens_package"}, r"is for \(layers, width\) .*, coinflip-plain has \(4, 64\)"),
+        ({"lens": "tuned:tests/fixtures/tuned_lens_package"}, r"is for \(layers, width\) .*, coinflip-plain has \(4, 64\)"),
         ({"adapter": "coin-flip"}, "takes no adapter"),
         ({"products": "compiled"}, "whose products are torch's"),
         ({"task": "coin_flip:people=40"}, "set run.capacity: 2[0-9]+ or more"),
