@@ -14,6 +14,7 @@ STRESS = {
     "stress-compatible": "MKL_CBWR=COMPATIBLE cacheprobe stress --tokens 50000 --out runs/stress-compatible",
     "stress-amd": "cacheprobe stress --tokens 50000 --out runs/stress-amd",
     "stress-amd-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 cacheprobe stress --tokens 50000 --out runs/stress-amd-avx2",
+    "stress-amd-compatible": "MKL_CBWR=COMPATIBLE cacheprobe stress --tokens 50000 --out runs/stress-amd-compatible",
 }
 """By stored result: a command that compares as many tokens. Traffic is drawn until there are at least that many."""
 COUNTS = {

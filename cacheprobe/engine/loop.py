@@ -25,21 +25,6 @@ FIRST_DRAFT_LENGTH = 4
 """Candidates that the adaptive length starts from."""
 
 
-def run_loop(
-    model: CachedLM,
-    states: Sequence[SequenceState],
-    config: EngineConfig,
-    observer: Observer,
-    drafter: Drafter | None = None,
-) -> None:
-    """Runs every request to its end. The observer receives tokens, states and verdicts.
-
-    Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
-    """
-    for _ in rounds(model, states, config, observer, drafter):
-        pass
-
-
 def rounds(
     model: CachedLM,
     states: Sequence[SequenceState],
@@ -54,8 +39,8 @@ def rounds(
 
     editor: interventions, whose hooks are on the model already.  watch: compares verify passes with themselves.
 
-    A request whose pass fails ends with an error, and the others go on. Raises: EngineError where no request is left
-    that did not fail.
+    A request whose pass fails ends with an error, and the others go on. Raises: EngineError if every request failed.
+    Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
     """
     engine, scheduler = prepare(model, states, config, observer, editor, watch)
     drafter = drafter or FastPath()

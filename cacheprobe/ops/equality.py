@@ -1,4 +1,4 @@
-"""Three kinds of "equal": bitwise, ulp_distance, close. Tokens are compared with ==."""
+"""Two kinds of "equal": bitwise and close. Tokens are compared with ==."""
 
 import torch
 from torch import Tensor
@@ -14,13 +14,6 @@ def bits(a: Tensor) -> Tensor:
 def bitwise(a: Tensor, b: Tensor) -> bool:
     """Returns whether shape, dtype and bits are the same; a NaN equals the same NaN, and +0 differs from -0."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
-
-
-def ulp_distance(a: Tensor, b: Tensor) -> int:
-    """Returns the largest number of representable values between two finite floating-point tensors of one dtype."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        raise ValueError(f"cannot compare {tuple(a.shape)} {a.dtype} with {tuple(b.shape)} {b.dtype}")
-    return int((ordered_bits(a) - ordered_bits(b)).abs().max()) if a.numel() else 0
 
 
 def ordered_bits(a: Tensor) -> Tensor:

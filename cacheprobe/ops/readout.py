@@ -134,25 +134,12 @@ def _num_before(values: Tensor, scratch: Tensor, target_values: Tensor, offsets:
     return count.masked_fill_(unlikely, width)
 
 
-def lowest_topk(values: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k largest values of each row and their ids; among equal values the lowest id first (`topk` promises
-    no order).
-
-    Twin: tests.twins.equivalence.lowest_topk_slowly, ==.
-    """
-    width = values.shape[1]
-    whole = width // BLOCK * BLOCK
-    tops = [values[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)] if whole else []
-    if whole < width:
-        tops.append(values[:, whole:].amax(-1, keepdim=True))
-    return best_of_blocks(values, torch.cat(tops, dim=1), k)
-
-
 def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns the k largest of values [n, v] and their ids, given the maximum of every BLOCK ids.
 
     The k largest values lie in the k blocks with the largest maxima (the first of equal ones), because each block
     before another one holds a value that ranks before all of the other's. Only the values of these blocks are sorted.
+    Twin: tests.twins.equivalence.lowest_topk_slowly, ==.
     """
     width = values.shape[1]
     k = min(k, width)

@@ -72,16 +72,6 @@ def affecting(example: Example) -> int:
     return sum(int(asked[1]) in (source, target) for _, _, source, target in example.events)
 
 
-def initial_content(example: Example) -> str:
-    """Returns the first content of the box of the question, worded as an answer; right if no operation affects the
-    box."""
-    asked = ASKED.search(example.question.text)
-    if asked is None:
-        raise ValueError(f"{example!r} asks for no box; give examples of the boxes task")
-    content = example.states[0].split(", ")[int(asked[1]) - 1]
-    return f" {_listed([] if content == NOTHING else content.split())}"
-
-
 @register("tasks", "boxes")
 @dataclass(frozen=True)
 class Boxes(Task):

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cacheprobe.ops.wide_product as wide_module
 from cacheprobe.core.noise import derive_seed, gumbel_noise, uniform_noise
 from cacheprobe.ops.acceptance import StopRule, clip_draft, find_ending, num_accepted
-from cacheprobe.ops.equality import bitwise, close, ulp_distance
-from cacheprobe.ops.readout import lowest_topk, read_logits
+from cacheprobe.ops.equality import bitwise, close
+from cacheprobe.ops.readout import BLOCK, best_of_blocks, read_logits
 from cacheprobe.ops.sampling import sample_token, two_largest
 from cacheprobe.ops.wide_product import WIDE_ROWS, wide_product
 from tests.twins.equivalence import lowest_topk_slowly, num_accepted_slowly, read_logits_slowly, sample_token_slowly
@@ -99,12 +99,13 @@ def test_noise_is_keyed_by_seed_and_position() -> None:
 
 @pytest.mark.parametrize("width", [4, 200, 1024, 1300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lowest_topk_equals_its_twin(dtype: torch.dtype, width: int) -> None:
+def test_the_best_of_blocks_are_the_best_of_all(dtype: torch.dtype, width: int) -> None:
     """Rounded to a handful of values, so that nearly every place is a tie; `topk` itself fails this."""
     values = (torch.randn(40, width, generator=torch.Generator().manual_seed(0)) * 2).round().to(dtype).float()
     values[7], values[8, 1:] = 1.0, -torch.inf  # all alike, and nothing but a pad's own value behind the first
     values[9, -1] = 100.0
-    ours, slow = lowest_topk(values, 5), lowest_topk_slowly(values, 5)
+    maxima = torch.stack([block.amax(-1) for block in values.split(BLOCK, dim=1)], dim=1)
+    ours, slow = best_of_blocks(values, maxima, 5), lowest_topk_slowly(values, 5)
     assert torch.equal(ours[0], slow[0]) and torch.equal(ours[1], slow[1])
     assert width == 4 or not torch.equal(values.topk(5).indices, slow[1])
 
@@ -190,14 +191,6 @@ def test_bitwise_tells_what_equality_hides() -> None:
     zero, nan = torch.tensor(0.0), torch.tensor(torch.nan)
     assert not bitwise(zero, -zero) and bitwise(nan, nan)
     assert not bitwise(zero, zero.double()) and not bitwise(zero, zero[None])
-
-
-def test_ulp_distance_counts_neighbours() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        one = torch.ones(3, dtype=dtype)
-        assert ulp_distance(one, torch.nextafter(one, 2 * one)) == 1
-        tiny = torch.nextafter(torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype))
-        assert ulp_distance(tiny, -tiny) == 2 and ulp_distance(torch.zeros(1), -torch.zeros(1)) == 0
 
 
 def test_close_needs_a_reason_and_sees_nan() -> None:

@@ -33,6 +33,7 @@ GRID = {"model": "coinflip-plain", "task": "coin_flip:people=2", "window": 4}
 SMALL = {"grid": {**GRID, "seed": [0, 1, 2]}, "run": RUN}
 
 
+PACKAGE = "tests/fixtures/tuned_lens_package"
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about a machine without a GPU")
 
 
@@ -242,7 +243,7 @@ def test_what_is_not_understood_is_refused_by_its_place(held: dict, message: str
         ({"lens": "jacobian:x"}, "not stored in a directory"),
         ({"lens": "tuned:nowhere"}, "there is no directory nowhere"),
         ({"lens": "tuned:tests"}, "tests holds no tuned lens"),
-        ({"lens": "tuned:tests/fixtures/tuned_lens_package"}, r"is for \(layers, width\) .*, coinflip-plain has \(4, 64\)"),
+        ({"lens": f"tuned:{PACKAGE}"}, r"is for \(layers, width\) .*, coinflip-plain has \(4, 64\)"),
         ({"adapter": "coin-flip"}, "takes no adapter"),
         ({"products": "compiled"}, "whose products are torch's"),
         ({"task": "coin_flip:people=40"}, "set run.capacity: 2[0-9]+ or more"),
