@@ -8,26 +8,6 @@ from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord, Thought
 
 
-class Tee:
-    """Forwards every event to every observer, in order."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self.observers = observers
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if not (name.startswith("on_") or name in ("before_forward", "after_forward")):
-            raise AttributeError(name)
-        calls = [getattr(observer, name) for observer in self.observers]
-
-        def each(*args: object) -> None:
-            """Calls this method of every observer."""
-            for call in calls:
-                call(*args)
-
-        setattr(self, name, each)
-        return each
-
-
 class Silent:
     """An Observer that ignores all events; a subclass overrides the few that it needs."""
 
@@ -72,6 +52,29 @@ class Silent:
 
     def on_finish(self, finished: Finished) -> None:
         """Ignores the end of a request."""
+
+
+_EVENTS = [name for name in vars(Silent) if not name.startswith("_")]
+
+
+class Tee(Silent):
+    """Forwards every event to every observer, in order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self.observers = observers
+        for name in _EVENTS:
+            setattr(self, name, _all([getattr(observer, name) for observer in observers]))
+
+
+def _all(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """Returns a function that calls each of these with its arguments."""
+
+    def each(*args: object) -> None:
+        """Calls this method of every observer."""
+        for call in calls:
+            call(*args)
+
+    return each
 
 
 class StepLog(Silent):

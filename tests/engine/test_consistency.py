@@ -8,6 +8,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.consistency import serving_config
+from tests.proxies import take_members
 from tests.shapes import serving
 from tests.tiny import PROMPTS, SMALL, hf_model
 
@@ -19,9 +20,7 @@ class _LastPlaceDiffers:
 
     def __init__(self, model, slot: bool) -> None:
         self._model, self._slot = model, slot
-
-    def __getattr__(self, name: str):
-        return getattr(self._model, name)
+        take_members(self, model)
 
     def forward(self, token_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         out = self._model.forward(token_ids, *args, **kwargs).clone()

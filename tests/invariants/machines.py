@@ -17,6 +17,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf.tiny import NEAR_TIES, tiny_model
 from cacheprobe.models.paths import choose_path
+from tests.proxies import take_members
 from tests.tiny import hf_model, loaded
 
 
@@ -48,9 +49,7 @@ class Spy:
 
     def __init__(self, inner: CachedLM) -> None:
         self.inner = inner
-        for name in (*CachedLM.__annotations__, *(n for n in vars(CachedLM) if not n.startswith("_"))):
-            if not hasattr(type(self), name):  # real attributes: a runtime protocol does not see __getattr__
-                setattr(self, name, getattr(inner, name))
+        take_members(self, inner)
         # what was tried on the model inside holds for this one, and no trial is among the calls
         consistency._known[self] = consistency._known.setdefault(inner, {})
         self.calls: list[Call] = []

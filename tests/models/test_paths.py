@@ -14,6 +14,7 @@ from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.attention.decode import COMPILER
 from cacheprobe.ops.equality import close
+from tests.proxies import take_members
 from tests.tiny import FAMILIES, VOCAB, hf_model, loaded
 
 SUMS = "fused attention reorders sums"
@@ -28,10 +29,7 @@ class Stranger:
     """Another CachedLM."""
 
     def __init__(self, model: BridgeLM) -> None:
-        self.inner = model
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.inner, name)
+        take_members(self, model)
 
 
 def test_an_edit_in_place_is_seen() -> None:
