@@ -202,6 +202,16 @@ def test_another_thought_is_a_difference() -> None:
     assert "thought 0 is" in found.first_difference
 
 
+def test_a_pattern_hook_of_the_user_s_is_called_in_a_run() -> None:
+    """Attention request by request forms no pattern; where one is asked for, the pass forms it for all requests."""
+    model, seen = lm(), []
+    settings = dict(max_new_tokens=2, capacity=64, window=4, group=4, progress=False)
+    plain = cp.run(model, [[3, 4, 5, 6, 7]], deterministic=True, **settings)
+    with model.model.hooks(fwd_hooks=[("blocks.0.attn.hook_pattern", lambda value, hook: seen.append(value.shape))]):
+        hooked = cp.run(model, [[3, 4, 5, 6, 7]], deterministic=True, **settings)
+    assert seen and hooked.committed(0) == plain.committed(0)
+
+
 def test_other_models_say_that_they_do_not_think() -> None:
     from tests.tiny import SMALL, loaded
 

@@ -110,7 +110,7 @@ def attend(q: Tensor, remembered: Remembered, hook_pattern: HookPoint) -> Tensor
     """Returns attention outputs [b, t, h, d] of queries [b, h, t, d]; forms the pattern explicitly only if its hook is
     used."""
     keys, values, bias, *reach = remembered
-    if bias is not None and reach and reach[0] is not None:
+    if bias is not None and reach and reach[0] is not None and not hook_pattern.fwd_hooks:
 
         def held(row: int, span: int) -> tuple[Tensor, Tensor]:
             """Returns one request's keys and values in its first `span` slots."""
