@@ -226,9 +226,9 @@ class RunPlan:
             before = self.config
             with turn(self.model):
                 is_any = any(state.request.is_deterministic for state in states)
-                self.config = serving_config(
-                    self.model, before, self.open_shapes, self._hooked(), is_any, self._require_all_fit
-                )
+                # the oracle has the shapes of a deterministic run; drafts alone are no reason for another window
+                free = {*self.open_shapes} - (set() if is_any or is_all_verified else {"window"})
+                self.config = serving_config(self.model, before, free, self._hooked(), is_any, self._require_all_fit)
             if self.config.window != before.window:
                 self.editor = self._editor(drafter, states, is_all_verified)
         return states

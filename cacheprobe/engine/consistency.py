@@ -67,15 +67,15 @@ def serving_config(
 
     open_shapes: which of "window" and "group" may be replaced. Another window is tried only if no group serves this
     one.
-    is_any_deterministic: whether any request is deterministic. If none is, the window stays, and if no group is
-    batch-invariant, the first group tried is taken: drafts are then checked in a shape whose rounding may depend on the
-    batch index, as in any other engine.
+    is_any_deterministic: whether any request is deterministic. If none is, and no shape is batch-invariant, the first
+    group tried is taken: drafts are then checked in a shape whose rounding may depend on the batch index, as in any
+    other engine.
     require_fit: raises ValueError if the model or a request cannot have another window.
     Each shape is tried once for a model and the numeric settings of the process.
     Raises: ShapeRefused for a given group that is not batch-invariant, naming one that is; and if no shape is.
     """
     if "group" in open_shapes:
-        windows = _other_windows(model, config, require_fit) if "window" in open_shapes and is_any_deterministic else ()
+        windows = _other_windows(model, config, require_fit) if "window" in open_shapes else ()
         config = _choose(model, config, windows, hooked, is_any_deterministic)
     else:
         _require_verify(model, config, hooked)

@@ -177,6 +177,8 @@ def test_a_window_is_chosen_that_the_fault_spares() -> None:
     with fault:
         run = cp.run(model, PROMPTS, **RUN, deterministic=True, progress=False)
         small = cp.run(model, PROMPTS[:1], **{**RUN, "capacity": 16}, deterministic=True, progress=False)
+        assert cp.reference(model, PROMPTS, **RUN, progress=False).fingerprint == run.fingerprint
+        assert cp.run(model, PROMPTS, **RUN, drafter=cp.drafters.NGram(), progress=False).fingerprint["window"] == 16
     assert (run.fingerprint["window"], small.fingerprint["window"]) == (16, 8)
     refused = ends(model, fault, PROMPTS, window=1, **RUN)
     assert refused.kind == "refused" and "set window=16 and group=4" in refused.said
