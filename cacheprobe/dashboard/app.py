@@ -65,7 +65,7 @@ def _answer(server: Flask, views: Views) -> None:
 
     @server.post("/ask")
     def ask() -> Response:
-        """Returns the answers as a stream of lines."""
+        """Answers the questions of one POST: streams one line of JSON for each view."""
         if not request.is_json:  # a form on another site cannot send JSON
             abort(Response("questions are application/json\n", 415))
         if request.content_length is None or request.content_length > MOST_BYTES:

@@ -77,12 +77,12 @@ class Book:
         return self._rows_by_request.get(request_id, self.run.rows.iloc[:0])
 
     def ledger(self, request_id: int, step: int) -> pd.DataFrame:
-        """Returns a request's cache rows after a step, as `Trace.ledger`."""
+        """Returns the ledger of a request's cache slots after a step, a table as `Trace.ledger` returns it."""
         changes = self._ledger_by_request.get(request_id)
         return ledger_at(self.run.ledger.iloc[:0] if changes is None else changes, step)
 
     def held(self, step: int) -> tuple[int, int]:
-        """Returns (cache rows, requests) over all requests that are running at a step."""
+        """Returns two counts at a step: the cache slots in use, and the requests that use them."""
         rows = requests = 0
         for last, steps, counts in self._in_use:
             place = int(np.searchsorted(steps, step, side="right")) - 1

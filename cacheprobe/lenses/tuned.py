@@ -50,7 +50,10 @@ class TunedLens:
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":
-        """Returns a lens with zero W and b. Raises: LensError for a model of one layer."""
+        """Returns an untrained lens for a model: all translators are zero, so it reads as the logit lens does.
+
+        Raises: LensError for a model of one layer.
+        """
         layers, width = model.n_layers - 1, model.d_model
         if not layers:
             raise LensError(f"{model.name} has one layer, which is its output: there is nothing to translate")

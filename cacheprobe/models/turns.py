@@ -27,7 +27,7 @@ class _Computing:
 
     @contextmanager
     def lent_to(self, thread: int | None) -> Iterator[None]:
-        """Lets another thread compute inside the `with`, during which the caller only waits."""
+        """Lets another thread compute inside the `with`, while the caller only waits for it. None: no thread."""
         if thread is None:
             yield
             return

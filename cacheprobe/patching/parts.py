@@ -44,7 +44,7 @@ class Parts:
         return [AnswerLogits(float(a), float(b), float(c), int(d)) for a, b, c, d in _read(path)]
 
     def put(self, name: str, results: Sequence[AnswerLogits]) -> None:
-        """Keeps the results of a finished group."""
+        """Writes the results of a finished group's cells to the folder, if there is one."""
         if self.folder is not None:
             write_json(self._path(name), [list(one) for one in results], indent=None)
 

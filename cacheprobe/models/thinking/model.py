@@ -141,7 +141,7 @@ class ThinkingModel(HookedRootModule):
     def __init__(
         self, config: ThinkingConfig, seed: int = 0, make: Callable[[ThinkingConfig], Parts] = new_parts
     ) -> None:
-        """make: returns the modules; called under the given random seed."""
+        """seed: of the random weights.  make: builds the modules from the config; it is called under this seed."""
         super().__init__()
         self.config = config
         with torch.random.fork_rng(devices=[]):

@@ -121,7 +121,7 @@ def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> Parts:
     decoder = backbone.model
 
     def wrapped(layers: Iterable[LiveModule]) -> nn.ModuleList:
-        """Returns the layers as Blocks, numbered from 0."""
+        """Returns a Block around each of these Hugging Face layers, numbered from 0."""
         return nn.ModuleList([hf_block(layer, decoder.rotary_emb, i) for i, layer in enumerate(layers)])
 
     thinking, compression = None, None

@@ -87,11 +87,11 @@ def _store(out, at, value) -> None:
 @no_type_check
 def _(out, at, value):
     def whole(out, at, value) -> None:
-        """Writes a float32."""
+        """Writes a float32 at element `at` of `out`."""
         out[np.uintp(at)] = value
 
     def half(out, at, value) -> None:
-        """Writes a bfloat16 as its 16 bits."""
+        """Rounds to bfloat16, and writes its 16 bits at element `at` of `out`."""
         word = np.float32(value).view(np.uint32)
         rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         out[np.uintp(at)] = np.uint16(0x7FC0) if np.isnan(value) else np.uint16(rounded)

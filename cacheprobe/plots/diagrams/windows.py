@@ -51,7 +51,8 @@ class Window:
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """Verdict on each of the verifier's tokens: accepted, then recovered or bonus, then rejected."""
+        """One word for each token that the verifier chose: "accepted", then one "recovered" (after a mismatch) or
+        "bonus" (after a full match), then "rejected"."""
         own = "recovered" if self.is_rollback else "bonus"
         committed = len(self.committed_token_ids)
         return tuple(

@@ -142,9 +142,9 @@ def _picture(story: Story, shown: list[int | range], ledger: pd.DataFrame, setti
 
 
 def _fed(story: Story, shown: list[int | range], place: int) -> list[int]:
-    """Returns how many columns to the right each column is that takes this column's state, up to the next gap.
+    """Returns the distances, in columns, from this column to each later column that takes its state.
 
-    A gap counts if the column that takes the state is hidden in it.
+    The list ends at the next gap. The gap itself is listed if it hides a column that takes the state.
     """
     own, found = story.columns[place].thought.thought, []
     for distance, other in enumerate(shown[shown.index(place) + 1 :], 1):
