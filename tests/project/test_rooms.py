@@ -117,9 +117,8 @@ def test_a_circle_and_a_crowd_are_noticed() -> None:
     assert list(crowded({f"cacheprobe/x/{n}.py": "" for n in range(MOST_FILES + 1)})) == ["cacheprobe/x holds 16 files"]
 
 
-MOST_FRAMES = {"verify": 6, "prefill": 9, "decode": 10}
-"""Functions of the package on the stack of a forward pass, from `cp.run` to the model's `forward`, both counted. A
-decode goes through the drafter, which may be a user's."""
+MOST_FRAMES = 6
+"""Functions of the package on the stack of a forward pass, from `cp.run` to the model's `forward`, both counted."""
 
 
 @contextmanager
@@ -149,8 +148,7 @@ def counted_frames() -> Iterator[dict[str, set[int]]]:
 def test_few_frames_lie_between_a_run_and_a_forward_pass() -> None:
     with counted_frames() as found:
         cp.run(cp.load_model(hf_model()), [[1, 2, 3]], max_new_tokens=4, window=4, deterministic=True, progress=False)
-    assert set(found) == set(MOST_FRAMES)
-    assert [phase for phase, counts in found.items() if max(counts) > MOST_FRAMES[phase]] == [], found
+    assert found == {phase: {MOST_FRAMES} for phase in ("prefill", "decode", "verify")}
 
 
 def test_a_further_frame_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,4 +159,4 @@ def test_a_further_frame_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "verify", names["longer"])
     with counted_frames() as found:
         cp.run(cp.load_model(hf_model()), [[1, 2]], max_new_tokens=3, deterministic=True, progress=False)
-    assert max(found["verify"]) == MOST_FRAMES["verify"] + 1
+    assert found["verify"] == {MOST_FRAMES + 1}

@@ -12,7 +12,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.shipped import shipped_folder
+from cacheprobe.models.known import shipped_folder
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import config_hash, load_thinking, save_thinking
