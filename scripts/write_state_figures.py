@@ -144,7 +144,7 @@ ANALYSES: dict[str, Callable[[dict[str, Any]], str]] = {
     "coin_state_probe": _coin,
     "coin_state_patch": _patched,
     "prediction_depths": _settles,
-    "rollback_foresight": _rollbacks,
+    "rollback_prediction": _rollbacks,
     "s3_algorithm": _algorithm,
 }
 

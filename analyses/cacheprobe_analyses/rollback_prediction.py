@@ -1,6 +1,6 @@
 """Can a rollback be seen coming, from the states before the verification?
 
-    python -m cacheprobe_analyses.rollback_foresight --json analyses/results/rollback-foresight.json
+    python -m cacheprobe_analyses.rollback_prediction --json analyses/results/rollback-prediction.json
 
 SmolLM2 goes on from coin-flip questions, greedily; an early layer, the text itself and the fast path draft. A linear
 classifier of each draft, and of each candidate, is tested on prompts it never saw, beside labels in random order,

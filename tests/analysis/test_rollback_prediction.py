@@ -1,4 +1,4 @@
-"""RollbackPrediction of rollbacks: the right row of each draft, controls that can win, and what cannot be told."""
+"""Prediction of rollbacks: the right row of each draft, controls that can win, and what cannot be told."""
 
 from dataclasses import replace
 
