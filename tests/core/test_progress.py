@@ -4,10 +4,10 @@ import ast
 import importlib
 import inspect
 import io
-import pkgutil
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -148,7 +148,9 @@ def test_every_long_command_shows_progress_unless_told_not_to() -> None:
 
 
 def modules_of(package: ModuleType) -> list[str]:
-    names = (f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__))
+    home = Path(package.__file__).parent
+    files = (path.relative_to(home).with_suffix("").parts for path in sorted(home.rglob("*.py")))
+    names = (".".join((package.__name__, *parts)) for parts in files)
     return [name for name in names if {"run", "main"} & defined(name)]
 
 

@@ -17,8 +17,8 @@ import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.ops.wide_product import wide_rows
-from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.machine import machine, measuring
+from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
+from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 ROWS, CAPACITY, POSITION = 16, 96, 64
 REPEATS = 20

@@ -28,7 +28,7 @@ def measure(prompts: list[list[int]], new_tokens: int, rounds: int) -> Iterator[
     import torch
 
     folder = _installed()
-    command = [sys.executable, "-m", "cacheprobe_benchmarks.nnsight_arm"]
+    command = [sys.executable, "-m", __name__]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
     asked = json.dumps([prompts, new_tokens, rounds, torch.get_num_threads()])
     with TemporaryFile("w+") as said:  # no pipe: it may say more than one holds before it is read

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cacheprobe_benchmarks.struck import Fate, Struck
+from cacheprobe_benchmarks.sweeps.struck import Fate, Struck
 
 NOT_HERE = "Ray is not installed"
 

@@ -1,6 +1,6 @@
 """Hugging Face's own decoding of the same prompts, on a separately loaded copy with its default attention."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,3 +27,14 @@ class HuggingFace:
                 ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0, **settings
             )
         return out[:, width:].tolist()
+
+    def in_turn(self, batches: Sequence[tuple[Sequence[Sequence[int]], int]], **settings: Any) -> Iterator[float]:
+        """Generates one batch after another; yields the share of all prompts that is done.
+
+        batches: each with its prompts and the number of new tokens.
+        """
+        done, total = 0, sum(len(prompts) for prompts, _ in batches)
+        for prompts, new_tokens in batches:
+            self.generate(prompts, new_tokens, **settings)
+            done += len(prompts)
+            yield done / total

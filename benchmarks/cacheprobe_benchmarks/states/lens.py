@@ -17,7 +17,7 @@ import cacheprobe as cp
 from cacheprobe.capture.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.readout import read_logits
-from cacheprobe_benchmarks.machine import machine, measuring
+from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 TOKENS, TOP_K, REPEATS = 16, 5, 3
 SMALL = {"tokens": 2, "repeats": 1}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import cacheprobe as cp
-from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.main_job import NEW_TOKENS, SHAPE, coin_prompts
+from cacheprobe_benchmarks.shared.machine import machine, measuring
+from cacheprobe_benchmarks.states.main_job import NEW_TOKENS, SHAPE, coin_prompts
 
 OPENS = 5
 SMALL = {"requests": 1, "new_tokens": 2}

@@ -11,7 +11,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.training.tuned_lens.run import train_tuned_lens
 from cacheprobe.training.tuned_lens.settings import TunedLensSettings
-from cacheprobe_benchmarks.machine import machine, say
+from cacheprobe_benchmarks.shared.machine import machine, say
 
 STEPS, TEXTS, LENGTH, HELD_OUT = 24, 2, 64, 6
 """Texts of the published recipe are 2048 tokens, and 128 of them make a step: this is what minutes allow."""

@@ -14,7 +14,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
-from cacheprobe_benchmarks.machine import machine, measuring
+from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 PEOPLE, PROMPTS, CHUNKS = 20, 4, (1, 4, 16, 64)
 """CHUNKS: chunks in a pass."""

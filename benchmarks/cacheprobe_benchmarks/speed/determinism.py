@@ -19,9 +19,9 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.progress import Progress
-from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.machine import machine
-from cacheprobe_benchmarks.workload import (
+from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
+from cacheprobe_benchmarks.shared.machine import machine
+from cacheprobe_benchmarks.shared.workload import (
     IN_FLIGHT,
     NEW_TOKENS,
     NUM_REQUESTS,
@@ -65,7 +65,8 @@ def run(rounds: int, *, num_requests: int = NUM_REQUESTS, new_tokens: tuple[int,
                 name: Run(_model(models, name), marked(requests, share / 100), shapes, capture=capture)
                 for name, (share, shapes, capture) in SETTINGS.items()
             }
-            jobs = {"hf": _hugging_face(hf, requests), **{name: run.steps() for name, run in runs.items()}}
+            batches = [([list(one.prompt) for one in batch], longest) for batch, longest in _batches(requests)]
+            jobs = {"hf": hf.in_turn(batches), **{name: run.steps() for name, run in runs.items()}}
             for name, taken in side_by_side(jobs, lambda share, n=number: bar.at(int(100 * (n + share)))).items():
                 seconds[name].append(taken)
                 bar.say(f"{name}: {taken:.1f} s")
@@ -129,11 +130,3 @@ def _batches(requests: Sequence[cp.Request]) -> Iterator[tuple[Sequence[cp.Reque
     for i in range(0, len(requests), IN_FLIGHT):
         batch = requests[i : i + IN_FLIGHT]
         yield batch, max(request.sampling.max_new_tokens for request in batch)
-
-
-def _hugging_face(hf: HuggingFace, requests: Sequence[cp.Request]) -> Iterator[float]:
-    done = 0
-    for batch, longest in _batches(requests):
-        hf.generate([list(request.prompt) for request in batch], longest)
-        done += len(batch)
-        yield done / len(requests)

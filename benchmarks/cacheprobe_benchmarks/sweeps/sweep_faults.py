@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheprobe_benchmarks import ray_faults
-from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
-from cacheprobe_benchmarks.struck import Fate, Fault, Struck, digests
+from cacheprobe_benchmarks.shared.machine import machine, measuring
+from cacheprobe_benchmarks.sweeps import ray_faults
+from cacheprobe_benchmarks.sweeps.s3_server import BUCKET, s3_server
+from cacheprobe_benchmarks.sweeps.struck import Fate, Fault, Struck, digests
 
 SEED = 0
 SMALL = {"only": ("SIGKILL of a worker", "SIGKILL of the driver")}

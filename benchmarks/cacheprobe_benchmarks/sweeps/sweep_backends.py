@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.ray_faults import NOT_HERE, two_nodes
-from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
-from cacheprobe_benchmarks.struck import CONFIG, Struck, digests
+from cacheprobe_benchmarks.shared.machine import machine, measuring
+from cacheprobe_benchmarks.sweeps.ray_faults import NOT_HERE, two_nodes
+from cacheprobe_benchmarks.sweeps.s3_server import BUCKET, s3_server
+from cacheprobe_benchmarks.sweeps.struck import CONFIG, Struck, digests
 
 SMALL = {"only": ("serial", "processes")}
 

@@ -15,7 +15,7 @@ from cacheprobe.sweeps.cells import Cell
 from cacheprobe.sweeps.index import INDEX
 from cacheprobe.sweeps.results import duckdb
 from cacheprobe.sweeps.storage.store import PLAN, SHARDS, SweepStore
-from cacheprobe_benchmarks.machine import machine, measuring, say
+from cacheprobe_benchmarks.shared.machine import machine, measuring, say
 
 CELLS, WORKERS, MANY = 200, 2, 10_000
 SMALL = {"cells": 4, "many": 200}

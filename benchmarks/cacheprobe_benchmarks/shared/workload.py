@@ -1,8 +1,10 @@
-"""The mixed traffic of the determinism benchmark, and the plain timing of a run that records nothing but its steps."""
+"""Supplies the traffic and prompts of benchmarks, and times a run that records nothing but its steps."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.models.base import CachedLM
 from cacheprobe.plan import RunPlan
 
+PROMPTS = Path(__file__).parents[1] / "prompts"
 NUM_REQUESTS, IN_FLIGHT = 64, 16
 PROMPT_TOKENS, NEW_TOKENS = (8, 64), (32, 64)
 LAST_ARRIVAL = 80
@@ -28,6 +31,14 @@ class Timing:
     seconds: float
     tokens: list[list[int]]
     log: StepLog
+
+
+def stored_prompts(name: str) -> list[str]:
+    """Returns the texts of "repeat" or "coin". Raises: ValueError if their file is not here."""
+    path = PROMPTS / f"{name}.jsonl"
+    if not path.exists():
+        raise ValueError(f"{path} is missing; run the benchmark from a checkout")
+    return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def traffic(

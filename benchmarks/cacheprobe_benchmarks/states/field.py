@@ -20,10 +20,10 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.readout import read_logits
-from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.main_job import NEW_TOKENS, SHAPE, coin_prompts
-from cacheprobe_benchmarks.nnsight_arm import measure as measure_nnsight
+from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
+from cacheprobe_benchmarks.shared.machine import machine, measuring
+from cacheprobe_benchmarks.states.main_job import NEW_TOKENS, SHAPE, coin_prompts
+from cacheprobe_benchmarks.states.nnsight_arm import measure as measure_nnsight
 
 RESIDUAL, WRITES = "hook_resid_post", ("hook_attn_out", "hook_mlp_out")
 TOP = 5

@@ -6,11 +6,9 @@ Where a processor's bfloat16 is no quicker than float32, ours run once more with
 names with _compiled.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import product
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -19,11 +17,10 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.ops.wide_product import wide_rows
-from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.workload import side_by_side, timed
+from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
+from cacheprobe_benchmarks.shared.machine import machine, measuring
+from cacheprobe_benchmarks.shared.workload import side_by_side, stored_prompts, timed
 
-PROMPTS = Path(__file__).parent / "prompts"
 NEW_TOKENS = 48
 NUM_ALONE = 4
 """Prompts that run one by one."""
@@ -50,7 +47,7 @@ def run(
     model = models[""]
     if wide_rows(model.dtype, model.device):
         models[COMPILED] = cp.load_model("smollm2-135m", dtype="bfloat16", products="compiled")
-    ids = {name: [list(model.encode(text)) for text in _read(name)] for name in ("repeat", "coin")}
+    ids = {name: [list(model.encode(text)) for text in stored_prompts(name)] for name in ("repeat", "coin")}
     batched = ids["repeat"][:together]
     sampling = cp.SamplingParams(max_new_tokens=new_tokens, stop_token_ids=())
 
@@ -62,10 +59,7 @@ def run(
             yield number / len(groups)
 
     def theirs(prompts: list[list[int]], batch: int, **settings: Any) -> Iterator[float]:
-        groups = _groups(prompts, batch)
-        for number, group in enumerate(groups, 1):
-            hf.generate(group, new_tokens, **settings)
-            yield number / len(groups)
+        return hf.in_turn([(group, new_tokens) for group in _groups(prompts, batch)], **settings)
 
     def jobs() -> dict[str, Iterator[float]]:
         made: dict[str, Iterator[float]] = {}
@@ -122,10 +116,3 @@ def _ratios(speeds: list[dict[str, float]], ends: Iterable[str]) -> dict[str, li
 
 def _groups(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
     return [prompts[i : i + size] for i in range(0, len(prompts), size)]
-
-
-def _read(name: str) -> list[str]:
-    path = PROMPTS / f"{name}.jsonl"
-    if not path.exists():
-        raise ValueError(f"{path} is missing; run the benchmark from a checkout")
-    return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]

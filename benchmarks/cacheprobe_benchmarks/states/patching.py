@@ -18,8 +18,8 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.tasks.coin_flip import ANSWERS, coin_question
-from cacheprobe_benchmarks.machine import machine, measuring, say
-from cacheprobe_benchmarks.patching_precision import SWEEPS, apart, farthest_apart, our_sweep, precision, sanity
+from cacheprobe_benchmarks.shared.machine import machine, measuring, say
+from cacheprobe_benchmarks.states.patching_precision import SWEEPS, apart, farthest_apart, our_sweep, precision, sanity
 
 PEOPLE = (("Tim", True), ("Arthur", True))
 TOKENS = 24

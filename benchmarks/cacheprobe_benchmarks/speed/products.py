@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cacheprobe.ops import wide_product
-from cacheprobe_benchmarks.machine import machine, measuring
+from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 SHAPES = {(576, 576): 2, (192, 576): 2, (1536, 576): 2, (576, 1536): 1}
 """[outputs, inputs] of a block's products, and how many of them a block has."""

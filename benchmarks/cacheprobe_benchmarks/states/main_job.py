@@ -9,11 +9,9 @@ runs once more with `products="compiled"`, under its name with _compiled. A job'
 the quickest of our ways and after the rounds, over Hugging Face's seconds, are its _floor.
 """
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -22,15 +20,14 @@ import torch
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.wide_product import wide_rows
-from cacheprobe_benchmarks.floors import products_seconds
-from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.speculation import ALONE, NUM_ALONE
-from cacheprobe_benchmarks.speculation import NEW_TOKENS as NEW_TOKENS_ALONE
-from cacheprobe_benchmarks.workload import side_by_side
+from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
+from cacheprobe_benchmarks.shared.machine import machine, measuring
+from cacheprobe_benchmarks.shared.workload import side_by_side, stored_prompts
+from cacheprobe_benchmarks.speed.floors import products_seconds
+from cacheprobe_benchmarks.speed.speculation import ALONE, NUM_ALONE
+from cacheprobe_benchmarks.speed.speculation import NEW_TOKENS as NEW_TOKENS_ALONE
 
 NEW_TOKENS = 32
-PROMPTS_ALONE = Path(__file__).parent / "prompts" / "coin.jsonl"
 SMALL = {"requests": 2, "new_tokens": 2, "alone": 1, "alone_tokens": 2}
 SHAPE = dict(capacity=96, window=1, group=16, prefill_group=8, prefill_chunk=40)
 """The capacity holds the longest prompt and its answer; the rest matters to deterministic requests alone."""
@@ -64,7 +61,7 @@ def run(
     jobs = [(name, end) for name in JOBS for end in models]
     prompts = coin_prompts(requests)
     ids = [list(model.encode(prompt)) for prompt in prompts]
-    singles = [list(model.encode(one["prompt"])) for one in _lines(PROMPTS_ALONE)[:alone]]
+    singles = [list(model.encode(text)) for text in stored_prompts("coin")[:alone]]
 
     def theirs() -> float:
         """Returns Hugging Face's seconds for the batch."""
@@ -88,7 +85,10 @@ def run(
                 bar.advance(note=f"{name}{end} {ours:.1f} s")
             for end in models:
                 took = side_by_side(
-                    {"ours": _drafted(models[end], singles, alone_tokens), "hf": _one_by_one(hf, singles, alone_tokens)}
+                    {
+                        "ours": _drafted(models[end], singles, alone_tokens),
+                        "hf": hf.in_turn([([prompt], alone_tokens) for prompt in singles]),
+                    }
                 )
                 if number:
                     ratios[f"batch1_speculation{end}"].append(took["ours"] / took["hf"])
@@ -147,13 +147,3 @@ def _drafted(model: CachedLM, prompts: list[list[int]], new_tokens: int) -> Iter
         drafter = cp.drafters.NGram(length=ALONE.window - 1)
         _ours(model, [prompt], new_tokens, capture="STC", drafter=drafter, **shape)
         yield number / len(prompts)
-
-
-def _one_by_one(hf: HuggingFace, prompts: list[list[int]], new_tokens: int) -> Iterator[float]:
-    for number, prompt in enumerate(prompts, 1):
-        hf.generate([prompt], new_tokens)
-        yield number / len(prompts)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

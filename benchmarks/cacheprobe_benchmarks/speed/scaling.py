@@ -17,7 +17,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
-from cacheprobe_benchmarks.machine import machine, measuring
+from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 WINDOW = 1
 """Of the verifier, in the long trace."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import cacheprobe as cp
-from cacheprobe_benchmarks.machine import machine, measuring
-from cacheprobe_benchmarks.main_job import NEW_TOKENS, SHAPE, coin_prompts
+from cacheprobe_benchmarks.shared.machine import machine, measuring
+from cacheprobe_benchmarks.states.main_job import NEW_TOKENS, SHAPE, coin_prompts
 
 MEGABYTE = 10**6
 SMALL = {"requests": 1, "new_tokens": 2}
@@ -24,7 +24,7 @@ SMALL = {"requests": 1, "new_tokens": 2}
 def run(rounds: int, *, requests: int = 16, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
     """beyond_model_mb: peak less model; trace_mb: states in the trace; beyond_trace_mb: the difference of the two."""
     taken: list[dict[str, float]] = []
-    command = [sys.executable, "-c", f"from cacheprobe_benchmarks.memory import child; child({requests}, {new_tokens})"]
+    command = [sys.executable, "-c", f"from {__name__} import child; child({requests}, {new_tokens})"]
     with measuring(rounds) as bar:
         for _ in range(rounds):
             done = subprocess.run(command, capture_output=True, text=True)

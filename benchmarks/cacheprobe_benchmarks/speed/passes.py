@@ -25,7 +25,7 @@ from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.attention import by_request
 from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
 from cacheprobe.ops.wide_product import wide_rows
-from cacheprobe_benchmarks.machine import machine, measuring
+from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 CAPACITY, POSITION = 96, 64
 SHAPES = {
