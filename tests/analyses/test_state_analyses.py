@@ -9,9 +9,9 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.drafters import EarlyExit, NGram
-from cacheprobe_analyses import coin_state_probe as coin
-from cacheprobe_analyses import prediction_depths as settles
-from cacheprobe_analyses import rollback_prediction
+from cacheprobe_analyses.coin import coin_state_probe as coin
+from cacheprobe_analyses.drafts import prediction_depths as settles
+from cacheprobe_analyses.drafts import rollback_prediction
 
 THINKING = "coinflip-thinking"
 

@@ -10,20 +10,19 @@ Models are those of `thinking_variations`; what is not in `folder` yet is traine
 Source: Thinking States (arXiv 2602.08332); its figure leaves chunks without a change empty.
 """
 
-import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.tasks import CoinFlip, Example, annotate_all, coin_question
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.thinking.evaluate import evaluate
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.thinking_variations import BASE, trained_variation, variations
-from cacheprobe_analyses.thinking_variations import Config as Variations
+from cacheprobe_analyses.command import command
+from cacheprobe_analyses.thinking.thinking_variations import BASE, trained_variation, variations
+from cacheprobe_analyses.thinking.thinking_variations import Config as Variations
 
 MODELS = {"delta": "thought: delta", "state": "thought: state", "restate": BASE}
 """By format: the variation that was trained on it."""
@@ -137,15 +136,10 @@ def run(config: Config, progress: bool = False) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--folder", type=Path, default=Config.folder, help="where trained models are, or go")
-    parser.add_argument("--texts", type=int, default=Config.texts, help="for each gap")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    given = parser.parse_args()
-    result = run(Config(texts=given.texts, folder=given.folder), progress=True)
-    print("\n".join([result.table(), "", *result.limits()]))
-    if given.json:
-        write_json(given.json, asdict(result))
+    def shown(result: Result) -> str:
+        return "\n".join([result.table(), "", *result.limits()])
+
+    command(__doc__, Config, run, shown, folder="where trained models are, or go", texts="for each gap")
 
 
 if __name__ == "__main__":

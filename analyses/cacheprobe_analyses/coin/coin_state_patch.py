@@ -11,10 +11,8 @@ questions.
 Source: activation patching as in Meng et al. 2022 (arXiv 2202.05262), section 2.1.
 """
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -23,7 +21,6 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
@@ -35,6 +32,7 @@ from cacheprobe.plots import carried_figure
 from cacheprobe.tasks.base import Accuracy, Example
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
 from cacheprobe.tasks.people import NAMES
+from cacheprobe_analyses.command import command_of_subjects
 from cacheprobe_analyses.records import records_of
 
 SWAPPED, CONTROLS = "other coin", ("own again", "other names", "noise")
@@ -284,16 +282,7 @@ def _runs(lm: CachedLM, own: Example, other: Example, alike: Example, config: Co
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", choices=SUBJECTS, help="one of the models")
-    parser.add_argument("--json", type=Path, help="also write what was found to this file")
-    given = parser.parse_args()
-    results = {}
-    for name in [given.only] if given.only else SUBJECTS:
-        results[name] = run(SUBJECTS[name], progress=True)
-        print(f"## {name}\n\n{results[name].table()}\n", flush=True)
-    if given.json:
-        write_json(given.json, {name: asdict(result) for name, result in results.items()})
+    command_of_subjects(__doc__, SUBJECTS, run)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,19 @@ Each preset's own training, its schedule unchanged, is broken off after so many 
 as `cacheprobe train thinking-states` counts them. What stands then is tested by its own thoughts and words.
 """
 
-import argparse
 import platform
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cacheprobe.core.files import write_json
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking.presets import preset_of
 from cacheprobe.training.thinking.run import CHECK_TEXTS, TEST_SEED, train
 from cacheprobe.training.threads import one_thread
+from cacheprobe_analyses.command import command
 
 
 @dataclass(frozen=True)
@@ -141,16 +140,10 @@ def _processor() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seconds", type=float, default=Config.seconds, help="of processor time, for each preset")
-    parser.add_argument("--texts", type=int, default=Config.texts, help="of the test")
-    parser.add_argument("--seed", type=int, default=Config.seed)
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    given = parser.parse_args()
-    result = run(replace(Config(), seconds=given.seconds, texts=given.texts, seed=given.seed), progress=True)
-    print(f"{result.table()}\n\nto 99 and 100 %: of {CHECK_TEXTS} fresh texts, twice running; {result.machine}")
-    if given.json:
-        write_json(given.json, asdict(result))
+    def shown(result: Result) -> str:
+        return f"{result.table()}\n\nto 99 and 100 %: of {CHECK_TEXTS} fresh texts, twice running; {result.machine}"
+
+    command(__doc__, Config, run, shown, seconds="of processor time, for each preset", texts="of the test", seed="")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.thinking_states_table import COIN_FLIPS, RESULTS, trained_arm
-from cacheprobe_analyses.thinking_states_table import Config as Table
+from cacheprobe_analyses.records import RESULTS
+from cacheprobe_analyses.thinking.thinking_states_table import COIN_FLIPS, trained_arm
+from cacheprobe_analyses.thinking.thinking_states_table import Config as Table
 
-KEPT = RESULTS.with_name("every-length.json")
+KEPT = RESULTS / "every-length.json"
 TEXTS_SEED = 4_000_000
 """No other analysis tests on these."""
 

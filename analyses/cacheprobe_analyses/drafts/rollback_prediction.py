@@ -7,21 +7,19 @@ classifier of each draft, and of each candidate, is tested on prompts it never s
 position alone and margin alone. A drafter with too few rollbacks is not told about.
 """
 
-import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
 import cacheprobe as cp
-from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.drafters import EarlyExit, FastPath, NGram
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.plots import rollback_prediction_figure
 from cacheprobe.tasks import CoinFlip
+from cacheprobe_analyses.command import command
 from cacheprobe_analyses.records import records_of
 
 UNITS = ("draft", "candidate")
@@ -124,14 +122,7 @@ def _lines(table: pd.DataFrame, name: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--dtype", default=Config.dtype)
-    parser.add_argument("--json", type=Path, help="also write what was found to this file")
-    given = parser.parse_args()
-    result = run(Config(dtype=given.dtype), progress=True)
-    print(result.table())
-    if given.json:
-        write_json(given.json, asdict(result))
+    command(__doc__, Config, run, dtype="of the model")
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ That a state can be read does not say that it is used.
 Source: probes with control tasks, Hewitt and Liang 2019 (arXiv 1909.03368).
 """
 
-import argparse
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 import cacheprobe as cp
-from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.plots import probe_figure
 from cacheprobe.tasks import CoinFlip
+from cacheprobe_analyses.command import command_of_subjects
 from cacheprobe_analyses.records import records_of
 
 END = -1
@@ -88,35 +86,8 @@ class Result:
                 lines.append(f"| {layer} | {s} | {by.low['S']:.3f} to {by.high['S']:.3f} | {t} | {c} |")
         return "\n".join(lines)
 
-    def summary(self) -> str:
-        """What is found at each place without the states, since which layer more is found with them, and S by layer."""
-        lines = [
-            "| place | prompts | groups | majority | words alone | control tasks, mean | S above from layer | T | C |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        columns = {}
-        for place, here in self.frame.groupby("place", sort=False):
-            name, one = "last token" if place == END else f"person {place}", here.iloc[0]
-            since = [_above_since(here[here.site == site]) for site in "STC"]
-            lines.append(
-                f"| {name} | {one.examples} | {one.groups} | {one.majority:.3f} | {one.embedding:.3f} | "
-                f"{here.control.mean():.3f} | {' | '.join(since)} |"
-            )
-            s = here[here.site == "S"].set_index("layer")
-            columns[name] = [f"{line.accuracy:.3f} ({line.untrained:.3f})" for line in s.itertuples()]
-        lines += ["", f"| layer | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        lines += [f"| {layer} | {' | '.join(row)} |" for layer, row in enumerate(zip(*columns.values(), strict=True))]
-        return "\n".join(lines)
-
     def figure(self) -> Any:
         return probe_figure(self.frame)
-
-
-def _above_since(lines: pd.DataFrame) -> str:
-    """First layer from which on every layer is above its baselines, or "none"."""
-    below = lines.layer[~lines.is_above.astype(bool)]
-    first = lines.layer.min() if below.empty else below.max() + 1
-    return str(first) if first <= lines.layer.max() else "none"
 
 
 def run(config: Config, progress: bool = False) -> Result:
@@ -137,17 +108,7 @@ def run(config: Config, progress: bool = False) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", choices=SUBJECTS, help="one of the models")
-    parser.add_argument("--json", type=Path, help="also write what was found to this file")
-    given = parser.parse_args()
-    results = {}
-    for name in [given.only] if given.only else SUBJECTS:
-        results[name] = run(SUBJECTS[name], progress=True)
-        print(f"## {name}\n\n{results[name].table()}\n", flush=True)
-    if given.json:
-        held = {name: asdict(result) for name, result in results.items()}
-        write_json(given.json, held)
+    command_of_subjects(__doc__, SUBJECTS, run)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking.presets import Preset, preset_of
 from cacheprobe.training.thinking.run import TEST_SEED, Trained, load_trained, train
 from cacheprobe.training.threads import one_thread
+from cacheprobe_analyses.records import RESULTS
 
-RESULTS = Path(__file__).parents[1] / "results" / "thinking-variations.json"
+STORED = RESULTS / "thinking-variations.json"
 STEPS = 300
 FAR = tuple(range(10, 101))
 GAPS = ((1, 16), (17, 32), (33, 64), (65, 10_000))
@@ -64,7 +65,7 @@ class Config:
     folder: Path = Path("runs/thinking-variations")
     texts: int = 200
     """For each test and seed."""
-    results: Path = RESULTS
+    results: Path = STORED
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Config.folder, help="where trained models are, or go")
     parser.add_argument("--texts", type=int, default=Config.texts, help="for each test and seed")
     parser.add_argument("--only", default="", help="variations whose name holds this text")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where the cells are kept")
+    parser.add_argument("--json", type=Path, default=STORED, help="where the cells are kept")
     given = parser.parse_args()
     chosen = tuple(variation for variation in variations() if given.only in variation.name)
     if not chosen:

@@ -8,20 +8,18 @@ Refused for a model that does not do the task.
 Source: the question is left open by Thinking States (arXiv 2602.08332).
 """
 
-import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.tasks import CoinFlip, annotate_all, mixed
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.thinking.recurrent import own_thoughts, write
+from cacheprobe_analyses.command import command
 
 LEAST_ACCURACY = 0.95
 
@@ -109,15 +107,7 @@ def run(config: Config, progress: bool = False) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", default=Config.model)
-    parser.add_argument("--texts", type=int, default=Config.texts)
-    parser.add_argument("--json", type=Path, help="also write the counts to this file")
-    given = parser.parse_args()
-    result = run(Config(given.model, texts=given.texts), progress=True)
-    print(result.table())
-    if given.json:
-        write_json(given.json, asdict(result))
+    command(__doc__, Config, run, model="a name or a directory", texts="")
 
 
 if __name__ == "__main__":

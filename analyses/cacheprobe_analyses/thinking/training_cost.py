@@ -8,11 +8,10 @@ to be, so that gradients run from the last chunk to the first. Forward and backw
 Source: Thinking States (arXiv 2602.08332), section 3.3 and its figure of training cost by recurrent steps.
 """
 
-import argparse
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.blocks import attention_bias
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.model import ThinkingModel, pad_in_front
 from cacheprobe.training.thinking.losses import IGNORED, Batch, losses
 from cacheprobe.training.threads import one_thread
+from cacheprobe_analyses.command import command
 
 WAYS = ("parallel", "through time")
 
@@ -206,14 +205,8 @@ def _chains(config: ThinkingConfig, chunks: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=Config.repeats, help="rounds; medians are taken over them")
-    parser.add_argument("--json", type=Path, help="also write the lines to this file")
-    given = parser.parse_args()
-    result = run(Config(repeats=given.repeats), lambda line: print(line, flush=True), progress=True)
-    print(result.table())
-    if given.json:
-        write_json(given.json, asdict(result))
+    reporting = partial(run, report=lambda line: print(line, flush=True))
+    command(__doc__, Config, reporting, repeats="rounds; medians are taken over them")
 
 
 if __name__ == "__main__":

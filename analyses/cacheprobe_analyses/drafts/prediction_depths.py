@@ -9,9 +9,7 @@ SmolLM2 is at chance on the coin, so this is about its answers and not about the
 Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
 """
 
-import argparse
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,11 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
-from cacheprobe.core.files import write_json
 from cacheprobe.drafters import EarlyExit, NGram
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.plots import disagreement_figure, final_choice_figure
 from cacheprobe.tasks import CoinFlip
+from cacheprobe_analyses.command import command
 from cacheprobe_analyses.records import records_of
 
 KINDS = ("answer", "later tokens", "after a rejected token")
@@ -167,14 +165,7 @@ def _interval(holds: np.ndarray, groups: np.ndarray, seed: int) -> tuple[np.ndar
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--prompts", type=int, default=Config.prompts)
-    parser.add_argument("--json", type=Path, help="also write what was found to this file")
-    given = parser.parse_args()
-    result = run(Config(prompts=given.prompts), progress=True)
-    print(result.table())
-    if given.json:
-        write_json(given.json, asdict(result))
+    command(__doc__, Config, run, prompts="questions, answered once for each drafter")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ Refused for a model that does not beat chance on the questions.
 Source: swaps are interchange interventions (Geiger et al. 2021, arXiv 2106.02997) of cache rows.
 """
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -21,7 +19,6 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
-from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
@@ -29,7 +26,8 @@ from cacheprobe.plots import coin_rows_figure
 from cacheprobe.tasks.base import Accuracy, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
 from cacheprobe.tasks.people import HELD_OUT_NAMES
-from cacheprobe_analyses.coin_rows_words import parts_of
+from cacheprobe_analyses.coin.question_parts import parts_of
+from cacheprobe_analyses.command import command
 
 TREATMENTS = ("swapped", "masked", "own again", "other names", "noise")
 _BATCH = dict(max_new_tokens=1, capacity=96, progress=False)
@@ -212,14 +210,7 @@ def _logits(lm: CachedLM, asked: Sequence[tuple[Sequence[int], KVSnapshot]]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--texts", type=int, default=Config.texts, help="pairs for each number of people")
-    parser.add_argument("--json", type=Path, help="also write the effects to this file")
-    given = parser.parse_args()
-    result = run(Config(texts=given.texts), progress=True)
-    print(result.table())
-    if given.json:
-        write_json(given.json, asdict(result))
+    command(__doc__, Config, run, texts="pairs for each number of people")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the tokens of a coin-flip question are for: the coin's first state, a person's words, or the question."""
+"""Says what each token of a coin-flip question is for: the coin's first state, a person's words, or the question."""
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks.base import Question

@@ -9,10 +9,9 @@ distances of near ones, and to few near ones that count as many. Texts are other
 whose trained models are read.
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.blocks import rotate
 from cacheprobe.models.thinking.model import ThinkingModel, thought_table
@@ -30,8 +28,9 @@ from cacheprobe.training.thinking.evaluate import READ_AT_ONCE
 from cacheprobe.training.thinking.losses import collate
 from cacheprobe.training.thinking.run import TEST_SEED, Trained
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.thinking_states_table import Config as Table
-from cacheprobe_analyses.thinking_states_table import trained_arm
+from cacheprobe_analyses.command import command
+from cacheprobe_analyses.thinking.thinking_states_table import Config as Table
+from cacheprobe_analyses.thinking.thinking_states_table import trained_arm
 
 KEPT = 44
 """Tokens that "few" are: with the two chunks and those beside them about a text of the trained lengths."""
@@ -240,15 +239,10 @@ def _kind(trained: Trained, item: Annotated, chunk: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--folder", type=Path, default=Config.folder, help="where trained models are, or go")
-    parser.add_argument("--texts", type=int, default=Config.texts, help="for each flip probability")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    given = parser.parse_args()
-    result = run(Config(folder=given.folder, texts=given.texts), progress=True)
-    print("\n".join([result.table(), "", *result.kinds_listed(), "", result.ways_table()]))
-    if given.json:
-        write_json(given.json, asdict(result))
+    def shown(result: Result) -> str:
+        return "\n".join([result.table(), "", *result.kinds_listed(), "", result.ways_table()])
+
+    command(__doc__, Config, run, shown, folder="where trained models are, or go", texts="for each flip probability")
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from cacheprobe.training.thinking.command import train_thinking
 from cacheprobe.training.thinking.presets import preset_of
 from cacheprobe.training.thinking.run import TEST_SEED, Trained, load_trained
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses.thinking_states_told import Result
+from cacheprobe_analyses.records import RESULTS
+from cacheprobe_analyses.thinking.accuracy_tables import Result
 
-RESULTS = Path(__file__).parents[1] / "results" / "thinking-states.json"
-AGAIN = RESULTS.with_name("thinking-states-again.json")
+STORED, AGAIN = RESULTS / "thinking-states.json", RESULTS / "thinking-states-again.json"
 """The same lines on other texts, drawn after all settings were fixed."""
 COIN_FLIPS = (0.0, 0.1, 0.5, 0.9)
 
@@ -61,7 +61,7 @@ class Config:
     texts: int = 200
     """For each line and seed."""
     rows: tuple[Row, ...] = ()
-    results: Path = RESULTS
+    results: Path = STORED
     test_seed: int = TEST_SEED + 1
     """Of the texts."""
     trains: bool = True

@@ -27,10 +27,9 @@ from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import records_of
-from cacheprobe_analyses.s3_models import Subject, group_task, trained
-from cacheprobe_analyses.s3_signatures import length_lines, patch_lines, probe_lines, thought_patch_lines
+from cacheprobe_analyses.s3.s3_models import Subject, group_task, trained
+from cacheprobe_analyses.s3.s3_signatures import length_lines, patch_lines, probe_lines, thought_patch_lines
 
-RESULTS = Path(__file__).parents[1] / "results" / "s3-algorithm.json"
 SURE = 0.95
 """Accuracy from which on a probe is said to read the state, or the parity."""
 CAPACITY = 64

@@ -8,12 +8,10 @@ own thoughts in each. Refused for a model that is at chance even untouched.
 Source: the question is left open by Thinking States (arXiv 2602.08332).
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -21,13 +19,13 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.plots import ways_figure
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.thinking.recurrent import Thoughts, own_thoughts, write
+from cacheprobe_analyses.command import command
 
 WAYS: dict[str, tuple[bool, int | None]] = {
     "untouched": (True, None),
@@ -152,16 +150,7 @@ def _reaching(model: ThinkingModel, before: int) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", default=Config.model)
-    parser.add_argument("--operations", type=int, default=Config.operations, help="of each text")
-    parser.add_argument("--texts", type=int, default=Config.texts)
-    parser.add_argument("--json", type=Path, help="also write the counts to this file")
-    given = parser.parse_args()
-    result = run(Config(given.model, given.operations, given.texts), progress=True)
-    print(result.table())
-    if given.json:
-        write_json(given.json, asdict(result))
+    command(__doc__, Config, run, model="a name or a directory", operations="of each text", texts="")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `thinking_states_table` found, as tables."""
+"""Makes the tables of what `thinking_states_table` found, beside the published numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,15 +69,6 @@ class Result:
                 f"| {name} | {len(cells)} | {100 * right / texts:.2f} | {100 * _worst(cells):.2f} | {100 * low:.1f} to "
                 f"{100 * high:.1f} | {thoughts} | {_sum(cells, 'unparsed')} |"
             )
-        return "\n".join(lines)
-
-    def models_table(self) -> str:
-        """What each training cost."""
-        lines = ["| model | parameters | steps | seconds | to 99 % | command |", "|---|---|---|---|---|---|"]
-        for name, made in sorted(self.models.items()):
-            reached = made["cpu_seconds_to_99"] or "not reached"
-            told = f"{made['parameters']:,} | {made['steps']} | {made['cpu_seconds']} | {reached}"
-            lines.append(f"| {name} | {told} | `{made['command']}` |")
         return "\n".join(lines)
 
 
