@@ -1,4 +1,4 @@
-"""The layout of the package: import circles, files per folder, the size of Trace, arguments of functions, frames."""
+"""The layout of the code: import circles, files per folder, the size of Trace, arguments of functions, frames."""
 
 import ast
 import inspect
@@ -17,18 +17,24 @@ from cacheprobe.models.fast.hooked_hf import HookedHF
 from tests.project.test_structure import imports, source_files
 from tests.tiny import hf_model
 
-PACKAGE = source_files("cacheprobe")
+ON_THE_PATH = ("kernels", "analyses", "benchmarks")
+"""Folders that hold a package beside cacheprobe, which is imported without the folder's name."""
+CODE = source_files("cacheprobe", *ON_THE_PATH, "scripts", "tests")
 MOST_FILES, MOST_PLOTS = 15, 20
 MOST_METHODS, MOST_ARGUMENTS = 15, 12
 
 
 def modules(files: Mapping[str, str]) -> dict[str, str]:
-    """Dotted name of each file -> its text."""
-    return {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): text for path, text in files.items()}
+    """Returns the text of each file by the dotted name that it is imported by."""
+    found = {}
+    for path, text in files.items():
+        parts = PurePosixPath(path.removesuffix(".py").removesuffix("/__init__")).parts
+        found[".".join(parts[1:] if parts[0] in ON_THE_PATH else parts)] = text
+    return found
 
 
 def targets(source: str, known: Mapping[str, str]) -> set[str]:
-    """Modules of the package that a file imports anywhere, in functions and for types too."""
+    """Returns the known modules that a file imports anywhere, in functions and for types too."""
     named = {name for _, name in imports(source)}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
@@ -75,11 +81,12 @@ def long_signatures(files: Mapping[str, str]) -> Iterator[str]:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert circles(PACKAGE) == []
+    """Everywhere: in tests too, whose helpers import each other."""
+    assert circles(CODE) == []
 
 
 def test_no_folder_is_crowded() -> None:
-    assert list(crowded(PACKAGE)) == []
+    assert list(crowded(CODE)) == []
 
 
 def test_a_trace_is_data() -> None:
@@ -95,7 +102,7 @@ def test_a_public_function_has_few_arguments(name: str) -> None:
 
 def test_no_public_function_has_many_arguments() -> None:
     """Before: cli.run had 33, train lora 19, probes.fit 15 and causal_tracing 14."""
-    assert list(long_signatures(PACKAGE)) == []
+    assert list(long_signatures(CODE)) == []
 
 
 @pytest.mark.parametrize("place", ["def {}: ...", "class A:\n    def {}: ...", "async def {}: ..."])
@@ -115,6 +122,17 @@ def test_a_circle_and_a_crowd_are_noticed() -> None:
     closed["cacheprobe/c.py"] = "import cacheprobe.a"
     assert circles(closed) == [["cacheprobe.a", "cacheprobe.b", "cacheprobe.c"]]
     assert list(crowded({f"cacheprobe/x/{n}.py": "" for n in range(MOST_FILES + 1)})) == ["cacheprobe/x holds 16 files"]
+
+
+@pytest.mark.parametrize("folder", ON_THE_PATH)
+def test_a_circle_of_a_package_beside_the_main_one_is_noticed(folder: str) -> None:
+    """Its modules are imported without the folder's name."""
+    closed = {f"{folder}/p/a.py": "from p.sub.b import x", f"{folder}/p/sub/b.py": "def late():\n    from p import a"}
+    assert circles(closed) == [["p.a", "p.sub.b"]]
+
+
+def test_every_folder_of_code_is_looked_at() -> None:
+    assert {path.split("/")[0] for path in CODE} == {"cacheprobe", *ON_THE_PATH, "scripts", "tests"}
 
 
 MOST_FRAMES = 6

@@ -27,8 +27,8 @@ from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe.training.thinking.recurrent import own_thoughts
 from cacheprobe.training.thinking.run import load_trained, train
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses import thinking_states_table as table
-from cacheprobe_analyses import thoughts_are_causal as causal
+from cacheprobe_analyses.thinking import thinking_states_table as table
+from cacheprobe_analyses.thinking import thoughts_are_causal as causal
 from tests.thinking.test_thinking import TINY, tiny
 from tests.twins.thinking_slowly import read_slowly
 
