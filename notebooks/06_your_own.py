@@ -163,9 +163,7 @@ class Direction:
 
 # %%
 lens = find("lenses", "direction")()
-cp.plots.lens_grid(cp.analysis.read_states(trace, lens, rows=trace.rows(0)), request_id=0).update_layout(
-    height=340, width=1000
-)
+cp.plots.lens_grid(cp.analysis.read_states(trace, lens, rows=trace.rows(0)), request_id=0)
 
 # %% [markdown]
 # The last three columns are what the model was trained on. Further left it was asked for nothing, and what is read

@@ -9,7 +9,7 @@ from dash import dcc, html
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.results import KINDS, kind_of
 from cacheprobe.plots.diagrams import svg
-from cacheprobe.plots.diagrams.card_style import CARD_CSS
+from cacheprobe.plots.diagrams.card_style import CARD_CSS, GRID_CSS
 from cacheprobe.plots.style import DIAGRAM_CSS, SHADE_CSS, THEME_CSS
 from cacheprobe.plots.text import markup
 from cacheprobe.plots.thoughts.strokes import WAITING
@@ -33,7 +33,7 @@ def index(shelf: Shelf) -> str:
     about = markup(json.dumps(listed)).replace("{%", "&#123;%")
     return (
         '<!DOCTYPE html><html lang="en"><head>{%metas%}<title>{%title%}</title>{%favicon%}'
-        f"<style>{DIAGRAM_CSS}{SHADE_CSS}{CARD_CSS}{THEME_CSS}</style>{{%css%}}</head>"
+        f"<style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{CARD_CSS}{THEME_CSS}</style>{{%css%}}</head>"
         f'<body class="cp" data-shelf="{about}">{svg.TEXTURES}{WAITING}{{%app_entry%}}'
         "<footer>{%config%}{%scripts%}{%renderer%}</footer></body></html>"
     )

@@ -8,12 +8,11 @@ from cacheprobe.plots.diagrams.cache_picture import cache_picture
 from cacheprobe.plots.diagrams.decode_grid import decode_grid
 from cacheprobe.plots.diagrams.diagram import decoded_diagram, window_diagram
 from cacheprobe.plots.diagrams.frame import Markup
-from cacheprobe.plots.diagrams.lens_picture import lens_picture
+from cacheprobe.plots.diagrams.lens_grid import lens_grid
 from cacheprobe.plots.diagrams.timeline import timeline
 from cacheprobe.plots.diagrams.token_card import token_card
 from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
 from cacheprobe.plots.disagreement import disagreement_figure, final_choice_figure
-from cacheprobe.plots.lens_grid import lens_grid
 from cacheprobe.plots.patching import patching_grid
 from cacheprobe.plots.probes import probe_figure, rollback_prediction_figure
 from cacheprobe.plots.report.figures import write_figures
@@ -41,7 +40,6 @@ __all__ = [
     "final_choice_figure",
     "find_windows",
     "lens_grid",
-    "lens_picture",
     "patching_grid",
     "prediction_depth_figure",
     "probe_figure",

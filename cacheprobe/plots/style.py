@@ -19,13 +19,13 @@ _LIGHT = {
     "ink": "#1b2027", "muted": "#59636e", "paper": "#ffffff", "card": "#f6f7f9", "line": "#d3d8de",
     "blue": "#cfe2f8", "blue-edge": "#2b6cb0", "yellow": "#fdebae", "yellow-edge": "#a87900",
     "green": "#ccecd2", "green-edge": "#23793a", "red": "#fad6d2", "red-edge": "#bd3127",
-    "grey": "#e3e6ea", "grey-edge": "#7b858f", "violet": "#aa97d6",
+    "grey": "#e3e6ea", "grey-edge": "#7b858f", "blank": "#caced2", "violet": "#aa97d6",
 }  # fmt: skip
 _DARK = {
     "ink": "#e7ebf0", "muted": "#9ba6b2", "paper": "#0f1318", "card": "#171c22", "line": "#323a44",
     "blue": "#1c3d63", "blue-edge": "#74b0f0", "yellow": "#4b3c0c", "yellow-edge": "#e6bf45",
     "green": "#184728", "green-edge": "#66cc80", "red": "#55201d", "red-edge": "#f4877e",
-    "grey": "#2d333b", "grey-edge": "#8d97a2", "violet": "#5d4b96",
+    "grey": "#2d333b", "grey-edge": "#8d97a2", "blank": "#41484f", "violet": "#5d4b96",
 }  # fmt: skip
 
 STATUS_STYLES = {

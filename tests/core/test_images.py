@@ -42,43 +42,46 @@ def test_every_figure_of_the_report_is_a_file(trace: cp.Trace, tmp_path: Path) -
 
 
 def test_figures_and_diagrams_as_pixels_and_on_paper(trace: cp.Trace) -> None:
-    figure = report_figures(trace, 0)["drafts"]
+    figure = report_figures(trace)["drafts"]
     drawings = report_drawings(trace, pick_request(trace.events()))
     assert png_size(image(figure, "png")) == (1800, 880)
     pixels = [svg_image(*drawing, "png") for drawing in drawings.values()]
     assert [png_size(one) for one in pixels] == [(2 * d.width, 2 * d.height) for d in drawings.values()]
-    assert len(set(pixels)) == len(pixels) == 2  # a diagram that was not there yet would leave a white page
-    for printed in (image(figure, "pdf"), svg_image(*drawings["rolled-back"], "pdf")):
+    assert len(set(pixels)) == len(pixels) == 4  # a diagram that was not there yet would leave a white page
+    for printed in (
+        image(figure, "pdf"),
+        *(svg_image(*drawings[name], "pdf") for name in ("rolled-back", "lens-grid")),
+    ):
         assert printed.startswith(b"%PDF-") and b"%%EOF" in printed[-64:]
         assert b"/Font" in printed and printed.count(b"/Type /Page\n") == 1  # letters, on one page
 
 
 def test_diagrams_stand_alone(trace: cp.Trace) -> None:
     drawings = report_drawings(hostile(trace), pick_request(trace.events()))
-    assert set(drawings) == {"accepted-whole", "rolled-back"}
-    for drawing in drawings.values():
+    assert set(drawings) == {"accepted-whole", "rolled-back", "lens-grid", "lens-grid-all"}
+    for name, drawing in drawings.items():
         root = ElementTree.fromstring(drawing.markup)
         assert float(root.get("width")) == pytest.approx(drawing.width, abs=1)
         assert float(root.get("height")) == pytest.approx(drawing.height, abs=1)
         used = set(re.findall(r"url\(#([\w-]+)\)", drawing.markup))
-        assert used and used <= {pattern.get("id") for pattern in root.iter(f"{SVG}pattern")}
+        assert (used or "lens" in name) and used <= {pattern.get("id") for pattern in root.iter(f"{SVG}pattern")}
         # what not every program reads: names of colours, pages inside the picture
         assert "var(" not in drawing.markup and "foreignObject" not in drawing.markup and "@media" not in drawing.markup
         assert "<script" not in drawing.markup and HOSTILE[:9] not in drawing.markup
         said = [text.text for text in root.iter(f"{SVG}text")]
-        for word in ("Prefill", "Decode", "Verify", "pending: committed, row not written yet"):
+        loop = ("Prefill", "Decode", "Verify", "pending: committed, row not written yet")
+        for word in ("layer", "position", "log p of the committed token (nats)") if "lens" in name else loop:
             assert word in said
         classes = {name for node in root.iter() for name in (node.get("class") or "").split()}
         css = next(root.iter(f"{SVG}style")).text
-        assert all(
-            f".{name}" in css for name in ("box", "texture", "arrow", "strong", "muted", "green") if name in classes
-        )
+        styled = ("box", "texture", "arrow", "strong", "muted", "green", "agrees", "v-1", "v9", "column", "computed")
+        assert all(f".{kind}" in css for kind in styled if kind in classes)
     assert "Rollback" in drawings["rolled-back"].markup and "No rollback" in drawings["accepted-whole"].markup
 
 
 def test_a_request_that_was_never_verified_and_thoughts_have_diagrams() -> None:
     plain = cp.run(loaded(), PROMPTS[:1], **SMALL, capture=None)
-    assert set(report_drawings(plain, 0)) == {"decoded"} and report_figures(plain, 0) == {}
+    assert set(report_drawings(plain, 0)) == {"decoded"} and report_figures(plain) == {}
     thinker = cp.load_model("coinflip-thinking")
     asked = cp.tasks.CoinFlip(people=3).examples(n=1, seed=3)
     run = cp.run(thinker, asked, window=4, deterministic=True, capacity=128, max_new_tokens=2, progress=False)

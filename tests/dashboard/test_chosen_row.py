@@ -65,19 +65,19 @@ def test_a_row_that_was_not_chosen_is_the_canonical_one(trace: cp.Trace, shelf: 
 
 def test_the_page_and_the_report_have_one_statistic(trace: cp.Trace, shelf: Shelf) -> None:
     """The page counted the columns that fitted on it, the report all of them."""
-    said = cp.plots.lens_grid(trace.hypotheses(), 0).layout.title.text
+    said = cp.plots.lens_grid(trace.hypotheses(), 0).finding
     ask = dict(run=0, request=0, site="S", lens=RECORDED, colour="logprob", rows="committed")
     first = len(PROMPTS[0]) - 1
     for width, position in ((200, first), (200, first + 12), (1200, first)):
         assert f"<h2>{said}</h2>" in lens.grid(shelf, Reader(shelf), {**ask, "width": width, "position": position})
     part = cp.plots.lens_grid(trace.hypotheses(), 0, positions=range(first, first + 3))
-    assert part.layout.title.text == said == re.sub("<[^>]*>", "", said)
+    assert part.finding == said == re.sub("<[^>]*>", "", said)
 
 
 def test_a_tip_of_a_row_that_was_fed_a_rejected_token_compares_nothing(trace: cp.Trace) -> None:
     table = trace.hypotheses(include_rolled_back=True)
     lost = table[(table.request_id == 0) & (table.status == "rolled_back")]
-    picture = str(cp.plots.lens_picture(table, 0, include="all"))
+    picture = str(cp.plots.lens_grid(table, 0, include="all"))
     for row in lost.row.unique():
         column = picture.split(f'data-row="{row}"')[1].split('<g class="column"')[0]
         assert "no committed token can be compared" in column and "committed &lt;" not in column

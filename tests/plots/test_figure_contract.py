@@ -105,7 +105,6 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
     "draft_verdicts": lambda: ((t := trace().hypotheses()), t.assign(layer=2 - t.layer), {}),
     "final_choice_figure": lambda: ((t := by_layer(kind="answer", chance=0.1, rows=9)), t.assign(share=0.1), {}),
     "rollback_prediction_figure": lambda: (predictions(0.1), predictions(-0.1), {}),
-    "lens_grid": lambda: ((t := trace().hypotheses()), t.assign(agrees=False), dict(request_id=0)),
     "patching_grid": lambda: ((t := cells()), swapped(t, "nld"), {}),
     "probe_figure": lambda: (probes().assign(examples=40, groups=20), probes(False), {}),
     "state_algorithm_figure": lambda: (
@@ -163,7 +162,6 @@ NAMED: dict[str, Callable[[pd.DataFrame, pd.DataFrame], tuple[str, str]]] = {
     "draft_verdicts": lambda t, o: ("committed token leads from layer 2", "draft leads up to the last layer"),
     "final_choice_figure": lambda t, o: ("answer from layer 1", "No layer has half"),
     "rollback_prediction_figure": lambda t, o: ("margin for ngram", "for no drafter here"),
-    "lens_grid": lambda t, o: ("first choice from layer 2 on", "no layer settles"),
     "patching_grid": lambda t, o: ("0.38, at layer 1, position 1", "0.38, at layer 0, position 0"),
     "probe_figure": lambda t, o: ("At 1 of 3 places", "At 0 of 3 places"),
     "state_algorithm_figure": lambda t, o: (

@@ -94,7 +94,7 @@ SAMPLES: dict[str, Callable[[cp.Trace, cp.Trace], tuple[Given, Given]]] = {
     "decoded_diagram": lambda run, _: (
         of_decoding(trace() if run is drafted() else hostile(trace()), 0), of_decoding(trace(), 2),
     ),
-    "lens_picture": lambda run, _: (
+    "lens_grid": lambda run, _: (
         ((run.hypotheses(), 0), dict(include="all")), ((run.hypotheses().assign(agrees=False), 0), {}),
     ),
     "thought_card": lambda _, thoughtful: (of_chunk(thoughtful, 2), of_chunk(thoughtful, 30)),
@@ -115,8 +115,8 @@ EVERY = {  # what each tip says
     "comparison": [r"request \d", r"generated token \d", r"position \d"],
     "decode_grid": [r"request \d", r"token \d", r"step \d", "committed|candidate|rolled back|pending"],
     "decoded_diagram": [r"request|cache row"],
-    "lens_picture": [r"request \d", r"step \d", "prefill|verify|decode", "committed|superseded|rolled back",
-                     r"position \d", r"layer \d"],
+    "lens_grid": [r"request \d", r"step \d", "prefill|verify|decode", "committed|superseded|rolled back",
+                  r"position \d", r"layer \d"],
     "thought_card": [r"request \d", r"step \d", r"positions \d"],
     "thoughts_picture": [r"position|chunk|block"],
     "timeline": [r"request \d", r"step \d", "prefill|decode|verify"],
@@ -236,7 +236,8 @@ REFUSED: list[tuple[str, Callable[[], Given], str]] = [
     ("decode_grid", lambda: ((trace().events(), 3, {}), dict(chosen=(7, 0))), "no request 7; the table has 0, 1, 2"),
     ("decoded_diagram", lambda: ((9, trace().events(), [], {}), {}), "no decoding of request 9"),
     ("decoded_diagram", lambda: ((0, trace().events(), [], {}), {}), "request 0 is verified; draw one of its windows"),
-    ("lens_picture", lambda: ((drafted().hypotheses(), 9), {}), "the table has requests"),
+    ("lens_grid", lambda: ((drafted().hypotheses(), 9), {}), "the table has requests"),
+    ("lens_grid", lambda: ((drafted().hypotheses().iloc[:0], 0), {}), r"the table has requests \[\]"),
     ("thought_card", lambda: (of_chunk(thinking(), 2)[0][:3] + (9, 2), {}), "wrote no thoughts"),
     ("thoughts_picture", lambda: (of_thoughts(thinking(), 0)[0][:4] + (9,), {}), "wrote no thoughts"),
     ("timeline", lambda: ((trace().events().iloc[:0],), {}), "empty"),

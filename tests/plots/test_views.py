@@ -1,7 +1,6 @@
 """Figures and diagrams: what they show, read from their data and markup."""
 
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from cacheprobe.plots.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS
 from cacheprobe.plots.diagrams.diagram import window_diagram
 from cacheprobe.plots.diagrams.panels import abridged
 from cacheprobe.plots.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
-from cacheprobe.plots.lens_grid import grid_width
 from cacheprobe.plots.lens_table import finding
 from cacheprobe.plots.report.prose import behaviour_sentences
 from cacheprobe.plots.report.report import report_html
@@ -118,59 +116,8 @@ def test_cache_is_counted_by_provenance() -> None:
         cache_counts(ledger.assign(provenance="borrowed"))
 
 
-def test_lens_grid_is_the_table(trace: cp.Trace) -> None:
-    hypotheses = trace.hypotheses()
-    figure = cp.plots.lens_grid(hypotheses, request_id=0)
-    heat = figure.data[0]
-    own = hypotheses.query("request_id == 0 and status == 'committed'").sort_values(["layer", "position"])
-    assert heat.z.shape == (3, 20) and heat.z.flatten() == pytest.approx(own.committed_logprob_nats.to_numpy())
-    assert list(heat.text.flatten()) == [f"&lt;{t}&gt;" for t in own.token_id]
-    assert "committed token is the first choice from layer" in figure.layout.title.text
-    everything = cp.plots.lens_grid(hypotheses, 0, include="all")
-    assert len(everything.data[0].x) == hypotheses.query("request_id == 0").row.nunique() > 20
-    assert [t.split("<br>")[0][0] for t in everything.layout.xaxis.ticktext].count("✗") == len(
-        hypotheses.query("request_id == 0 and status == 'rolled_back'").row.unique()
-    )
-    assert "null" not in {str(t) for t in everything.data[0].text.flatten()} and grid_width(everything) > grid_width(
-        figure
-    )
-    ranks = cp.plots.lens_grid(hypotheses, 0, colour="rank")
-    assert ranks.data[0].z[2].max() == 0  # the last layer's first choice is what was committed
-    for bad in (dict(request_id=9), dict(request_id=0, positions=range(90, 95))):
-        with pytest.raises(ValueError, match="no committed hypotheses"):
-            cp.plots.lens_grid(hypotheses, **bad)
-
-
-def test_lens_grid_outlines_where_the_first_choice_agrees(trace: cp.Trace) -> None:
-    hypotheses = trace.hypotheses().query("request_id == 0")
-    outlines = cp.plots.lens_grid(hypotheses, 0).data[1]
-    area = sum(  # five corners and a gap for each box; a cell is 1 x 1 and the line stands a little inside
-        round(outlines.x[i + 1] - outlines.x[i] + 0.08) * round(outlines.y[i + 2] - outlines.y[i] + 0.12)
-        for i in range(0, len(outlines.x), 6)
-    )
-    assert area == hypotheses.query("status == 'committed'").agrees.sum() > 0
-
-
-def test_lens_grid_where_nothing_was_committed(trace: cp.Trace) -> None:
-    hypotheses = trace.hypotheses().query("request_id == 0")
-    last = hypotheses.position == hypotheses.position.max()
-    hypotheses.loc[last, ["committed_token_id", "committed_token", "rank", "agrees"]] = pd.NA
-    for colour in ("logprob", "rank"):
-        figure = cp.plots.lens_grid(hypotheses, 0, include="all", colour=colour)
-        assert pd.isna(figure.data[0].z[:, -1]).all() and "nothing was committed" in figure.data[0].hovertext[0][-1]
-        assert figure.layout.xaxis.ticktext[-1].endswith("—")
-
-
 def test_token_texts_cannot_mark_up_a_figure(trace: cp.Trace) -> None:
     """Plotly reads <b> and <a href> in its texts, and drops other tags with what they hold."""
-    hypotheses = trace.hypotheses()
-    for token in (HOSTILE, "<i>"):  # the first is cut in cells and ticks, the second fits
-        hypotheses[["token", "committed_token", "read_token"]] = token
-        figure = cp.plots.lens_grid(hypotheses, 0, include="all")
-        heat = figure.data[0]
-        shown = [*heat.text.flatten(), *figure.layout.xaxis.ticktext, *heat.hovertext.flatten()]
-        assert {tag for said in shown for tag in re.findall(r"<[^>]*>", said)} == {"<br>", "<b>", "</b>"}
-    assert "&lt;i&gt;" in heat.text[0][0] and "&lt;i&gt;" in figure.layout.xaxis.ticktext[0]
     boxes = cp.plots.prediction_depth_figure(cp.analysis.prediction_depth(trace).assign(path=HOSTILE)).data
     assert all("<script" not in said for box in boxes for said in box.hovertext)
 

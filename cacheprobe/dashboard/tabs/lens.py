@@ -10,7 +10,7 @@ from cacheprobe.dashboard.questions import Answer, CannotShow, Question, number,
 from cacheprobe.dashboard.reader import RECORDED, Reader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.attribution import attribution
-from cacheprobe.plots.diagrams.lens_picture import LABEL_WIDTH, PITCH, SITE_WORDS, readings_picture
+from cacheprobe.plots.diagrams.lens_grid import LABEL_WIDTH, PITCH, SITE_WORDS, grid_of
 from cacheprobe.plots.lens_table import BELOW, Include, Measure, finding, select
 from cacheprobe.plots.text import markup
 
@@ -30,7 +30,7 @@ def grid(shelf: Shelf, reader: Reader, question: Question) -> str:
     if not page:
         raise CannotShow(f"request {request} has no row that predicts a generated token")
     table = readings_of(book, reader, question["lens"], site, request, page)
-    picture = readings_picture(table, request, colour=colour, include=include, positions=page, width=width)
+    drawn = grid_of(table, request, colour=colour, include=include, positions=page, width=width, has_tips=False)
     shown = select(table, request, include, page)
     if question["lens"] == RECORDED:  # the finding of the whole request, as in the report
         said = finding(book.readings(request), request)
@@ -44,7 +44,7 @@ def grid(shelf: Shelf, reader: Reader, question: Question) -> str:
         f"A cell names the layer's first choice for the next position; click one. Below a column: {BELOW}. "
         "Underlined columns "
         "were computed in the chosen step.</p>"
-        f"<div class='page' data-first='{page.start}' data-last='{page.stop - 1}'>{picture}</div>"
+        f"<div class='page' data-first='{page.start}' data-last='{page.stop - 1}'>{drawn.html}</div>"
     )
 
 

@@ -1,6 +1,15 @@
-"""Defines styles of pictures and cards that are shown alone or on a cacheprobe page."""
+"""Defines styles of pictures and cards that are shown alone or on a cacheprobe page, and of the lens grid."""
 
 from cacheprobe.plots.style import MONO
+
+GRID_CSS = """
+.cp .column text{text-anchor:middle}
+.cp .agrees{fill:none;stroke:var(--green-edge);stroke-width:2;pointer-events:none}
+.cp .v-1 rect{fill:var(--blank)}
+.cp .column .computed{display:none;stroke:var(--ink);stroke-width:4}
+.cp .legend .shades{width:210px;height:29px}
+"""
+"""Style rules of the lens grid, beside those of its shades."""
 
 CARD_CSS = f"""
 .cp.alone{{background:var(--paper);padding:12px 14px;border-radius:8px;font-size:15px;line-height:1.5}}
@@ -18,11 +27,6 @@ CARD_CSS = f"""
 .cp svg .written{{stroke:var(--ink);stroke-width:2.4;fill:none}}
 .cp svg .new .box{{stroke:var(--ink);stroke-width:2}}
 .cp .cylinder{{margin:8px 0 0}}
-.cp .readings text{{text-anchor:middle}}
-.cp .readings .agrees,.cp .legend .agrees{{fill:none;stroke:var(--green-edge);stroke-width:2;pointer-events:none}}
-.cp .v-1 rect{{fill:color-mix(in srgb,var(--grey-edge) 40%,var(--paper))}}
-.cp .readings .computed{{display:none;stroke:var(--ink);stroke-width:4}}
-.cp .legend .shades{{width:210px;height:29px}}
 .cp .facts{{margin:0 0 10px;display:grid;gap:3px;font-size:13.5px}}
 .cp .facts div{{display:grid;grid-template-columns:84px minmax(0,1fr);gap:8px}}
 .cp .facts dt{{color:var(--muted);font-weight:400}}

@@ -143,10 +143,10 @@ def legend() -> str:
     return key_list(keys())
 
 
-def key_list(listed: Sequence[tuple[str, str]]) -> str:
-    """Returns drawn signs and their meanings as an HTML list."""
+def key_list(listed: Sequence[tuple[str, str]], first: str = "") -> str:
+    """Returns drawn signs and their meanings as an HTML list, after the list items `first`."""
     items = [f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{said}</li>' for drawn, said in listed]
-    return f'<ul class="legend">{"".join(items)}</ul>'
+    return f'<ul class="legend">{first}{"".join(items)}</ul>'
 
 
 def keys() -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from cacheprobe.plots.diagrams import svg
-from cacheprobe.plots.diagrams.card_style import CARD_CSS
+from cacheprobe.plots.diagrams.card_style import CARD_CSS, GRID_CSS
 from cacheprobe.plots.style import DIAGRAM_CSS, SHADE_CSS
 from cacheprobe.plots.text import markup
 
@@ -54,4 +54,6 @@ class Piece(NamedTuple):
 
 def framed(body: str) -> str:
     """Returns the markup with the styles and textures that it needs to stand alone."""
-    return f'<div class="cp alone"><style>{DIAGRAM_CSS}{SHADE_CSS}{CARD_CSS}</style>{svg.TEXTURES}{body}</div>'
+    return (
+        f'<div class="cp alone"><style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{CARD_CSS}</style>{svg.TEXTURES}{body}</div>'
+    )

@@ -13,10 +13,10 @@ from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.plots.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.plots.diagrams.alone import Drawing, panels_alone
 from cacheprobe.plots.diagrams.diagram import decoded_phases, keys, window_phases
+from cacheprobe.plots.diagrams.lens_grid import Grid, grid_of
 from cacheprobe.plots.diagrams.panels import Panel
 from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.plots.images import FORMATS, image, require_browser, svg_image
-from cacheprobe.plots.lens_grid import grid_width, lens_grid
 from cacheprobe.plots.text import token_texts
 from cacheprobe.plots.thoughts.columns import story_of
 from cacheprobe.plots.thoughts.picture import thoughts_alone
@@ -41,7 +41,7 @@ def write_figures(
         raise ValueError(f"unknown format {kind!r} of figures; choose one of {', '.join(FORMATS)}")
     request_id = pick_request(trace.events()) if request_id is None else request_id
     trace.committed(request_id)
-    figures, drawings = report_figures(trace, request_id), report_drawings(trace, request_id)
+    figures, drawings = report_figures(trace), report_drawings(trace, request_id)
     if figures or kind != "svg":
         require_browser()
     written = []
@@ -53,21 +53,26 @@ def write_figures(
     return written
 
 
-def report_figures(trace: "Trace", request_id: int) -> dict[str, go.Figure]:
-    """Returns those figures of the lens readings that the run has, by name: lens-grid, lens-grid-all, drafts,
-    prediction depth.
-    """
+def report_figures(trace: "Trace") -> dict[str, go.Figure]:
+    """Returns the figures of the whole run's lens readings by name, if it has any: drafts, prediction_depth."""
+    if trace.hypothesis_table is None:
+        return {}
+    drafts = draft_verdicts(lens_readings(trace, include_rolled_back=True))
+    return {"drafts": drafts, "prediction_depth": prediction_depth_figure(prediction_depth(trace))}
+
+
+def report_grids(trace: "Trace", request_id: int) -> dict[str, Grid]:
+    """Returns the lens grids of one request by name: lens-grid, and lens-grid-all if a draft was discarded."""
     if trace.hypothesis_table is None:
         return {}
     readings, (shown, _) = lens_readings(trace, include_rolled_back=True), shown_positions(trace, request_id)
     own = readings[(readings.request_id == request_id) & readings.position.isin(shown)]
-    figures = {}
+    grids = {}
     if (own.status == "committed").any():
-        figures["lens-grid"] = lens_grid(readings, request_id, positions=shown, include="committed")
+        grids["lens-grid"] = grid_of(readings, request_id, positions=shown, include="committed")
         if own.status.isin(DISCARDED_DRAFT).any():
-            figures["lens-grid-all"] = lens_grid(readings, request_id, positions=shown, include="all")
-    depths = prediction_depth_figure(prediction_depth(trace))
-    return {**figures, "drafts": draft_verdicts(readings), "prediction_depth": depths}
+            grids["lens-grid-all"] = grid_of(readings, request_id, positions=shown, include="all")
+    return grids
 
 
 def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:
@@ -79,7 +84,7 @@ def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:
 
 def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
     """Returns diagrams by name: accepted-whole, rolled-back, or decoded for a request that was never verified;
-    thoughts.
+    thoughts; lens-grid, lens-grid-all.
     """
     events, texts = trace.events(), token_texts(trace.row_table, trace.hypothesis_table)
     drawings = {
@@ -89,7 +94,7 @@ def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
         story = story_of(trace.thoughts(), trace.row_table, events, request_id, texts)
         drawings["thoughts"] = thoughts_alone(story, trace.ledger(request_id), trace.meta["thinking"])
-    return drawings
+    return {**drawings, **{name: grid.drawing for name, grid in report_grids(trace, request_id).items()}}
 
 
 def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, list[Panel]]]:
@@ -123,4 +128,4 @@ def _contents(figures: dict[str, go.Figure], drawings: dict[str, Drawing], kind:
         else:
             yield name, svg_image(*drawing, kind)
     for name, figure in figures.items():
-        yield name, image(figure, kind, width=max(grid_width(figure), 900) if name.startswith("lens") else None)
+        yield name, image(figure, kind)

@@ -8,7 +8,8 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from cacheprobe.plots.diagrams import svg
-from cacheprobe.plots.style import DIAGRAM_CSS, FIGURE_CONFIG, MONO, layout_template
+from cacheprobe.plots.diagrams.card_style import GRID_CSS
+from cacheprobe.plots.style import DIAGRAM_CSS, FIGURE_CONFIG, MONO, SHADE_CSS, layout_template
 from cacheprobe.plots.text import markup
 
 # The page needs no other file, so the policy forbids the browser to fetch any.
@@ -41,6 +42,8 @@ td{{overflow-wrap:break-word;max-width:60ch}}
 td.number,th.number{{text-align:right;font-variant-numeric:tabular-nums}}
 details{{margin-top:24px;border:1px solid var(--line);border-radius:10px;padding:10px 16px}}
 summary{{cursor:pointer;font-weight:600}}
+#tip{{position:fixed;z-index:9;max-width:min(420px,90vw);box-sizing:border-box;padding:6px 10px;font-size:13px;
+  white-space:pre-line;overflow-wrap:anywhere;background:var(--card);border:1px solid var(--line);border-radius:8px}}
 .js-plotly-plot .main-svg{{border-radius:6px}}
 @media (max-width:640px){{main{{padding:20px 14px 48px}}h1{{font-size:24px}}}}
 """
@@ -53,10 +56,18 @@ _THEME_SCRIPT = """
     figure => Plotly.relayout(figure, {template: templates[dark.matches ? "dark" : "light"]}));
   dark.addEventListener("change", paint);
   if (dark.matches) paint();
-  // a figure that was drawn while its place was still growing, or closed, has the wrong width
-  const fit = place => place.querySelectorAll(".js-plotly-plot").forEach(figure => Plotly.Plots.resize(figure));
-  document.querySelectorAll("details").forEach(box => box.addEventListener("toggle", () => box.open && fit(box)));
-  fit(document);
+  // a figure that was drawn while its place was still growing has the wrong width
+  document.querySelectorAll(".js-plotly-plot").forEach(figure => Plotly.Plots.resize(figure));
+  // browsers show the <title> of an SVG part below a resting mouse; touch screens have no such mouse, so a tap shows it
+  const tip = document.getElementById("tip");
+  document.addEventListener("pointerup", ({target, clientX, clientY}) => {
+    const part = target.closest("svg :has(> title)");
+    tip.hidden = !part;
+    tip.textContent = part ? part.querySelector(":scope > title").textContent : "";
+    tip.style.left = Math.max(Math.min(clientX + 12, innerWidth - tip.offsetWidth - 4), 4) + "px";
+    tip.style.top = Math.max(Math.min(clientY + 12, innerHeight - tip.offsetHeight - 4), 4) + "px";
+  });
+  addEventListener("scroll", () => { tip.hidden = true; }, true);
 })();
 """
 
@@ -68,16 +79,21 @@ def page(title: str, body: str) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{markup(title)}</title><style>{DIAGRAM_CSS}{_PAGE_CSS}</style>"
+        f"<title>{markup(title)}</title><style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{_PAGE_CSS}</style>"
         f'<script>{get_plotlyjs()}</script></head>\n<body class="cp">{svg.TEXTURES}<main>{body}</main>\n'
-        f"<script>{_THEME_SCRIPT.replace('TEMPLATES', templates)}</script></body></html>\n"
+        f"<div id='tip' hidden></div><script>{_THEME_SCRIPT.replace('TEMPLATES', templates)}</script></body></html>\n"
     )
 
 
-def figure_block(figure: go.Figure, name: str, note: str, *, min_width: int = 0) -> str:
+def block(name: str, title: str, note: str, picture: str) -> str:
+    """Returns a picture below its title and note. name: id of the element, unique on the page.  title: plain text."""
+    return f'<figure id="{name}"><h3>{markup(title)}</h3><figcaption>{note}</figcaption>{picture}</figure>'
+
+
+def figure_block(figure: go.Figure, name: str, note: str) -> str:
     """Returns a figure under its own title as a heading, which can wrap.
 
-    name: id of its element, unique on the page.  note: markup.  min_width: pixels; a narrower page scrolls the figure.
+    name: id of its element, unique on the page.  note: markup.
     """
     heading = figure.layout.title.text
     shown = go.Figure(figure).update_layout(title=None)
@@ -86,10 +102,7 @@ def figure_block(figure: go.Figure, name: str, note: str, *, min_width: int = 0)
     html = shown.to_html(
         full_html=False, include_plotlyjs=False, config=FIGURE_CONFIG, div_id=name, default_width="100%"
     )
-    return (
-        f'<figure><h3>{heading}</h3><figcaption>{note}</figcaption><div class="scroll">'
-        f'<div style="min-width:{min_width}px">{html}</div></div></figure>'
-    )
+    return f'<figure><h3>{heading}</h3><figcaption>{note}</figcaption><div class="scroll">{html}</div></figure>'
 
 
 def table(columns: list[str], rows: list[list[object]]) -> str:

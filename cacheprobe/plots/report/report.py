@@ -8,11 +8,10 @@ from cacheprobe.core.files import write_whole
 from cacheprobe.core.progress import Progress
 from cacheprobe.plots.diagrams.diagram import legend, side_by_side
 from cacheprobe.plots.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
-from cacheprobe.plots.lens_grid import grid_width
 from cacheprobe.plots.lens_table import BELOW
-from cacheprobe.plots.report.figures import report_figures, report_panels, shown_positions
+from cacheprobe.plots.report.figures import report_figures, report_grids, report_panels, shown_positions
 from cacheprobe.plots.report.insight import first_insight
-from cacheprobe.plots.report.page import figure_block, page, table
+from cacheprobe.plots.report.page import block, figure_block, page, table
 from cacheprobe.plots.report.prompt_block import prompt_block
 from cacheprobe.plots.report.prose import behaviour_sentences, run_sentence
 from cacheprobe.plots.text import markup, token_texts
@@ -150,7 +149,7 @@ def _thoughts(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 def _lens(trace: "Trace", request_id: int) -> str:
     shown, count = shown_positions(trace, request_id)
-    figures = report_figures(trace, request_id)
+    figures, grids = report_figures(trace), report_grids(trace, request_id)
     cut = f" The first {len(shown)} of {count} positions are shown." if len(shown) < count else ""
     notes = {
         "lens-grid": "Every block's residual stream, read through the "
@@ -165,19 +164,13 @@ def _lens(trace: "Trace", request_id: int) -> str:
         "prediction_depth": "Whole run. Prediction depth: the layer from which the first choice no longer changes.",
     }
 
-    def block(name: str) -> str:
-        """Returns a figure with its note."""
-        wide = grid_width(figures[name]) if name.startswith("lens") else 0
-        return figure_block(figures[name], name, notes[name], min_width=wide)
-
-    parts = ["<h2>Every layer beside what was committed</h2>"]
-    if "lens-grid" in figures:
-        parts.append(block("lens-grid"))
-    else:
-        parts.append(f"<p class='note'>No lens reading of request {request_id} was kept.</p>")
-    if "lens-grid-all" in figures:
-        parts.append(f"<details><summary>The same with the other rows</summary>{block('lens-grid-all')}</details>")
-    return "".join(parts) + f'<div class="two">{block("drafts")}{block("prediction_depth")}</div>'
+    drawn = {name: block(name, grid.title, notes[name], grid.html) for name, grid in grids.items()}
+    none = f"<p class='note'>No lens reading of request {request_id} was kept.</p>"
+    parts = ["<h2>Every layer beside what was committed</h2>", drawn.get("lens-grid", none)]
+    if "lens-grid-all" in drawn:
+        parts.append(f"<details><summary>The same with the other rows</summary>{drawn['lens-grid-all']}</details>")
+    wholes = "".join(figure_block(figure, name, notes[name]) for name, figure in figures.items())
+    return "".join(parts) + f'<div class="two">{wholes}</div>'
 
 
 def _controls(trace: "Trace") -> str:

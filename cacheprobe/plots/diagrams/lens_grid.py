@@ -1,4 +1,6 @@
-"""Draws the lens grid as SVG: the same cells as `lens_grid`, without plotly, for a page with many of them."""
+"""Draws the lens grid, a layer x position map: each layer's most likely token beside the committed token, as SVG."""
+
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -6,7 +8,10 @@ import pandas as pd
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
+from cacheprobe.plots.diagrams.alone import Drawing, picture_alone
+from cacheprobe.plots.diagrams.card_style import GRID_CSS
 from cacheprobe.plots.diagrams.cylinder import swatch
+from cacheprobe.plots.diagrams.diagram import key_list
 from cacheprobe.plots.diagrams.frame import Markup, Piece
 from cacheprobe.plots.lens_table import (
     BELOW,
@@ -26,12 +31,14 @@ from cacheprobe.plots.lens_table import (
     scale_of,
     select,
 )
-from cacheprobe.plots.style import SHADES
+from cacheprobe.plots.style import SHADE_CSS, SHADES
 from cacheprobe.plots.text import markup, token_label, visible
 
-LABEL_WIDTH, PITCH, WIDEST = 30, 50, 76
-"""Pixels: width of the layers' names, and least and largest width of a column."""
+LABEL_WIDTH, PITCH, WIDEST = 50, 50, 76
+"""Pixels: width of the axes' names, and least and largest width of a column."""
 _ROW, _TOP, _BELOW = 19, 10, 57
+_LEAST = 480
+"""Least width in pixels of a picture's file: the colour scale and its name need it."""
 SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
 _TINTS = {"superseded": "yellow", "rolled_back": "red", "given_up": "grey"}
 _OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
@@ -40,7 +47,7 @@ _READ = ["row", "layer", "token", "logprob_nats", "entropy_nats", "rank", "commi
 _ABOUT = ["row", "request_id", "step", "phase", "role", "status", "position", "committed_token", "read_token"]
 
 
-def lens_picture(
+def lens_grid(
     hypotheses: pd.DataFrame,
     request_id: int,
     *,
@@ -48,22 +55,62 @@ def lens_picture(
     include: Include = "committed",
     positions: range | None = None,
 ) -> Markup:
-    """Returns a layer x position map of one request's lens readings Z, as the dashboard draws it.
+    """Returns a layer x position map of one request's lens readings Z.
 
-    Arguments, cells and errors are those of `lens_grid`.
+    hypotheses: from `Trace.hypotheses`.  colour: log-probability of the committed token, the layer's entropy (both in
+    nats), or the committed token's rank (0 is first).  include: the canonical rows, or also superseded and rolled-back
+    rows, each as a column of its own.  positions: of input tokens; all by default.
+    A cell names the layer's most likely token, outlined in green if it is the committed token. The reading at position
+    p predicts the token at p + 1. Below each column: p, the input token, → the token committed at p + 1. Cells of rows
+    whose input was a rejected or given-up token are grey, unless the colour is the entropy: no committed token can be
+    compared with them.
+    Raises: ValueError if no reading is selected.  Source: logit lens (nostalgebraist 2020).
     """
-    shown = select(hypotheses, request_id, include, positions)
-    first, last = int(shown.position.min()), int(shown.position.max())
-    note = (
-        f"{SITE_WORDS.get(str(shown.site.iloc[0]), 'States')} of every layer through the "
-        f"{markup(str(shown.lens.iloc[0]))} lens, rows that read positions {first} to {last}. A cell names the layer's "
-        f"first choice for the next position. Below a column: {BELOW}."
-    )
-    picture = readings_picture(shown, request_id, colour=colour, include=include, positions=positions, has_tips=True)
-    return Piece(finding(hypotheses[hypotheses.request_id == request_id], request_id), note, picture).alone
+    grid = grid_of(hypotheses, request_id, colour=colour, include=include, positions=positions)
+    return Piece(grid.title, grid.note, grid.html).alone
 
 
-def readings_picture(
+class Grid(NamedTuple):
+    """A drawn lens grid, for a page or for a file."""
+
+    title: str
+    """The finding over the whole request, as plain text."""
+    note: str
+    """Markup: what is drawn."""
+    width: int
+    height: int
+    """Pixels of the strokes."""
+    label: str
+    """Read by screen readers."""
+    strokes: list[str]
+    """Columns and the axes' names."""
+    layers: list[int]
+    scale: Scale
+    """Of the colours."""
+    keys: list[tuple[str, str]]
+    """Marks of the cells and columns shown, and their meanings."""
+
+    @property
+    def html(self) -> str:
+        """The picture and its legend, for a page that has the styles; a narrow page scrolls the picture."""
+        facts = f'data-row-height="{_ROW}" data-low="{self.height - _BELOW - _ROW}" data-layers="{self.layers}"'
+        style = f"width:{self.width}px;max-width:none"
+        drawn = svg.picture(self.width, self.height, self.label, self.strokes, style=style)
+        drawn = drawn.replace("<svg ", f'<svg class="readings" {facts} ', 1)
+        bar = f'<svg class="shades" viewBox="0 0 {10 * SHADES} 28" aria-hidden="true">{_bar(self.scale)}</svg>'
+        return f'<div class="scroll">{drawn}</div>{key_list(self.keys, f"<li>{bar}{self.scale.title}</li>")}'
+
+    @property
+    def drawing(self) -> Drawing:
+        """The picture with its title, note and legend as an SVG file."""
+        bar = f'<g transform="translate({LABEL_WIDTH} {self.height + 8})">{_bar(self.scale)}</g>'
+        said = svg.text(LABEL_WIDTH + 10 * SHADES + 12, self.height + 18, self.scale.title)
+        strokes = [*self.strokes, bar, said]
+        picture = svg.picture(max(self.width, _LEAST), self.height + 40, self.label, strokes)
+        return picture_alone(markup(self.title), picture, self.keys, self.note, styles=SHADE_CSS + GRID_CSS)
+
+
+def grid_of(
     readings: pd.DataFrame,
     request_id: int,
     *,
@@ -71,13 +118,13 @@ def readings_picture(
     include: Include = "committed",
     positions: range | None = None,
     width: float = 0,
-    has_tips: bool = False,
-) -> str:
-    """Returns SVG of one request's lens readings, layers upwards, and its legend.
+    has_tips: bool = True,
+) -> Grid:
+    """Draws one request's lens readings, layers upwards.
 
     Arguments and cells are those of `lens_grid`. A column carries data-row, data-position and data-born (the step that
-    computed the row), and starts at data-x; a cell carries data-layer. Hover texts are in data-says, for the page to
-    show at once; with has_tips the browser shows them by itself. The page can move the frame of class `cursor`: across
+    computed the row), and starts at data-x; a cell carries data-layer. The browser shows the hover texts; without
+    has_tips they are in data-says, for the page to show at once. The page can move the frame of class `cursor`: across
     to a column's data-x, and up from data-low by data-row-height for each of data-layers.
     width: pixels to fill, if columns can be stretched so far.
     """
@@ -90,19 +137,29 @@ def readings_picture(
     heights = {layer: height - _ROW * (i + 1) for i, layer in enumerate(layers)}
     own = _cells(rows, _shades(scale))
     every = 1 if len(layers) <= 16 else 2
-    parts = [
-        svg.text(LABEL_WIDTH - 6, heights[layer] + 13, str(layer), "small muted", "end") for layer in layers[::every]
-    ]
+    names = [("layer", _TOP - 1), *((str(layer), heights[layer] + 13) for layer in layers[::every])]
+    names += [("position", height + 19), ("read", height + 34), ("→ next", height + 49)]
+    parts = [svg.text(LABEL_WIDTH - 6, y, name, "small muted", "end") for name, y in names]
     for i, column in enumerate(columns[_ABOUT].itertuples()):
         x = LABEL_WIDTH + pitch * i
         parts.append(_column(column, own[column.row], heights, x, pitch, height, has_tips))
     parts.append(f'<rect class="cursor" width="{pitch + 1}" height="{_ROW + 1}" rx="3" style="display:none"/>')
-    whole = LABEL_WIDTH + pitch * len(columns) + 4
-    label = f"Lens readings of request {request_id}: {len(layers)} layers, {len(columns)} rows"
-    drawn = svg.picture(whole, height + _BELOW, label, parts, style=f"width:{whole}px;max-width:none")
-    facts = f'data-row-height="{_ROW}" data-low="{height - _ROW}" data-layers="{layers}"'
-    drawn = drawn.replace("<svg ", f'<svg class="readings" {facts} ', 1)
-    return f'<div class="scroll">{drawn}</div>{_key(scale, columns)}'
+    note = (
+        f"{SITE_WORDS.get(str(rows.site.iloc[0]), 'States')} of every layer through the "
+        f"{markup(str(rows.lens.iloc[0]))} lens, rows that read positions {rows.position.min()} to "
+        f"{rows.position.max()}. A cell names the layer's first choice for the next position. Below a column: {BELOW}."
+    )
+    return Grid(
+        title=finding(readings[readings.request_id == request_id], request_id),
+        note=note,
+        width=LABEL_WIDTH + pitch * len(columns) + 4,
+        height=height + _BELOW,
+        label=f"Lens readings of request {request_id}: {len(layers)} layers, {len(columns)} rows",
+        strokes=parts,
+        layers=layers,
+        scale=scale,
+        keys=_keys(scale, columns),
+    )
 
 
 def _shades(scale: Scale) -> list[int]:
@@ -162,26 +219,22 @@ def _column(
     return "".join(parts)
 
 
-def _key(scale: Scale, columns: pd.DataFrame) -> str:
-    """Returns the legend: the shades from the first to the last tick, and the marks of the columns shown."""
+def _bar(scale: Scale) -> str:
+    """Returns the shades with the names of the ticks below, SHADES * 10 x 28 pixels."""
     cells = "".join(f'<g class="v{i}"><rect x="{i * 10}" width="10" height="12"/></g>' for i in range(SHADES))
-    width = 10 * SHADES
     ticks = []
     for value, name in scale.ticks:
         share = (value - scale.low) / (scale.high - scale.low)
         share = 1 - share if scale.is_reversed else share
         anchor = "start" if share < 0.05 else "end" if share > 0.95 else "middle"
-        ticks.append(svg.text(share * width, 25, name, "small muted", anchor))
-    bar = f'<svg class="shades" viewBox="0 0 {width} 28" aria-hidden="true">{cells}{"".join(ticks)}</svg>'
-    listed = f"<li>{bar}{scale.title}</li>"
+        ticks.append(svg.text(share * 10 * SHADES, 25, name, "small muted", anchor))
+    return cells + "".join(ticks)
+
+
+def _keys(scale: Scale, columns: pd.DataFrame) -> list[tuple[str, str]]:
+    """Returns the marks of the cells and columns shown, and their meanings."""
+    keys = [(_OUTLINE, "first choice = committed token")]
     if scale.values.isna().any():
-        listed += f"<li>{_swatch(_GREY)}{NOT_COMPARED}</li>"
-    listed += f"<li>{_swatch(_OUTLINE)}first choice = committed token</li>"
-    for status, name in MARKS.items():
-        if (columns.status == status).any():
-            listed += f"<li>{_swatch(swatch(1, 2, _TINTS[status], None))}{name}</li>"
-    return f'<ul class="legend">{listed}</ul>'
-
-
-def _swatch(drawn: str) -> str:
-    return f'<svg viewBox="0 0 22 17" aria-hidden="true">{drawn}</svg>'
+        keys.append((_GREY, NOT_COMPARED))
+    own = set(columns.status)
+    return keys + [(swatch(1, 2, _TINTS[status], None), name) for status, name in MARKS.items() if status in own]
