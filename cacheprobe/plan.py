@@ -352,12 +352,12 @@ def of_this_thread(sink: StateSink) -> StateSink:
     """Returns a sink that ignores states of other threads: an abandoned drafter may still compute in its own thread."""
     owner = threading.get_ident()
 
-    def hear(site: str, layer: int, value: Tensor) -> None:
+    def capture(site: str, layer: int, value: Tensor) -> None:
         """Passes a state on if this thread computed it."""
         if threading.get_ident() == owner:
             sink(site, layer, value)
 
-    return hear
+    return capture
 
 
 def as_interventions(given: Any) -> tuple[Intervention, ...]:

@@ -48,12 +48,12 @@ def thought_activations(trace: "Trace", thought: int, model: CachedLM | None = N
     ids = torch.tensor([[*said, *[config.pad_id] * (config.max_thought - len(said))]], device=lm.device)
     captured: dict[str, Tensor] = {}
 
-    def hear(value: Tensor, hook: "HookPoint") -> None:
+    def capture(value: Tensor, hook: "HookPoint") -> None:
         """Keeps an activation by its hook name."""
         captured[str(hook.name)] = value[0].clone()
 
     names = [name for name in lm.model.hook_dict if name.startswith(BLOCKS) and not name.endswith(OTHER_KERNEL)]
-    with torch.inference_mode(), lm.model.hooks(fwd_hooks=[(name, hear) for name in names]):
+    with torch.inference_mode(), lm.model.hooks(fwd_hooks=[(name, capture) for name in names]):
         logits = captured["thinking.hook_logits"] = lm.model.think(hidden[None], ids)[0]
         lm.model.compress(ids)
     again = [lowest_argmax(logits[i].float()) for i in range(len(said))]

@@ -1,5 +1,6 @@
 """Writes files so that they appear complete or not at all."""
 
+import hashlib
 import json
 import os
 import tempfile
@@ -32,6 +33,12 @@ def write_json(path: Path, content: object, *, indent: int | None = 1, sort_keys
     """Writes a JSON file that appears whole or not at all. Numbers keep all their digits."""
     text = json.dumps(content, indent=indent, sort_keys=sort_keys) + "\n"
     return write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def sha256_of_file(path: Path) -> str:
+    """Returns the SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync(path: Path) -> None:

@@ -63,13 +63,13 @@ class Watch:
     def listening(self, sink: StateSink) -> StateSink:
         """Returns a sink that compares a state with its copy's and passes it on."""
 
-        def hear(site: str, layer: int, value: Tensor) -> None:
+        def capture(site: str, layer: int, value: Tensor) -> None:
             """Compares a state with its copy's, and passes it on."""
             if self._copy is not None:
                 self._compare_state(self._copy, site, layer, value)
             sink(site, layer, value)
 
-        return hear
+        return capture
 
     def place_copy(
         self,

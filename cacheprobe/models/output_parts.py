@@ -32,8 +32,11 @@ class HeadWriter(NamedTuple):
 
 
 def head_weights(module: LiveModule, heads: int) -> Tensor:
-    """Returns weights [h, d, m] of a projection that reads all heads side by side; handles Conv1D's transposed
-    layout."""
+    """Returns weights [h, d, m] of a projection that reads all heads side by side."""
+    return output_rows(module).T.unflatten(0, (heads, -1))
+
+
+def output_rows(module: LiveModule) -> Tensor:
+    """Returns a linear module's weight with one row for each output; Conv1D stores the transpose."""
     weight = module.weight.detach()
-    rows = weight if type(module).__name__ == "Conv1D" else weight.T
-    return rows.unflatten(0, (heads, -1))
+    return weight.T if type(module).__name__ == "Conv1D" else weight

@@ -2,11 +2,10 @@
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -15,9 +14,6 @@ from torch import nn
 from cacheprobe.models.base import ModelError
 
 CPU_INFO = Path("/proc/cpuinfo")
-
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
 
 _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
 """Maps the precision names of `torch.backends` to those of `torch.set_float32_matmul_precision`."""
@@ -132,27 +128,18 @@ def _plain(cast: list[str]) -> Iterator[None]:
         yield
 
 
-def in_plain_settings(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Wraps a function so that it runs inside `plain_settings`."""
-
-    @wraps(function)
-    def plain(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        """Runs the function inside `plain_settings`."""
-        with plain_settings():
-            return function(*args, **kwargs)
-
-    return plain
-
-
-def evaluating(model: nn.Module) -> AbstractContextManager[object]:
-    """Puts every module of a model into eval mode inside the `with` (no dropout), and restores each module's mode
-    afterwards."""
-    trained = [module for module in model.modules() if module.training]
-    return _evaluating(trained) if trained else nullcontext()
+@contextmanager
+def in_plain_settings() -> Iterator[None]:
+    """Decorates a function so that it runs inside `plain_settings`."""
+    with plain_settings():
+        yield
 
 
 @contextmanager
-def _evaluating(trained: list[nn.Module]) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts every module of a model into eval mode inside the `with` (no dropout), and restores each module's mode
+    afterwards."""
+    trained = [module for module in model.modules() if module.training]
     try:
         for module in trained:
             module.training = False

@@ -5,7 +5,6 @@ are kept in the user's cache folder (or in $CACHEPROBE_CACHE) and load in second
 """
 
 import contextlib
-import hashlib
 import importlib.util
 import io
 import json
@@ -18,7 +17,7 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock
 
-from cacheprobe.core.files import fsync
+from cacheprobe.core.files import fsync, sha256_of_file
 from cacheprobe.core.live import LiveModule
 
 WEIGHTS_NOTE = "4-bit dequantised: SmolLM2-135M-Instruct from a Q4_1 GGUF"
@@ -41,7 +40,7 @@ def smollm2_directory(progress: bool = True) -> Path:
     bfloat16. Several processes may call this at once: one converts and the others wait.
     """
     gguf = smollm2_gguf()
-    sha256 = _sha256_of(gguf)
+    sha256 = sha256_of_file(gguf)
     target = _target(sha256)
     if is_complete(target):
         return target
@@ -58,7 +57,7 @@ def smollm2_directory(progress: bool = True) -> Path:
 def converted_directory() -> Path:
     """Returns the path of the converted weights, whether or not it exists yet. Raises: FileNotFoundError if the package
     is absent."""
-    return _target(_sha256_of(smollm2_gguf()))
+    return _target(sha256_of_file(smollm2_gguf()))
 
 
 def smollm2_if_converted() -> Path | None:
@@ -72,11 +71,6 @@ def smollm2_if_converted() -> Path | None:
 
 def _target(sha256: str) -> Path:
     return cache_directory() / f"smollm2-135m-instruct-{sha256[:12]}-v{CONVERTER_VERSION}"
-
-
-def _sha256_of(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def smollm2_gguf() -> Path:
@@ -178,15 +172,26 @@ def _quiet_transformers() -> Iterator[None]:
     """Hides transformers' progress bars and warnings inside the `with`; restores its settings afterwards."""
     from transformers.utils import logging
 
-    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's bar has no switch
+        with without_progress_bars(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's bar has no switch
             yield
     finally:
         logging.set_verbosity(verbosity)
-        if had_bars:
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hides transformers' progress bars inside the `with`."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
             logging.enable_progress_bar()
 
 

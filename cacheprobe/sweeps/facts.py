@@ -70,11 +70,11 @@ def _thinking_facts(name: str, folder: Path) -> ModelFacts:
 def _plain_facts(name: str) -> ModelFacts:
     from transformers import AutoConfig, AutoTokenizer
 
-    from cacheprobe.models.known import require_known
-    from cacheprobe.models.loaders import SHIPPED, refuse_unknown_memory
+    from cacheprobe.models.known import SMOLLM2, require_known
+    from cacheprobe.models.loaders import refuse_unknown_memory
 
     source, known = name, ""
-    if name in SHIPPED:
+    if name == SMOLLM2:
         from cacheprobe.models.smollm2 import smollm2_directory
 
         source = str(smollm2_directory(progress=False))

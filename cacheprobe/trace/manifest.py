@@ -7,6 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from cacheprobe.core.files import sha256_of_file
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.migrate import NEWEST, OLDEST, migrated
 
@@ -72,12 +73,6 @@ def require_whole(directory: Path, manifest: JsonDict) -> None:
             raise TraceError(
                 f"{path} has {path.stat().st_size} bytes instead of {size}; run it again or restore the file"
             )
-
-
-def sha256_of_file(path: Path) -> str:
-    """Returns the SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_of_manifest(manifest: JsonDict) -> str:

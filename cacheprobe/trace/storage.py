@@ -23,7 +23,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from cacheprobe.core.files import fsync
+from cacheprobe.core.files import fsync, sha256_of_file
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
@@ -34,7 +34,6 @@ from cacheprobe.trace.manifest import (
     MANIFEST,
     read_manifest,
     require_whole,
-    sha256_of_file,
     sha256_of_manifest,
 )
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status

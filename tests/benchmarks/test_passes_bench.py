@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.models.thinking.rounds import Rounds
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.speed import thinking_states, torch_compile
 
@@ -29,14 +29,14 @@ def test_a_pass_takes_a_round_for_each_chunk_that_thinks(monkeypatch: pytest.Mon
     That a ratio is thinking over plain is checked in test_bench_ratios.py, with planted costs.
     """
     rounds: dict[int, set[int]] = {}
-    in_rounds = ThinkingLM._in_rounds
+    run = Rounds.run
 
-    def counted(self: ThinkingLM, x: Tensor, *rest: Any) -> Tensor:
-        h = in_rounds(self, x, *rest)
-        rounds.setdefault(x.shape[1] // self.config.chunk, set()).add(self.num_rounds)
+    def counted(self: Rounds, x: Tensor, *rest: Any) -> Tensor:
+        h = run(self, x, *rest)
+        rounds.setdefault(x.shape[1] // self.config.chunk, set()).add(self.count)
         return h
 
-    monkeypatch.setattr(ThinkingLM, "_in_rounds", counted)
+    monkeypatch.setattr(Rounds, "run", counted)
     told = thinking_states.run(1, **thinking_states.SMALL)
     assert list(told["thinking_over_plain"]) == [f"{count} chunks a pass" for count in thinking_states.CHUNKS]
     whole = told["prompt_tokens"] // told["chunk"]

@@ -198,13 +198,13 @@ def test_a_twin_whose_heads_differ_is_not_heard(monkeypatch: pytest.MonkeyPatch)
     choose_path(model)[0]
     model.fast_trial.heads.clear()
     monkeypatch.setattr(
-        "cacheprobe.models.fast.head_places._third",
+        "cacheprobe.models.fast.places._third",
         lambda shape, dim, number, value: value.unflatten(-1, shape).select(dim, 0),
     )
     chosen, reason = choose_path(model, heads=("k",))
     assert chosen is model and reason.startswith("bridge: k of layer 0 of the plain model is")
     model.fast_trial.heads.clear()
-    monkeypatch.setattr("cacheprobe.models.fast.head_places._PARTS", ("k", "v"))
+    monkeypatch.setattr("cacheprobe.models.fast.places._PARTS", ("k", "v"))
     assert "holds q, k and v in an order" in choose_path(model, heads=("k",))[1]
     assert isinstance(choose_path(model)[0], HookedHF)  # for all else it serves
 

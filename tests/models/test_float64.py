@@ -44,7 +44,7 @@ def narrowings(form: Any) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_narrowed_on_the_way(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(family, torch.float64)
-    forms = [model, HookedHF(model), HookedHF(model, lean=False)]
+    forms = [model, HookedHF(model), HookedHF(model, functional=False)]
     assert [narrowings(form) for form in forms] == [0, 0, 0]
     for module in (bridge, fast):
         monkeypatch.setattr(module, "keeping_float64", lambda dtype: nullcontext())

@@ -213,7 +213,7 @@ MUTATIONS = [
         _tile_as_needed,
     ),
     # -- switches
-    bug("hooks stay on the model", ("26",), f"{HOOKED}:_listen", _stays),
+    bug("hooks stay on the model", ("26",), f"{HOOKED}:listen", _stays),
     bug(
         "attention leaves one thread behind",
         ("26",),

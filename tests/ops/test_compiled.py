@@ -236,7 +236,7 @@ def compiled_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CachedLM:
 
 
 def test_a_model_runs_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deterministic requests say what they say alone, bit for bit; the fingerprint tells, and lean is as modules."""
+    """Deterministic requests say what they say alone, bit for bit; the fingerprint tells; modules give the same."""
     model = compiled_model(folder, monkeypatch)
     calls: list[int] = []
     real = CompiledProduct.__call__
@@ -250,9 +250,9 @@ def test_a_model_runs_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         cp.verify(trace, cp.load_model(hf_model("llama", torch.bfloat16)), progress=False)
     told, normed = [], []
     norm = CompiledBlock.rms_norm
-    monkeypatch.setattr(CompiledBlock, "rms_norm", lambda self, *of: (normed.append(lean), norm(self, *of))[1])
-    for lean in (True, False):
-        fast = HookedHF(model, lean=lean)
+    monkeypatch.setattr(CompiledBlock, "rms_norm", lambda self, *of: (normed.append(functional), norm(self, *of))[1])
+    for functional in (True, False):
+        fast = HookedHF(model, functional=functional)
         cache = fast.new_cache(2, 16)
         cache.allocate()
         cache.allocate()

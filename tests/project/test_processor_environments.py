@@ -45,11 +45,11 @@ def test_every_environment_gets_a_line_and_one_failure_fails_all(tmp_path: Path)
     ]
     assert done.returncode == 1 and "    E   other bits" in done.stdout
     asked = Path(f"{fake}.asked").read_text().splitlines()
-    assert len(asked) == 3 and all("tests/models/test_twin.py" in line for line in asked)
+    assert len(asked) == 3 and all("tests/models/test_hooked_hf.py" in line for line in asked)
     assert run("OMP_NUM_THREADS=4").returncode == 0
-    inherited["TESTS"] = "tests/models/test_lean.py tests/invariants"
+    inherited["TESTS"] = "tests/models/test_functional_forward.py tests/invariants"
     run("OMP_NUM_THREADS=4")
-    assert Path(f"{fake}.asked").read_text().splitlines()[-1].endswith(" tests/models/test_lean.py tests/invariants")
+    assert Path(f"{fake}.asked").read_text().splitlines()[-1].endswith(f" {inherited['TESTS']}")
 
 
 def test_by_default_all_environments_are_tried(tmp_path: Path) -> None:

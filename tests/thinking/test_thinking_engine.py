@@ -7,7 +7,9 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.thinking.cache import cache_memory
 from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.models.thinking.rounds import Rounds
 from cacheprobe.tasks import CoinFlip, word_tokenizer
 from tests.thinking.test_thinking import text, tiny
 from tests.twins.thinking_slowly import read_slowly
@@ -67,44 +69,44 @@ def test_a_draft_that_is_rolled_back_takes_its_thoughts_with_it() -> None:
 
 def test_a_trace_holds_what_thought_and_state_can_be_computed_from_again() -> None:
     """H is the backbone's S below l_out; T over it gives Z's very log-probabilities, C over Z the very state, and their
-    insides are heard on the way: none of them has to be kept."""
+    activations are captured on the way: none of them has to be kept."""
     model = lm(think_while_decoding=True)
     trace = cp.run(model, PROMPTS, deterministic=True, sampling=FREE, **RUN)
     table = trace.thoughts()
     kept = table[table.status == "committed"]
     assert len(kept) > 10
     names = ("thinking.blocks.0.hook_mlp_out", "compression.block.hook_attn_out")
-    heard: dict[str, torch.Tensor] = {}
-    hooks = [(name, lambda value, hook: heard.update({hook.name: value})) for name in names]
+    captured: dict[str, torch.Tensor] = {}
+    hooks = [(name, lambda value, hook: captured.update({hook.name: value})) for name in names]
     for thought in kept.itertuples():
         hidden = trace.states("S", model.config.l_out - 1, thought.request_id)[thought.start : thought.end + 1]
         ids = torch.tensor([[*thought.token_ids, *[0] * (model.config.max_thought - len(thought.token_ids))]])
-        heard.clear()
+        captured.clear()
         with torch.inference_mode(), model.model.hooks(fwd_hooks=hooks):
             logits = model.model.think(hidden[None], ids)[0, : len(thought.token_ids)]
             state = model.model.compress(ids)[0]
         said = logits.log_softmax(-1)[range(len(thought.token_ids)), list(thought.token_ids)]
         assert said.tolist() == list(thought.logprobs_nats)
         assert torch.equal(state, trace.thought_states[thought.thought])
-        assert [heard[name].shape[-1] for name in names] == [32, 32]
+        assert [captured[name].shape[-1] for name in names] == [32, 32]
 
 
-def test_the_insides_of_t_and_c_are_those_heard_while_it_thought(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_of_t_and_c_are_those_captured_while_it_thought(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, of rolled-back thoughts too. Live, T's last call has every token of the thought but the newest."""
     model = lm(think_while_decoding=True)
     names = [n for n in model.model.hook_dict if n.startswith("thinking.") and "pattern" not in n]
     live: dict[bytes, dict[str, torch.Tensor]] = {}
-    think = ThinkingLM._think
+    think = Rounds._think
 
-    def heard_thinking(self: ThinkingLM, end, hidden: torch.Tensor):
-        heard: dict[str, torch.Tensor] = {}
-        hooks = [(name, lambda value, hook: heard.update({hook.name: value[0]})) for name in names]
+    def captured_thinking(self: Rounds, end, hidden: torch.Tensor):
+        captured: dict[str, torch.Tensor] = {}
+        hooks = [(name, lambda value, hook: captured.update({hook.name: value[0]})) for name in names]
         with self.model.hooks(fwd_hooks=hooks):
             thought = think(self, end, hidden)
-        live[hidden.numpy().tobytes()] = heard
+        live[hidden.numpy().tobytes()] = captured
         return thought
 
-    monkeypatch.setattr(ThinkingLM, "_think", heard_thinking)
+    monkeypatch.setattr(Rounds, "_think", captured_thinking)
     trace = cp.run(model, PROMPTS, deterministic=True, drafter=cp.drafters.EarlyExit(layer=1), sampling=FREE, **RUN)
     monkeypatch.undo()
     table = trace.thoughts()
@@ -246,7 +248,8 @@ def test_sixteen_bits(dtype: torch.dtype) -> None:
     """What is masked stays finite where float32's lowest number would round to minus infinity."""
     model = ThinkingLM(tiny().to(dtype))
     rows = model.new_cache(1, 16)
-    bias = model._memory(rows, rows.stage([0], [0], 4))(0, *torch.zeros(2, 1, 2, 4, 16, dtype=dtype))[2]
+    memory = cache_memory(model.config, rows, rows.stage([0], [0], 4))
+    bias = memory(0, *torch.zeros(2, 1, 2, 4, 16, dtype=dtype))[2]
     assert bias.dtype == dtype and bool(torch.isfinite(bias).all()) and float(bias.min()) < -60_000
     trace = cp.run(model, PROMPTS[:2], deterministic=True, sampling=FREE, **RUN)
     oracle = cp.reference(model, PROMPTS[:2], deterministic=True, sampling=FREE, **RUN)

@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = dict(repeats=1)
 NOT_HERE = "not used on this processor"
 
 WITHOUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "modules": lambda: patch.object(HookedHF, "_lean_forward", lambda *asked: None),
+    "modules": lambda: patch.object(HookedHF, "_functional_forward", lambda *asked: None),
     "attention": lambda: patch.object(by_request, "serves", lambda q: False),
 }
 """By optimisation: switches it off."""

@@ -1,9 +1,10 @@
-"""The forward of llama-like decoders without their modules: the same operations in the same order, over our KV cache.
+"""Runs the forward of llama-like decoders without their modules: the same operations, in the same order, on our cache.
 
 For a small model, modules, decorators, keyword arguments and a cache interface cost more time than the arithmetic. This
 file does not register hooks: the caller passes functions that receive the activations.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -23,13 +24,13 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Computes values weight^T + bias."""
 
+Affine = Callable[[Tensor], Tensor]
+
+Turn = tuple[Tensor, Tensor]
+"""Cosines and sines by which queries and keys are rotated."""
+
 Listeners = Mapping[tuple[str, int], Sequence[Callable[[Tensor], object]]]
 """Functions to call with an activation, keyed by (site, layer); sites are pre, S, T and C."""
-
-
-class _Linear(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None
 
 
 class _Norm(NamedTuple):
@@ -39,45 +40,37 @@ class _Norm(NamedTuple):
 
 class _Block(NamedTuple):
     before_attention: _Norm
-    qkv: tuple[_Linear, _Linear, _Linear]
+    qkv: tuple[Affine, Affine, Affine]
     q_norm: _Norm | None
     k_norm: _Norm | None
-    o: _Linear
+    o: Affine
     before_mlp: _Norm
-    gate: _Linear
-    up: _Linear
-    down: _Linear
-    activation: Callable[[Tensor], Tensor]
-    kind: str
-    """The block's mask kind, if the config lists kinds of layers."""
+    gate: Affine
+    up: Affine
+    down: Affine
+    activation: Affine
 
 
-class FunctionalForward:
-    """Runs a llama-like model's forward over a KVCache.
+class FunctionalForward(ABC):
+    """Runs a model's forward over a KVCache without its modules; each subclass computes the blocks of some families.
 
-    Twin: the model's own modules (`HookedHF` with lean=False), bitwise, for logits, states, keys and values.
+    Twin: the model's own modules (`HookedHF` with functional=False), bitwise, for logits, states, keys and values.
     """
 
-    def __init__(self, model: LiveModule, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
-        """product: function that computes values weight^T + bias.  compiled: computes norms and rotations instead of
-        torch.
-
-        The model's tensors are not copied.
-        """
-        self.model, self.product = model, product
-        self._rms_norm = partial(_compiled_norm, compiled) if compiled else _rms_norm
-        self._turned = partial(_compiled_turn, compiled) if compiled else _turned
-        config, decoder = model.config, model.model
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-        self.blocks = [_block(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)]
-        attention = decoder.layers[0].self_attn
-        self.d_head, self.scale = int(attention.head_dim), float(attention.scaling)
-        self.norm, self.unembed = _norm(decoder.norm), _linear(model.lm_head)
+    kinds: Sequence[str]
+    """Each block's mask kind, as the config lists kinds of layers."""
+    norm: Affine
+    """The final norm."""
+    unembed: Affine
 
     @staticmethod
+    @abstractmethod
     def takes(model: LiveModule) -> bool:
         """Returns whether the model belongs to a family that this class computes, with fused attention."""
-        return type(model).__name__ in FAMILIES and model.config._attn_implementation == ATTENTION
+
+    @abstractmethod
+    def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Turn | None]:
+        """Returns the residual stream [b, t, m] that enters block 0, and the rotations of these positions."""
 
     def __call__(
         self,
@@ -94,54 +87,89 @@ class FunctionalForward:
 
         Writes keys and values at the positions staged on the cache.
         """
-        stream = self.model.model.embed_tokens(token_ids)
-        turn = _turn(*self.model.model.rotary_emb(stream, position_ids=position_ids))
+        stream, turn = self.embed(token_ids, position_ids)
         if num_layers == 0:
             tell(listeners, "pre", 0, stream)
             return stream
-        for layer, block in enumerate(self.blocks[:num_layers]):
+        for layer, kind in enumerate(self.kinds[:num_layers]):
             tell(listeners, "pre", layer, stream)
-            mask = masks if isinstance(masks, Tensor) else masks[block.kind]
-            stream = self._block(layer, block, stream, cache, turn, mask, listeners)
+            mask = masks if isinstance(masks, Tensor) else masks[kind]
+            stream = self._block(layer, stream, cache, turn, mask, listeners)
             tell(listeners, "S", layer, stream)
         if num_layers is not None:
             return stream
-        last = self._rms_norm(stream, self.norm)
+        last = self.norm(stream)
         if logit_slots is not None:
             last = last[:, torch.tensor(list(logit_slots), device=last.device)]
-        return self.product(last, *self.unembed)
+        return self.unembed(last)
+
+    @abstractmethod
+    def _block(
+        self, layer: int, stream: Tensor, cache: KVCache, turn: Turn | None, mask: Tensor, listeners: Listeners
+    ) -> Tensor:
+        """Returns the residual stream after one block."""
+
+
+class FunctionalLlama(FunctionalForward):
+    """Runs the forward of a llama-like model."""
+
+    def __init__(self, model: LiveModule, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
+        """product: function that computes values weight^T + bias.  compiled: computes norms and rotations instead of
+        torch.
+
+        The model's tensors are not copied.
+        """
+        self.model = model
+        self._rms_norm = partial(_compiled_norm, compiled) if compiled else _rms_norm
+        self._turned = partial(_compiled_turn, compiled) if compiled else _turned
+        config, decoder = model.config, model.model
+        self.kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
+        self.blocks = [_block(layer, product) for layer in decoder.layers]
+        attention = decoder.layers[0].self_attn
+        self.d_head, self.scale = int(attention.head_dim), float(attention.scaling)
+        self.norm = partial(self._rms_norm, norm=_norm(decoder.norm))
+        self.unembed = affine(product, model.lm_head)
+
+    @staticmethod
+    def takes(model: LiveModule) -> bool:
+        """Returns whether the model belongs to one of FAMILIES, with fused attention."""
+        return type(model).__name__ in FAMILIES and model.config._attn_implementation == ATTENTION
+
+    def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Turn]:
+        """Returns the embedded tokens, and the rotations of these positions."""
+        stream = self.model.model.embed_tokens(token_ids)
+        return stream, _turn(*self.model.model.rotary_emb(stream, position_ids=position_ids))
 
     def _block(
-        self,
-        layer: int,
-        block: _Block,
-        stream: Tensor,
-        cache: KVCache,
-        turn: tuple[Tensor, Tensor],
-        mask: Tensor,
-        listeners: Listeners,
+        self, layer: int, stream: Tensor, cache: KVCache, turn: Turn | None, mask: Tensor, listeners: Listeners
     ) -> Tensor:
-        product, heads = self.product, (*stream.shape[:2], -1, self.d_head)
+        assert turn is not None
+        block, heads = self.blocks[layer], (*stream.shape[:2], -1, self.d_head)
         read = self._rms_norm(stream, block.before_attention)
-        q, k, v = (product(read, *part).view(heads) for part in block.qkv)
+        q, k, v = (project(read).view(heads) for project in block.qkv)
         if block.q_norm is not None and block.k_norm is not None:
             q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
         q, k = self._turned(q, k, turn)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        attended = product(attend_over_cache(cache, layer, q, k, v, mask, self.scale), *block.o)
+        attended = block.o(attend_over_cache(cache, layer, q, k, v, mask, self.scale))
         tell(listeners, "T", layer, attended)
         stream = stream + attended
         read = self._rms_norm(stream, block.before_mlp)
-        gate, up = product(read, *block.gate), product(read, *block.up)
-        written = product(block.activation(gate) * up, *block.down)
+        written = block.down(block.activation(block.gate(read)) * block.up(read))
         tell(listeners, "C", layer, written)
         return stream + written
 
 
 def tell(listeners: Listeners, site: str, layer: int, value: Tensor) -> None:
     """Calls every listener registered for this (site, layer) with the value."""
-    for hear in listeners.get((site, layer), ()):
-        hear(value)
+    for listener in listeners.get((site, layer), ()):
+        listener(value)
+
+
+def affine(product: Product, module: LiveModule) -> Affine:
+    """Returns a linear layer as a function, which holds the layer's tensors."""
+    weight, bias = module.weight, module.bias
+    return lambda values: product(values, weight, bias)
 
 
 def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
@@ -153,13 +181,13 @@ def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
     return norm.weight * scaled.to(values.dtype)
 
 
-def _turn(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _turn(cos: Tensor, sin: Tensor) -> Turn:
     """Returns (cos, sin), [b, t, 1, d] each. The first half of sin is negated: (-x) s equals x (-s), bit for bit."""
     first, second = sin.chunk(2, -1)
     return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
 
 
-def _turned(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], turn: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+def _turned(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], turn: Turn) -> Sequence[Tensor]:
     cos, sin = turn
     both = torch.cat((q, k), 2)
     first, second = both.chunk(2, -1)
@@ -171,31 +199,26 @@ def _compiled_norm(compiled: CompiledBlock, values: Tensor, norm: _Norm) -> Tens
     return compiled.rms_norm(values, *norm)
 
 
-def _compiled_turn(compiled: CompiledBlock, q: Tensor, k: Tensor, turn: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+def _compiled_turn(compiled: CompiledBlock, q: Tensor, k: Tensor, turn: Turn) -> Sequence[Tensor]:
     """Rotates in place: q and k are fresh tensors that no other code holds."""
     return compiled.turn_(q.contiguous(), *turn), compiled.turn_(k.contiguous(), *turn)
-
-
-def _linear(module: LiveModule) -> _Linear:
-    return _Linear(module.weight, module.bias)
 
 
 def _norm(module: LiveModule) -> _Norm:
     return _Norm(module.weight, float(module.variance_epsilon))
 
 
-def _block(layer: LiveModule, kind: str) -> _Block:
+def _block(layer: LiveModule, product: Product) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     return _Block(
         before_attention=_norm(layer.input_layernorm),
-        qkv=(_linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.v_proj)),
+        qkv=(affine(product, attention.q_proj), affine(product, attention.k_proj), affine(product, attention.v_proj)),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        o=_linear(attention.o_proj),
+        o=affine(product, attention.o_proj),
         before_mlp=_norm(layer.post_attention_layernorm),
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
-        down=_linear(mlp.down_proj),
+        gate=affine(product, mlp.gate_proj),
+        up=affine(product, mlp.up_proj),
+        down=affine(product, mlp.down_proj),
         activation=mlp.act_fn,
-        kind=kind,
     )

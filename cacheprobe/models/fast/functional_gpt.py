@@ -1,22 +1,17 @@
-"""The forward of GPT-2 and GPT-NeoX without their modules: the same operations in the same order, over our KV cache.
+"""Runs the forward of GPT-2 and GPT-NeoX without their modules: the same operations in the same order."""
 
-This file does not register hooks: the caller passes functions that receive the activations.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.functional import Listeners, Product, tell
+from cacheprobe.models.fast.functional import Affine, FunctionalForward, Listeners, Product, Turn, affine, tell
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
-
-Affine = Callable[[Tensor], Tensor]
+from cacheprobe.ops.compiled.block import CompiledBlock
 
 
 class _Block(NamedTuple):
@@ -27,36 +22,36 @@ class _Block(NamedTuple):
     before_mlp: Affine
     up: Affine
     down: Affine
-    activation: Callable[[Tensor], Tensor]
+    activation: Affine
     scale: float
 
 
-class LeanGPT:
-    """Runs a GPT-2 or GPT-NeoX forward over a KVCache.
+class FunctionalGPT(FunctionalForward):
+    """Runs the forward of GPT-2 or GPT-NeoX."""
 
-    Twin: the model's own modules (`HookedHF` with lean=False), bitwise, for logits, states, keys and values.
-    """
+    def __init__(self, model: LiveModule, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
+        """product: function that computes values weight^T + bias for the model's linear layers.  compiled: not used; it
+        computes no norm of these families.
 
-    def __init__(self, model: LiveModule, product: Product = linear) -> None:
-        """product: function that computes values weight^T + bias for the model's linear layers. Tensors are not
-        copied."""
-        self.product = product
+        The model's tensors are not copied.
+        """
         config = model.config
         self.heads = int(config.num_attention_heads)
         self.is_neox = type(model).__name__ == "GPTNeoXForCausalLM"
         if self.is_neox:
             decoder = model.gpt_neox
             self.is_parallel = bool(config.use_parallel_residual)
-            self.embed, self.positions, self.turn = decoder.embed_in, None, decoder.rotary_emb
-            self.blocks = [self._neox_block(layer) for layer in decoder.layers]
+            self.embedding, self.positions, self.rotary = decoder.embed_in, None, decoder.rotary_emb
+            self.blocks = [_neox_block(layer, product) for layer in decoder.layers]
             self.norm = _norm(decoder.final_layer_norm)
         else:
             decoder = model.transformer
             self.is_parallel = False
-            self.embed, self.positions, self.turn = decoder.wte, decoder.wpe, None
+            self.embedding, self.positions, self.rotary = decoder.wte, decoder.wpe, None
             self.blocks = [_gpt2_block(layer) for layer in decoder.h]
             self.norm = _norm(decoder.ln_f)
-        self.unembed = self._linear(model.lm_head)
+        self.kinds = ["full_attention"] * len(self.blocks)
+        self.unembed = affine(product, model.lm_head)
 
     @staticmethod
     def takes(model: LiveModule) -> bool:
@@ -65,47 +60,17 @@ class LeanGPT:
         is_plain = name == "GPTNeoXForCausalLM" or (name == "GPT2LMHeadModel" and not config.add_cross_attention)
         return is_plain and config._attn_implementation == ATTENTION
 
-    def __call__(
-        self,
-        token_ids: Int[Tensor, "b t"],
-        cache: KVCache,
-        position_ids: Int[Tensor, "b t"],
-        masks: Tensor | Mapping[str, Tensor],
-        listeners: Listeners,
-        num_layers: int | None = None,
-        logit_slots: Sequence[int] | None = None,
-    ) -> Float[Tensor, "b n d"]:
-        """Returns logits [b, t, v] (of `logit_slots` only, if given), or the residual stream [b, t, m] after
-        `num_layers` blocks."""
-        assert isinstance(masks, Tensor), "these families have one kind of layer"
-        stream = self.embed(token_ids)
+    def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Turn | None]:
+        """Returns the embedded tokens, and the rotations of these positions if the model rotates."""
+        stream = self.embedding(token_ids)
         if self.positions is not None:
             stream = stream + self.positions(position_ids)
-        turn = self.turn(stream, position_ids=position_ids) if self.turn is not None else None
-        if num_layers == 0:
-            tell(listeners, "pre", 0, stream)
-            return stream
-        for layer, block in enumerate(self.blocks[:num_layers]):
-            tell(listeners, "pre", layer, stream)
-            stream = self._block(layer, block, stream, cache, turn, masks, listeners)
-            tell(listeners, "S", layer, stream)
-        if num_layers is not None:
-            return stream
-        last = self.norm(stream)
-        if logit_slots is not None:
-            last = last[:, torch.tensor(list(logit_slots), device=last.device)]
-        return self.unembed(last)
+        return stream, self.rotary(stream, position_ids=position_ids) if self.rotary is not None else None
 
     def _block(
-        self,
-        layer: int,
-        block: _Block,
-        stream: Tensor,
-        cache: KVCache,
-        turn: tuple[Tensor, Tensor] | None,
-        mask: Tensor,
-        listeners: Listeners,
+        self, layer: int, stream: Tensor, cache: KVCache, turn: Turn | None, mask: Tensor, listeners: Listeners
     ) -> Tensor:
+        block = self.blocks[layer]
         q, k, v = self._heads(block.joint(block.before_attention(stream)))
         if turn is not None:
             q, k = _turned(q, *turn), _turned(k, *turn)
@@ -126,21 +91,19 @@ class LeanGPT:
             q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in joint.chunk(3, -1))
         return q, k, v
 
-    def _linear(self, module: LiveModule) -> Affine:
-        return lambda values: self.product(values, module.weight, module.bias)
 
-    def _neox_block(self, layer: LiveModule) -> _Block:
-        attention, mlp = layer.attention, layer.mlp
-        return _Block(
-            before_attention=_norm(layer.input_layernorm),
-            joint=self._linear(attention.query_key_value),
-            out=self._linear(attention.dense),
-            before_mlp=_norm(layer.post_attention_layernorm),
-            up=self._linear(mlp.dense_h_to_4h),
-            down=self._linear(mlp.dense_4h_to_h),
-            activation=mlp.act,
-            scale=float(attention.scaling),
-        )
+def _neox_block(layer: LiveModule, product: Product) -> _Block:
+    attention, mlp = layer.attention, layer.mlp
+    return _Block(
+        before_attention=_norm(layer.input_layernorm),
+        joint=affine(product, attention.query_key_value),
+        out=affine(product, attention.dense),
+        before_mlp=_norm(layer.post_attention_layernorm),
+        up=affine(product, mlp.dense_h_to_4h),
+        down=affine(product, mlp.dense_4h_to_h),
+        activation=mlp.act,
+        scale=float(attention.scaling),
+    )
 
 
 def _gpt2_block(layer: LiveModule) -> _Block:

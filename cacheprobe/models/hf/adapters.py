@@ -4,7 +4,6 @@ The adapter (two matrices a layer in a safetensors file) is read without peft. A
 by name.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Required, TypedDict
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from cacheprobe.core.files import sha256_of_file
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.facts import sha256_of
 
@@ -141,8 +141,7 @@ def base_sha256(live: nn.Module) -> str:
 def file_sha256(path: Path) -> str:
     """Returns the SHA-256 of a file. Raises: ModelError if the file cannot be read."""
     try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return sha256_of_file(path)
     except OSError as error:
         raise ModelError(f"{path.parent} holds no {path.name} ({error.strerror})") from error
 

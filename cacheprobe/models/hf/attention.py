@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError
-from cacheprobe.ops.attention.by_request import Reach, attend_by_request, attend_together
+from cacheprobe.ops.attention.by_request import Reach, attend_by_request, attend_together, first_slots
 
 ATTENTION = "cacheprobe"
 """Our name in transformers' table of attention functions."""
@@ -91,12 +91,7 @@ def _interface(
     if calls is None or calls.reach is None:
         out = attend_together(query, key, value, attention_mask, scaling, softcap)
     else:
-
-        def held(row: int, span: int) -> tuple[Tensor, Tensor]:
-            """Returns one request's keys and values in its first `span` slots."""
-            return key[row : row + 1, :, :span], value[row : row + 1, :, :span]
-
-        out = attend_by_request(query, held, attention_mask, calls.reach, scaling, softcap)
+        out = attend_by_request(query, partial(first_slots, key, value), attention_mask, calls.reach, scaling, softcap)
     if calls is not None:
         calls.count += 1
     return out.unflatten(-1, (query.shape[1], -1)), None

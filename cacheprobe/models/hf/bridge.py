@@ -4,14 +4,12 @@ This file contains no code for requests, phases or the storage of captured state
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from importlib.metadata import version
 
 import torch
 from torch import Tensor
-from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -19,13 +17,14 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from cacheprobe.core.hook_names import ROTATED, hook_name, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.facts import checksum_of, one_dtype, sha256_of, stop_token_ids
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.facts import one_dtype, stop_token_ids
 from cacheprobe.models.hf.cache import ShapeProbe, staged
 from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.hf.hooked_lm import HookedLM
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.settings import evaluating, numeric_settings
-from cacheprobe.models.turns import computing, one_at_a_time
+from cacheprobe.models.turns import one_at_a_time
 from cacheprobe.ops.compiled.readout import Compiled
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
@@ -34,14 +33,15 @@ _WRAPPED = "_cacheprobe_bridge"
 time."""
 
 
-class BridgeLM:
+class BridgeLM(HookedLM):
     """A TransformerBridge that runs on our KV cache.
 
     Twin: the bridge's own uncached forward, close(1e-5) in float32: `models.checks` compares them at load.
     """
 
     def __init__(self, bridge: TransformerBridge, name: str, weights_note: str = "") -> None:
-        self.bridge, self.name, self.weights_note = bridge, name, weights_note
+        self.bridge = self.hooked_module = bridge
+        self.name, self.weights_note = name, weights_note
         self.adapter = ""  # what load_model merged into the weights
         self.compiled: Compiled | None = None  # where load_model was asked for it
         cfg = bridge.cfg
@@ -51,15 +51,13 @@ class BridgeLM:
         self.dtype, self.device = one_dtype(bridge, name), next(bridge.parameters()).device
         self.tokenizer = bridge.tokenizer
         self.stop_token_ids = stop_token_ids(bridge)
-        self._hashed: tuple[str, str] | None = None
-        self._texts: dict[int, str] = {}
         self.checksum_at_load = self.weights_checksum
         self.fast_trial: object = None  # kept by models.paths
         points = bridge.hook_dict
         if self.dtype != torch.float32:
             _keep_dtype_when_rotated(points, self.dtype)
-        missing = [n for n in self._hook_names() if n not in points]
-        if missing:
+        needed = [hook_name(site, layer) for layer in range(self.n_layers) for site in "STC"] + [resid_pre_name(0)]
+        if missing := [name for name in needed if name not in points]:
             raise ModelError(
                 f"{name}: TransformerLens gives this architecture no hook {missing[0]}; it cannot be captured"
             )
@@ -76,7 +74,10 @@ class BridgeLM:
         model.eval()
         if (known := vars(model).get(_WRAPPED)) is not None:
             bridge, checksum = known
-            return cls._again(bridge, checksum, tokenizer, name, weights_note)
+            wrapped = cls(bridge, name, weights_note)
+            wrapped.checksum_at_load = checksum
+            wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
+            return wrapped
         if any(type(module).__module__.startswith("transformer_lens") for module in model.modules()):
             raise ModelError(f"{name}: the {architecture} is already inside a TransformerBridge; give the bridge")
         try:
@@ -89,21 +90,9 @@ class BridgeLM:
         vars(model)[_WRAPPED] = bridge, wrapped.checksum_at_load  # no attribute: it would become a submodule
         return wrapped
 
-    @classmethod
-    def _again(
-        cls, bridge: TransformerBridge, checksum: str, tokenizer: LiveTokenizer, name: str, weights_note: str
-    ) -> "BridgeLM":
-        wrapped = cls(bridge, name, weights_note)
-        wrapped.checksum_at_load = checksum
-        wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
-        return wrapped
-
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"BridgeLM({self.name}, {self.n_layers} layers, d_model {self.d_model}, {dtype}, {self.device})"
-
-    def _hook_names(self) -> list[str]:
-        return [hook_name(site, layer) for layer in range(self.n_layers) for site in "STC"] + [resid_pre_name(0)]
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
@@ -116,12 +105,9 @@ class BridgeLM:
         return [self._layers_seen.devices[layer] for layer in range(self.n_layers)]
 
     @cached_property
-    def _layers_seen(self) -> ShapeProbe:
-        return self._see_layers()
-
     @one_at_a_time()
-    def _see_layers(self) -> ShapeProbe:
-        """Runs one short forward to find each layer's cache shape and device."""
+    def _layers_seen(self) -> ShapeProbe:
+        """Each layer's cache shape and device, found in one short forward."""
         probe = ShapeProbe()
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
@@ -136,7 +122,6 @@ class BridgeLM:
             )
         return probe
 
-    injected_layers: tuple[int, ...] = ()
     attends_by_request = False
 
     def check_settings(self, window: int) -> None:
@@ -161,18 +146,19 @@ class BridgeLM:
         """Runs one forward through the bridge, as CachedLM.forward describes."""
         if num_layers == self.n_layers:  # the bridge would go on to the logits
             return self._last_residual(token_ids, cache, cache_rows, starts)
-        extra: dict[str, LiveModule] = {}
-        if num_layers is not None:
-            extra["stop_at_layer"] = num_layers
-        elif logit_slots is not None and self._can_choose_logits:
-            extra["logits_to_keep"] = torch.tensor(list(logit_slots), device=self.device)
-        width = token_ids.shape[1]
-        placed = staged(cache, cache_rows, starts, width, self.config, self.n_ctx)
+        stop: dict[str, LiveModule] = {"stop_at_layer": num_layers}
+        choice = self.logit_choice(logit_slots) if num_layers is None else stop
+        placed = staged(cache, cache_rows, starts, token_ids.shape[1], self.config, self.n_ctx)
         with placed as inputs, keeping_float64(self.dtype), evaluating(self.bridge.original_model):
-            out = self.bridge.forward(token_ids.to(self.device), return_type="logits", **inputs, **extra)
-        if logit_slots is not None and num_layers is None and "logits_to_keep" not in extra:
-            out = out[:, list(logit_slots)]
-        return out
+            out = self.bridge.forward(token_ids.to(self.device), return_type="logits", **inputs, **choice)
+        return out if logit_slots is None or choice else out[:, list(logit_slots)]
+
+    def logit_choice(self, logit_slots: Sequence[int] | None) -> dict[str, LiveModule]:
+        """Returns the argument by which the wrapped model computes the logits of these slots alone; {} if no slots are
+        given or it has no such argument."""
+        if logit_slots is None or not self._can_choose_logits:
+            return {}
+        return {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)}
 
     def _last_residual(
         self, token_ids: Tensor, cache: KVCache, cache_rows: Sequence[int], starts: Sequence[int]
@@ -191,48 +177,11 @@ class BridgeLM:
     def _can_choose_logits(self) -> bool:
         return "logits_to_keep" in inspect.signature(type(self.bridge.original_model).forward).parameters
 
-    @contextmanager
-    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
-        """Calls `sink` with activations inside the `with`, as CachedLM.capturing describes; then removes only the hooks
-        added here."""
-
-        def keep(site: str, layer: int, value: Tensor, hook: HookPoint) -> None:
-            """Passes the activation to the sink."""
-            sink(site, layer, value)
-
-        with self._hooked(sites, keep):
-            yield
-
-    @contextmanager
-    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
-        """Lets `edit` replace activations inside the `with`, as CachedLM.editing describes."""
-
-        def change(site: str, layer: int, value: Tensor, hook: HookPoint) -> Tensor | None:
-            """Returns the edited activation, None if unchanged."""
-            return edit(site, layer, value)
-
-        with self._hooked(sites, change):
-            yield
-
-    @contextmanager
-    def _hooked(self, sites: Sequence[tuple[str, int]], call: Callable[..., Tensor | None]) -> Iterator[None]:
-        hooks = [(hook_name(site, layer), partial(call, site, layer)) for site, layer in sites]
-        points = self.bridge.hook_dict  # made anew at every access
-        missing = [name for name, _ in hooks if name not in points]
-        if missing:
-            raise ModelError(f"{self.name} has no hook {missing[0]}")
-        with computing, self.bridge.hooks(fwd_hooks=hooks):
-            yield
-
-    @property
-    def unembedding(self) -> Tensor:
-        """The matrix [v, m] that maps the normalised residual stream to logits."""
-        return self.bridge.unembed.W_U.T
-
     def output_parts(self) -> OutputParts:
         """Returns the final norm, the unembedding and its bias separately."""
         finish = self.bridge.adapter.apply_output_logits_transform
-        return OutputParts(self.bridge.ln_final.original_component, self.unembedding, self.bridge.unembed.b_U, finish)
+        unembed = self.bridge.unembed
+        return OutputParts(self.bridge.ln_final.original_component, unembed.W_U.T, unembed.b_U, finish)
 
     def head_writer(self, layer: int) -> HeadWriter:
         """Returns the output projection of a layer's heads, split by head, and the norm after the projection if there
@@ -285,50 +234,6 @@ class BridgeLM:
             "transformer_lens": version("transformer-lens"),
             **numeric_settings(),
         }
-
-    @property
-    def weights_checksum(self) -> str:
-        """Checksum of the parameters; changes after any edit of any parameter."""
-        return checksum_of(self._named_weights())
-
-    def _named_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return sorted(self.bridge.original_model.named_parameters(), key=lambda item: item[0])
-
-    @property
-    def weights_sha256(self) -> str:
-        """Hash of every parameter's bytes, in the order of their names; recomputed after any edit."""
-        checksum = self.weights_checksum
-        if self._hashed is None or self._hashed[0] != checksum:
-            self._hashed = (checksum, sha256_of(self._named_weights()))
-        return self._hashed[1]
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Returns the token ids of a text. Raises: ModelError if the model has no tokenizer."""
-        if self.tokenizer is None:
-            raise ModelError(f"{self.name} has no tokenizer, so prompts must be lists of token ids, not text")
-        return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of token ids; "<17> <4>" if there is no tokenizer."""
-        if self.tokenizer is None:
-            return " ".join(self.token_texts(token_ids))
-        return self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token by itself; "<17>" for token 17 if there is no tokenizer."""
-        if self.tokenizer is None:
-            return [f"<{token_id}>" for token_id in token_ids]
-        for t in set(token_ids) - self._texts.keys():
-            self._texts[t] = self.tokenizer.decode([t], clean_up_tokenization_spaces=False)
-        return [self._texts[t] for t in token_ids]
-
-    def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> ActivationCache:
-        """Returns TransformerLens' ActivationCache of states [p, m], keyed by (site, layer)."""
-        named = {hook_name(site, layer): value[None] for (site, layer), value in states.items()}
-        for (site, layer), value in states.items():
-            if site == "S" and layer + 1 < self.n_layers:  # what leaves a block enters the next
-                named[resid_pre_name(layer + 1)] = value[None]
-        return ActivationCache(named, self.bridge, has_batch_dim=True)
 
 
 def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -> None:

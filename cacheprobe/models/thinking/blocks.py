@@ -6,6 +6,7 @@ of our cache.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.thinking.config import ThinkingConfig
-from cacheprobe.ops.attention.by_request import Reach, attend_by_request
+from cacheprobe.ops.attention.by_request import Reach, attend_by_request, first_slots
 
 Remembered = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor, Reach | None]
 """All keys and values [b, g, s, d], and an additive mask [b, h or 1, t, s]. If the mask is None, attention is causal
@@ -111,11 +112,7 @@ def attend(q: Tensor, remembered: Remembered, hook_pattern: HookPoint) -> Tensor
     used."""
     keys, values, bias, *reach = remembered
     if bias is not None and reach and reach[0] is not None and not hook_pattern.fwd_hooks:
-
-        def held(row: int, span: int) -> tuple[Tensor, Tensor]:
-            """Returns one request's keys and values in its first `span` slots."""
-            return keys[row : row + 1, :, :span], values[row : row + 1, :, :span]
-
+        held = partial(first_slots, keys, values)
         return attend_by_request(q, held, bias, reach[0], None).unflatten(-1, (q.shape[1], -1))
     if (repeats := q.shape[1] // keys.shape[1]) > 1:
         keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)

@@ -8,9 +8,12 @@ length are stale until computed again. Half-filled chunks need no further record
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.thought import RowThought as RowThought
+from cacheprobe.models.thinking.blocks import Memory, Remembered, attention_bias
+from cacheprobe.models.thinking.config import ThinkingConfig
 
 
 class ThinkingCache(KVCache):
@@ -59,3 +62,22 @@ class ThinkingCache(KVCache):
         """Returns the thoughts noted since the last call, and forgets them."""
         taken, self._thoughts = self._thoughts, []
         return taken
+
+
+def cache_memory(config: ThinkingConfig, cache: KVCache, positions: Tensor) -> Memory:
+    """Returns the Memory of a pass over a cache: a layer writes its new keys and values, and attends to all cached
+    ones."""
+    dtype, device = cache.keys[0].dtype, cache.keys[0].device
+    slots = torch.arange(cache.span)[None]
+    bias = attention_bias(config, positions, slots, config.attention_window)
+    if not config.thinks:  # rows of keys and values alone may be masked by cache surgery
+        bias = bias + cache.mask(positions, bias.dtype, device)
+    lowest = max(torch.finfo(kind).min for kind in (bias.dtype, dtype))
+    bias = bias.clamp_(min=lowest).to(dtype)  # finite in 16 bits too
+    bias = cache.mask_by_layer(bias, config.n_heads)
+
+    def memory(layer: int, keys: Tensor, values: Tensor) -> Remembered:
+        """Writes keys and values to the cache; returns the cached ones, the mask and the pass's Reach."""
+        return *cache.write(layer, keys, values), bias, cache.reach
+
+    return memory

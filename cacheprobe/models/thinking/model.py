@@ -2,8 +2,8 @@
 
     S_1 = 0;  X~_i = X_i + S_i at l_in;  H_i = output of block l_out - 1;  Z_{i+1} = T(H_i);  S_{i+1} = C(Z_{i+1})
 
-This file holds the parts and the single parallel pass for training; `models.thinking.lm` runs the model over a cache,
-one chunk after another.
+This file holds the parts and the single parallel pass for training; `models.thinking.rounds` runs the model over a
+cache, one chunk after another.
 """
 
 from collections.abc import Callable, Sequence
@@ -175,19 +175,20 @@ class ThinkingModel(HookedRootModule):
 
     def enter(self, token_ids: Int[Tensor, "b t"], positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
         """Runs the blocks below l_in, which no state reaches."""
-        return self._blocks(self.hook_embed(self.embed(token_ids)), 0, self.config.l_in, positions, memory)
+        return self.run_blocks(self.hook_embed(self.embed(token_ids)), 0, self.config.l_in, positions, memory)
 
     def loop(self, x: Tensor, states: Tensor | None, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
         """Adds the states and runs the blocks from l_in to l_out; returns H."""
         if states is not None:
             x = x + self.hook_state(states)
-        return self.hook_h(self._blocks(x, self.config.l_in, self.config.l_out, positions, memory))
+        return self.hook_h(self.run_blocks(x, self.config.l_in, self.config.l_out, positions, memory))
 
     def leave(self, hidden: Tensor, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
         """Runs the blocks from l_out on; returns the residual stream for the unembedding."""
-        return self._blocks(hidden, self.config.l_out, self.config.n_layers, positions, memory)
+        return self.run_blocks(hidden, self.config.l_out, self.config.n_layers, positions, memory)
 
-    def _blocks(self, x: Tensor, first: int, last: int, positions: Tensor, memory: Memory) -> Tensor:
+    def run_blocks(self, x: Tensor, first: int, last: int, positions: Tensor, memory: Memory) -> Tensor:
+        """Returns the residual stream after the blocks from `first` up to, but not including, `last`."""
         for block in self.blocks[first:last]:
             x = block(x, positions, memory)
         return x

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeGuard
 
-from cacheprobe.core.files import write_json
+from cacheprobe.core.files import sha256_of_file, write_json
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 
@@ -68,7 +68,7 @@ def save_thinking(
         "kind": KIND,
         "config": config,
         CONFIG_HASH: config_hash(config),
-        "sha256": {name: _hash(folder / name) for name in (WEIGHTS, TOKENIZER)},
+        "sha256": {name: sha256_of_file(folder / name) for name in (WEIGHTS, TOKENIZER)},
         "record": record,
     }
     write_json(folder / CONFIG, held)
@@ -145,7 +145,7 @@ def checked_config(folder: Path, held: "StoredModel") -> ThinkingConfig:
         path = folder / file
         if not path.exists():
             raise ModelError(f"{folder} has no {file}; {_remedy(held)}")
-        if (found := _hash(path)) != wanted:
+        if (found := sha256_of_file(path)) != wanted:
             raise ModelError(
                 f"{path} has the hash {found[:12]}, and {CONFIG} speaks of {wanted!s:.12}; {_remedy(held)}"
             )
@@ -177,7 +177,3 @@ def _remedy(held: Mapping[str, object]) -> str:
     record = held.get("record")
     command = record.get("command") if isinstance(record, dict) else None
     return f"restore it, or train the model again: {command or 'cacheprobe train thinking-states'}"
-
-
-def _hash(path: Path) -> str:
-    return sha256(path.read_bytes()).hexdigest()

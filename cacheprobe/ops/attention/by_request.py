@@ -37,6 +37,11 @@ Held = Callable[[int, int], tuple[Tensor, Tensor]]
 """(batch index, span) -> keys and values of that sequence's first slots, [1, g, span, d] each."""
 
 
+def first_slots(keys: Tensor, values: Tensor, row: int, span: int) -> tuple[Tensor, Tensor]:
+    """Returns one request's keys and values in its first `span` slots, from keys and values [b, g, s, d]."""
+    return keys[row : row + 1, :, :span], values[row : row + 1, :, :span]
+
+
 @dataclass(frozen=True)
 class Piece:
     """Tokens of one request that attend over the same number of slots."""

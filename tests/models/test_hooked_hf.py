@@ -31,7 +31,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[BridgeLM, HookedHF]]:
     yield model, HookedHF(model)
 
 
-def test_twin_equals_bridge(pair: tuple[BridgeLM, HookedHF]) -> None:
+def test_hooked_hf_equals_the_bridge(pair: tuple[BridgeLM, HookedHF]) -> None:
     """Ragged rows, pads, a third of the blocks wrong and rolled back."""
     bridge, plain = pair
     theirs, ours = fed_in_parts(bridge, texts(40, 31, 23)), fed_in_parts(plain, texts(40, 31, 23))
@@ -41,7 +41,7 @@ def test_twin_equals_bridge(pair: tuple[BridgeLM, HookedHF]) -> None:
     assert not close(theirs["T 1 row 0"], theirs["C 1 row 0"], 1e-1, because="the control: sites differ")
 
 
-def test_twin_shares_every_tensor(pair: tuple[BridgeLM, HookedHF]) -> None:
+def test_hooked_hf_shares_every_tensor(pair: tuple[BridgeLM, HookedHF]) -> None:
     bridge, plain = pair
     there = {tensor.data_ptr() for tensor in bridge.bridge.original_model.state_dict(keep_vars=True).values()}
     there |= {tensor.data_ptr() for tensor in bridge.bridge.original_model.buffers()}
@@ -73,14 +73,14 @@ def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, HookedHF
             assert [bool(keys.any()) for keys in cache.keys] == [layer < num_layers for layer in range(3)]
 
 
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("functional", [True, False])
 @pytest.mark.parametrize("can_choose", [True, False])
 def test_chosen_logits_are_those_of_the_slots(
-    pair: tuple[BridgeLM, HookedHF], lean: bool, can_choose: bool, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[BridgeLM, HookedHF], functional: bool, can_choose: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order asked for, with and without a model that takes logits_to_keep."""
-    plain = HookedHF(pair[0], lean=lean)
-    monkeypatch.setattr(plain, "_can_choose_logits", can_choose)
+    plain = HookedHF(pair[0], functional=functional)
+    monkeypatch.setattr(plain.origin, "_can_choose_logits", can_choose)
     ids, cache = torch.tensor([[5, 6, 7, 8]]), plain.new_cache(1, 8)
     every = plain.forward(ids, cache, [0], [0])
     chosen = plain.forward(ids, cache, [0], [0], logit_slots=[3, 1])
@@ -97,7 +97,7 @@ def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, HookedHF]) -> N
     assert {key for key in ours if ours[key] != theirs.get(key)} == {"path", "attention", "products_in_float32"}
 
 
-def test_twin_is_a_cached_lm() -> None:
+def test_hooked_hf_is_a_cached_lm() -> None:
     model = loaded()
     plain = HookedHF(model)
     assert isinstance(plain, CachedLM)
@@ -108,12 +108,12 @@ def test_twin_is_a_cached_lm() -> None:
         pass
 
 
-@pytest.mark.parametrize("lean", [True, False])
-def test_hooks_and_threads_are_restored_after_an_exception(lean: bool) -> None:
-    plain = HookedHF(loaded(), lean=lean)
+@pytest.mark.parametrize("functional", [True, False])
+def test_hooks_and_threads_are_restored_after_an_exception(functional: bool) -> None:
+    plain = HookedHF(loaded(), functional=functional)
     cache, ids = plain.new_cache(1, 8), torch.tensor([[1, 2]])
     threads = torch.get_num_threads()
-    heard: list[int] = []
+    captured: list[int] = []
 
     def fail(site: str, layer: int, value: Tensor) -> None:
         raise RuntimeError("the listener failed")
@@ -122,10 +122,10 @@ def test_hooks_and_threads_are_restored_after_an_exception(lean: bool) -> None:
         plain.forward(ids, cache, [0], [0], num_layers=2)
     assert hooks_on(plain.model) == 0 and torch.get_num_threads() == threads
     assert cache._staged is None
-    with plain.capturing([("T", 1)], lambda site, layer, value: heard.append(layer)):
+    with plain.capturing([("T", 1)], lambda site, layer, value: captured.append(layer)):
         plain.forward(ids, cache, [0], [0])
         plain.forward(ids[:, :1], cache, [0], [0])
-    assert heard == [1, 1]
+    assert captured == [1, 1]
     assert hooks_on(plain.model) == 0 and torch.get_num_threads() == threads
 
 
@@ -205,7 +205,7 @@ def test_readings_of_many_rows_are_widened_too(family: str, monkeypatch: pytest.
     assert widened == [40] * 4
 
 
-def test_building_a_twin_draws_no_random_numbers() -> None:
+def test_building_a_hooked_hf_draws_no_random_numbers() -> None:
     state = torch.get_rng_state()
     HookedHF(loaded())
     assert torch.equal(torch.get_rng_state(), state)

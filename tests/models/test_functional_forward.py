@@ -1,4 +1,4 @@
-"""The lean forward against the model's own modules: the same bits, whatever is asked of it."""
+"""The forward without modules against the model's own modules: the same bits, whatever is asked of it."""
 
 import copy
 from functools import cache
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.fast.hooked_hf import LEAN, HookedHF
+from cacheprobe.models.fast.hooked_hf import FUNCTIONAL, HookedHF
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import fed_in_parts, texts
@@ -17,11 +17,11 @@ from tests.tiny import FAMILIES, SLIDING, hf_model, loaded
 pytestmark = pytest.mark.determinism
 
 
-def is_lean(family: str) -> bool:
-    return any(kind.takes(HookedHF(loaded(family)).model) for kind in LEAN)
+def is_functional(family: str) -> bool:
+    return any(kind.takes(HookedHF(loaded(family)).model) for kind in FUNCTIONAL)
 
 
-COMPUTED = [family for family in FAMILIES if is_lean(family)]
+COMPUTED = [family for family in FAMILIES if is_functional(family)]
 WINDOWED = [(family, 6) for family in SLIDING if family in COMPUTED]
 
 
@@ -38,9 +38,9 @@ def uneven(family: str, dtype: torch.dtype, window: int | None) -> BridgeLM:
 
 
 def forms(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> tuple[HookedHF, HookedHF]:
-    """The lean one, and the one that runs the modules, which is seen to be run."""
+    """The forward without modules, and the one that runs the modules, which is seen to be run."""
     model = uneven(family, dtype, window)
-    return HookedHF(model), HookedHF(model, lean=False)
+    return HookedHF(model), HookedHF(model, functional=False)
 
 
 def num_module_runs(fast: HookedHF, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -64,10 +64,10 @@ def test_every_bit_is_the_modules(
     family: str, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits, S, T, C, keys and values; ragged rows, pads, blocks taken back; few rows and many."""
-    lean, modules = forms(family, dtype, window)
-    ran, ran_there = num_module_runs(lean, monkeypatch), num_module_runs(modules, monkeypatch)
+    fast, modules = forms(family, dtype, window)
+    ran, ran_there = num_module_runs(fast, monkeypatch), num_module_runs(modules, monkeypatch)
     for lengths in ((21, 17), (14, 11, 9, 8, 7, 6)):
-        ours, theirs = (fed_in_parts(form, texts(*lengths)) for form in (lean, modules))
+        ours, theirs = (fed_in_parts(form, texts(*lengths)) for form in (fast, modules))
         assert ours.keys() == theirs.keys() and len(ours) == len(lengths) * (1 + 1 + 3 * 3 + 2 * 3)
         for what, expected in theirs.items():
             assert bitwise(ours[what], expected), what
@@ -80,7 +80,7 @@ def test_gpt_neox_with_one_part_of_a_block_after_the_other() -> None:
     config = copy.deepcopy(live.config)
     config.use_parallel_residual = False
     model = cp.load_model(type(live)(config).eval())
-    ours, theirs = (fed_in_parts(HookedHF(model, lean=lean), texts(9, 6)) for lean in (True, False))
+    ours, theirs = (fed_in_parts(HookedHF(model, functional=functional), texts(9, 6)) for functional in (True, False))
     assert all(bitwise(ours[what], expected) for what, expected in theirs.items())
     beside = fed_in_parts(HookedHF(loaded("gpt-neox")), texts(9, 6))
     assert not all(bitwise(ours[what], other) for what, other in beside.items()), "the control: it shows"
@@ -101,13 +101,13 @@ def test_early_stops_and_chosen_logits_are_the_modules(family: str, width: int) 
 
 def test_an_edit_of_the_weights_is_seen() -> None:
     """In place, and by another tensor in its place."""
-    lean = HookedHF(loaded.__wrapped__("llama"))
-    projection = lean.origin.bridge.original_model.model.layers[1].mlp.down_proj
+    fast = HookedHF(loaded.__wrapped__("llama"))
+    projection = fast.origin.bridge.original_model.model.layers[1].mlp.down_proj
     weight = getattr(projection, "_original_component", projection)
     ids = texts(5)[0][None]
 
     def logits() -> Tensor:
-        return lean.forward(ids, lean.new_cache(1, 16), [0], [0])
+        return fast.forward(ids, fast.new_cache(1, 16), [0], [0])
 
     before = logits()
     with torch.no_grad():
@@ -119,33 +119,33 @@ def test_an_edit_of_the_weights_is_seen() -> None:
 
 def test_modules_run_where_something_acts_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Editors, and hooks of any other origin."""
-    lean, _ = forms("llama")
-    ran = num_module_runs(lean, monkeypatch)
-    ids, cache = texts(4)[0][None], lean.new_cache(1, 16)
-    plain = lean.forward(ids, cache, [0], [0])
+    fast, _ = forms("llama")
+    ran = num_module_runs(fast, monkeypatch)
+    ids, cache = texts(4)[0][None], fast.new_cache(1, 16)
+    plain = fast.forward(ids, cache, [0], [0])
     assert not ran
-    with lean.editing([("C", 1)], lambda site, layer, value: None):
-        assert bitwise(lean.forward(ids, cache, [0], [0]), plain) and len(ran) == 1
-    with lean.editing([("C", 1)], lambda site, layer, value: value * 0):
-        assert not bitwise(lean.forward(ids, cache, [0], [0]), plain)
-    hook = lean.model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, out: out * 0)
-    with lean.capturing([("S", 0)], lambda site, layer, value: None):
-        assert not bitwise(lean.forward(ids, cache, [0], [0]), plain) and len(ran) == 3
+    with fast.editing([("C", 1)], lambda site, layer, value: None):
+        assert bitwise(fast.forward(ids, cache, [0], [0]), plain) and len(ran) == 1
+    with fast.editing([("C", 1)], lambda site, layer, value: value * 0):
+        assert not bitwise(fast.forward(ids, cache, [0], [0]), plain)
+    hook = fast.model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, out: out * 0)
+    with fast.capturing([("S", 0)], lambda site, layer, value: None):
+        assert not bitwise(fast.forward(ids, cache, [0], [0]), plain) and len(ran) == 3
     hook.remove()
-    assert bitwise(lean.forward(ids, cache, [0], [0]), plain) and len(ran) == 3
+    assert bitwise(fast.forward(ids, cache, [0], [0]), plain) and len(ran) == 3
 
 
 def test_a_forward_sees_other_numbers() -> None:
     """`weight.data = ...` leaves the parameter and moves its numbers."""
-    lean = HookedHF(loaded.__wrapped__("llama"))
+    fast = HookedHF(loaded.__wrapped__("llama"))
     ids = texts(5)[0][None]
 
     def logits() -> Tensor:
-        return lean.forward(ids, lean.new_cache(1, 16), [0], [0])
+        return fast.forward(ids, fast.new_cache(1, 16), [0], [0])
 
-    before, first = logits(), lean._lean
-    assert bitwise(logits(), before) and lean._lean is first
-    projection = lean.model.model.layers[1].self_attn.k_proj
+    before, first = logits(), fast._functional
+    assert bitwise(logits(), before) and fast._functional is first
+    projection = fast.model.model.layers[1].self_attn.k_proj
     held = projection.weight.data
     projection.weight.data = held * 2
     assert not bitwise(logits(), before)

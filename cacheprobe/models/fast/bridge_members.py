@@ -1,0 +1,37 @@
+"""Lists what the fast forward takes unchanged from the bridge whose weights it shares."""
+
+from operator import attrgetter
+
+from cacheprobe.models.hf.bridge import BridgeLM
+
+
+class BridgeMembers:
+    """Members of CachedLM that are read from the bridge at every access."""
+
+    origin: BridgeLM
+
+    name = property(attrgetter("origin.name"))
+    weights_note = property(attrgetter("origin.weights_note"))
+    n_layers = property(attrgetter("origin.n_layers"))
+    d_model = property(attrgetter("origin.d_model"))
+    d_vocab = property(attrgetter("origin.d_vocab"))
+    n_ctx = property(attrgetter("origin.n_ctx"))
+    head_shape = property(attrgetter("origin.head_shape"))
+    compiled = property(attrgetter("origin.compiled"))
+    dtype = property(attrgetter("origin.dtype"))
+    device = property(attrgetter("origin.device"))
+    tokenizer = property(attrgetter("origin.tokenizer"))
+    stop_token_ids = property(attrgetter("origin.stop_token_ids"))
+    new_cache = property(attrgetter("origin.new_cache"))
+    injected_layers = property(attrgetter("origin.injected_layers"))
+    check_settings = property(attrgetter("origin.check_settings"))
+    unembedding = property(attrgetter("origin.unembedding"))
+    output_parts = property(attrgetter("origin.output_parts"))
+    head_writer = property(attrgetter("origin.head_writer"))
+    read_out = property(attrgetter("origin.read_out"))
+    read_out_with_gradients = property(attrgetter("origin.read_out_with_gradients"))
+    encode = property(attrgetter("origin.encode"))
+    decode = property(attrgetter("origin.decode"))
+    token_texts = property(attrgetter("origin.token_texts"))
+    to_activation_cache = property(attrgetter("origin.to_activation_cache"))
+    logit_choice = property(attrgetter("origin.logit_choice"))

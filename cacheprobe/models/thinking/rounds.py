@@ -1,0 +1,137 @@
+"""The blocks of a Thinking States model between l_in and l_out, in one pass that may hold several chunks.
+
+A chunk's state is known only after the previous chunk was read. Therefore these blocks run in rounds. An unknown state
+is first assumed to be that of the empty thought. T then reads the chunks that end in the pass, up to the first whose
+thought is not empty; in that case the round runs again with the new state. Recomputing a chunk under the same states
+gives the same bits, so the result equals that of one chunk after another. All rounds have the pass's own shape, so
+determinism needs no further measure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheprobe.models.thinking.blocks import Memory
+from cacheprobe.models.thinking.cache import RowThought, ThinkingCache
+from cacheprobe.models.thinking.chunk_states import ChunkStates
+from cacheprobe.models.thinking.config import ThinkingConfig
+from cacheprobe.models.thinking.model import ThinkingModel
+from cacheprobe.ops.sampling import lowest_argmax
+
+
+@dataclass(frozen=True)
+class _End:
+    """A chunk that ends in the current pass."""
+
+    cache_row: int
+    slot: int
+    end: int
+    """Absolute position of its last token."""
+
+
+@dataclass
+class Rounds:
+    """Runs the rounds of one pass, and writes the thoughts of the chunks that end in it."""
+
+    model: ThinkingModel
+    config: ThinkingConfig
+    chunk_states: ChunkStates
+    cache: ThinkingCache
+    cache_rows: Sequence[int]
+    positions: Tensor
+    """[b, t]"""
+    memory: Memory
+    count: int = 0
+    """Number of rounds that ran."""
+
+    def run(self, x: Tensor, last: int) -> Tensor:
+        """Returns H [b, t, m] of x, the input of block l_in. Notes the new thoughts in the cache.
+
+        Runs the blocks from l_in up to `last` once, and once more for every thought that is not empty. If `last` is
+        below l_out, no thought is written.
+        """
+        config, cache, row_index = self.config, self.cache, torch.tensor(list(self.cache_rows))[:, None]
+        open_ends = self._ends()
+        empty = (config.eos_id,)
+        written: list[RowThought] = []
+        for end in (end for ends in open_ends for end in ends):
+            self._set_state(end, self.chunk_states.of(empty))
+        h, is_final = x, False
+        while not is_final:
+            self.count += 1
+            added = self.model.hook_state(self._added_states(row_index))
+            h = self.model.run_blocks(x + added, config.l_in, last, self.positions, self.memory)
+            h = self.model.hook_h(h)
+            if last < config.l_out:
+                return h
+            cache.h_rows[row_index, self.positions] = h
+            is_final = True
+            for ends in open_ends:
+                while ends:
+                    end = ends.pop(0)
+                    written.append(
+                        self._think(end, cache.h_rows[end.cache_row, end.end - config.chunk + 1 : end.end + 1])
+                    )
+                    if written[-1].token_ids != empty:  # what was read after it was read under another state
+                        self._set_state(end, written[-1].state)
+                        is_final &= end.slot + 1 == self.positions.shape[1]
+                        break
+        for thought in written:
+            cache.note(thought)
+        return h
+
+    def _ends(self) -> list[list[_End]]:
+        """Returns the chunks that end in this pass and must write a thought, for each batch index, in order; none for
+        unused rows."""
+        thinks = (self.positions + 1) % self.config.chunk == 0
+        if not self.config.think_while_decoding:
+            thinks &= self.positions < self.cache.prompt_lengths[list(self.cache_rows)][:, None]
+        return [
+            [_End(cache_row, t, int(self.positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
+            for b, cache_row in enumerate(self.cache_rows)
+            if not self.cache.is_free(cache_row)
+        ]
+
+    def _added_states(self, row_index: Tensor) -> Tensor:
+        """Returns the state to add at each position, [b, t, m]: the previous chunk's; S_1 in the first chunk; zero if
+        there is no thought."""
+        config, positions, held = self.config, self.positions, self.cache.states
+        if not config.feeds_back:
+            return held.new_zeros(*positions.shape, config.d_model)
+        states = held[row_index, positions]
+        start = positions // config.chunk * config.chunk
+        is_known = start > 0
+        if not config.think_while_decoding:
+            is_known &= start <= self.cache.prompt_lengths[row_index]
+        states = states * is_known[..., None].to(states.dtype)
+        if config.learned_first_state:
+            first = self.model.first_state[positions % config.chunk]
+            states = torch.where((start == 0)[..., None], first, states)
+        return states
+
+    def _set_state(self, end: _End, state: Tensor) -> None:
+        self.cache.states[end.cache_row, end.end + 1 : end.end + 1 + self.config.chunk] = state
+
+    def _think(self, end: _End, hidden: Tensor) -> RowThought:
+        """Writes one thought from H [c, m], greedily, in one fixed shape for every length."""
+        config = self.config
+        ids: list[int] = []
+        logprobs: list[float] = []
+        padded = torch.full((1, config.max_thought), config.pad_id, device=hidden.device)
+        first = None
+        for i in range(config.max_thought):
+            logits = self.model.think(hidden[None], padded)[0, i].float()
+            first = logits if first is None else first
+            token_id = lowest_argmax(logits)
+            ids.append(token_id)
+            logprobs.append(float(logits.log_softmax(-1)[token_id]))
+            padded[0, i] = token_id
+            if token_id == config.eos_id:
+                break
+        assert first is not None
+        has_ended = ids[-1] == config.eos_id
+        return RowThought(
+            end.cache_row, end.end, tuple(ids), has_ended, tuple(logprobs), first, self.chunk_states.of(tuple(ids))
+        )
