@@ -10,7 +10,7 @@ from cacheprobe.analysis.reading import readable
 from cacheprobe.analysis.replay import Replay, replay
 from cacheprobe.analysis.summary import behaviour_line
 from cacheprobe.capture.interrupts import Interrupted, cancelling
-from cacheprobe.capture.observers import ProgressBar, Silent
+from cacheprobe.capture.observers import ProgressBar
 from cacheprobe.capture.stream import Stream
 from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions, require_known_options
 from cacheprobe.core.records import Observer, SamplingParams
@@ -174,7 +174,7 @@ def kv_snapshot(
     if state.request.num_prompt_tokens < 2:
         raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
     with turn(plan.model), plan.hooks():
-        return read_rows(plan.model, state, plan.config, Silent(), plan.editor)
+        return read_rows(plan.model, state, plan.config, Observer(), plan.editor)
 
 
 def verify(

@@ -134,26 +134,22 @@ class RunPlan:
         return tuple(made)
 
     def _request(self, item: Any, index: int, chosen: bool) -> Request:
-        given = item if isinstance(item, Request) else None
-        prompt: Any = given.prompt if given else item
-        example = given.example if given else None
+        given = item if isinstance(item, Request) else Request(())
+        prompt: Any = given.prompt if given is item else item
+        example = given.example
         if hasattr(prompt, "prompt_text"):
             example, prompt = prompt, text_of(prompt, self.model, index)
         ids = token_ids_of(prompt, self.model, index, is_chat=bool(getattr(example, "chat", False)))
-        own = given.sampling if given and given.sampling else SamplingParams()
+        own = given.sampling or SamplingParams()
         _check_stops(own, self.model, f"request {index}: ")
-        request = Request(
+        request = replace(
+            given,
             prompt=prompt if isinstance(prompt, str) else ids,
             sampling=own.over(self.fallback),
-            is_deterministic=chosen or bool(given and given.is_deterministic),
+            is_deterministic=chosen or given.is_deterministic,
             request_id=index,
             prompt_token_ids=ids,
             example=example,
-            arrival_step=given.arrival_step if given else 0,
-            sample_of=given.sample_of if given else None,
-            cached=given.cached if given else None,
-            own_fingerprint=bool(given and given.own_fingerprint),
-            keep_kv=bool(given and given.keep_kv),
         )
         self._check_cached(request)
         self._check_fit(request)
@@ -266,7 +262,7 @@ class RunPlan:
         """Runs every request to its end, records it, and returns the trace. Other runs wait meanwhile."""
         recorder = self._recorder()
         guard = RunGuard(self.model, self.fingerprint)
-        with closing(start(states, cast(Observer, Tee(recorder, *observers)))) as steps:
+        with closing(start(states, Tee(recorder, *observers))) as steps:
             with guard.turn(self.hooks(recorder)):
                 for _ in steps:
                     pass
@@ -281,7 +277,7 @@ class RunPlan:
         """
         recorder = self._recorder()
         guard = RunGuard(self.model, self.fingerprint)
-        with closing(start(states, cast(Observer, Tee(recorder, *observers)))) as steps:
+        with closing(start(states, Tee(recorder, *observers))) as steps:
             while True:
                 with guard.turn(self.hooks(recorder)):
                     step = next(steps, None)

@@ -39,17 +39,8 @@ def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
         num_flips=changes.size().to_numpy() - 1,
         path=changes.agg(" → ".join).to_numpy(),
     )
-    columns = [
-        *_ROW,
-        "prediction_depth",
-        "num_flips",
-        "path",
-        "final_token",
-        "committed_token",
-        "drafted_token",
-        "agrees",
-    ]
-    return ends[columns].reset_index(drop=True)
+    columns = ["prediction_depth", "num_flips", "path", "final_token", "committed_token", "drafted_token", "agrees"]
+    return ends[[*_ROW, *columns]].reset_index(drop=True)
 
 
 def prediction_depth_by_verdict(hypotheses: pd.DataFrame) -> pd.DataFrame:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pandas as pd
 
 from cacheprobe.analysis.audit import audit
-from cacheprobe.analysis.comparison import first_reading_difference
+from cacheprobe.analysis.comparison import first_difference, first_reading_difference
 from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
@@ -274,7 +274,7 @@ def _first_token_difference(trace: Trace, again: Trace, request: Request, number
         if not has_logprobs or trace.logprobs(request.request_id) == again.logprobs(number):
             return None
         return f"request {request.request_id}: the log-probabilities of its committed tokens differ"
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    at = first_difference(ours, theirs) or 0
     position = request.num_prompt_tokens + at
     said = f"the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
     return f"request {request.request_id} position {position}: {said}"
@@ -290,10 +290,8 @@ def _first_state_difference(trace: Trace, again: Trace, request: Request, number
             a, b = (run.kept(site, layer, which) for run, which in ((trace, rows), (again, theirs)))
             for i, position in enumerate(rows.position):
                 if not bitwise(a[i], b[i]):
-                    return (
-                        f"request {request.request_id} position {position}: site {site} of layer {layer} differs",
-                        compared,
-                    )
+                    where = f"request {request.request_id} position {position}"
+                    return f"{where}: site {site} of layer {layer} differs", compared
                 compared += 1
     return None, compared
 
@@ -302,9 +300,8 @@ def _first_thought_difference(trace: Trace, again: Trace, request: Request, numb
     if trace.thought_table is None:
         return None
     ours, theirs = trace.thoughts_said(request.request_id), again.thoughts_said(number)
-    if ours == theirs:
+    if (at := first_difference(ours, theirs)) is None:
         return None
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     return (
         f"request {request.request_id}: thought {at} is {ours[at : at + 1]} here, {theirs[at : at + 1]} by the oracle"
     )

@@ -1,63 +1,14 @@
-"""Defines observers that forward events to several observers, ignore them, or show progress."""
+"""Defines observers that forward events to several observers, keep them, or show progress."""
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from cacheprobe.core.progress import Progress
-from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord, Thought
+from cacheprobe.core.records import Finished, Observer, StepRecord
+
+_EVENTS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
-class Silent:
-    """An Observer that ignores all events; a subclass overrides the few that it needs."""
-
-    def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
-        """Ignores the start of a pass."""
-
-    def after_forward(self, record: ForwardRecord) -> None:
-        """Ignores a pass."""
-
-    def on_thought(self, thought: Thought) -> None:
-        """Ignores a thought."""
-
-    def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Tensor) -> None:
-        """Ignores the choice of a token."""
-
-    def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
-        """Ignores committed tokens."""
-
-    def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
-        """Ignores rejected draft tokens."""
-
-    def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
-        """Ignores dropped draft tokens."""
-
-    def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
-        """Ignores a shared prompt."""
-
-    def on_preempt(self, request_id: int, step: int) -> None:
-        """Ignores a preemption."""
-
-    def on_compared(self, step: int, difference: str | None) -> None:
-        """Ignores a comparison."""
-
-    def on_failure(self, step: int) -> None:
-        """Ignores a failed step."""
-
-    def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
-        """Ignores a change of provenance."""
-
-    def on_step(self, record: StepRecord) -> None:
-        """Ignores the record of a step."""
-
-    def on_finish(self, finished: Finished) -> None:
-        """Ignores the end of a request."""
-
-
-_EVENTS = [name for name in vars(Silent) if not name.startswith("_")]
-
-
-class Tee(Silent):
+class Tee(Observer):
     """Forwards every event to every observer, in order."""
 
     def __init__(self, *observers: Observer) -> None:
@@ -77,7 +28,7 @@ def _all(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
     return each
 
 
-class StepLog(Silent):
+class StepLog(Observer):
     """Keeps the records of steps, ends and preemptions, and no tensors."""
 
     def __init__(self) -> None:
@@ -98,7 +49,7 @@ class StepLog(Silent):
         self.preemptions.append((request_id, step))
 
 
-class ProgressBar(Silent):
+class ProgressBar(Observer):
     """Shows committed tokens, rate and time left. total_tokens: the most that can be committed."""
 
     def __init__(self, total_tokens: int, enabled: bool = True) -> None:

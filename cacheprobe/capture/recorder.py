@@ -12,7 +12,7 @@ from torch import Tensor
 from cacheprobe.capture.lens_reader import LensReader, Queued
 from cacheprobe.capture.open_pass import OpenPass
 from cacheprobe.core.config import CaptureConfig
-from cacheprobe.core.records import Finished, ForwardRecord, RowSlot, StepRecord, Thought
+from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord, Thought
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace import self_checks as checks
@@ -43,7 +43,7 @@ class Unconfirmed:
 
 
 @dataclass
-class Recorder:
+class Recorder(Observer):
     """An Observer that collects what a Trace is built from."""
 
     model: CachedLM

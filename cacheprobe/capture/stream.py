@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
-from cacheprobe.capture.observers import Silent
 from cacheprobe.core.records import Finished, Observer
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
@@ -27,7 +26,7 @@ class Piece:
     error: str | None = None
 
 
-class _Committed(Silent):
+class _Committed(Observer):
     """Collects committed tokens and ends since the last pieces.
 
     The engine refers to this object and not to the Stream, so that a Stream without references ends its run at once.

@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 from cyclopts import App, ArgumentCollection, Parameter
+
+from cacheprobe.core.values import nearest_or_all
 
 FLAG = "config"
 
@@ -45,17 +46,9 @@ def read(path: Path, known: Sequence[str]) -> dict[str, object]:
 
     known: names of the command's flags. In the file, - and _ in names are equal.
     """
-    import yaml
+    from cacheprobe.core.strict_yaml import read_yaml
 
-    from cacheprobe.core.strict_yaml import strict_loader
-
-    if not path.is_file():
-        raise ValueError(f"there is no config file {path}; give the YAML file of a command's settings")
-    try:
-        held = yaml.load(path.read_text(encoding="utf-8"), Loader=strict_loader())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{path} is not readable as YAML ({said}); write a line `name: value` for each") from error
+    held = read_yaml(path, "config")
     if not isinstance(held, dict) or not held:
         what = "nothing" if held is None or held == {} else f"a {type(held).__name__}"
         raise ValueError(f"{path} holds {what} instead of settings; write a line such as `seed: 3` for each")
@@ -63,9 +56,7 @@ def read(path: Path, known: Sequence[str]) -> dict[str, object]:
     for key, value in held.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            near = get_close_matches(name, known, 1, 0.5)
-            remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise ValueError(f"unknown setting {str(key)!r} in {path}; {remedy}")
+            raise ValueError(f"unknown setting {str(key)!r} in {path}; {nearest_or_all(name, known)}")
         if name in settings:
             raise ValueError(f"{path} gives {name} twice; leave one")
         if isinstance(value, dict):

@@ -25,7 +25,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     """
     import cacheprobe as cp
     from cacheprobe.analysis.summary import closing, thoughts_text
-    from cacheprobe.models.inventory import THINKING, smollm2_state
+    from cacheprobe.models.inventory import THINKING
     from cacheprobe.plots import token_texts, write_report
     from cacheprobe.plots.report.insight import first_insight
     from cacheprobe.trace.places import require_free
@@ -33,7 +33,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     beside = out.with_name(f"{out.name}-thinking")
     for directory in (out, beside):
         require_free(directory, overwrite=True)
-    trace = _on_shipped(progress) if smollm2_state() == "absent" else _on_smollm2(progress)
+    trace = _first_run(progress)
     trace.save(out, overwrite=True)
     rows, readings = trace.rows(), lens_readings(trace)
     seen = first_insight(readings, rows, trace.events(), token_texts(rows, readings))
@@ -53,42 +53,32 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     print(f"to look at it, and at every layer at every token, in a browser: {_program()} dash {out} {beside}")
 
 
-def _on_smollm2(progress: bool) -> "Trace":
-    import cacheprobe as cp
-    from cacheprobe.models.inventory import SMOLLM2
+def _first_run(progress: bool) -> "Trace":
+    """Returns a run of SmolLM2, or of a shipped model at temperature 1 if SmolLM2 is not installed.
 
-    return cp.run(
-        cp.load_model(SMOLLM2, dtype="bfloat16", progress=progress),
-        cp.tasks.CoinFlip(people=3, shots=2).examples(n=6, seed=0),
-        drafter=cp.drafters.EarlyExit(layer=26),
-        window=4,
-        deterministic=0.5,
-        max_new_tokens=12,
-        sampling=cp.SamplingParams(stop_token_ids=()),
-        progress=progress,
-    )
-
-
-def _on_shipped(progress: bool) -> "Trace":
-    """Returns a run of a shipped model at temperature 1. A greedy run would roll back no token, since layer 0 already
-    agrees.
+    A greedy run of the shipped model would roll back no token, since its layer 0 already agrees.
     """
     import cacheprobe as cp
-    from cacheprobe.models.inventory import PLAIN
+    from cacheprobe.models.inventory import PLAIN, SMOLLM2, smollm2_state
     from cacheprobe.models.smollm2 import INSTALL
 
-    model = cp.load_model(PLAIN)
-    print(f"SmolLM2-135M is not here ({INSTALL}), so this is {model.name}, which is shipped:")
-    print(f"{model.n_layers} layers of width {model.d_model}, {model.weights_note}", flush=True)
+    if smollm2_state() != "absent":
+        model = cp.load_model(SMOLLM2, dtype="bfloat16", progress=progress)
+        task, layer, temperature, capacity = cp.tasks.CoinFlip(people=3, shots=2), 26, None, 512
+    else:
+        model = cp.load_model(PLAIN)
+        task, layer, temperature, capacity = cp.tasks.CoinFlip(people=5), 0, 1.0, 128
+        print(f"SmolLM2-135M is not here ({INSTALL}), so this is {model.name}, which is shipped:")
+        print(f"{model.n_layers} layers of width {model.d_model}, {model.weights_note}", flush=True)
     return cp.run(
         model,
-        cp.tasks.CoinFlip(people=5).examples(n=6, seed=0),
-        drafter=cp.drafters.EarlyExit(layer=0),
+        task.examples(n=6, seed=0),
+        drafter=cp.drafters.EarlyExit(layer=layer),
         window=4,
         deterministic=0.5,
-        capacity=128,
+        capacity=capacity,
         max_new_tokens=12,
-        sampling=cp.SamplingParams(stop_token_ids=(), temperature=1.0),
+        sampling=cp.SamplingParams(stop_token_ids=(), temperature=temperature),
         progress=progress,
     )
 

@@ -1,11 +1,13 @@
 """Implements `cacheprobe import`: saves another program's generation as a run. Heavy imports are made when it runs."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from cyclopts import App, Parameter
 
 from cacheprobe.cli.config import SEVERAL
+from cacheprobe.cli.flags import with_flags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,17 +18,29 @@ if TYPE_CHECKING:
 imports = App(name="import", help="Make a run of what another program kept.", help_format="plaintext")
 
 
+@dataclass(frozen=True)
+class ModelFlags:
+    """Settings about the model that generated; the docstrings of the fields are the help of the flags."""
+
+    model: str | None = None
+    """Name or directory of the model that generated; its own states are compared with the imported ones."""
+    dtype: str = "float32"
+    """dtype of that model: float32, bfloat16, float16 or float64."""
+    tokenizer: str | None = None
+    """Name or directory of a tokenizer, for texts without a model."""
+    name: str | None = None
+    """Name of the model to store in the run."""
+
+
 @imports.command
+@with_flags
 def generate(
     file: Path,
     *,
     out: Path,
     overwrite: bool = False,
     stop: Annotated[tuple[int, ...] | None, SEVERAL] = None,
-    model: str | None = None,
-    dtype: str = "float32",
-    tokenizer: str | None = None,
-    name: str | None = None,
+    origin: ModelFlags,
 ) -> None:
     """Import what Hugging Face's generate returned with hidden states.
 
@@ -40,24 +54,16 @@ def generate(
         Replace the run that --out holds, and remove its report.html.
     stop
         Id of a token that ended a sequence, or several.
-    model
-        Name or directory of the model that generated; its own states are compared with the imported ones.
-    dtype
-        dtype of that model: float32, bfloat16, float16 or float64.
-    tokenizer
-        Name or directory of a tokenizer, for texts without a model.
-    name
-        Name of the model to store in the run.
     """
     import cacheprobe as cp
     from cacheprobe.trace.places import require_free
 
     require_free(out, overwrite)
-    given = _text_sources(model, dtype, tokenizer)
-    _save(cp.import_generate(file, stop_token_ids=stop, name=name or model, **given), out, overwrite)
+    _save(cp.import_generate(file, stop_token_ids=stop, **_keywords(origin)), out, overwrite)
 
 
 @imports.command
+@with_flags
 def vllm(
     files: Annotated[tuple[Path, ...], Parameter(negative="")],
     /,
@@ -66,10 +72,7 @@ def vllm(
     out: Path,
     overwrite: bool = False,
     num_prompt_tokens: int | None = None,
-    model: str | None = None,
-    dtype: str = "float32",
-    tokenizer: str | None = None,
-    name: str | None = None,
+    origin: ModelFlags,
 ) -> None:
     """Import hidden states that vLLM's ExampleHiddenStatesConnector wrote.
 
@@ -85,14 +88,6 @@ def vllm(
         Replace the run that --out holds, and remove its report.html.
     num_prompt_tokens
         Number of prompt tokens in each file; all by default.
-    model
-        Name or directory of the model that generated; its own states are compared with the imported ones.
-    dtype
-        dtype of that model: float32, bfloat16, float16 or float64.
-    tokenizer
-        Name or directory of a tokenizer, for texts without a model.
-    name
-        Name of the model to store in the run.
     """
     import cacheprobe as cp
     from cacheprobe.trace.places import require_free
@@ -102,31 +97,32 @@ def vllm(
     except ValueError:
         raise ValueError(f"--layers {' '.join(layers)!r} is no list of numbers, as in 1,2,3,4") from None
     require_free(out, overwrite)
-    given = _text_sources(model, dtype, tokenizer)
-    _save(cp.import_vllm(files, ids, num_prompt_tokens=num_prompt_tokens, name=name or model, **given), out, overwrite)
+    _save(cp.import_vllm(files, ids, num_prompt_tokens=num_prompt_tokens, **_keywords(origin)), out, overwrite)
 
 
-class _Sources(TypedDict, total=False):
-    """Keywords of the imports that give texts to token ids."""
+class _Keywords(TypedDict, total=False):
+    """Keywords of the imports about the model: its name, and what gives texts to token ids."""
 
+    name: str | None
     model: "CachedLM"
     tokenizer: "PreTrainedTokenizerBase"
 
 
-def _text_sources(model: str | None, dtype: str, tokenizer: str | None) -> _Sources:
-    """Returns the loaded model, or else the tokenizer, or {} if neither is given."""
+def _keywords(origin: ModelFlags) -> _Keywords:
+    """Returns the name, and the loaded model, or else the tokenizer if one is given."""
     import cacheprobe as cp
     from cacheprobe.models.known import require_known
 
-    if (name := model or tokenizer) is not None:
-        require_known(name)
-    if model is not None:
-        return {"model": cp.load_model(model, dtype=dtype)}
-    if tokenizer is not None:
+    given: _Keywords = {"name": origin.name or origin.model}
+    if (source := origin.model or origin.tokenizer) is not None:
+        require_known(source)
+    if origin.model is not None:
+        given["model"] = cp.load_model(origin.model, dtype=origin.dtype)
+    elif origin.tokenizer is not None:
         from transformers import AutoTokenizer
 
-        return {"tokenizer": AutoTokenizer.from_pretrained(tokenizer)}
-    return {}
+        given["tokenizer"] = AutoTokenizer.from_pretrained(origin.tokenizer)
+    return given
 
 
 def _save(trace: "Trace", out: Path, overwrite: bool) -> None:

@@ -7,6 +7,7 @@ from cyclopts import App
 from cacheprobe.cli.config import fill
 from cacheprobe.cli.flags import with_flags
 from cacheprobe.training.lora.settings import EvaluationSettings, LoraSettings
+from cacheprobe.training.tuned_lens.settings import TunedLensSettings
 
 train = App(name="train", help="Train a model for a task.", help_format="plaintext")
 
@@ -100,17 +101,13 @@ def thinking_states(
 
 
 @train.command(config=fill)
+@with_flags
 def tuned_lens(
     *,
     config: Path | None = None,
     model: str = "smollm2-135m",
     out: Path = Path("runs/tuned-lens"),
-    steps: int = 250,
-    texts: int = 4,
-    length: int = 64,
-    learning_rate: float = 1.0,
-    held_out: int = 16,
-    seed: int = 0,
+    settings: TunedLensSettings,
     progress: bool = True,
 ) -> None:
     """Train a tuned lens on the tasks' prompts and the model's own words, and compare it with the logit lens.
@@ -123,28 +120,12 @@ def tuned_lens(
         smollm2-135m, a hub name or a local directory; it is loaded in float32.
     out
         Directory for the lens, which cp.lenses.TunedLens.load reads.
-    steps
-        Steps of the training.
-    texts
-        Texts of a step.
-    length
-        Tokens of a text.
-    learning_rate
-        Learning rate of the first step, before momentum; falls to zero.
-    held_out
-        Texts to compare the two lenses on.
-    seed
-        Seed of the texts.
     progress
         Show progress.
     """
     from cacheprobe.models.loaders import load_model
     from cacheprobe.training.tuned_lens.run import comparison, train_tuned_lens
-    from cacheprobe.training.tuned_lens.settings import TunedLensSettings
 
-    settings = TunedLensSettings(
-        steps=steps, texts=texts, length=length, learning_rate=learning_rate, held_out=held_out, seed=seed
-    )
     lens = train_tuned_lens(load_model(model, dtype="float32"), settings, out, progress=progress)
     print(comparison(lens.about))
     print(f"{lens.about['tokens']} tokens, {lens.about['seconds']:.0f} s, {lens.about['threads']} threads\nlens: {out}")

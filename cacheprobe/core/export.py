@@ -55,9 +55,4 @@ def write_table(table: pd.DataFrame, path: Path) -> Path:
 
 def _listed(value: object) -> str | None:
     """Returns a list as JSON; None for a thought, which has no list."""
-    return json.dumps([_plain(number) for number in value]) if isinstance(value, list | tuple | np.ndarray) else None
-
-
-def _plain(number: object) -> object:
-    """Returns numpy's numbers as Python's."""
-    return number.item() if isinstance(number, np.generic) else number
+    return json.dumps(np.asarray(value).tolist()) if isinstance(value, list | tuple | np.ndarray) else None

@@ -5,7 +5,7 @@ Imports neither models nor tensors nor files. `Observer` is the interface throug
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from cacheprobe.core.sampling_params import SamplingParams as SamplingParams
 from cacheprobe.core.values import flag, require_encodable, whole_number
@@ -260,66 +260,54 @@ def _shown(fingerprint: Mapping[str, object], key: str) -> object:
     return f"not recorded, so taken as {_LATER_FIELDS[key]!r}" if is_assumed else _field(fingerprint, key)
 
 
-@runtime_checkable
-class Observer(Protocol):
-    """Receives the engine's events, in order. It must not change the tensors; its return values are ignored."""
+class Observer:
+    """Receives the engine's events, in order, and ignores them; a subclass overrides the methods that it needs.
+
+    It must not change the tensors.
+    """
 
     def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
         """Called before a pass of `shape` (batch size, token slots) over these rows."""
-        ...
 
     def after_forward(self, record: ForwardRecord) -> None:
         """Called after a pass, with its logits."""
-        ...
 
     def on_thought(self, thought: Thought) -> None:
         """Called after `after_forward`, for each thought of that pass."""
-        ...
 
     def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Any) -> None:
         """Called when a token is chosen for `position` from logits [v]. Its verdict may still be open."""
-        ...
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
         """Called when `token_ids` are committed at positions start, start + 1, ...; `roles` has one role for each
         token.
         """
-        ...
 
     def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
         """Called when draft tokens at positions start..end-1 are rejected."""
-        ...
 
     def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
         """Called when draft tokens at positions start..end-1 are dropped without a verdict."""
-        ...
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
         """Called when a request copies the cache rows of its prompt from `source_id`, which has the same prompt."""
-        ...
 
     def on_preempt(self, request_id: int, step: int) -> None:
         """Called when a request loses its place in the cache. Its positions are computed again later, without these
         events.
         """
-        ...
 
     def on_compared(self, step: int, difference: str | None) -> None:
         """Called when a pass computed one request's tokens twice. difference: where the bits differ, or None."""
-        ...
 
     def on_failure(self, step: int) -> None:
         """Called when a step fails: discard all that was reported of its passes since the last on_step."""
-        ...
 
     def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
         """Called when cache rows start..end-1 of a request take this provenance."""
-        ...
 
     def on_step(self, record: StepRecord) -> None:
         """Called after each step that did not fail."""
-        ...
 
     def on_finish(self, finished: Finished) -> None:
         """Called when a request ends."""
-        ...

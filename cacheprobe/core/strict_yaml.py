@@ -1,22 +1,34 @@
 """Reads YAML that holds plain values only and names every key once; plain YAML would silently keep the last of two."""
 
 from collections.abc import Hashable
+from pathlib import Path
 
 import yaml
 
 
-def strict_loader() -> type[yaml.SafeLoader]:
-    """Returns a loader class for `yaml.load` that refuses a key which is given twice."""
+class StrictLoader(yaml.SafeLoader):
+    """Loads plain values, without tags that build Python objects, and refuses a key that is given twice."""
 
-    class Strict(yaml.SafeLoader):
-        """Loads plain values, without tags that build Python objects."""
-
-    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Hashable, object]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         """Returns the mapping. Raises: yaml.constructor.ConstructorError if it holds a key twice."""
-        keys = [loader.construct_object(key) for key, _ in node.value]
+        keys = [self.construct_object(key) for key, _ in node.value]
         if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
             raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)
-        return loader.construct_mapping(node, deep=True)
+        return super().construct_mapping(node, deep=True)
 
-    Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    return Strict
+
+StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, StrictLoader.construct_mapping)
+
+
+def read_yaml(path: Path, kind: str) -> object:
+    """Returns the content of a YAML file of settings. kind: a word for the file in messages, such as "sweep".
+
+    Raises: ValueError if the file is absent or not readable.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no {kind} file {path}; give a YAML file of settings")
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} is not readable as YAML ({said}); write a line `name: value` for each") from error

@@ -1,5 +1,8 @@
 """Checks single values that a user gave: whole numbers, numbers, flags and texts. Every error names the argument."""
 
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from operator import index
 from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, Union, cast
 
@@ -9,6 +12,8 @@ JsonDict: TypeAlias = dict[str, Any]
 """A JSON object, as json.loads returns it. The file's format fixes the types of its values, or the caller checks."""
 TableLine: TypeAlias = Any
 """One line of a pandas table (of itertuples() or iloc): each column is an attribute. pandas gives it no useful type."""
+NO_FLAG = {"flag": False}
+"""Metadata of a dataclass's setting for which the command line has no flag."""
 
 
 def whole_number(name: str, value: object) -> int:
@@ -52,3 +57,26 @@ def require_encodable(name: str, text: str) -> None:
             f"{name} must be text that UTF-8 can encode, got half of a surrogate pair, {text[error.start]!r}, at "
             f"character {error.start}; remove it, or decode the text with errors='replace'"
         ) from None
+
+
+def require_settings(settings: Any, above_zero: Iterable[str]) -> None:
+    """Checks the numbers of a dataclass of settings: none is negative, and those of `above_zero` are not 0.
+
+    Raises: ValueError that names the setting.
+    """
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        is_number = is_whole or (one.type is float and isinstance(value, float))
+        if one.type in (int, float) and not (is_number and 0 <= value < 2**31):
+            kind = "whole number" if one.type is int else "number"
+            raise ValueError(f"{one.name} must be a {kind} of at least 0, got {value!r}")
+    for name in above_zero:
+        if not getattr(settings, name):
+            raise ValueError(f"{name} must be more than 0")
+
+
+def nearest_or_all(name: str, known: Sequence[str]) -> str:
+    """Returns, for the message about an unknown name, the known name that is nearest to it, else all known names."""
+    near = get_close_matches(name, known, 1, 0.5)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"

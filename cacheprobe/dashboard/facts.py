@@ -2,7 +2,7 @@
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
-from cacheprobe.dashboard.questions import Question, whole
+from cacheprobe.dashboard.questions import Question
 from cacheprobe.dashboard.reader import Reader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.prompt_block import prompt_block
@@ -32,8 +32,7 @@ def run_facts(shelf: Shelf, reader: Reader, question: Question) -> JsonDict:
 
 def request_story(shelf: Shelf, question: Question) -> JsonDict:
     """Returns the steps of one request in words, and the lengths of its prompt and answer."""
-    book = shelf.book(question["run"])
-    request_id = whole(question["request"], "request", len(book.run.requests))
+    book, request_id = shelf.book_and_request(question)
     request = book.run.request(request_id)
     return {
         "steps": book.story(request_id),
@@ -44,8 +43,8 @@ def request_story(shelf: Shelf, question: Question) -> JsonDict:
 
 def prompt_view(shelf: Shelf, question: Question) -> str:
     """Returns the prompt and the answer of a request, as markup."""
-    book = shelf.book(question["run"])
-    request = book.run.request(whole(question["request"], "request", len(book.run.requests)))
+    book, request_id = shelf.book_and_request(question)
+    request = book.run.request(request_id)
     asked, given = len(request["prompt_token_ids"]), len(request["committed_token_ids"])
     return (
         f"<h2>Request {request['request_id']} was asked in {asked} tokens and answered in {given}</h2>"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
 from cacheprobe.sweeps.storage.store import PLAN, SHARDS
 from cacheprobe.trace.manifest import MANIFEST, TraceError
@@ -63,6 +64,11 @@ class Shelf:
         if entry.book is None:
             raise CannotShow(f"{entry.name} cannot be opened: {entry.reason}")
         return entry.book
+
+    def book_and_request(self, question: JsonDict) -> tuple[Book, int]:
+        """Returns the run and the request that a question names. Raises: CannotShow if there is none."""
+        book = self.book(question["run"])
+        return book, whole(question["request"], "request", len(book.run.requests))
 
     def numbers(self) -> dict[str, int]:
         """Returns the number of every run, by the name of its directory."""

@@ -27,6 +27,7 @@ def machine() -> list[Finding]:
     limits = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")}
     limits_set = ", ".join(f"{name}={value}" for name, value in limits.items() if value)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu = "there is one; a run uses it only with --device cuda" if torch.cuda.is_available() else "none; none is needed"
     return [
         Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Finding("processor", processor_name()),
@@ -34,12 +35,7 @@ def machine() -> list[Finding]:
         Finding("instruction set", f"{facts['cpu_capability']}, as torch uses it"),
         Finding("threads", f"{facts['threads']} of {cores} cores" + (f"; {limits_set}" if limits_set else "")),
         _compiler(),
-        Finding(
-            "GPU",
-            "there is one; a run uses it only with --device cuda"
-            if torch.cuda.is_available()
-            else "none; none is needed",
-        ),
+        Finding("GPU", gpu),
     ]
 
 

@@ -38,11 +38,10 @@ def _smollm2() -> list[Finding]:
 def _shipped() -> list[Finding]:
     remedy = "they are in a checkout's data/ and in the wheel; install one of these again"
     found = []
-    for name, kind in (("checkpoints", "checkpoints"), ("adapters", "adapters")):
-        there = shipped_names(kind)
-        is_there = {PLAIN, THINKING} <= set(there) if kind == "checkpoints" else bool(there)
-        found.append(Finding(name, ", ".join(there) or "none", is_there, "" if is_there else remedy,
-                             kind == "checkpoints"))  # fmt: skip
+    for kind in ("checkpoints", "adapters"):
+        there, demo_needs_it = shipped_names(kind), kind == "checkpoints"
+        is_there = {PLAIN, THINKING} <= set(there) if demo_needs_it else bool(there)
+        found.append(Finding(kind, ", ".join(there) or "none", is_there, "" if is_there else remedy, demo_needs_it))
     return found
 
 

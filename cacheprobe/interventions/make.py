@@ -1,5 +1,6 @@
 """Functions that create interventions. `where` holds the other fields: request_id, site, layer, positions, head ..."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Required, TypedDict, Unpack, runtime_checkable
 
@@ -125,14 +126,8 @@ def swap(trace: RecordedStates, a: int, b: int, **where: Unpack[SwapWhere]) -> t
                 f"swap: position {max(blank.positions)} lies outside request {source}, which computed 0 to "
                 f"{len(states) - 1}"
             )
-        return Intervention(
-            name="swap",
-            action="replace",
-            request_id=target,
-            vectors=states[list(blank.positions)],
-            num_prompt_tokens=lengths[0],
-            **where,
-        )
+        vectors = states[list(blank.positions)]
+        return dataclasses.replace(blank, vectors=vectors, num_prompt_tokens=lengths[0])
 
     return one(a, b), one(b, a)
 

@@ -10,6 +10,7 @@ from html import escape
 import pandas as pd
 
 from cacheprobe.core.token_text import visible
+from cacheprobe.trace.tables.token_history import token_texts_of
 
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
@@ -53,12 +54,7 @@ def subscript(number: int) -> str:
 
 def token_texts(rows: pd.DataFrame, hypotheses: pd.DataFrame | None = None) -> dict[int, str]:
     """Returns token id -> text, for every token in the tables of a trace."""
-    pairs = [rows[["token_id", "token"]]]
-    if hypotheses is not None:
-        committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
-        pairs += [hypotheses[["token_id", "token"]], committed.set_axis(["token_id", "token"], axis=1)]
-    table = pd.concat([pair.astype({"token_id": "int64", "token": object}) for pair in pairs])
-    table = table.drop_duplicates("token_id")
+    table = token_texts_of(rows, hypotheses)
     return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
 
 

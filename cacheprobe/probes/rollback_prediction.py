@@ -76,18 +76,15 @@ def rollback_prediction(
     if about.empty:
         raise ProbeError("no draft with a kept state reached the verifier; give a drafter and keep S, T or C")
     prompts = {(i, r.request_id): r.prompt_token_ids for i, trace in enumerate(traces) for r in trace.requests}
-    about["group"] = pd.factorize(pd.Series([prompts[key] for key in zip(about.trace, about.request_id, strict=True)]))[
-        0
-    ]
+    read = pd.Series([prompts[key] for key in zip(about.trace, about.request_id, strict=True)])
+    about["group"] = pd.factorize(read)[0]
     lost = about.is_rolled_back.to_numpy(dtype=int)
     counts = dict(drafts=len(about), rollbacks=int(lost.sum()), requests=int(about.group.nunique()))
     reason = _too_little(counts, about, lost, folds, least)
     if reason:
         return RollbackPrediction(names[0], unit, "cannot tell", reason, **counts, table=pd.DataFrame())
     layers = _layers(traces, about, site, layers)
-    table = _compared(traces, about, lost, site, layers, folds, seed, model).assign(
-        drafter=names[0], unit=unit, site=site
-    )
+    table = _compared(traces, about, lost, site, layers, folds, seed, model)
     last = table.iloc[-1]
     said = (
         f"at layer {last.layer} the states tell with an AUROC of {last.auroc:.3f} ({last.low:.3f} to {last.high:.3f}), "
@@ -95,10 +92,9 @@ def rollback_prediction(
         f"the gain is {last.gain:+.3f} ({last.gain_low:+.3f} to {last.gain_high:+.3f})"
     )
     answer = "yes" if last.gain_low > 0 else "no more than the controls"
-    first = ["drafter", "unit", "site"]
-    return RollbackPrediction(
-        names[0], unit, answer, said, **counts, table=table[first + [c for c in table if c not in first]]
-    )
+    for place, (name, value) in enumerate((("drafter", names[0]), ("unit", unit), ("site", site))):
+        table.insert(place, name, value)
+    return RollbackPrediction(names[0], unit, answer, said, **counts, table=table)
 
 
 def _too_little(counts: dict[str, int], about: pd.DataFrame, lost: np.ndarray, folds: int, least: int) -> str:
@@ -129,11 +125,8 @@ def _compared(
 ) -> pd.DataFrame:  # fmt: skip
     """Returns the table's lines: states of every layer and the controls, with the same folds and the same resamples."""
     fold = group_folds(about.group, folds, seed)
-    numbers = list(range(len(traces)))
-    margin = np.concatenate([
-        about[about.trace == i].row.map(margins(traces[i], about[about.trace == i].row, layers[-1], model)).to_numpy()
-        for i in numbers
-    ])  # fmt: skip
+    rows = [(trace, about[about.trace == i].row) for i, trace in enumerate(traces)]
+    margin = np.concatenate([own.map(margins(trace, own, layers[-1], model)).to_numpy() for trace, own in rows])
     steps = np.eye(int(about["index"].max()) + 1)[about["index"]]
     places = np.column_stack([about[["generated", "position", "length"]].to_numpy(dtype=float), steps])
     control = {"position": _scores(_one(places), lost, fold)[0][0], "margin": _scores(_one(margin), lost, fold)[0][0]}
@@ -141,7 +134,7 @@ def _compared(
     mixed = np.stack([draw.permutation(lost) for _ in range(_SHUFFLES)])
     lines = []
     for layer in layers:
-        states = torch.cat([traces[i].vectors(site, layer, about[about.trace == i].row.tolist()) for i in numbers])
+        states = torch.cat([trace.vectors(site, layer, own.tolist()) for trace, own in rows])
         said, strengths = _scores(states[None], lost, fold)
         shuffled = [auroc(_scores(states[None], labels, fold)[0][0], labels) for labels in mixed]
         scores = [said[0], *control.values()]

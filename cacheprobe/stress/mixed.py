@@ -57,11 +57,10 @@ def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
         arrival = int(rng.integers(0, 20)) if rng.random() < 0.3 else 0
         requests.append(replace(request, sampling=sampling, is_deterministic=is_deterministic, arrival_step=arrival))
     heads = [site for site in HEAD_SITES if rng.random() < (0.3 if site == PATTERN else 0.5)] or ["z"]
-    n = subject.model.n_layers
     needed = max(rows_needed(request, subject.window) for request in requests)
     settings: JsonDict = {
         "capture": CaptureConfig(sites=str(rng.choice(["STCZ", "SZ", "S", "TC"])), heads=tuple(heads)),
-        "layers": (0, n // 2, n - 1) if subject.is_real else tuple(range(n)),
+        "layers": subject.captured_layers,
         "max_kv_tokens": needed + int(rng.integers(0, 12)) if rng.random() < 0.8 else None,
         "drafter": draw_drafter(subject, rng),
     }

@@ -85,7 +85,7 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
         size += is_new
     tally.pools[subject.key] = size
     episode_seed = int(rng.integers(2**31))
-    layers = captured_layers(subject)
+    layers = subject.captured_layers
 
     def compute(shape: Subject) -> tuple[Episode, Trace]:
         """Draws and runs the episode in this shape."""
@@ -110,12 +110,6 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
     tally.episodes += 1
     tally.episodes_of[subject.traffic_key] += 1
     _count(subject, tally, trace, episode)
-
-
-def captured_layers(subject: Subject) -> tuple[int, ...]:
-    """Returns the layers to capture: the first, middle and last of SmolLM2; all layers of other test models."""
-    n = subject.model.n_layers
-    return (0, n // 2, n - 1) if subject.is_real else tuple(range(n))
 
 
 def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:

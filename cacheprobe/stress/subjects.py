@@ -104,6 +104,12 @@ class Subject:
             return _real_model(self.dtype)
         return load_model(self.build())
 
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Layers to capture: the first, middle and last of SmolLM2; all layers of other test models."""
+        n = self.model.n_layers
+        return (0, n // 2, n - 1) if self.is_real else tuple(range(n))
+
     @cached_property
     def neighbour(self) -> CachedLM | None:
         """A draft model that is often right: the same weights with a little noise. None for the real model."""

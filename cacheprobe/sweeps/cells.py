@@ -74,20 +74,17 @@ def canonical(held: object) -> str:
 
 def combinations(config: SweepConfig) -> Iterator[JsonDict]:
     """Yields the axes of every cell, each combination once; a grid's last axis changes fastest."""
-    every: Iterator[JsonDict]
+    grids = [[(getattr(cell, name),) for name in AXES] for cell in config.cells or ()]
     if config.grid is not None:
-        values = [_spread(getattr(config.grid, name)) for name in AXES]
-        every = (dict(zip(AXES, chosen, strict=True)) for chosen in itertools.product(*values))
-    else:
-        listed = [cell.model_dump() for cell in config.cells or ()]
-        spread = ([_spread((cell[name],)) for name in AXES] for cell in listed)
-        every = (dict(zip(AXES, chosen, strict=True)) for values in spread for chosen in itertools.product(*values))
+        grids = [[getattr(config.grid, name) for name in AXES]]
     seen = set()
-    for axes in every:
-        axes["task"] = _as_registered(axes["task"])
-        if (key := canonical(axes)) not in seen:
-            seen.add(key)
-            yield axes
+    for grid in grids:
+        for chosen in itertools.product(*map(_spread, grid)):
+            axes: JsonDict = dict(zip(AXES, chosen, strict=True))
+            axes["task"] = _as_registered(axes["task"])
+            if (key := canonical(axes)) not in seen:
+                seen.add(key)
+                yield axes
 
 
 def _as_registered(task: str) -> str:

@@ -1,5 +1,6 @@
 """Runs `cacheprobe.sweep`: checks, locks, skips committed cells, runs the others, and reports."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -116,7 +117,7 @@ def sweep(
         there = store.committed()
         missing = {digest: cell for digest, cell in plan.cells.items() if digest not in there}
         room = require_room(plan, store, missing)
-        store.write(PLAN, _json(plan.to_json()))
+        store.write(PLAN, json.dumps(plan.to_json(), ensure_ascii=False).encode())
         shared = (resources.threads, resources.num_cpus, resources.num_gpus, resources.retries, address)
         job = Job(store.url if not store.is_local else store.root, workers or resources.workers, *shared)
         report = _run(run_cells, plan, missing, store, job, backend, progress, room)
@@ -161,9 +162,3 @@ def _run(
         report = SweepReport(store.url, len(plan.cells), skipped, committed, tuple(failures), stopped_by, names)
         log.write(Event("sweep_ended"), exit_code=report.exit_code, committed=committed, failed=len(failures))
     return report
-
-
-def _json(held: object) -> bytes:
-    import json
-
-    return json.dumps(held, ensure_ascii=False).encode()

@@ -93,7 +93,7 @@ class Sweep:
         """Returns the run of one cell, as `load_trace`: its states are read at their first use."""
         from cacheprobe.trace.trace import load_trace
 
-        return load_trace(self.store.fetch(self._full(digest)))
+        return load_trace(self.folder(digest))
 
     def traces(self, where: str = "true") -> "Iterator[tuple[JsonDict, Trace]]":
         """Yields (cell, run) for every cell that meets a condition over `cells`, such as "seed = 0 and drafter is

@@ -2,14 +2,13 @@
 
 import re
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
-from cacheprobe.core.values import JsonDict
+from cacheprobe.core.values import JsonDict, nearest_or_all
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -174,26 +173,15 @@ def read_config(source: ConfigSource) -> SweepConfig:
         return source
     where, held = "the sweep's settings", source
     if isinstance(source, str | Path):
-        where, held = str(source), _read_yaml(Path(source))
+        from cacheprobe.core.strict_yaml import read_yaml
+
+        where, held = str(source), read_yaml(Path(source), "sweep")
     if not isinstance(held, dict):
         raise ValueError(f"{where} holds a {type(held).__name__} instead of settings such as `grid: {{seed: [0, 1]}}`")
     try:
         return SweepConfig.model_validate(held)
     except ValidationError as error:
         raise ValueError("; ".join(_said(item, where) for item in error.errors())) from None
-
-
-def _read_yaml(path: Path) -> object:
-    import yaml
-
-    from cacheprobe.core.strict_yaml import strict_loader
-
-    if not path.is_file():
-        raise ValueError(f"there is no sweep file {path}; give the YAML file of a sweep's settings")
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=strict_loader())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not readable as YAML ({' '.join(str(error).split())})") from error
 
 
 def _said(item: "ErrorDetails", where: str) -> str:
@@ -205,6 +193,5 @@ def _said(item: "ErrorDetails", where: str) -> str:
         return at + item["msg"].removeprefix("Value error, ") + given
     holders = {"grid": Grid, "cells": Axes, "run": RunSettings, "resources": Resources}
     holder = SweepConfig if len(place) == 1 else holders[str(place[0])]
-    near = get_close_matches(str(place[-1]), holder.model_fields, 1, 0.5)
-    remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(holder.model_fields)}"
+    remedy = nearest_or_all(str(place[-1]), list(holder.model_fields))
     return f"unknown setting {'.'.join(map(str, place))!r} in {where}; {remedy}"

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 from math import comb
 from random import Random
+from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import Task, check_count
+from cacheprobe.tasks.drawing import CountedTask, check_count
 from cacheprobe.tasks.people import check_names
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import Writer, pick
@@ -74,7 +75,7 @@ def affecting(example: Example) -> int:
 
 @register("tasks", "boxes")
 @dataclass(frozen=True)
-class Boxes(Task):
+class Boxes(CountedTask):
     """`boxes` numbered boxes with up to `at_most` of `objects` in each, and `steps` operations on single objects.
 
     At first, each object is in a random box with room, or with probability 1/3 in none. Each operation is put, remove
@@ -89,7 +90,8 @@ class Boxes(Task):
     at_most: int = 3
     objects: Sequence[str] = OBJECTS
 
-    answers_are_even = False
+    counted: ClassVar[str] = "steps"
+    answers_are_even: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps, at_least=1)
@@ -103,15 +105,6 @@ class Boxes(Task):
                 f"{len(self.objects)} objects, at_most={self.at_most} of them in a box, make {self._num_answers:,} "
                 f"answers, and every question lists them; give fewer, for up to {MOST_ANSWERS:,}"
             )
-
-    @property
-    def num_operations(self) -> int:
-        """Number of operations in a question."""
-        return self.steps
-
-    def with_operations(self, count: int) -> Boxes:
-        """Returns the same task with `count` operations in a question."""
-        return replace(self, steps=count)
 
     @property
     def chance(self) -> float:

@@ -6,13 +6,14 @@ Source: the task is that of Wei et al. 2022, arXiv 2201.11903; the wording follo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
+from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question, Tokenizer
-from cacheprobe.tasks.drawing import Task, balanced_side, check_count, check_flag, check_probability
+from cacheprobe.tasks.drawing import CountedTask, balanced_side, check_count, check_flag, check_probability
 from cacheprobe.tasks.people import NAMES, check_names
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import draw
@@ -75,9 +76,26 @@ def _parity_chances(flip_probability: float) -> list[tuple[float, float]]:
     return [(1.0, 0.0)]
 
 
+@dataclass(frozen=True)
+class CoinTask(CountedTask):
+    """A task in which people act on coins, and the answer is one of two."""
+
+    counted: ClassVar[str] = "people"
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of a uniform guess among the answers."""
+        return 0.5
+
+    @property
+    def answers_balanced_over(self) -> int:
+        """Number of consecutive examples among which answers are balanced; 1 if the setting `balanced` is False."""
+        return 2 if getattr(self, "balanced", True) else 1
+
+
 @register("tasks", "coin_flip")
 @dataclass(frozen=True)
-class CoinFlip(Task):
+class CoinFlip(CoinTask):
     """Coin-flip questions: `people` with random names each flip the coin, or do not.
 
     flip_probability: of each person, independently.  initial: "heads", "tails", or "random".
@@ -103,11 +121,6 @@ class CoinFlip(Task):
     names: Sequence[str] = NAMES
     distinct: bool = True
 
-    @property
-    def chance(self) -> float:
-        """Accuracy of a uniform guess among the answers."""
-        return 0.5
-
     def __post_init__(self) -> None:
         check_count("people", self.people, at_least=1)
         check_count("shots", self.shots, at_least=0)
@@ -125,20 +138,6 @@ class CoinFlip(Task):
         others = ", as shots take other people than the question" if self.shots else ""
         why = f"people={self.people} needs {needed} names{others}"
         check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
-
-    @property
-    def num_operations(self) -> int:
-        """Number of people in a question."""
-        return self.people
-
-    @property
-    def answers_balanced_over(self) -> int:
-        """Number of consecutive examples among which answers are balanced; 1 if they are not."""
-        return 2 if self.balanced else 1
-
-    def with_operations(self, count: int) -> CoinFlip:
-        """Returns the same task with `count` people in a question."""
-        return replace(self, people=count)
 
     def vocabulary(self) -> tuple[str, ...]:
         """Returns all words of this task's texts, sorted."""

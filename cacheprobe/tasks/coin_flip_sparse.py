@@ -8,8 +8,8 @@ from random import Random
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example
-from cacheprobe.tasks.coin_flip import STATES, CoinFlip
-from cacheprobe.tasks.drawing import Task, check_count, check_probability
+from cacheprobe.tasks.coin_flip import STATES, CoinFlip, CoinTask
+from cacheprobe.tasks.drawing import check_count, check_probability
 from cacheprobe.tasks.people import NAMES
 from cacheprobe.tasks.words import split_words, vocabulary_of
 from cacheprobe.tasks.writing import FILLERS, Writer, draw, filler
@@ -19,7 +19,7 @@ CLOSING = "What's the state? A:"
 
 @register("tasks", "coin_flip_sparse")
 @dataclass(frozen=True)
-class CoinFlipSparse(Task):
+class CoinFlipSparse(CoinTask):
     """Coin-flip questions for chunks of `chunk` tokens of the word tokenizer, most of which may contain only filler
     words.
 
@@ -36,16 +36,6 @@ class CoinFlipSparse(Task):
     flip_probability: float | int = 0.5
     names: Sequence[str] = NAMES
 
-    @property
-    def answers_balanced_over(self) -> int:
-        """Number of consecutive examples among which answers are balanced."""
-        return 2
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of a uniform guess among the answers."""
-        return 0.5
-
     def __post_init__(self) -> None:
         self._coin()
         check_probability("density", self.density)
@@ -56,15 +46,6 @@ class CoinFlipSparse(Task):
 
     def _coin(self) -> CoinFlip:
         return CoinFlip(self.people, flip_probability=self.flip_probability, names=self.names, distinct=False)
-
-    @property
-    def num_operations(self) -> int:
-        """Number of people in a question."""
-        return self.people
-
-    def with_operations(self, count: int) -> CoinFlipSparse:
-        """Returns the same task with `count` people in a question."""
-        return replace(self, people=count)
 
     def vocabulary(self) -> tuple[str, ...]:
         """Returns all words of this task's texts, sorted."""

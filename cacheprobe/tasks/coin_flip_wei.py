@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question
-from cacheprobe.tasks.coin_flip import CoinFlip, turned
-from cacheprobe.tasks.drawing import Task
+from cacheprobe.tasks.coin_flip import CoinFlip, CoinTask, turned
 from cacheprobe.tasks.people import NAMES
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import Writer
@@ -73,7 +72,7 @@ def _question(text: str, events: Sequence[tuple[str, bool]], spans: Sequence[tup
 
 @register("tasks", "coin_flip_wei")
 @dataclass(frozen=True)
-class CoinFlipWei(Task):
+class CoinFlipWei(CoinTask):
     """`people` each flip a coin that is heads up, or do not; is it still heads up?
 
     Uses the people and flips of `CoinFlip(initial="heads")` with the same seed. The settings are documented there;
@@ -87,11 +86,6 @@ class CoinFlipWei(Task):
     chat: bool = False
     names: Sequence[str] = NAMES
     distinct: bool = True
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of a uniform guess among the answers."""
-        return 0.5
 
     def __post_init__(self) -> None:
         self._coin()
@@ -107,20 +101,6 @@ class CoinFlipWei(Task):
             names=self.names,
             distinct=self.distinct,
         )
-
-    @property
-    def num_operations(self) -> int:
-        """Number of people in a question."""
-        return self.people
-
-    @property
-    def answers_balanced_over(self) -> int:
-        """Number of consecutive examples among which answers are balanced; 1 if they are not."""
-        return 2 if self.balanced else 1
-
-    def with_operations(self, count: int) -> CoinFlipWei:
-        """Returns the same task with `count` people in a question."""
-        return replace(self, people=count)
 
     def vocabulary(self) -> tuple[str, ...]:
         """Returns all words of this task's texts, sorted."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from random import Random
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from cacheprobe.tasks.base import Example
+
+T = TypeVar("T", bound="CountedTask")
 
 
 class Task(ABC):
@@ -51,6 +54,23 @@ class Task(ABC):
         check_count("n", n, at_least=1)
         check_count("seed", seed)
         return [self.example(index, seed) for index in range(n)]
+
+
+@dataclass(frozen=True)
+class CountedTask(Task):
+    """A task in which the number of operations is one of the settings."""
+
+    counted: ClassVar[str]
+    """Name of that setting."""
+
+    @property
+    def num_operations(self) -> int:
+        """Number of operations in a question."""
+        return getattr(self, self.counted)
+
+    def with_operations(self: T, count: int) -> T:
+        """Returns the same task with `count` operations in a question."""
+        return replace(self, **{self.counted: count})
 
 
 def mixed(task: Task, operations: Iterable[int] = range(1, 11), *, n: int, seed: int = 0) -> list[Example]:

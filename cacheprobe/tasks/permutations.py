@@ -6,14 +6,15 @@ Source: Li, Guo and Andreas 2025, arXiv 2503.02854: the word problem on S3 and S
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, permutations
 from random import Random
+from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import Task, check_choice, check_count
+from cacheprobe.tasks.drawing import CountedTask, check_choice, check_count
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import FILLERS, Writer, filler, pick
 
@@ -74,7 +75,7 @@ def parity(order: Sequence) -> int:
 
 @register("tasks", "permutations")
 @dataclass(frozen=True)
-class Permutations(Task):
+class Permutations(CountedTask):
     """Permutations of `elements` objects; all orders are equally likely at the start, and therefore at every step.
 
     wording "cups": cups change places two by two; the state is what all of them hold. A swap is odd, so the number of
@@ -90,6 +91,8 @@ class Permutations(Task):
     asked: str = "cup"
     jitter: int = 0
 
+    counted: ClassVar[str] = "steps"
+
     def __post_init__(self) -> None:
         check_count("steps", self.steps, at_least=1)
         check_count("elements", self.elements, at_least=2)
@@ -98,15 +101,6 @@ class Permutations(Task):
         check_choice("asked", self.asked, ASKED)
         if self.elements > len(COLOURS):
             raise ValueError(f"elements={self.elements} is too many; give 2 to {len(COLOURS)}")
-
-    @property
-    def num_operations(self) -> int:
-        """Number of operations in a question."""
-        return self.steps
-
-    def with_operations(self, count: int) -> Permutations:
-        """Returns the same task with `count` operations in a question."""
-        return replace(self, steps=count)
 
     @property
     def chance(self) -> float:

@@ -13,7 +13,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import check_count
+from cacheprobe.tasks.drawing import check_choice, check_count
 from cacheprobe.tasks.words import encode_strictly, refuse_unknown
 
 if TYPE_CHECKING:
@@ -133,10 +133,9 @@ def annotate_all(
 def _require_choices(chunk: int, form: str, max_thought: int | None, chain: str | None) -> None:
     """Raises: ValueError for a form or a chain that does not exist, and for a chunk or thought without a token."""
     check_count("chunk", chunk, at_least=1)
-    if form not in FORMATS:
-        raise ValueError(f"form={form!r} is unknown; use one of {FORMATS}")
-    if chain is not None and chain not in CHAINS:
-        raise ValueError(f"chain={chain!r} is unknown; use one of {CHAINS}")
+    check_choice("form", form, FORMATS)
+    if chain is not None:
+        check_choice("chain", chain, CHAINS)
     if max_thought is not None:
         check_count("max_thought", max_thought, at_least=1)
 

@@ -7,13 +7,13 @@ cannot know which quantity will matter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.coin_flip import ANSWERS, STATES, turned
-from cacheprobe.tasks.drawing import Task, balanced_side, check_choice, check_count, check_flag, check_probability
+from cacheprobe.tasks.coin_flip import ANSWERS, STATES, CoinTask, turned
+from cacheprobe.tasks.drawing import balanced_side, check_choice, check_count, check_flag, check_probability
 from cacheprobe.tasks.people import NAMES, check_names
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import Writer, draw, pick
@@ -57,7 +57,7 @@ def two_coins_question(
 
 @register("tasks", "two_coins")
 @dataclass(frozen=True)
-class TwoCoins(Task):
+class TwoCoins(CoinTask):
     """`people` with random names each flip, or do not, one of two coins; the model is asked for the state of one.
 
     Of examples 0 and 1, 2 and 3, ..., one is heads and one tails. The same seed gives the same stories and questions
@@ -74,16 +74,6 @@ class TwoCoins(Task):
     names: Sequence[str] = NAMES
     distinct: bool = True
 
-    @property
-    def answers_balanced_over(self) -> int:
-        """Number of consecutive examples among which answers are balanced."""
-        return 2
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of a uniform guess among the answers."""
-        return 0.5
-
     def __post_init__(self) -> None:
         check_count("people", self.people, at_least=1)
         check_probability("flip_probability", self.flip_probability)
@@ -93,15 +83,6 @@ class TwoCoins(Task):
         needed = self.people if self.distinct else 1
         why = f"people={self.people} needs {needed} names"
         check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
-
-    @property
-    def num_operations(self) -> int:
-        """Number of people in a question."""
-        return self.people
-
-    def with_operations(self, count: int) -> TwoCoins:
-        """Returns the same task with `count` people in a question."""
-        return replace(self, people=count)
 
     def vocabulary(self) -> tuple[str, ...]:
         """Returns all words of this task's texts, sorted."""

@@ -7,13 +7,14 @@ variables or their range. Here values are modulo `modulus`, which the text does 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from string import ascii_lowercase
+from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import Task, check_choice, check_count, check_flag
+from cacheprobe.tasks.drawing import CountedTask, check_choice, check_count, check_flag
 from cacheprobe.tasks.words import vocabulary_of
 from cacheprobe.tasks.writing import FILLERS, Writer, filler, pick
 
@@ -61,7 +62,7 @@ def variables_question(
 
 @register("tasks", "variables")
 @dataclass(frozen=True)
-class Variables(Task):
+class Variables(CountedTask):
     """`variables` integers a, b, ... set at random, then `updates` such as a = a + b with two different variables.
 
     All values are modulo `modulus`. Every value of the variable in the question is equally likely, because an update is
@@ -78,6 +79,8 @@ class Variables(Task):
     question_first: bool = False
     jitter: int = 0
 
+    counted: ClassVar[str] = "updates"
+
     def __post_init__(self) -> None:
         check_count("updates", self.updates, at_least=1)
         check_count("variables", self.variables, at_least=2)
@@ -87,15 +90,6 @@ class Variables(Task):
         check_flag("question_first", self.question_first)
         if self.variables > len(ascii_lowercase):
             raise ValueError(f"variables={self.variables} is more than there are letters; give {len(ascii_lowercase)}")
-
-    @property
-    def num_operations(self) -> int:
-        """Number of updates in a question."""
-        return self.updates
-
-    def with_operations(self, count: int) -> Variables:
-        """Returns the same task with `count` updates in a question."""
-        return replace(self, updates=count)
 
     @property
     def chance(self) -> float:

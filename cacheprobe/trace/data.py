@@ -16,7 +16,7 @@ from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.head_blocks import ragged_starts
 from cacheprobe.trace.state_store import StateStore, layer_number
-from cacheprobe.trace.tables.build import token_texts_of
+from cacheprobe.trace.tables.token_history import token_texts_of
 
 SITE_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"}
 

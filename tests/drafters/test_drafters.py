@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cacheprobe as cp
-from cacheprobe.capture.observers import Silent
 from cacheprobe.core import registry
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.loop import prepare
@@ -81,7 +80,7 @@ def test_the_contract(name: str) -> None:
     drafter.check(loaded())
 
     states = [new_state(prompt, i, temperature=0.7) for i, prompt in enumerate(PROMPTS)]
-    engine, scheduler = prepare(loaded(), states, EngineConfig(4, 2, 96), Silent())
+    engine, scheduler = prepare(loaded(), states, EngineConfig(4, 2, 96), Observer())
     for prefill, group in engine.prefills(scheduler.admit(0), scheduler.running):
         prefill(group)
     before = [list(state.token_ids) for state in states]

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.capture.observers import Silent, StepLog
+from cacheprobe.capture.observers import StepLog
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.engine.consistency import serving_config
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
@@ -105,7 +105,7 @@ class Watched:
         return [call for call in self.spy.calls if call.shape == (self.config.group, self.config.window)]
 
 
-class AtCommit(Silent):
+class AtCommit(Observer):
     """Calls `look(run, state)` whenever a commit has just been written."""
 
     run: Watched

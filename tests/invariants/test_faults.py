@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture.observers import Silent
+from cacheprobe.core.records import Observer
 from cacheprobe.engine import choosing
 from cacheprobe.engine import committer as books
 from cacheprobe.engine.loop import prepare
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.determinism
 def half_way(model: Spy) -> tuple[Engine, list[SequenceState]]:
     """Three requests with full drafts, about to be verified."""
     run = Watched(model, PROMPTS[:3], deterministic=True, sampling=HOT)
-    engine, scheduler = prepare(model, run.states, run.config, Silent())
+    engine, scheduler = prepare(model, run.states, run.config, Observer())
     for prefill, group in engine.prefills(scheduler.admit(0), scheduler.running):
         prefill(group)
     while drafting := scheduler.drafting():

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture.observers import Silent
-from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
@@ -41,7 +40,7 @@ def speaking(decode, model: CachedLM | None = None) -> Spy:
     return spy
 
 
-class Growth(Silent):
+class Growth(Observer):
     """Fails as soon as any request's committed tokens are not an extension of what they were."""
 
     run: Watched

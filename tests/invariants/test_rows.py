@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.capture.observers import Silent
-from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.kvcache.ledger import CacheIntegrityError
 from tests.invariants.machines import Call, Faulty, Spy, rounding_by_shape, tiny, wide_bfloat16
 from tests.invariants.runs import (
@@ -97,7 +96,7 @@ def test_invariant_21_prefill_determinism() -> None:
         assert spy.calls[0].shape == (length, max(LENGTHS[:length]))
 
 
-class PromptWatch(Silent):
+class PromptWatch(Observer):
     """At the first token of every deterministic request, the rows of its prompt against those `wanted`."""
 
     run: Watched
@@ -156,7 +155,7 @@ def test_invariant_21_prefill_determinism_without_pads() -> None:
         assert [outcome(run.trace, 1 + i) for i in range(len(prompts))] == alone
 
 
-class Shares(Silent):
+class Shares(Observer):
     """Notes who took rows over from whom."""
 
     run: Watched
@@ -210,7 +209,7 @@ def test_invariant_22_prefix_cache_rule_when_the_donor_has_left() -> None:
     assert [outcome(run.trace, i) for i in range(4)] == [outcome(want, i) for i in range(4)]
 
 
-class Preemptions(Silent):
+class Preemptions(Observer):
     """Notes what a preempted request was doing: drafting, or between two windows."""
 
     run: Watched

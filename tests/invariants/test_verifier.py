@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.capture.lens_reader import LENS_TILE
-from cacheprobe.capture.observers import Silent
+from cacheprobe.core.records import Observer
 from cacheprobe.engine import model_runner as passes
 from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner
 from cacheprobe.kvcache.cache import KVCache
@@ -290,7 +290,7 @@ def test_invariant_09_fixed_shape_or_an_error() -> None:
     """A pass that does not fit its shape raises; it is never run in another one."""
     run = Watched(tiny(), PROMPTS, deterministic=True, capture=None)
     model, cache = tiny(), tiny().new_cache(G + 1, CAPACITY)
-    passes = ModelRunner(model, cache, Silent())
+    passes = ModelRunner(model, cache, Observer())
     states = run.states[: G + 1]
     for state in states:
         state.cache_row = cache.allocate()

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture.observers import Silent
-from cacheprobe.core.records import StepRecord
+from cacheprobe.core.records import Observer, StepRecord
 from cacheprobe.engine.committer import Committer
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
@@ -50,7 +49,7 @@ def test_invariant_10_progress() -> None:
             assert [len(run.trace.committed(i)) for i in range(5)] == [NEW] * 5
 
 
-class Verdicts(Silent):
+class Verdicts(Observer):
     """Keeps what every request had said before each verdict, and what it says after it."""
 
     run: Watched

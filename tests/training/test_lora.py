@@ -13,12 +13,13 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS
 from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
+from cacheprobe.tasks.people import HELD_OUT_NAMES, TRAIN_NAMES
 from cacheprobe.training.checkpoint import CHECKPOINT
 from cacheprobe.training.lora.batches import batches_of, encode, examples_of
 from cacheprobe.training.lora.evaluate import Cell, Reply, evaluate, replies
 from cacheprobe.training.lora.report import table
 from cacheprobe.training.lora.run import LARGEST_ADAPTER, train_lora
-from cacheprobe.training.lora.settings import HELD_OUT_NAMES, TRAIN_NAMES, LoraSettings
+from cacheprobe.training.lora.settings import LoraSettings
 from cacheprobe.training.lora.train import LoraTrainer
 from tests.lora import SMALL, save_base, tokenizer, train_small, trainer
 from tests.tiny import loaded

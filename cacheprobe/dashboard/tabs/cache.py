@@ -1,7 +1,7 @@
 """Shows the cache of the chosen request after the chosen step, and the verify window of that step."""
 
 from cacheprobe.dashboard.book import Book
-from cacheprobe.dashboard.questions import Question, number, whole
+from cacheprobe.dashboard.questions import Question, number
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.diagrams.cache_picture import cache_piece
 from cacheprobe.plots.diagrams.cache_strip import memory_sentence
@@ -18,8 +18,7 @@ from cacheprobe.plots.diagrams.windows import Window
 
 def view(shelf: Shelf, question: Question) -> str:
     """Returns the picture of a request's cache after a step, as markup."""
-    book = shelf.book(question["run"])
-    request = whole(question["request"], "request", len(book.run.requests))
+    book, request = shelf.book_and_request(question)
     step = number(question["step"], "step")
     ledger = book.ledger(request, step)
     own = book.events_of(request)
@@ -47,8 +46,7 @@ def view(shelf: Shelf, question: Question) -> str:
 
 def window_view(shelf: Shelf, question: Question) -> str:
     """Returns the picture of the verify window that a step belongs to, as markup."""
-    book = shelf.book(question["run"])
-    request = whole(question["request"], "request", len(book.run.requests))
+    book, request = shelf.book_and_request(question)
     window = _window(book, request, number(question["step"], "step"))
     events, texts = book.run.events, book.run.token_texts
     if window is not None:

@@ -4,7 +4,7 @@ sentence.
 
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.dashboard.questions import CannotShow, Question, number, one_of, whole
+from cacheprobe.dashboard.questions import CannotShow, Question, number, one_of
 from cacheprobe.dashboard.reader import Reader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.lens import chosen_row, readings_of
@@ -18,8 +18,7 @@ from cacheprobe.trace.tables.token_history import fates_at, fates_of_row
 
 def view(shelf: Shelf, reader: Reader, question: Question) -> str:
     """Returns the card of a row, as markup."""
-    book = shelf.book(question["run"])
-    request = whole(question["request"], "request", len(book.run.requests))
+    book, request = shelf.book_and_request(question)
     site = one_of(question["site"], "site", ("S", "T", "C"))
     row = chosen_row(book, request, number(question["position"], "position"), question.get("row"))
     position = int(row.position)
@@ -41,8 +40,7 @@ def view(shelf: Shelf, reader: Reader, question: Question) -> str:
 
 def sentence(shelf: Shelf, question: Question) -> str:
     """Returns the outcome of the token after a position, and the layers that predicted it in the recorded readings."""
-    book = shelf.book(question["run"])
-    request = whole(question["request"], "request", len(book.run.requests))
+    book, request = shelf.book_and_request(question)
     position, rows = number(question["position"], "position"), book.rows_of(request)
     row = None if question.get("row") is None else chosen_row(book, request, position, question["row"])
     position = position if row is None else int(row.position)

@@ -6,7 +6,7 @@ import pandas as pd
 
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.figures import graphs
-from cacheprobe.dashboard.questions import Answer, CannotShow, Question, number, one_of, whole
+from cacheprobe.dashboard.questions import Answer, CannotShow, Question, number, one_of
 from cacheprobe.dashboard.reader import RECORDED, Reader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.attribution import attribution
@@ -19,8 +19,7 @@ MOST_COLUMNS = 40
 
 def grid(shelf: Shelf, reader: Reader, question: Question) -> str:
     """Returns markup of the grid; data-first and data-last of its element are the positions of the page."""
-    book = shelf.book(question["run"])
-    request = whole(question["request"], "request", len(book.run.requests))
+    book, request = shelf.book_and_request(question)
     include: Include = one_of(question["rows"], "rows", get_args(Include))
     colour: Measure = one_of(question["colour"], "colour", get_args(Measure))
     site = one_of(question["site"], "site", ("S", "T", "C"))
@@ -87,14 +86,13 @@ def contributions(shelf: Shelf, reader: Reader, question: Question) -> Answer:
     """Returns bars of a row's logit attribution, by layer and site. Raises: CannotShow that says how to record missing
     states.
     """
-    book = shelf.book(question["run"])
+    book, request = shelf.book_and_request(question)
     missing = [site for site in "STC" if site not in book.run.sites]
     if missing:
         raise CannotShow(
             f"this run kept no {' and '.join(missing)}; record them with --capture STCZ, and what attention "
             "and MLP gave each logit can be told apart"
         )
-    request = whole(question["request"], "request", len(book.run.requests))
     row = chosen_row(book, request, number(question["position"], "position"), question.get("row"))
     figure = attribution(reader.attribution(book, int(row.row)))
     figure.update_layout(margin=dict(l=52, r=8))

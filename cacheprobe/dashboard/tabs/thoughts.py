@@ -1,6 +1,6 @@
 """Shows a Thinking States model's thoughts about each chunk, and the chosen chunk in numbers."""
 
-from cacheprobe.dashboard.questions import Question, number, whole
+from cacheprobe.dashboard.questions import Question, number
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.text import markup
 from cacheprobe.plots.thoughts.card import chunk_parts
@@ -10,8 +10,7 @@ from cacheprobe.plots.thoughts.picture import thoughts_block
 
 def view(shelf: Shelf, question: Question) -> str:
     """Returns the picture of the thoughts and the chosen chunk, as markup."""
-    book = shelf.book(question["run"])
-    request = whole(question["request"], "request", len(book.run.requests))
+    book, request = shelf.book_and_request(question)
     thoughts = book.run.thoughts
     if thoughts is None:
         remedy = "Only a Thinking States model thinks while it reads; <code>cacheprobe demo</code> leaves a run of one."

@@ -8,7 +8,7 @@ from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
 from cacheprobe.plots.diagrams.frame import Markup, Piece
-from cacheprobe.plots.diagrams.timeline import LABEL_WIDTH, MOST_REQUESTS, key
+from cacheprobe.plots.diagrams.timeline import LABEL_WIDTH, drawn_requests, key
 from cacheprobe.plots.text import text_of, token_label, visible
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 
@@ -61,17 +61,13 @@ def decode_grid(
     Raises: ValueError for an empty table, and for requests and steps that the table does not have.
     Source: figure of LLM-42 (arXiv 2601.17768), the decode grid.
     """
-    there = sorted(int(r) for r in events.request_id.unique())
-    wanted = there[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
-    if events.empty or not wanted:
-        raise ValueError("the events table is empty, or no request was named; trace.events() fills it")
-    if unknown := sorted(({*wanted, chosen[0]} if chosen else set(wanted)) - set(there)):
-        raise ValueError(f"there is no request {unknown[0]}; the table has {', '.join(map(str, there))}")
+    own = (chosen[0],) if chosen else ()
+    there, wanted = drawn_requests(events, requests, *own)
     first, last = int(events.step.min()), int(events.step.max())
     if not first <= step <= last:
         raise ValueError(f"there is no step {step}; the table has {first} to {last}")
     spoken = set(events.request_id[events.phase == "verify"].tolist())
-    history = token_history(events[events.request_id.isin([*wanted, *([chosen[0]] if chosen else [])])])
+    history = token_history(events[events.request_id.isin([*wanted, *own])])
     standing = standing_at(history, step)
     if places is None:
         drawn = standing[standing.request_id.isin(wanted)]

@@ -47,18 +47,27 @@ def timeline(
     chosen: a request to name in bold.  step: a step to frame.
     Raises: ValueError for an empty table, and for requests and steps that the table does not have.
     """
-    there = sorted(int(r) for r in events.request_id.unique())
-    wanted = there[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
-    if events.empty or not wanted:
-        raise ValueError("the events table is empty, or no request was named; trace.events() fills it")
-    if unknown := sorted(set(wanted) - set(there)):
-        raise ValueError(f"there is no request {unknown[0]}; the table has {', '.join(map(str, there))}")
+    there, wanted = drawn_requests(events, requests)
     first, last = int(events.step.min()), int(events.step.max())
     shown = range(first, min(last + 1, first + MOST_STEPS)) if steps is None else steps
     if not shown or shown.step != 1 or shown.start < first or shown.stop > last + 1:
         raise ValueError(f"there is no picture of steps {shown}; the table has {first} to {last}")
     whole, finding = range(first, last + 1), timeline_finding(events)
     return timeline_piece(events, wanted, shown, there, whole, finding, chosen=chosen, at=step).alone
+
+
+def drawn_requests(events: pd.DataFrame, requests: Iterable[int] | None, *more: int) -> tuple[list[int], list[int]]:
+    """Returns all requests of the events, and those to draw: the named ones, or the first. more: requests to check too.
+
+    Raises: ValueError for an empty table, and for requests that the table does not have.
+    """
+    there = sorted(int(r) for r in events.request_id.unique())
+    wanted = there[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
+    if events.empty or not wanted:
+        raise ValueError("the events table is empty, or no request was named; trace.events() fills it")
+    if unknown := sorted({*wanted, *more} - set(there)):
+        raise ValueError(f"there is no request {unknown[0]}; the table has {', '.join(map(str, there))}")
+    return there, wanted
 
 
 def timeline_piece(

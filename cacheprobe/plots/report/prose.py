@@ -46,13 +46,8 @@ def behaviour_sentences(behaviour: JsonDict | None) -> list[str]:
         f"{b['num_unparsed']} gave no answer that can be read. The answer words hold {_percent(b['answer_mass'], 1)} "
         f"of the first token's probability; forced to choose between them, {_percent(b['forced_accuracy'])} are right."
     )
-    if not is_above_chance(b):
-        return [
-            said,
-            "<strong>Not above chance: this model does not solve the task, and nothing here is said about “its "
-            "state”.</strong>",
-        ]
-    return [said]
+    none = "Not above chance: this model does not solve the task, and nothing here is said about “its state”."
+    return [said] if is_above_chance(b) else [said, f"<strong>{none}</strong>"]
 
 
 def is_above_chance(behaviour: JsonDict) -> bool:

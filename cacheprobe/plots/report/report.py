@@ -94,14 +94,12 @@ def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 
 def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
-    events = trace.events()
-    windows = find_windows(events, request_id)
+    windows = find_windows(trace.events(), request_id)
     head = "<h2>From draft to commit</h2>"
     drawn = {name: (said, side_by_side(panels)) for name, said, panels in report_panels(trace, request_id, texts)}
     if "decoded" in drawn:
         said = f"Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}"
         return f"{head}<p class='note'>{said}</p>" + legend() + drawn["decoded"][1]
-    windows = find_windows(trace.events(), request_id)
     drafted = sum(len(window.draft_token_ids) for window in windows)
     accepted = sum(window.num_accepted for window in windows)
     note = (

@@ -72,7 +72,7 @@ def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None
     return (
         f'<style>{STYLES}</style>{WAITING}<figure class="thoughts"><h3>{heading}</h3>'
         f'<div class="wide" tabindex="0" role="group" aria-label="chunks, states and thoughts">'
-        f"{_picture(story, shown, ledger, settings, title)}</div>{_legend(story)}"
+        f"{_picture(story, shown, ledger, settings, title)}</div>{key_list(_keys(story))}"
         f"<figcaption>{notes}</figcaption></figure>"
     )
 
@@ -175,10 +175,6 @@ def _notes(story: Story, shown: list[int | range], settings: JsonDict) -> str:
     if lost:
         said.append(f"{lost} thought{'s were' if lost > 1 else ' was'} made of tokens that were rolled back.")
     return " ".join(said)
-
-
-def _legend(story: Story) -> str:
-    return key_list(_keys(story))
 
 
 def _keys(story: Story) -> list[tuple[str, str]]:

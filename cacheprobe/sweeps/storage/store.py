@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from cacheprobe.core.files import fsync
+from cacheprobe.core.files import fsync, write_whole
 from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.storage.clients import opened, put_new
 from cacheprobe.trace.manifest import MANIFEST
@@ -51,9 +51,7 @@ class SweepStore:
     def write(self, name: str, data: bytes) -> None:
         """Writes a whole file: renamed into its place in a folder, one put in an object store."""
         if self.is_local:
-            from cacheprobe.core.files import write_whole
-
-            write_whole(Path(self.path(name)), lambda path: _write_through(path, data))
+            write_whole(Path(self.path(name)), lambda path: path.write_bytes(data))
         else:
             self.fs.pipe_file(self.path(name), data)
 
@@ -166,10 +164,3 @@ class SweepStore:
 def _copies() -> tempfile.TemporaryDirectory[str]:
     """Returns the folder of local copies, which is deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="cacheprobe-sweep-")
-
-
-def _write_through(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -58,6 +58,7 @@ def save_cell(cell: Cell, trace: Trace, directory: Path) -> Path:
 def facts(trace: Trace) -> dict[str, int | float | None]:
     """Returns a cell's numbers for the table of cells: requests, tokens, steps, drafts, and accuracy on the task."""
     drafted, behaviour = trace.num_drafted, trace.meta["behaviour"] or {}
+    nats = [one for request in trace.requests for one in trace.logprobs(request.request_id)]
     return {
         "requests": len(trace.requests),
         "tokens": sum(len(ids) for ids in trace.tokens.values()),
@@ -65,7 +66,7 @@ def facts(trace: Trace) -> dict[str, int | float | None]:
         "drafted": drafted,
         "rolled_back": trace.num_rolled_back,
         "acceptance": 1 - trace.num_rolled_back / drafted if drafted else None,
-        "logprob_nats": _mean([nats for request in trace.requests for nats in trace.logprobs(request.request_id)]),
+        "logprob_nats": sum(nats) / len(nats) if nats else None,
         **{name: behaviour.get(name) for name in ("accuracy", "chance", "answer_mass", "forced_accuracy")},
     }
 
@@ -110,10 +111,6 @@ def _changes(text: str | None, model: CachedLM, examples: Sequence[Example], set
         plain = run(model, examples, capture=site, **of_site)
         states = torch.cat([plain.states(site, layer, request.request_id) for request in plain.requests])
     return make_changes(change, range(len(examples)), states)
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _plain(value: object) -> object:

@@ -8,6 +8,7 @@ So S of every block but the last is there; T, C and heads are not. `scores` are 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -148,18 +149,11 @@ def _shown(lengths: Sequence[int]) -> str:
     return ", ".join(map(str, lengths[:4])) + (", ..." if len(lengths) > 4 else "")
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Tensors of a file, under the names of an output of generate."""
+def _from_file(path: Path) -> SimpleNamespace:
+    """Returns the tensors of a safetensors file under the names of an output of generate.
 
-    sequences: Tensor
-    hidden_states: list[list[Tensor]]
-    logits: list[Tensor] | None
-    attention_mask: Tensor | None
-
-
-def _from_file(path: Path) -> _Stored:
-    """Reads a safetensors file with sequences, hidden_states.PASS.BLOCK, logits.PASS and attention_mask."""
+    The file has sequences, hidden_states.PASS.BLOCK, logits.PASS and attention_mask.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -177,4 +171,5 @@ def _from_file(path: Path) -> _Stored:
         )
     logits = [held[f"logits.{p}"] for p in range(passes)] if "logits.0" in held else None
     states = [[held[f"hidden_states.{p}.{b}"] for b in range(blocks)] for p in range(passes)]
-    return _Stored(held["sequences"], states, logits, held.get("attention_mask"))
+    own = {name: held.get(name) for name in ("sequences", "attention_mask")}
+    return SimpleNamespace(**own, hidden_states=states, logits=logits)

@@ -126,16 +126,6 @@ def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:
     return np.array([visible(text) for text in token_texts(distinct.tolist())], dtype=object)[inverse]
 
 
-def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
-    """Returns a tokens table from the texts in these tables, for runs stored without one."""
-    parts = [rows[["token_id", "token"]]]
-    if hypotheses is not None:
-        committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
-        parts += [hypotheses[["token_id", "token"]], committed.set_axis(["token_id", "token"], axis=1)]
-    table = pd.concat([part.astype({"token_id": "int64", "token": object}) for part in parts])
-    return table.drop_duplicates("token_id", ignore_index=True)
-
-
 def tokens_table(
     rows: pd.DataFrame,
     tokens: Mapping[int, Sequence[int]],

@@ -79,6 +79,16 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     return last.assign(state=last.state.mask(is_newest, "pending")).drop(columns="rank").reset_index(drop=True)
 
 
+def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
+    """Returns a tokens table from the texts in these tables, for runs stored without one."""
+    parts = [rows[["token_id", "token"]]]
+    if hypotheses is not None:
+        committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
+        parts += [hypotheses[["token_id", "token"]], committed.set_axis(["token_id", "token"], axis=1)]
+    table = pd.concat([part.astype({"token_id": "int64", "token": object}) for part in parts])
+    return table.drop_duplicates("token_id", ignore_index=True)
+
+
 _KEPT = ("accepted", "recovered", "bonus", "committed")
 
 

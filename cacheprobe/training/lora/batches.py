@@ -9,7 +9,8 @@ from torch import Tensor
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.tasks.base import Example
 from cacheprobe.tasks.coin_flip import STATES, CoinFlip
-from cacheprobe.training.lora.settings import TRAIN_NAMES, LoraSettings
+from cacheprobe.tasks.people import TRAIN_NAMES
+from cacheprobe.training.lora.settings import LoraSettings
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.loaders import load_model
 from cacheprobe.tasks.base import Accuracy
+from cacheprobe.tasks.people import HELD_OUT_NAMES
 from cacheprobe.training.lora.evaluate import PEOPLE, Cell, evaluate
-from cacheprobe.training.lora.settings import HELD_OUT_NAMES
 
 
 def evaluate_adapter(

@@ -1,19 +1,13 @@
-"""Settings of a LoRA training, checked before loading; and the names that are held out from training."""
+"""Settings of a LoRA training, checked before loading."""
 
 from dataclasses import asdict, dataclass, field, fields
 from math import cos, pi
 from pathlib import Path
 
-from cacheprobe.tasks.coin_flip import NAMES
-
-HELD_OUT_NAMES = NAMES[3::4]
-"""Every fourth name; used in evaluations only."""
-TRAIN_NAMES = tuple(name for name in NAMES if name not in HELD_OUT_NAMES)
+from cacheprobe.core.values import NO_FLAG, require_settings
+from cacheprobe.tasks.people import HELD_OUT_NAMES
 
 TASKS = ("coin-flip",)
-
-NO_FLAG = {"flag": False}
-"""Metadata of a setting that `cacheprobe train lora` has no flag for."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +52,8 @@ class LoraSettings:
         if self.task.replace("_", "-") not in TASKS:
             raise ValueError(f"no training for the task {self.task!r}; there is one for {', '.join(TASKS)}")
         object.__setattr__(self, "task", self.task.replace("_", "-"))
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.type in (int, float):
-                whole = isinstance(value, int) and not isinstance(value, bool)
-                if not (whole or (one.type is float and isinstance(value, float))) or not 0 <= value < 2**31:
-                    kind = "whole number" if one.type is int else "number"
-                    raise ValueError(f"{one.name} must be a {kind} of at least 0, got {value!r}")
-        for name in ("max_people", "steps", "batch", "micro_batch", "rank", "alpha", "learning_rate", "max_grad_norm"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must be more than 0")
+        above_zero = ("max_people", "steps", "batch", "micro_batch", "rank", "alpha", "learning_rate", "max_grad_norm")
+        require_settings(self, above_zero)
         if self.max_people > len(HELD_OUT_NAMES):
             raise ValueError(f"max_people={self.max_people} is more than the {len(HELD_OUT_NAMES)} names held out")
         if self.curriculum > 1:

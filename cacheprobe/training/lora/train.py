@@ -11,9 +11,10 @@ from torch.nn.functional import cross_entropy
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.tasks.coin_flip import CoinFlip, answer_token_ids
+from cacheprobe.tasks.people import HELD_OUT_NAMES
 from cacheprobe.training.loop import Loop, Progress
 from cacheprobe.training.lora.batches import Batch, batches_of, encode, to_batch
-from cacheprobe.training.lora.settings import HELD_OUT_NAMES, LoraSettings
+from cacheprobe.training.lora.settings import LoraSettings
 
 
 class LoraTrainer:
