@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cacheprobe.capture.observers import Silent
 from cacheprobe.core.records import Finished, Observer
+from cacheprobe.core.renamed import HintsAtNewNames
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.trace.trace import Trace
@@ -46,7 +47,7 @@ class _Committed(Silent):
         self.ended[finished.request_id] = finished.reason
 
 
-class Stream:
+class Stream(HintsAtNewNames):
     """An iterator of `Piece`s. The engine runs only while the caller waits for a piece; leaving the loop early ends the
     run.
     """

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.config import require_known_options
+from cacheprobe.core.renamed import require_known_options
 from cacheprobe.ops.statistics import wilson
 from cacheprobe.probes.checks import LEAST, ProbeError, require_enough
 from cacheprobe.probes.examples import Examples, States, of_trace, of_vectors, pooled_examples
