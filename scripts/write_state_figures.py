@@ -1,4 +1,4 @@
-"""Write the stored results of the analyses of states, cache entries and drafts into four pages of docs/.
+"""Write the stored results of the analyses of states and drafts into three pages of docs/.
 
 python scripts/write_state_figures.py
 """
@@ -18,7 +18,7 @@ from cacheprobe_analyses.records import fill_page, markdown_table
 from cacheprobe_analyses.s3_algorithm import Result as Algorithm
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("analyses.md", "analyses-cache.md", "analyses-drafts.md", "analyses-permutations.md")
+PAGES = ("analyses.md", "analyses-drafts.md", "analyses-permutations.md")
 LAYERS = (0, 1, 2, 3)
 """All layers of the model that thinks."""
 PROBED, CARRIED, READ = (0, 2, 10, 17, 22, 25, 29), (0, 22, 23, 25, 28, 29), (10, 20, 24, 28, 29)
@@ -77,33 +77,6 @@ def _patched(held: dict[str, Any]) -> str:
         rows = [[layer, *(cells[place, layer] for place in places)] for layer in _layers(frame, CARRIED)]
         shown += [f"`{name}`:", markdown_table(("layer", *places), rows)]
     return "\n\n".join(shown)
-
-
-SPANS = {
-    ("span", "heads or tails"): "the word heads or tails",
-    ("row", "last person's words, their end"): "where the last person's words end, one row",
-    ("row", "earlier person's words, their end"): "where an earlier person's words end, one row",
-    ("span", "last person's words"): "the last person's words",
-    ("span", "earlier person's words"): "all earlier people's words",
-    ("span", "between"): 'punctuation and "then" between them',
-    ("span", "question"): "the question after them",
-    ("span", "all rows"): "all rows",
-}
-"""By unit and place of the stored effects: the tokens as the page names them."""
-
-
-def _cached(held: dict[str, Any]) -> str:
-    """By changed tokens: the mean NLD of each change and the answers that flip, over all numbers of people."""
-    effects = pd.DataFrame(held["effects"]).groupby(["unit", "where", "treatment"])[["n", "total", "flips"]].sum()
-    rows = [
-        [said, *(_moved(effects.loc[(*place, change)]) for change in ("swapped", "masked", "noise"))]
-        for place, said in SPANS.items()
-    ]
-    return markdown_table(("tokens", *(f"{change}: NLD, flips" for change in ("swapped", "masked", "noise"))), rows)
-
-
-def _moved(effect: pd.Series) -> str:
-    return f"{round(effect.total / effect.n, 3) + 0.0:.3f}, {int(effect.flips)} of {int(effect.n)}"
 
 
 def _settles(held: dict[str, Any]) -> str:
@@ -170,7 +143,6 @@ def _algorithm(held: dict[str, Any]) -> str:
 ANALYSES: dict[str, Callable[[dict[str, Any]], str]] = {
     "coin_state_probe": _coin,
     "coin_state_patch": _patched,
-    "coin_rows": _cached,
     "prediction_depths": _settles,
     "rollback_foresight": _rollbacks,
     "s3_algorithm": _algorithm,

@@ -93,9 +93,7 @@ def test_every_extra_is_documented() -> None:
     [
         ("write_figures.py", "results-determinism.md"),
         ("write_thinking_figures.py", "results-thinking-states.md"),
-        ("write_lora_figures.py", "lora.md"),
         ("write_state_figures.py", "analyses.md"),
-        ("write_state_figures.py", "analyses-cache.md"),
         ("write_state_figures.py", "analyses-drafts.md"),
         ("write_state_figures.py", "analyses-permutations.md"),
         ("write_sweep_figures.py", "sweeps.md"),
