@@ -40,8 +40,8 @@ pio.renderers.default = "colab" if "google.colab" in sys.modules else renderer
 pio.renderers["png"].width = 960  # pixels of the stored pictures
 
 from cacheprobe.tasks import coin_question
-from cacheprobe_analyses import coin_rows
-from cacheprobe_analyses.coin_rows_words import parts_of
+from cacheprobe_analyses.coin import coin_rows
+from cacheprobe_analyses.coin.question_parts import parts_of
 
 # %% [markdown]
 # ## Two stories

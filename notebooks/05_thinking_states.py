@@ -39,7 +39,7 @@ pio.renderers.default = "colab" if "google.colab" in sys.modules else renderer
 pio.renderers["png"].width = 960  # pixels of the stored pictures
 
 from cacheprobe.tasks import parse_answer
-from cacheprobe_analyses import thoughts_are_causal
+from cacheprobe_analyses.thinking import thoughts_are_causal
 
 # %% [markdown]
 # ## A model that thinks

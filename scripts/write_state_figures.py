@@ -10,12 +10,12 @@ from typing import Any
 
 import pandas as pd
 
-from cacheprobe_analyses.coin_state_patch import SWAPPED
-from cacheprobe_analyses.coin_state_patch import Result as Patched
-from cacheprobe_analyses.coin_state_probe import Result as Coin
-from cacheprobe_analyses.prediction_depths import Result as Settles
+from cacheprobe_analyses.coin.coin_state_patch import SWAPPED
+from cacheprobe_analyses.coin.coin_state_patch import Result as Patched
+from cacheprobe_analyses.coin.coin_state_probe import Result as Coin
+from cacheprobe_analyses.drafts.prediction_depths import Result as Settles
 from cacheprobe_analyses.records import fill_page, markdown_table
-from cacheprobe_analyses.s3_algorithm import Result as Algorithm
+from cacheprobe_analyses.s3.s3_algorithm import Result as Algorithm
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("analyses.md", "analyses-drafts.md", "analyses-permutations.md")
@@ -144,7 +144,7 @@ ANALYSES: dict[str, Callable[[dict[str, Any]], str]] = {
     "coin_state_probe": _coin,
     "coin_state_patch": _patched,
     "prediction_depths": _settles,
-    "rollback_foresight": _rollbacks,
+    "rollback_prediction": _rollbacks,
     "s3_algorithm": _algorithm,
 }
 

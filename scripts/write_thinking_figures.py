@@ -8,21 +8,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cacheprobe_analyses.crowding_or_distance import Result as Crowd
-from cacheprobe_analyses.every_length import stored as every_length
-from cacheprobe_analyses.minute_of_training import Result as Minute
-from cacheprobe_analyses.pretrained_learns import Result as Learns
 from cacheprobe_analyses.records import fill_page, markdown_table
-from cacheprobe_analyses.state_or_attention import Result as Routes
-from cacheprobe_analyses.thinking_states_table import Config as TableConfig
-from cacheprobe_analyses.thinking_states_table import main_rows
-from cacheprobe_analyses.thinking_states_table import stored as table
-from cacheprobe_analyses.thinking_states_told import LENGTHS, Cells
-from cacheprobe_analyses.thinking_states_told import Result as Table
-from cacheprobe_analyses.thinking_variations import Result as Variations
-from cacheprobe_analyses.thought_gap import Result as Gap
-from cacheprobe_analyses.thoughts_are_causal import Result as Causal
-from cacheprobe_analyses.training_cost import Result as Cost
+from cacheprobe_analyses.thinking.accuracy_tables import LENGTHS, Cells
+from cacheprobe_analyses.thinking.accuracy_tables import Result as Table
+from cacheprobe_analyses.thinking.crowding_or_distance import Result as Crowd
+from cacheprobe_analyses.thinking.every_length import stored as every_length
+from cacheprobe_analyses.thinking.minute_of_training import Result as Minute
+from cacheprobe_analyses.thinking.pretrained_learns import Result as Learns
+from cacheprobe_analyses.thinking.state_or_attention import Result as Routes
+from cacheprobe_analyses.thinking.thinking_states_table import Config as TableConfig
+from cacheprobe_analyses.thinking.thinking_states_table import main_rows
+from cacheprobe_analyses.thinking.thinking_states_table import stored as table
+from cacheprobe_analyses.thinking.thinking_variations import Result as Variations
+from cacheprobe_analyses.thinking.thought_gap import Result as Gap
+from cacheprobe_analyses.thinking.thoughts_are_causal import Result as Causal
+from cacheprobe_analyses.thinking.training_cost import Result as Cost
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "analyses" / "results", ROOT / "docs" / "results-thinking-states.md"

@@ -1,1 +1,8 @@
-"""Questions put to models that beat chance on their task: one a file, with run(config) -> Result."""
+"""Questions put to models that beat chance on their task: one a file, with run(config) -> Result.
+
+The folders sort the files by subject. `python -m cacheprobe_analyses.NAME` runs a file in any of them.
+"""
+
+from pathlib import Path
+
+__path__ += [str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if (folder / "__init__.py").exists()]

@@ -1,11 +1,14 @@
 """Results as JSON and as Markdown: records, files that are written whole, tables, and the marked parts of a page."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 DIGITS = 4
+RESULTS = Path(__file__).parents[1] / "results"
+"""Where stored results are, in a checkout."""
 
 
 def records_of(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Measurements behind the README's numbers: one question a file, each with `run(rounds) -> dict`."""
+"""Measures what the README says in numbers: one question a file, each with `run(rounds) -> dict`."""

@@ -11,6 +11,7 @@ from cacheprobe.analysis.reading import committed_after, require_model
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf.frozen_norm import FrozenNorm
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 from cacheprobe.ops.sampling import lowest_argmax
@@ -132,7 +133,7 @@ def _embedding(model: CachedLM, about: pd.Series) -> Tensor:
     """Returns the input of the first block [m], a function of the token and its position."""
     position = int(about.position)
     token = torch.tensor([[int(about.token_id)]])
-    return model.forward(token, model.new_cache(1, position + 1), [0], [position], num_layers=0)[0, 0].double().cpu()
+    return feed(model, token, start=position, num_layers=0).out[0, 0].double().cpu()
 
 
 def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attention: Tensor) -> list[_Part]:

@@ -178,7 +178,7 @@ def main() -> None:
     """Runs the command line. An error of use is printed as one line on stderr, with exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        result = app(result_action="return_value")
+        result = app(sys.argv[1:], result_action="return_value")
         sys.stdout.flush()  # notices a closed pipe here, and not while Python ends
     except KeyboardInterrupt:
         sys.exit(130)

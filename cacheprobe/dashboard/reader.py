@@ -11,7 +11,7 @@ from cacheprobe import analysis
 from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.shelf import CannotShow, Shelf
-from cacheprobe.models.shipped import shipped_folder
+from cacheprobe.models.known import shipped_folder
 
 if TYPE_CHECKING:
     from cacheprobe.lenses.base import Lens

@@ -4,7 +4,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheprobe.models.shipped import shipped_folder
+from cacheprobe.models.known import shipped_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.models.inventory import PLAIN, SMOLLM2, SMOLLM2_ON_HUB, THINKING, smollm2_state
-from cacheprobe.models.shipped import shipped_names
+from cacheprobe.models.known import shipped_names
 from cacheprobe.models.smollm2 import INSTALL, cache_directory
 
 CONVERSION_BYTES = 600_000_000

@@ -44,18 +44,26 @@ _PASSES_COUNT = 10
 class DrafterCalls:
     """Makes the calls of one run to its drafter."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafter: Drafter | None) -> None:
+        self._drafter = drafter
         self._thread: _Thread | None = None
         self._num_given_up = 0
 
+    @property
+    def name(self) -> str:
+        """Returns the drafter's name, "fast_path" if there is none."""
+        return "fast_path" if self._drafter is None else self._drafter.name
+
     def extend(
-        self, context: DraftContext, drafter: Drafter, states: Sequence[SequenceState], step: int, most: int
+        self, context: DraftContext, states: Sequence[SequenceState], step: int, most: int
     ) -> list[tuple[int, ...]]:
         """Returns the drafter's next candidates of each request, at most `most`.
 
         Raises: EngineError naming requests and step where the drafter raises, returns anything else, or does not
         return.
         """
+        drafter = self._drafter
+        assert drafter is not None
         numbers = ", ".join(str(state.request_id) for state in states)
         where = f"request{'s' * (len(states) > 1)} {numbers} step {step}: drafter {drafter.name}"
         try:
@@ -71,10 +79,11 @@ class DrafterCalls:
         except Exception as error:  # a user's own code: whatever it raises concerns these requests alone
             raise EngineError(f"{where} failed with {type(error).__name__}: {error!s:.200}") from error
 
-    def release(self, drafter: Drafter, state: SequenceState) -> None:
+    def release(self, state: SequenceState) -> None:
         """Calls the drafter's `release` for a request that left its cache place. A failure is only a warning: no token
         is lost."""
-        if self._num_given_up >= MOST_GIVEN_UP:
+        drafter = self._drafter
+        if drafter is None or self._num_given_up >= MOST_GIVEN_UP:
             return
         try:
             self._run(drafter, lambda _: drafter.release(state))

@@ -10,7 +10,6 @@ from contextlib import closing
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer
 from cacheprobe.drafters.base import Drafter
-from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.model_runner import EngineError, ModelRunner
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Engine
@@ -42,32 +41,35 @@ def rounds(
     A request whose pass fails ends with an error, and the others go on. Raises: EngineError if every request failed.
     Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
     """
-    engine, scheduler = prepare(model, states, config, observer, editor, watch)
-    drafter = drafter or FastPath()
-    drafter.check(model)
-    calls = engine.drafter_calls
-    with closing(calls):
+    engine, scheduler = prepare(model, states, config, observer, drafter, editor, watch)
+    if drafter is not None:
+        drafter.check(model)
+    decode = engine.decode if drafter is None else engine.draft
+    with closing(engine.drafter_calls) as calls:
         while not scheduler.is_done:
             for state in scheduler.cancelled():
                 engine.committer.stop(state, "cancelled")
             for state in scheduler.retire():  # before others have to give way for them
-                calls.release(drafter, state)
+                calls.release(state)
             for state in scheduler.to_preempt():
                 engine.committer.preempt(state)
-                calls.release(drafter, state)
-            if admitted := scheduler.admit(engine.runner.step + 1):
-                engine.admit(admitted, scheduler.running)
+                calls.release(state)
+            admitted = scheduler.admit(engine.runner.step + 1)
+            for prefill, group in engine.prefills(admitted, scheduler.running):
+                for attempt in engine.attempts(group):
+                    with attempt as some:
+                        prefill(some)
             piggybacked = scheduler.piggybacked()
             if drafting := [state for state in scheduler.drafting() if state not in piggybacked]:
                 for attempt in engine.attempts(drafting):
                     with attempt as some:
-                        engine.decode(drafter, some)
+                        decode(some)
             for group in scheduler.ready_groups(piggybacked):
                 for attempt in engine.attempts(group):
                     with attempt as some:
                         engine.verify(some)
             for state in scheduler.retire():
-                calls.release(drafter, state)
+                calls.release(state)
             if is_checking():
                 for state in states:
                     state.check()
@@ -83,6 +85,7 @@ def prepare(
     states: Sequence[SequenceState],
     config: EngineConfig,
     observer: Observer,
+    drafter: Drafter | None = None,
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> tuple[Engine, Scheduler]:
@@ -95,5 +98,5 @@ def prepare(
     for state in states:
         length = config.draft_length
         state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
-    engine = Engine(ModelRunner(model, cache, observer, editor, watch), config)
+    engine = Engine(ModelRunner(model, cache, observer, editor, watch), config, drafter)
     return engine, Scheduler(states, cache, config, in_flight)

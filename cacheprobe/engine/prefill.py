@@ -3,7 +3,9 @@
 Also rebuilds a preempted request: its committed tokens are computed again by the schedule that computed them first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
 
 from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner
@@ -22,42 +24,16 @@ class Prefill:
         self.runner, self.committer, self.config = runner, committer, committer.config
 
     def read(self, states: Sequence[SequenceState]) -> None:
-        """Reads these requests' prompts and commits the first token of each.
+        """Reads these requests' prompts and commits the first token of each. All are verified, or none.
 
         Verified requests run in passes of prefill_group x prefill_chunk, so that their schedule depends on the prompt
         alone (D1). The last chunk is shorter if it is not padded. Unverified requests run together in any shape.
         """
         for state in states:
             self._begin(state)
-        size = self.config.prefill_group if states[0].is_verified else len(states)
-        for i in range(0, len(states), size):
-            self._read_group(states[i : i + size], states[0].is_verified)
-
-    def _begin(self, state: SequenceState) -> None:
-        """Records the length of the prompt in its cache row, for models that read prompts differently from generated
-        tokens.
-
-        If the request continues a KVSnapshot, the snapshot is copied into the row, and the chunks begin after it.
-        """
-        request = state.request
-        self.runner.cache.prompt_lengths[state.cache_row] = request.num_prompt_tokens
-        if request.cached is None or state.num_prefilled:
-            return
-        put_snapshot(request.cached, self.runner.cache, state.cache_row)
-        for position, provenance in enumerate(request.cached.provenance):
-            self.committer.write_ledger(state, position, position + 1, provenance)
-        state.num_prefilled = request.num_cached
-
-    def _read_group(self, states: Sequence[SequenceState], is_fixed: bool) -> None:
-        chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
+        is_fixed = states[0].is_verified
         batch = self.config.prefill_group if is_fixed else None
-        while unread := [s for s in states if s.num_prefilled < s.request.num_prompt_tokens]:
-            entries = [
-                Entry(s, s.request.prompt_token_ids[s.num_prefilled : s.num_prefilled + chunk], s.num_prefilled, True)
-                for s in unread
-            ]
-            is_padded = is_fixed and self.config.pad_prefill
-            width = chunk if is_padded else max(len(entry.token_ids) for entry in entries)
+        for entries, width in self._prompt_passes(states):
             last = [len(e.token_ids) - 1 if e.end == e.state.request.num_prompt_tokens else None for e in entries]
             slots = self._logit_slots(last, width, is_fixed)
             result = self.runner.run("prefill", entries, width, batch=batch, logit_slots=slots)
@@ -78,6 +54,35 @@ class Prefill:
                     committed.append((entry.state.request_id, self.committer.commit_plain(entry.state, token_id)))
             self.committer.report("prefill", [e.state for e in entries], committed=tuple(committed))
 
+    def _prompt_passes(self, states: Sequence[SequenceState]) -> Iterator[tuple[list[Entry], int]]:
+        """Yields the tokens and the width of each next pass, until every prompt is read."""
+        is_fixed = states[0].is_verified
+        size = self.config.prefill_group if is_fixed else len(states)
+        chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
+        for group in (states[i : i + size] for i in range(0, len(states), size)):
+            while unread := [s for s in group if s.num_prefilled < s.request.num_prompt_tokens]:
+                entries = [
+                    Entry(s, s.request.prompt_token_ids[s.num_prefilled :][:chunk], s.num_prefilled, True)
+                    for s in unread
+                ]
+                is_padded = is_fixed and self.config.pad_prefill
+                yield entries, chunk if is_padded else max(len(entry.token_ids) for entry in entries)
+
+    def _begin(self, state: SequenceState) -> None:
+        """Records the length of the prompt in its cache row, for models that read prompts differently from generated
+        tokens.
+
+        If the request continues a KVSnapshot, the snapshot is copied into the row, and the chunks begin after it.
+        """
+        request = state.request
+        self.runner.cache.prompt_lengths[state.cache_row] = request.num_prompt_tokens
+        if request.cached is None or state.num_prefilled:
+            return
+        put_snapshot(request.cached, self.runner.cache, state.cache_row)
+        for position, provenance in enumerate(request.cached.provenance):
+            self.committer.write_ledger(state, position, position + 1, provenance)
+        state.num_prefilled = request.num_cached
+
     def _logit_slots(self, last: Sequence[int | None], width: int, is_fixed: bool) -> list[int] | None:
         """Returns the slots whose logits are needed. None, for all slots, in a fixed pass of several prompts: how many
         rows are read out must not depend on where the others end.
@@ -85,8 +90,12 @@ class Prefill:
         needed = sorted({slot for slot in last if slot is not None})
         return None if needed and is_fixed and self.config.prefill_group > 1 else needed or [width - 1]
 
-    def share(self, state: SequenceState, source: SequenceState) -> None:
-        """Copies the prompt's keys and values from a request of the same prompt, computed by the same schedule."""
+    def share(self, source: SequenceState, states: Sequence[SequenceState]) -> None:
+        """Copies the prompt's keys and values of `source` to a request with the same prompt and schedule.
+
+        states: that request alone.
+        """
+        (state,) = states
         assert source.prompt_logits is not None
         self.runner.skip()
         self._begin(state)
@@ -102,61 +111,60 @@ class Prefill:
 
     # -- after a preemption
 
-    def rebuild(self, state: SequenceState) -> None:
-        """Computes a preempted request's keys and values again; the observer gets no report, having seen these tokens
-        before.
+    def rebuild(self, states: Sequence[SequenceState]) -> None:
+        """Computes a preempted request's keys and values again. The observer gets no report, because these tokens were
+        reported before.
 
         A verified request goes through the same shapes as the first time, so every bit is the same: the prompt in its
         chunks, the committed tokens in windows of the verifier, whose choices must be those tokens again.
+        states: that request alone.
         """
+        (state,) = states
         self._begin(state)
-        prompt, first = state.request.prompt_token_ids, state.request.num_cached
-        if not state.is_verified:
-            for start in range(first, state.last_committed_position, FREE_PREFILL_WIDTH):
-                ids = tuple(state.token_ids[start : min(start + FREE_PREFILL_WIDTH, state.last_committed_position)])
-                self._rewrite("prefill", state, ids, start, len(ids), None)
-            self._mark(state, first, len(prompt), "prefill")
-            self._mark(state, len(prompt), state.last_committed_position, "decoded")
-        else:
-            chunk, window = self.config.prefill_chunk, self.config.window
-            for start in range(first, len(prompt), chunk):
-                ids = prompt[start : start + chunk]
-                width = chunk if self.config.pad_prefill else len(ids)
-                self._rewrite("prefill", state, ids, start, width, self.config.prefill_group)
-            self._mark(state, first, len(prompt), "prefill")
-            for start in range(len(prompt), state.last_committed_position, window):
-                ids = tuple(state.token_ids[start : min(start + window, state.last_committed_position)])
-                self._rewrite("verify", state, ids, start, window, self.config.group, is_checked=True)
-            self._mark(state, len(prompt), state.last_committed_position, "verified")
-        state.num_prefilled = len(prompt)
+        num_prompt = state.request.num_prompt_tokens
+        for phase, start, end, width, batch in self._passes_again(state):
+            if phase == "verify" and start == num_prompt:
+                self._mark(state, num_prompt, "prefill")
+            is_checked = phase == "verify" and (self.config.acceptance == "equality" or state.request.is_deterministic)
+            entry = Entry(state, tuple(state.token_ids[start:end]), start, True)
+            slots = None if phase == "verify" else [end - start - 1]
+            result = self.runner.run(phase, [entry], width, batch=batch, logit_slots=slots, is_hidden=True)
+            for t, logits in enumerate(result.out[result.batch_index[0]][: end - start] if is_checked else ()):
+                self._require_same_choice(state, logits, start + t + 1)
+            self.committer.forget_choices()
+            self.committer.report(phase, [state])
+        self._mark(state, num_prompt, "prefill")
+        self._mark(state, state.last_committed_position, "verified" if state.is_verified else "decoded")
+        state.num_prefilled = num_prompt
         state.become(Status.RUNNING)
 
-    def _mark(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
+    def _passes_again(self, state: SequenceState) -> Iterator[tuple[str, int, int, int, int | None]]:
+        """Yields (phase, first position, position behind the last, width, batch) of each pass of a rebuild."""
+        config, num_prompt, last = self.config, state.request.num_prompt_tokens, state.last_committed_position
+        if not state.is_verified:
+            for start in range(state.request.num_cached, last, FREE_PREFILL_WIDTH):
+                end = min(start + FREE_PREFILL_WIDTH, last)
+                yield "prefill", start, end, end - start, None
+            return
+        for start in range(state.request.num_cached, num_prompt, config.prefill_chunk):
+            end = min(start + config.prefill_chunk, num_prompt)
+            width = config.prefill_chunk if config.pad_prefill else end - start
+            yield "prefill", start, end, width, config.prefill_group
+        for start in range(num_prompt, last, config.window):
+            yield "verify", start, min(start + config.window, last), config.window, config.group
+
+    def _mark(self, state: SequenceState, end: int, provenance: str) -> None:
+        """Writes the provenance of the slots from the last one in the ledger up to `end`."""
+        start = int(self.runner.cache.lengths[state.cache_row])
         if end > start:
             self.committer.write_ledger(state, start, end, provenance)
 
-    def _rewrite(
-        self,
-        phase: str,
-        state: SequenceState,
-        token_ids: tuple[int, ...],
-        start: int,
-        width: int,
-        batch: int | None,
-        is_checked: bool = False,
-    ) -> None:
-        slots = None if is_checked else [len(token_ids) - 1]
-        entry = Entry(state, token_ids, start, True)
-        result = self.runner.run(phase, [entry], width, batch=batch, logit_slots=slots, is_hidden=True)
-        if is_checked and (self.config.acceptance == "equality" or state.request.is_deterministic):
-            for t in range(len(token_ids)):
-                position = start + t + 1
-                again = self.committer.choose(state, result.out[result.batch_index[0], t], (), position)
-                if again != state.token_ids[position]:
-                    raise EngineError(
-                        f"request {state.request_id} step {self.runner.step}: rebuilding its cache rows, the verifier "
-                        f"chose token {again} at position {position} where it had committed "
-                        f"{state.token_ids[position]}; this model or machine is not deterministic at a fixed shape"
-                    )
-        self.committer.forget_choices()
-        self.committer.report(phase, [state])
+    def _require_same_choice(self, state: SequenceState, logits: Tensor, position: int) -> None:
+        """Raises: EngineError if the verifier chooses another token than the committed one."""
+        again = self.committer.choose(state, logits, (), position)
+        if again != state.token_ids[position]:
+            raise EngineError(
+                f"request {state.request_id} step {self.runner.step}: rebuilding its cache rows, the verifier chose "
+                f"token {again} at position {position} where it had committed {state.token_ids[position]}; this model "
+                "or machine is not deterministic at a fixed shape"
+            )

@@ -22,7 +22,10 @@ def read_rows(
     """Returns the keys and values of a prompt without its last token, as the reference's prefill writes them."""
     cache = model.new_cache(2, config.capacity)
     state.admit(cache)
-    Engine(ModelRunner(model, cache, observer, editor), config).admit([state], [state])
+    engine = Engine(ModelRunner(model, cache, observer, editor), config)
+    for attempt in engine.attempts([state]):
+        with attempt as alone:
+            engine.prefill.read(alone)
     if state.error:
         raise EngineError(state.error)
     return take_snapshot(cache, state.cache_row, state.request.prompt_token_ids[:-1])
@@ -49,7 +52,9 @@ def run_reference(
         passes = ModelRunner(model, cache, observer, editor, watch)
         passes.step = first_step
         engine = Engine(passes, config)
-        engine.admit([state], [state])
+        for attempt in engine.attempts([state]):
+            with attempt as alone:
+                engine.prefill.read(alone)
         while not state.is_ended:
             for attempt in engine.attempts([state]):
                 with attempt as alone:

@@ -2,7 +2,8 @@
 draft, before it is given up. A failed pass has committed nothing: every choice is made before the first commit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 
 from torch import Tensor
@@ -38,21 +39,25 @@ class Attempt:
 class Engine:
     """Runs prefill, decode and verify passes, and isolates requests whose pass fails; the drafters' DraftContext."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+    def __init__(self, runner: ModelRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
         self.runner, self.config = runner, config
         self.model, self.cache = runner.model, runner.cache
         self.committer = Committer(runner, config)
-        self._prefill = Prefill(runner, self.committer)
-        self.drafter_calls = DrafterCalls()
+        self.prefill = Prefill(runner, self.committer)
+        self.drafter_calls = DrafterCalls(drafter)
 
     # -- prefill
 
-    def admit(self, states: Sequence[SequenceState], running: Sequence[SequenceState]) -> None:
-        """Prefills admitted requests up to their first token, and rebuilds preempted requests."""
+    def prefills(
+        self, states: Sequence[SequenceState], running: Sequence[SequenceState]
+    ) -> Iterator[tuple[Callable[[Sequence[SequenceState]], None], Sequence[SequenceState]]]:
+        """Yields the prefills of admitted requests, up to the first token of each: a function, and its requests.
+
+        Preempted requests are rebuilt. Of requests with one prompt the first reads it and the others copy its keys and
+        values; if the first one failed or has left, the next one reads the prompt.
+        """
         for state in [s for s in states if s.num_generated]:
-            for attempt in self.attempts([state]):
-                with attempt:
-                    self._prefill.rebuild(state)
+            yield self.prefill.rebuild, [state]
         fresh = [s for s in states if not s.num_generated]
         leaders = [
             s
@@ -61,28 +66,34 @@ class Engine:
         ]
         for is_verified in (True, False):
             if group := [s for s in leaders if s.is_verified == is_verified]:
-                self._read(group)
+                yield self.prefill.read, group
         for state in [s for s in fresh if s not in leaders]:
             source = _with_same_prompt(state, running)
-            if source is None:  # the one that should have read the prompt failed, or has already left
-                self._read([state])
-                continue
-            for attempt in self.attempts([state]):
-                with attempt:
-                    self._prefill.share(state, source)
-
-    def _read(self, states: Sequence[SequenceState]) -> None:
-        for attempt in self.attempts(states):
-            with attempt as some:
-                self._prefill.read(some)
+            yield self.prefill.read if source is None else partial(self.prefill.share, source), [state]
 
     # -- decode
 
-    def decode(self, drafter: Drafter, states: Sequence[SequenceState]) -> None:
-        """Appends the drafter's next candidates to every draft; requests that are never verified commit at once."""
+    def decode(self, states: Sequence[SequenceState]) -> None:
+        """Runs a decode pass without a drafter: every request takes the token that it chooses.
+
+        A request that is never verified commits the token; for the others it is the next candidate of their draft.
+        Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
+        """
+        entries = _newest_entries(states)
+        out = self.runner.run("decode", entries, 1).out
+        self._write_newest(entries)
+        self._take(states, [[self.choose(state, row)] for state, row in zip(states, out[:, 0], strict=True)])
+
+    def draft(self, states: Sequence[SequenceState]) -> None:
+        """Appends the drafter's next candidates to every draft."""
         before = self.runner.step
-        proposals = self.drafter_calls.extend(self, drafter, states, before, self.config.window)
-        kept = [self._clip(drafter, state, ids) for state, ids in zip(states, proposals, strict=True)]
+        proposals = self.drafter_calls.extend(self, states, before, self.config.window)
+        if self.runner.step == before:  # a drafter that runs no model
+            self.runner.skip()
+        self._take(states, proposals)
+
+    def _take(self, states: Sequence[SequenceState], proposals: Sequence[Sequence[int]]) -> None:
+        kept = [self._clip(state, token_ids) for state, token_ids in zip(states, proposals, strict=True)]
         committed, proposed = [], []
         for state, token_ids in zip(states, kept, strict=True):
             if not state.is_verified:
@@ -91,33 +102,32 @@ class Engine:
             state.draft.extend(token_ids)
             state.draft_is_closed = not token_ids
             proposed.append((state.request_id, token_ids))
-        if self.runner.step == before:  # a drafter that runs no model
-            self.runner.skip()
         self.committer.report("decode", states, committed=tuple(committed), proposed=tuple(proposed))
 
-    def _clip(self, drafter: Drafter, state: SequenceState, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def _clip(self, state: SequenceState, token_ids: Sequence[int]) -> tuple[int, ...]:
         if not state.is_verified:
             return tuple(token_ids)
         limit = state.draft_limit(self.config.window) - len(state.draft)
         kept = clip_draft([*state.generated, *state.draft], token_ids, state.stop_rule, limit)
         if bad := [t for t in kept if not 0 <= t < self.model.d_vocab]:
             raise EngineError(
-                f"request {state.request_id} step {self.runner.step}: drafter {drafter.name} proposed token {bad[0]}, "
-                f"outside the vocabulary of {self.model.d_vocab}; use a drafter that shares the model's tokenizer"
+                f"request {state.request_id} step {self.runner.step}: drafter {self.drafter_calls.name} proposed token "
+                f"{bad[0]}, outside the vocabulary of {self.model.d_vocab}; use a drafter that shares the model's "
+                "tokenizer"
             )
         return kept
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
         """See DraftContext.feed_newest."""
-        entries = []
-        for state in states:
-            token_id, position = state.newest
-            entries.append(Entry(state, (token_id,), position, not state.is_verified, 1 if state.draft else 0))
+        entries = _newest_entries(states)
         out = self.runner.run("decode", entries, 1, num_layers=num_layers).out
+        self._write_newest(entries)
+        return out[:, 0]
+
+    def _write_newest(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             provenance = "provisional" if entry.state.is_verified else "decoded"
             self.committer.write_ledger(entry.state, entry.start, entry.end, provenance)
-        return out[:, 0]
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
         """See DraftContext.choose."""
@@ -195,6 +205,14 @@ class Engine:
             return [states]
         self.committer.stop(state, "error", error=str(error))
         return []
+
+
+def _newest_entries(states: Sequence[SequenceState]) -> list[Entry]:
+    """Returns what requests feed to a decode pass: the newest token of each, committed or drafted."""
+    return [
+        Entry(state, state.newest[:1], state.newest[1], not state.is_verified, 1 if state.draft else 0)
+        for state in states
+    ]
 
 
 def verify_entry(state: SequenceState) -> Entry:

@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from cacheprobe.models.hf.adapters import CONFIG, SHIPPED_ADAPTERS
-from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB
-from cacheprobe.models.shipped import shipped_folder, shipped_names
+from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, shipped_folder, shipped_names
 from cacheprobe.models.smollm2 import converted_directory, is_complete
 from cacheprobe.models.thinking.store import read_config
 

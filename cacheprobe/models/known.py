@@ -10,7 +10,6 @@ from urllib.request import getproxies
 
 from cacheprobe.core.values import Json
 from cacheprobe.models.errors import ModelError
-from cacheprobe.models.shipped import shipped_folder, shipped_names
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -19,6 +18,9 @@ SECONDS_TO_CONNECT = 2.0
 minute."""
 
 _NAMES_OF_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_PACKAGE = Path(__file__).parents[1]
+_PLACES = (_PACKAGE / "data", _PACKAGE.parent / "data")
+"""The wheel's folder comes first: a folder named data beside an installed package may belong to someone else."""
 
 
 def require_known(name: str) -> None:
@@ -134,3 +136,16 @@ def _nearest(name: str) -> str:
 
 def _choice() -> str:
     return f"shipped: {', '.join(shipped())}; else give a hub name or a directory"
+
+
+def shipped_folder(kind: str, name: str) -> Path | None:
+    """Returns the folder of a shipped item, such as ("checkpoints", "coinflip-thinking"); None if there is none."""
+    found = (place / kind / name for place in _PLACES)
+    return next((folder for folder in found if folder.is_dir()), None)
+
+
+def shipped_names(kind: str) -> list[str]:
+    """Returns the sorted names of the shipped items of one kind, such as "checkpoints"."""
+    return sorted(
+        {p.name for place in _PLACES if (place / kind).is_dir() for p in (place / kind).iterdir() if p.is_dir()}
+    )

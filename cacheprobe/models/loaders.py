@@ -13,9 +13,8 @@ from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.devices import Device, DeviceMap, placement, require_placed
 from cacheprobe.models.hf.masks import sliding_window
-from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, why_no_hub
+from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, shipped_folder, why_no_hub
 from cacheprobe.models.settings import in_plain_settings
-from cacheprobe.models.shipped import shipped_folder
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
 if TYPE_CHECKING:  # they take seconds to load

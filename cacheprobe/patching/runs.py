@@ -10,6 +10,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import HEADS, SITES
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.feeding import feed
 
 Place = tuple[str, int]
 """(site, layer)"""
@@ -69,23 +70,21 @@ def run_once(
         for layer in range(model.n_layers):
             cache.keys[layer][:, :, :first] = after[0].cache.keys[layer][:, :, :first]
             cache.values[layer][:, :, :first] = after[0].cache.values[layer][:, :, :first]
-    kept: dict[Place, Tensor] = {}
 
-    def keep(site: str, layer: int, value: Tensor) -> Tensor | None:
-        """Keeps the states of one site; at the input of block 0, adds the noise first."""
-        changed = noise(value[0])[None].to(value.dtype) if noise is not None and site == "pre" else None
-        kept[site, layer] = (value if changed is None else changed)[0].clone()
-        return changed
+    def add_noise(site: str, layer: int, value: Tensor) -> Tensor | None:
+        """Changes the input of block 0."""
+        return None if noise is None else noise(value[0])[None].to(value.dtype)
 
     wanted = {"S", *(site for site in sites if site in (*SITES, HEADS))}
     places = [("pre", 0), *((site, layer) for layer in range(model.n_layers) for site in sorted(wanted))]
-    with model.editing(places, keep):
+    with model.editing([("pre", 0)], add_noise):
         ids = torch.tensor([list(token_ids[first:])])
-        logits = model.forward(ids, cache, [0], [first], logit_slots=[ids.shape[1] - 1])[0, 0].clone()
+        fed = feed(model, ids, places, start=first, cache=cache, logit_slots=[ids.shape[1] - 1])
+    kept = {place: value[0] for place, value in fed.states.items()}
     cache.extend(0, 0, len(token_ids), "prefill")
     if after is not None:
         kept = {place: torch.cat([after[0].states[place][:first], value]) for place, value in kept.items()}
-    return Run(tuple(token_ids), cache, kept, logits)
+    return Run(tuple(token_ids), cache, kept, fed.out[0, 0].clone())
 
 
 def read(logits: Tensor, answer: tuple[int, int]) -> list[AnswerLogits]:

@@ -20,7 +20,7 @@ _TREATMENTS = {  # colour, dash
 def carried_figure(table: pd.DataFrame) -> go.Figure:
     """Returns the mean normalised logit difference by layer, a panel for each place and a line for each treatment.
 
-    table: from `cacheprobe_analyses.coin_state_patch`: place, layer, treatment, n, nld, flips. 0 is the unchanged
+    table: from `cacheprobe_analyses.coin.coin_state_patch`: place, layer, treatment, n, nld, flips. 0 is the unchanged
     answer, 1 the answer of the question whose state was patched in.
     Raises: ValueError for an empty table.
     """
@@ -64,7 +64,7 @@ def carried_figure(table: pd.DataFrame) -> go.Figure:
 def ways_figure(table: pd.DataFrame) -> go.Figure:
     """Returns the share of right answers for each change of the model, with 95 % intervals and a line at chance.
 
-    table: from `cacheprobe_analyses.state_or_attention`: way, share, low, high, right, examples, chance.
+    table: from `cacheprobe_analyses.thinking.state_or_attention`: way, share, low, high, right, examples, chance.
     Raises: ValueError for an empty table.
     """
     if table.empty:

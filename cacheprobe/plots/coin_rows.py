@@ -19,7 +19,7 @@ _TREATMENTS = {  # colour, texture
 def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int | None = None) -> go.Figure:
     """Returns bars of the mean normalised logit difference: 0 is unchanged, 1 the answer with the other coin.
 
-    effects: from `cacheprobe_analyses.coin_rows`: people, unit, where, treatment, n, total, flips.
+    effects: from `cacheprobe_analyses.coin.coin_rows`: people, unit, where, treatment, n, total, flips.
     unit: "span" or "row".  people: only questions about this many people; None for all.
     Raises: ValueError if no line has this unit and number of people.
     """

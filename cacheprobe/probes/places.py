@@ -10,6 +10,7 @@ from torch import Tensor
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.feeding import feed
 from cacheprobe.probes.groups import joined_groups
 from cacheprobe.trace.trace import Trace
 
@@ -90,15 +91,7 @@ def embeddings(trace: Trace, table: pd.DataFrame, model: CachedLM | None = None)
     out: dict[int, Tensor] = {}
     for request_id in table.request_id.unique():
         ids = torch.tensor([by_request[request_id].prompt_token_ids])
-        entered = _entered(model, ids)
+        entered = feed(model, ids, [("pre", 0)], num_layers=1).states["pre", 0][0].float().cpu()
         so_far = entered.cumsum(0) / torch.arange(1, len(entered) + 1)[:, None]
         out[request_id] = torch.cat([entered, so_far], dim=1)
     return torch.stack([out[line.request_id][line.position] for line in table.itertuples()])
-
-
-def _entered(model: CachedLM, token_ids: Tensor) -> Tensor:
-    """Returns the input of block 0, [p, m], for token_ids [1, p]."""
-    captured: list[Tensor] = []
-    with model.capturing([("pre", 0)], lambda site, layer, value: captured.append(value[0].float().cpu())):
-        model.forward(token_ids, model.new_cache(1, token_ids.shape[1]), [0], [0], num_layers=1)
-    return captured[0]

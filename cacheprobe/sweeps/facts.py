@@ -49,7 +49,7 @@ class ModelFacts:
 @cache
 def model_facts(name: str) -> ModelFacts:
     """Returns the facts of a model that `load_model` takes by name. Raises: ModelError if there is none."""
-    from cacheprobe.models.shipped import shipped_folder
+    from cacheprobe.models.known import shipped_folder
     from cacheprobe.models.thinking.store import is_thinking_folder
 
     folder = shipped_folder("checkpoints", name) if "/" not in name else None

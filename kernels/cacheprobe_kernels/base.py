@@ -10,6 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
+from cacheprobe_kernels.comparing import differences, named
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors: TRITON_INTERPRET=1 when triton was first imported."""
 
@@ -170,10 +172,41 @@ class Kernel:
 
     @classmethod
     def tried(cls, device: torch.device) -> list[str]:
-        """Complaints of the first case on a device: what it would be relied on for."""
-        from cacheprobe_kernels.checks.contract import reference_complaints  # it derives from this file
+        """Returns complaints about the first case on a device: what is relied on before first use."""
+        return cls.complaints(cls.cases[0], device)
 
-        return reference_complaints(cls, cls.cases[0], device, memory=nullcontext)
+    @classmethod
+    def complaints(cls, case: Case, device: torch.device, memory: Callable[[], Any] = nullcontext) -> list[str]:
+        """Returns where the outcome of a case is not that of the reference, or of the definition in float64.
+
+        memory: a context in which the kernel runs, such as one that fills new tensors.
+        """
+        arguments = cls.inputs(case, Draws(device))
+        with memory():
+            got = cls.outcome(cls.run, arguments)
+        found = list(cls.differences(case, "its reference", got, cls.outcome(cls.reference, arguments)))
+        exact = cls.exact(**arguments)
+        found += cls.differences(case, "the definition in float64", {name: got[name] for name in exact}, exact)
+        return [f"{cls.label(case)}: {text}" for text in found]
+
+    @classmethod
+    def outcome(cls, call: Callable[..., Any], *calls: Arguments) -> Outcome:
+        """Returns every tensor that calls on the same tensors return or change in the end. The arguments are copied."""
+        shared = {name: calls[0][name].clone() for name in cls.writes}
+        returned = None
+        for arguments in calls:
+            returned = call(**{**arguments, **shared})
+        return {**named(returned), **shared}
+
+    @classmethod
+    def differences(cls, case: Case, what: str, got: Outcome, wanted: Outcome) -> Iterator[str]:
+        """Yields a complaint for each tensor that is not `what` within this kernel's tolerance."""
+        return differences(what, got, wanted, lambda name: cls.rtol(name, case), cls.because)
+
+    @classmethod
+    def label(cls, case: Case) -> str:
+        """Returns the kernel's name, the case's name and its dtype, with which a complaint begins."""
+        return f"{cls.name} {case.name} {str(case.dtype).removeprefix('torch.')}"
 
 
 def by_rows(arguments: Arguments, names: Sequence[str], columns: Sequence[str]) -> Iterator[Variant]:

@@ -11,7 +11,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.hf.tiny import tiny_model
-from cacheprobe_analyses import coin_rows
+from cacheprobe_analyses.coin import coin_rows
 from tests.lora import tokenizer
 
 

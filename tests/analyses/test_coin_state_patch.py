@@ -10,7 +10,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.core.hook_names import hook_name
-from cacheprobe_analyses import coin_state_patch as patches
+from cacheprobe_analyses.coin import coin_state_patch as patches
 from tests.analyses.test_coin_rows import model
 
 ROOT = Path(__file__).parents[2]

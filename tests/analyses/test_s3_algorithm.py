@@ -16,9 +16,9 @@ from cacheprobe.tasks import word_tokenizer
 from cacheprobe.tasks.permutations import parity
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.thinking.losses import IGNORED
-from cacheprobe_analyses import s3_algorithm as s3
-from cacheprobe_analyses import s3_signatures as signatures
-from cacheprobe_analyses.s3_models import Subject, group_task, supervised, trained
+from cacheprobe_analyses.s3 import s3_algorithm as s3
+from cacheprobe_analyses.s3 import s3_signatures as signatures
+from cacheprobe_analyses.s3.s3_models import Subject, group_task, supervised, trained
 from tests.thinking.test_thinking_engine import lm as thinker
 from tests.twins import thinking_slowly
 

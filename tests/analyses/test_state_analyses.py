@@ -9,9 +9,9 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.drafters import EarlyExit, NGram
-from cacheprobe_analyses import coin_state_probe as coin
-from cacheprobe_analyses import prediction_depths as settles
-from cacheprobe_analyses import rollback_foresight as rollback_prediction
+from cacheprobe_analyses.coin import coin_state_probe as coin
+from cacheprobe_analyses.drafts import prediction_depths as settles
+from cacheprobe_analyses.drafts import rollback_prediction
 
 THINKING = "coinflip-thinking"
 
@@ -46,7 +46,7 @@ SMALL = rollback_prediction.Config(
 )
 
 
-def test_foresight_runs_until_there_are_rollbacks_enough() -> None:
+def test_drafts_are_run_until_there_are_enough_rollbacks() -> None:
     heard: list[str] = []
     result = rollback_prediction.run(SMALL, heard.append)
     found = {(one["drafter"], one["unit"]): one for one in result.found}

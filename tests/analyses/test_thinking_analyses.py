@@ -15,11 +15,11 @@ from cacheprobe.training.thinking.evaluate import evaluate
 from cacheprobe.training.thinking.losses import collate, losses
 from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe.training.thinking.run import TEST_SEED
-from cacheprobe_analyses import every_length as lengths
-from cacheprobe_analyses import state_or_attention as routes
-from cacheprobe_analyses import thinking_variations as variations
-from cacheprobe_analyses import training_cost as cost
-from cacheprobe_analyses.thinking_states_table import trained_arm
+from cacheprobe_analyses.thinking import every_length as lengths
+from cacheprobe_analyses.thinking import state_or_attention as routes
+from cacheprobe_analyses.thinking import thinking_variations as variations
+from cacheprobe_analyses.thinking import training_cost as cost
+from cacheprobe_analyses.thinking.thinking_states_table import trained_arm
 from tests.thinking.test_thinking import tiny
 from tests.training.test_thinking_training import SMALL, items
 

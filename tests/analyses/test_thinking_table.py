@@ -8,8 +8,8 @@ import pytest
 
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.thinking.presets import PRESETS, preset_of
-from cacheprobe_analyses import thinking_states_table as table
-from cacheprobe_analyses.thinking_states_told import Result
+from cacheprobe_analyses.thinking import thinking_states_table as table
+from cacheprobe_analyses.thinking.accuracy_tables import Result
 from tests.training.test_thinking_training import SMALL
 
 
@@ -63,7 +63,7 @@ def test_what_lacks_is_filled_once_and_in_the_order_of_lines(quick: table.Config
     result = table.run(quick)
     assert list(result.cells) == [plain.name, thinking.name] and table.lacking(quick) == []
     assert [cell["seed"] for cell in result.cells[thinking.name]] == [0, 1]
-    assert "coin-flip quick plain seed 0" in result.models_table()
+    assert "coin-flip quick plain seed 0" in result.models
 
 
 def cell(seed: int, right: int) -> dict[str, int]:
@@ -79,9 +79,8 @@ def test_the_main_table_has_the_mean_and_the_worst_of_seeds_and_flip_probabiliti
         "coin-flip attention-crowding thinking: 2560 operations": [cell(0, 0)],
         "variables tiny plain: [10, 100] operations": [cell(0, 20)],
     }
-    result = Result(cells, {"m": dict(parameters=1, steps=2, cpu_seconds=3.0, cpu_seconds_to_99=None, command="c")})
+    result = Result(cells, {})
     lines = result.main_table().splitlines()
     assert "| coin-flip | Thinking States | `attention-crowding` | 98.37 |  |  |  | 95.00 (75.0) |  |" in lines
     assert "| variables | no chain of thought | `tiny` | 2.15 |  |  | 10.00 (10.0) * |  |  |" in lines
     assert "| variables tiny plain: [10, 100] operations | 1 | 10.00 | 10.00 | 6.6 to 14.9 | - | 0 |" in result.table()
-    assert result.models_table().splitlines()[-1] == "| m | 1 | 2 | 3.0 | not reached | `c` |"

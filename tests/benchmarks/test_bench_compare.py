@@ -8,9 +8,10 @@ import pytest
 
 from cacheprobe.cli.bench import compare as command
 from cacheprobe.cli.bench import measure
-from cacheprobe_benchmarks import lens
+from cacheprobe_benchmarks import catalogue
 from cacheprobe_benchmarks.catalogue import benchmark, questions
 from cacheprobe_benchmarks.compare import compare, elsewhere
+from cacheprobe_benchmarks.states import lens
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -80,6 +81,19 @@ def test_benchmarks_are_found_and_their_helpers_are_not(capsys: pytest.CaptureFi
         benchmark("machine")
     with pytest.raises(ValueError, match="--rounds 0"):
         measure("lens", rounds=0)
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark is found in any folder, and its name says which file it is."""
+    home = tmp_path / "benchmarks"
+    for folder in ("one", "two"):
+        (home / folder).mkdir(parents=True)
+    (home / "one" / "mine_too.py").write_text('"""How long does mine take?"""\ndef run(rounds): ...\n')
+    monkeypatch.setattr(catalogue, "HOME", home)
+    assert questions() == {"mine-too": "How long does mine take?"}
+    (home / "two" / "mine_too.py").write_text("def run(rounds): ...\n")
+    with pytest.raises(ValueError, match=r"'mine-too', benchmarks\.one\.mine_too and benchmarks\.two\.mine_too"):
+        questions()
 
 
 def test_a_benchmark_without_a_small_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,27 +20,13 @@ import cacheprobe as cp
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops import wide_product
 from cacheprobe.trace.trace import Trace
-from cacheprobe_benchmarks import (
-    determinism,
-    field,
-    lens,
-    main_job,
-    memory,
-    passes,
-    patching,
-    products,
-    speculation,
-    sweep,
-    sweep_backends,
-    sweep_faults,
-    torch_compile,
-    trace,
-    tuned_lens,
-)  # fmt: skip
 from cacheprobe_benchmarks.catalogue import questions, small
-from cacheprobe_benchmarks.hugging_face import HuggingFace
-from cacheprobe_benchmarks.struck import Fate
-from cacheprobe_benchmarks.workload import Run, Timing
+from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
+from cacheprobe_benchmarks.shared.workload import Run, Timing
+from cacheprobe_benchmarks.speed import determinism, passes, products, speculation, torch_compile
+from cacheprobe_benchmarks.states import field, lens, main_job, memory, patching, trace, tuned_lens
+from cacheprobe_benchmarks.sweeps import sweep, sweep_backends, sweep_faults
+from cacheprobe_benchmarks.sweeps.struck import Fate
 from tests.planted_costs import HOUR, LAYERS, Clock, write_small_smollm2
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe_benchmarks import field, nnsight_arm
-from cacheprobe_benchmarks.hugging_face import HuggingFace
+from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
+from cacheprobe_benchmarks.states import field, nnsight_arm
 
 
 def test_every_arm_keeps_what_it_says() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe_benchmarks import floors
+from cacheprobe_benchmarks.speed import floors
 from tests.planted_costs import HOUR, Clock
 from tests.tiny import hf_model
 

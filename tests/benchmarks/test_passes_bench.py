@@ -8,8 +8,8 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.models.thinking.lm import ThinkingLM
-from cacheprobe_benchmarks import thinking_states, torch_compile
-from cacheprobe_benchmarks.hugging_face import HuggingFace
+from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
+from cacheprobe_benchmarks.speed import thinking_states, torch_compile
 
 
 def test_ours_and_the_static_cache_read_the_same_slots() -> None:

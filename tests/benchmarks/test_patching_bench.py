@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cacheprobe.patching import cells
-from cacheprobe_benchmarks import patching
-from cacheprobe_benchmarks.patching import compare
-from cacheprobe_benchmarks.patching_precision import farthest_apart, precision, sanity
+from cacheprobe_benchmarks.states import patching
+from cacheprobe_benchmarks.states.patching import compare
+from cacheprobe_benchmarks.states.patching_precision import farthest_apart, precision, sanity
 from tests.planted_costs import HOUR, Clock
 from tests.tiny import loaded
 

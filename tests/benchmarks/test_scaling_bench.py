@@ -1,6 +1,6 @@
 """The benchmark of scaling in small: every size is measured, and a trace's cost piece after piece."""
 
-from cacheprobe_benchmarks import scaling
+from cacheprobe_benchmarks.speed import scaling
 from tests.tiny import loaded
 
 

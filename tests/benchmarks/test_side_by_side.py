@@ -6,7 +6,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
-from cacheprobe_benchmarks.workload import Run, side_by_side, timed
+from cacheprobe_benchmarks.shared.workload import Run, side_by_side, timed
 from tests.planted_costs import HOUR, Clock
 from tests.tiny import loaded
 

@@ -1,6 +1,5 @@
 """The command line: quick help, one-line errors, and a run that is stored, replayed and drawn."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,12 +8,8 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
+from tests.command import cacheprobe
 from tests.tiny import hf_model
-
-
-def cacheprobe(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cacheprobe", *args]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +69,9 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_stored_run_verifies(stored: Path) -> None:
-    done = cacheprobe("verify", str(stored))
+    """In a process of its own, as from a shell."""
+    command = [sys.executable, "-m", "cacheprobe", "verify", str(stored)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "equal to the oracle: 32 tokens of 4 requests" in done.stdout
 
@@ -107,16 +104,11 @@ def test_report_is_drawn(stored: Path, tmp_path: Path) -> None:
         (("run", "--out", "x"), "give either --prompt"),
         (("run", "--out", "x", "--task", "poker"), "poker"),
         (("run", "--out", "x", "--task", "variables:modulus=1"), "modulus=1"),
-        (("run", "--out", "x", "--task", "two_coins:question_first=no"), "question_first='no' must be True or False"),
         (("run", "--out", "x", "--task", "boxes", "--people", "2"), "task 'boxes' has no setting 'people'; it has "),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "psychic"), "psychic"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit"), "layer"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit:layer"), "not key=value"),
         (("run", "--out", "x", "--prompt", "a", "--model", "./nowhere"), "no directory ./nowhere"),
-        (
-            ("run", "--out", "x", "--prompt", "a", "--model", "coinflip-plain", "--drafter", "early_exit:layer=two"),
-            "layer of early_exit must be a whole number, got 'two'",
-        ),
         (("run", "--config", "nowhere.yaml", "--out", "x"), "there is no config file nowhere.yaml"),
         (("show", "nowhere"), "not a directory"),
         (("hypotheses", "nowhere", "--out", "x.txt"), "x.txt ends in .txt"),
@@ -126,10 +118,34 @@ def test_report_is_drawn(stored: Path, tmp_path: Path) -> None:
         (("bench", "nothing"), "unknown benchmark 'nothing'; there are"),
     ],
 )
-def test_errors_are_one_line(args: tuple[str, ...], part: str) -> None:
+def test_errors_are_one_line(args: tuple[str, ...], part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     done = cacheprobe(*args)
     assert done.returncode == 2 and part in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and not done.stdout
+
+
+BOTH = """
+import sys
+from cacheprobe.cli.app import main
+
+for words in (["--task", "two_coins:question_first=no"], ["--prompt", "a", "--drafter", "early_exit:layer=two"]):
+    sys.argv = ["cacheprobe", "run", "--out", "x", "--model", "coinflip-plain", *words]
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def test_settings_of_a_wrong_kind_are_one_line() -> None:
+    """In a process of its own: the tests' checks of shapes refuse them earlier, in other words."""
+    done = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "2"], done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2 and all(line.startswith("error: ") for line in lines)
+    assert "question_first='no' must be True or False" in lines[0]
+    assert "layer of early_exit must be a whole number, got 'two'" in lines[1]
 
 
 KILLED = """

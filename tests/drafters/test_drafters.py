@@ -82,7 +82,8 @@ def test_the_contract(name: str) -> None:
 
     states = [new_state(prompt, i, temperature=0.7) for i, prompt in enumerate(PROMPTS)]
     engine, scheduler = prepare(loaded(), states, EngineConfig(4, 2, 96), Silent())
-    engine.admit(scheduler.admit(0), scheduler.running)
+    for prefill, group in engine.prefills(scheduler.admit(0), scheduler.running):
+        prefill(group)
     before = [list(state.token_ids) for state in states]
     for _ in range(3):
         proposals = drafter.extend(engine, states)

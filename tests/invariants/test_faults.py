@@ -41,9 +41,10 @@ def half_way(model: Spy) -> tuple[Engine, list[SequenceState]]:
     """Three requests with full drafts, about to be verified."""
     run = Watched(model, PROMPTS[:3], deterministic=True, sampling=HOT)
     engine, scheduler = prepare(model, run.states, run.config, Silent())
-    engine.admit(scheduler.admit(0), scheduler.running)
+    for prefill, group in engine.prefills(scheduler.admit(0), scheduler.running):
+        prefill(group)
     while drafting := scheduler.drafting():
-        engine.decode(cp.drafters.FastPath(), drafting)
+        engine.decode(drafting)
     return engine, run.states
 
 

@@ -15,7 +15,7 @@ from cacheprobe.core.registry import available
 from cacheprobe.ops.dispatch import OPERATIONS
 from cacheprobe_kernels.base import INTERPRETED, Case, Draws, Kernel, Plan
 from cacheprobe_kernels.cached_attention import CachedAttention
-from cacheprobe_kernels.checks.contract import batch_complaints, outcome, poisoned, reference_complaints
+from cacheprobe_kernels.checks.contract import batch_complaints, poisoned, reference_complaints
 from cacheprobe_kernels.lens_topk import LensTopK
 from cacheprobe_kernels.matmul import Matmul
 from cacheprobe_kernels.rms_norm import RmsNorm
@@ -161,5 +161,5 @@ def test_poison_is_there_and_goes() -> None:
 def test_no_rows_are_no_launch() -> None:
     """Nothing to do is no error."""
     arguments = RmsNorm.inputs(RmsNorm.cases[0], Draws(torch.device("cpu")))
-    got = outcome(RmsNorm, RmsNorm.run, {**arguments, "values": arguments["values"][:0]})
+    got = RmsNorm.outcome(RmsNorm.run, {**arguments, "values": arguments["values"][:0]})
     assert got["out"].shape == (0, 48)

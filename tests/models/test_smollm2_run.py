@@ -9,7 +9,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe_benchmarks.hugging_face import HuggingFace
+from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 
 RUN = dict(window=4, group=2, capacity=128, max_new_tokens=12, progress=False)
 EXAMPLES = cp.tasks.CoinFlip(people=3).examples(4, seed=5)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cacheprobe.sweeps.storage.store import SweepStore
-from cacheprobe_benchmarks.s3_server import BUCKET, s3_server
+from cacheprobe_benchmarks.sweeps.s3_server import BUCKET, s3_server
 from tests.sweeps import test_sweeps as sweeps
 from tests.sweeps import test_sweeps_elsewhere as elsewhere
 from tests.sweeps import test_sweeps_store as stored

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from tests.mutations.mutate import Mutation, bug, instead, under, without
 
 COMMITTER, ENGINE = "cacheprobe.engine.committer:Committer", "cacheprobe.engine.step:Engine"
@@ -65,13 +63,13 @@ def _first_for_all(real: Any) -> Any:
 
 
 def _commits_adaptive(real: Any) -> Any:
-    def decode(self: Any, drafter: Any, states: Any) -> None:
+    def take(self: Any, states: Any, proposals: Any) -> None:
         with ExitStack() as stack:
             for state in states if self.config.draft_length == "adaptive" else ():
                 stack.enter_context(patch.object(state, "is_verified", False))
-            real(self, drafter, states)
+            real(self, states, proposals)
 
-    return decode
+    return take
 
 
 def _without_the_committed(real: Any) -> Any:
@@ -119,9 +117,9 @@ def _any_equal_prompt(real: Any) -> Any:
 
 
 def _rebuilt_as_plain(real: Any) -> Any:
-    def rebuild(self: Any, state: Any) -> None:
-        with patch.object(state, "is_verified", False):
-            real(self, state)
+    def rebuild(self: Any, states: Any) -> None:
+        with patch.object(states[0], "is_verified", False):
+            real(self, states)
 
     return rebuild
 
@@ -203,7 +201,7 @@ MUTATIONS = [
         _verified_if(lambda state, drafter, is_all: is_all or drafter is not None),
     ),
     bug("all requests are verified", ("24",), f"{PLAN}.states", _verified_if(lambda *given: True)),
-    bug("an adaptive draft is committed as it comes", ("01",), f"{ENGINE}.decode", _commits_adaptive),
+    bug("an adaptive draft is committed as it comes", ("01",), f"{ENGINE}._take", _commits_adaptive),
     bug(
         "a group with dummies waits for ever",
         ("10",),
@@ -263,7 +261,7 @@ MUTATIONS = [
     bug(
         "verified prompts are read in their own width",
         ("01", "21"),
-        f"{PREFILL}._read_group",
+        f"{PREFILL}.read",
         under(lambda *given: {"pad_prefill": False}),
     ),
     bug(
@@ -280,7 +278,7 @@ MUTATIONS = [
     bug(
         "chunks are shorter in a batch",
         ("01", "21"),
-        f"{PREFILL}._read_group",
+        f"{PREFILL}.read",
         under(
             lambda self, *given: {"prefill_chunk": self.config.prefill_chunk - (self.runner.cache.num_free_rows < 5)}
         ),
@@ -305,7 +303,7 @@ MUTATIONS = [
         "a preempted request is not read back",
         ("23",),
         f"{PREFILL}.rebuild",
-        instead(lambda self, state: self._begin(state)),
+        instead(lambda self, states: self._begin(states[0])),
     ),
     bug("a preempted request keeps its draft", ("23",), f"{COMMITTER}.preempt", without("_give_up_draft")),
     bug(
@@ -345,9 +343,7 @@ MUTATIONS = [
                     real(self, some) for some in ([states] if states[0].is_verified else [[s] for s in states])
                 ]
             ),
-            f"{ENGINE}.feed_newest": lambda real: (
-                lambda self, states, num_layers=None: torch.cat([real(self, [state], num_layers) for state in states])
-            ),
+            f"{ENGINE}.decode": lambda real: lambda self, states: [real(self, [state]) for state in states],
         },
     ),
 ]

@@ -78,15 +78,15 @@ def _limit_past_the_end(self: Any, window: int) -> int:
 
 
 def _streams_candidates(real: Any) -> Any:
-    def decode(self: Any, drafter: Any, states: Any) -> None:
+    def take(self: Any, states: Any, proposals: Any) -> None:
         before = {state: len(state.draft) for state in states}
-        real(self, drafter, states)
+        real(self, states, proposals)
         for state in states:
             for one in self.committer.observer.observers:
                 fresh = getattr(one, "fresh", {})
                 fresh.setdefault(state.request_id, []).extend(state.draft[before[state] :])
 
-    return decode
+    return take
 
 
 def _takes_back(real: Any) -> Any:
@@ -187,7 +187,7 @@ MUTATIONS = [
         lambda real: lambda self, generated: real(self, generated[-1:]),
     ),
     # -- streams
-    bug("candidates are streamed", ("17_monotone_release_of_a_stream",), f"{ENGINE}.decode", _streams_candidates),
+    bug("candidates are streamed", ("17_monotone_release_of_a_stream",), f"{ENGINE}._take", _streams_candidates),
     bug(
         "characters are cut",
         ("17_monotone_release_of_a_stream",),

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cacheprobe.patching.grid import difference
-from tests.analysis import test_foresight as rollback_prediction
 from tests.analysis import test_patching as patching
 from tests.analysis import test_probes as probes
+from tests.analysis import test_rollback_prediction as rollback_prediction
 from tests.interventions import test_interventions as interventions
 from tests.kvcache import test_surgery as surgery
 from tests.mutations.mutate import bug, inside, instead

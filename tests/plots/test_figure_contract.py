@@ -15,7 +15,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe import plots
 from cacheprobe.plots.style import FIGURE_CONFIG
-from tests.plots.test_probe_figures import foreseen, probes
+from tests.plots.test_probe_figures import predictions, probes
 from tests.tiny import PROMPTS, SMALL, loaded
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
     ),
     "draft_verdicts": lambda: ((t := trace().hypotheses()), t.assign(layer=2 - t.layer), {}),
     "final_choice_figure": lambda: ((t := by_layer(kind="answer", chance=0.1, rows=9)), t.assign(share=0.1), {}),
-    "rollback_prediction_figure": lambda: (foreseen(0.1), foreseen(-0.1), {}),
+    "rollback_prediction_figure": lambda: (predictions(0.1), predictions(-0.1), {}),
     "lens_grid": lambda: ((t := trace().hypotheses()), t.assign(agrees=False), dict(request_id=0)),
     "patching_grid": lambda: ((t := cells()), swapped(t, "nld"), {}),
     "probe_figure": lambda: (probes().assign(examples=40, groups=20), probes(False), {}),

@@ -36,18 +36,18 @@ def test_a_panel_for_each_place_and_a_line_for_each_site() -> None:
         probe_figure(probes().iloc[:0])
 
 
-def foreseen(gain_low: float) -> pd.DataFrame:
+def predictions(gain_low: float) -> pd.DataFrame:
     line = dict(drafter="ngram", unit="draft", auroc=0.7, low=0.6, high=0.8, shuffled=0.5, position=0.55, margin=0.65)
     return pd.DataFrame([dict(**line, layer=layer, gain_low=gain_low) for layer in (29, 2)])
 
 
-def test_foresight_draws_its_controls() -> None:
-    figure = rollback_prediction_figure(foreseen(0.01))
+def test_rollback_prediction_draws_its_controls() -> None:
+    figure = rollback_prediction_figure(predictions(0.01))
     assert [d.name for d in figure.data] == ["states", "position alone", "margin alone", "labels shuffled"]
     assert list(figure.data[0].x) == [2, 29] and list(figure.data[2].y) == [0.65, 0.65]
     assert figure.layout.title.text.endswith("for ngram")
-    assert rollback_prediction_figure(foreseen(-0.01)).layout.title.text.endswith("for no drafter here")
-    for table, unit in ((foreseen(0.1), "candidate"), (pd.DataFrame(), "draft")):
+    assert rollback_prediction_figure(predictions(-0.01)).layout.title.text.endswith("for no drafter here")
+    for table, unit in ((predictions(0.1), "candidate"), (pd.DataFrame(), "draft")):
         with pytest.raises(ValueError, match="no line of unit"):
             rollback_prediction_figure(table, unit)
 

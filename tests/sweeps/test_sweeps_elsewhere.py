@@ -16,7 +16,7 @@ from cacheprobe.sweeps.backends.on_ray import TRIES_VARIABLE
 from cacheprobe.sweeps.storage.lease import LEASES, SweepBusy, leased, renewed
 from cacheprobe.sweeps.storage.lock import only_sweep
 from cacheprobe.sweeps.storage.store import SHARDS, SweepStore
-from cacheprobe_benchmarks.s3_server import BUCKET, environment, s3_server
+from cacheprobe_benchmarks.sweeps.s3_server import BUCKET, environment, s3_server
 from tests.sweeps.test_sweeps import SMALL, digests
 
 

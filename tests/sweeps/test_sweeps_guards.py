@@ -9,7 +9,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.cli.sweep import query
-from cacheprobe.models.shipped import shipped_folder
+from cacheprobe.models.known import shipped_folder
 from cacheprobe.models.thinking.store import config_hash
 from cacheprobe.sweeps.dry_run import dry_run
 from cacheprobe.sweeps.engine import PARTIAL, sweep

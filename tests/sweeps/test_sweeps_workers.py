@@ -20,10 +20,10 @@ from cacheprobe.sweeps.settings import read_config
 from cacheprobe.sweeps.storage.store import SweepStore
 from cacheprobe.sweeps.workers.holder import Job
 from cacheprobe.sweeps.workers.queue import Waiting
-from cacheprobe_benchmarks import sweep_backends
-from cacheprobe_benchmarks.ray_faults import NOT_HERE, children, command_line
-from cacheprobe_benchmarks.struck import CELLS
-from cacheprobe_benchmarks.sweep_faults import FAULTS, run
+from cacheprobe_benchmarks.sweeps import sweep_backends
+from cacheprobe_benchmarks.sweeps.ray_faults import NOT_HERE, children, command_line
+from cacheprobe_benchmarks.sweeps.struck import CELLS
+from cacheprobe_benchmarks.sweeps.sweep_faults import FAULTS, run
 from tests.sweeps.test_sweeps import RUN, SMALL, digests
 
 TWO_MODELS = {"model": ["coinflip-plain", "coinflip-thinking"], "task": "coin_flip:people=2", "window": 4}

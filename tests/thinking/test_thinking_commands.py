@@ -1,9 +1,6 @@
 """What a user of Thinking States models meets: lines of a demo, names and seeds of trainings, words, and settings."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from cacheprobe.tasks import CoinFlip, Permutations
 from cacheprobe.training.thinking.command import train_thinking
 from cacheprobe.training.thinking.presets import PRESETS
 from cacheprobe.training.thinking.run import TEST_SEED, VARIANT_SEEDS, train
+from tests.command import Done, cacheprobe
 from tests.tiny import hf_model
 from tests.training.test_thinking_settings import quick
 
@@ -31,9 +29,8 @@ ON: dict[str, Any] = dict(max_new_tokens=14, sampling=cp.SamplingParams(stop_tok
 """The answer and its end are shorter than a chunk; what is written after them is thought about."""
 
 
-def command(*args: str) -> subprocess.CompletedProcess[str]:
-    wide = {**os.environ, "COLUMNS": "500"}
-    return subprocess.run([sys.executable, "-m", "cacheprobe", *args], capture_output=True, text=True, env=wide)
+def command(*args: str) -> Done:
+    return cacheprobe(*args, COLUMNS="500")
 
 
 def thinker(**settings: Any) -> ThinkingLM:

@@ -12,7 +12,7 @@ from cacheprobe.models.thinking.blocks import attend
 from cacheprobe.training.thinking.losses import attention_crowding, collate, losses, skipping_positions
 from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe.training.thinking.run import train
-from cacheprobe_analyses import crowding_or_distance as crowding
+from cacheprobe_analyses.thinking import crowding_or_distance as crowding
 from tests.thinking.test_thinking import tiny
 from tests.training.test_thinking_settings import quick
 from tests.training.test_thinking_training import items

@@ -20,9 +20,9 @@ from cacheprobe.training.thinking.command import summary, train_thinking
 from cacheprobe.training.thinking.evaluate import Verdicts
 from cacheprobe.training.thinking.presets import PRESETS, Preset, preset_of
 from cacheprobe.training.thinking.run import train
-from cacheprobe_analyses import minute_of_training as minute
-from cacheprobe_analyses import thinking_variations as variations
-from cacheprobe_analyses import thought_gap as gap
+from cacheprobe_analyses.thinking import minute_of_training as minute
+from cacheprobe_analyses.thinking import thinking_variations as variations
+from cacheprobe_analyses.thinking import thought_gap as gap
 from tests.thinking.test_thinking import tiny
 from tests.training.test_thinking_training import SMALL
 

@@ -12,7 +12,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.shipped import shipped_folder
+from cacheprobe.models.known import shipped_folder
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import config_hash, load_thinking, save_thinking
@@ -27,8 +27,8 @@ from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe.training.thinking.recurrent import own_thoughts
 from cacheprobe.training.thinking.run import load_trained, train
 from cacheprobe.training.threads import one_thread
-from cacheprobe_analyses import thinking_states_table as table
-from cacheprobe_analyses import thoughts_are_causal as causal
+from cacheprobe_analyses.thinking import thinking_states_table as table
+from cacheprobe_analyses.thinking import thoughts_are_causal as causal
 from tests.thinking.test_thinking import TINY, tiny
 from tests.twins.thinking_slowly import read_slowly
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from cacheprobe.core.hook_names import PATTERN, hook_name
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.feeding import feed
 
 _TOKENS, _CAPACITY = 4, 8
 
@@ -16,17 +16,12 @@ def require_heads(model: CachedLM, sites: Sequence[str], layers: Sequence[int]) 
 
     Raises: ModelError for a site without a hook, or whose hook does not fire or gives another shape.
     """
-    cache = model.new_cache(1, _CAPACITY)
-    seen: dict[tuple[str, int], tuple[int, ...]] = {}
-
-    def note(site: str, layer: int, value: Tensor) -> None:
-        """Notes the shape of a captured activation."""
-        seen[site, layer] = tuple(value.shape)
-
-    with model.capturing([(site, layer) for layer in layers for site in sites], note):
-        model.forward(torch.zeros(1, _TOKENS, dtype=torch.long), cache, [0], [0])
+    wanted = [(site, layer) for layer in layers for site in sites]
+    token_ids = torch.zeros(1, _TOKENS, dtype=torch.long)
+    fed = feed(model, token_ids, wanted, cache=model.new_cache(1, _CAPACITY))
+    seen = {place: tuple(value.shape) for place, value in fed.states.items()}
     for layer in layers:
-        key, value = cache.keys[layer].shape, cache.values[layer].shape
+        key, value = fed.cache.keys[layer].shape, fed.cache.values[layer].shape
         heads, kv_heads = model.head_shape[0], key[1]
         expected = {
             "q": (1, _TOKENS, heads, key[3]),

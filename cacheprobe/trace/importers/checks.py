@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.feeding import feed
 from cacheprobe.trace.importers.common import Generation, ImportRefused
 
 FARTHEST = 0.1
@@ -29,7 +30,9 @@ def require_states_of(model: CachedLM, one: Generation) -> None:
             f"states of layer {max(beyond)} were given; {model.name} has layers 0 to {model.n_layers - 1}"
         )
     count = min(len(one.prompt), _LONGEST)
-    ours = _states(model, one.prompt[:count])
+    sites = [("S", layer) for layer in range(model.n_layers)]
+    fed = feed(model, torch.tensor([one.prompt[:count]]), sites, logit_slots=[0])
+    ours = [fed.states[site][0] for site in sites]
     for layer, states in one.states.items():
         far = [_distance(states[:count].to(model.device), own) for own in ours]
         nearest = min(range(len(far)), key=far.__getitem__)
@@ -44,17 +47,3 @@ def require_states_of(model: CachedLM, one: Generation) -> None:
 def _distance(theirs: Tensor, ours: Tensor) -> float:
     a, b = theirs.float(), ours.float()
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-30)).mean())
-
-
-def _states(model: CachedLM, token_ids: tuple[int, ...]) -> list[Tensor]:
-    """Returns S [t, m] of every layer."""
-    cache = model.new_cache(1, len(token_ids))
-    kept: dict[int, Tensor] = {}
-
-    def keep(site: str, layer: int, value: Tensor) -> None:
-        """Copies the states of a layer."""
-        kept[layer] = value[0].clone()
-
-    with model.capturing([("S", layer) for layer in range(model.n_layers)], keep):
-        model.forward(torch.tensor([token_ids]), cache, [0], [0], logit_slots=[0])
-    return [kept[layer] for layer in range(model.n_layers)]

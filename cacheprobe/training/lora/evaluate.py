@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.feeding import continue_texts
 from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.tasks.base import Accuracy, accuracy
@@ -114,16 +115,17 @@ def replies(model: CachedLM, prompts: Sequence[str], max_new_tokens: int, batch:
 
 def _reply_to(model: CachedLM, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> list[Reply]:
     """Returns the replies to prompts of one length."""
-    length, rows = len(prompts[0]), list(range(len(prompts)))
-    cache = model.new_cache(len(prompts), length + max_new_tokens)
-    logits = model.forward(torch.tensor(prompts), cache, rows, [0] * len(rows), logit_slots=[length - 1])[:, 0]
-    choices = [lowest_argmax(row) for row in logits[:, list(answer_token_ids(model.tokenizer))]]
-    steps = [[lowest_argmax(row) for row in logits]]
-    for position in range(length, length + max_new_tokens - 1):
-        logits = model.forward(torch.tensor(steps[-1])[:, None], cache, rows, [position] * len(rows))[:, 0]
-        steps.append([lowest_argmax(row) for row in logits])
-    texts = []
-    for new in zip(*steps, strict=True):
+    answers, choices = list(answer_token_ids(model.tokenizer)), []
+
+    def choose(rows: list[int], logits: Tensor) -> list[int]:
+        """Returns the most likely tokens; of the first ones, also notes which answer is likelier."""
+        if not choices:
+            choices.extend(lowest_argmax(row) for row in logits[:, answers])
+        return [lowest_argmax(row) for row in logits]
+
+    length, texts = len(prompts[0]), []
+    for ids in continue_texts(model, prompts, length + max_new_tokens, choose):
+        new = ids[length:]
         ends = [index for index, token_id in enumerate(new) if token_id in model.stop_token_ids]
         texts.append(model.decode(new[: ends[0]] if ends else new))
     return [Reply(text, choice) for text, choice in zip(texts, choices, strict=True)]

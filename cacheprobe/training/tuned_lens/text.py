@@ -1,5 +1,6 @@
 """Generates training text for a lens: prompts of the tasks, continued by the model itself."""
 
+from functools import partial
 from random import Random
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.feeding import continue_texts
 from cacheprobe.tasks import Boxes, CoinFlip, Permutations, Variables
 
 AT_ONCE = 64
@@ -30,7 +32,8 @@ def write_texts(
     parts = []
     with Progress(num_texts, f"writing {part} text", "texts", enabled=progress) as bar:
         for start in range(0, num_texts, AT_ONCE):
-            parts.append(_continued(model, prompts[start : start + AT_ONCE], length, generator))
+            texts = continue_texts(model, prompts[start : start + AT_ONCE], length, partial(_drawn, model, generator))
+            parts.append(torch.tensor(texts))
             bar.advance(len(parts[-1]))
     return torch.cat(parts)
 
@@ -48,25 +51,8 @@ def _prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[tupl
     return prompts
 
 
-def _continued(model: CachedLM, prompts: list[tuple[int, ...]], length: int, generator: torch.Generator) -> Tensor:
-    """Returns texts [b, length]; every step feeds each text's newest token at the text's own position."""
-    cache = model.new_cache(len(prompts), length)
-    texts = [list(prompt) for prompt in prompts]
-    for width in sorted({len(prompt) for prompt in prompts}):
-        rows = [row for row, prompt in enumerate(prompts) if len(prompt) == width]
-        together = torch.tensor([prompts[row] for row in rows])
-        logits = model.forward(together, cache, rows, [0] * len(rows), logit_slots=[width - 1])
-        for row, token_id in zip(rows, _drawn(model, logits[:, -1], generator), strict=True):
-            texts[row].append(token_id)
-    while rows := [row for row, text in enumerate(texts) if len(text) < length]:
-        newest = torch.tensor([[texts[row][-1]] for row in rows])
-        logits = model.forward(newest, cache, rows, [len(texts[row]) - 1 for row in rows])
-        for row, token_id in zip(rows, _drawn(model, logits[:, -1], generator), strict=True):
-            texts[row].append(token_id)
-    return torch.tensor(texts)
-
-
-def _drawn(model: CachedLM, logits: Tensor, generator: torch.Generator) -> list[int]:
+def _drawn(model: CachedLM, generator: torch.Generator, rows: list[int], logits: Tensor) -> list[int]:
+    """Samples the next token of each text at temperature 1, end tokens excluded."""
     scores = logits.float().cpu().clone()
     scores[:, list(model.stop_token_ids)] = -torch.inf
     return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0].tolist()

@@ -12,6 +12,7 @@ from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import Lens, LensError
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.feeding import feed
 from cacheprobe.training.loop import Loop, Progress
 from cacheprobe.training.tuned_lens.settings import TunedLensSettings
 
@@ -30,13 +31,10 @@ class States(NamedTuple):
 
 def states_of(model: CachedLM, texts: Tensor) -> States:
     """Returns the states of texts [b, t], computed in one forward; n = b x t."""
-    captured: dict[int, Tensor] = {}
     sites = [("S", layer) for layer in range(model.n_layers - 1)]
-    cache = model.new_cache(*texts.shape)
-    with model.capturing(sites, lambda site, layer, value: captured.__setitem__(layer, value.flatten(0, 1).clone())):
-        logits = model.forward(texts, cache, range(len(texts)), [0] * len(texts))
-    layers = torch.stack([captured[layer] for layer in range(model.n_layers - 1)])
-    return States(layers, logits.flatten(0, 1).float().log_softmax(-1))
+    fed = feed(model, texts, sites)
+    layers = torch.stack([fed.states[site].flatten(0, 1) for site in sites])
+    return States(layers, fed.out.flatten(0, 1).float().log_softmax(-1))
 
 
 class TunedLensTrainer:

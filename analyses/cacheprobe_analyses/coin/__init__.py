@@ -1,0 +1,1 @@
+"""Asks where a model keeps the state of the coin, and which of it the answer uses."""

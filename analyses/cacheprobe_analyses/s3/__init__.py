@@ -1,0 +1,1 @@
+"""Asks by which algorithm small models follow a permutation of three things."""

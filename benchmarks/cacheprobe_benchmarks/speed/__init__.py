@@ -1,0 +1,1 @@
+"""Measures how fast the loop, a pass and its products are, and what each optimisation gains."""

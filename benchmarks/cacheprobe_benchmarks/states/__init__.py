@@ -1,0 +1,1 @@
+"""Measures what recording, reading and patching states costs."""

@@ -1,0 +1,1 @@
+"""Measures sweeps: their cost, whether backends give equal bytes, and whether they survive faults."""
