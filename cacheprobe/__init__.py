@@ -69,8 +69,9 @@ if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pas
         if name == "views":
             warnings.warn("cp.views is named cp.plots", DeprecationWarning, stacklevel=2)
             return import_module("cacheprobe.plots")
-        hint = "; it is named kv_snapshot now" if name == "cache_rows" else ""
-        raise AttributeError(f"module 'cacheprobe' has no attribute {name!r}{hint}")
+        from cacheprobe.core.renamed import no_attribute
+
+        raise no_attribute("module 'cacheprobe'", name, __all__)
 
 
 def __dir__() -> list[str]:

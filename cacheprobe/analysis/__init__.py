@@ -62,7 +62,9 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name in _HOMES:
             return getattr(import_module(f"cacheprobe.analysis.{_HOMES[name]}"), name)
-        raise AttributeError(f"module 'cacheprobe.analysis' has no attribute {name!r}")
+        from cacheprobe.core.renamed import no_attribute
+
+        raise no_attribute("module 'cacheprobe.analysis'", name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -70,7 +71,8 @@ def _divergences_of(
 ) -> pd.DataFrame:
     """Returns the divergences of all layers of some rows, computed in one product."""
     number = torch.tensor(layers, device=states.device).repeat_interleave(states.shape[1])
-    logprobs = lens.logits(model, states.flatten(0, 1), number).float().log_softmax(-1).unflatten(0, states.shape[:2])
+    logits = lens.logits(model, rearrange(states, "l n m -> (l n) m"), number)
+    logprobs = rearrange(logits.float().log_softmax(-1), "(l n) v -> l n v", l=len(states))
     missing = torch.full(states.shape[1:2], torch.nan)
     output = logprobs[layers.index(last)] if last in layers else None
     columns: dict[str, list[Tensor]] = {"entropy_nats": [], "kl_output_nats": [], "js_next_nats": []}

@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheprobe.core.records import Finished, Observer
+from cacheprobe.core.renamed import HintsAtNewNames
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.trace.trace import Trace
@@ -45,7 +46,7 @@ class _Committed(Observer):
         self.ended[finished.request_id] = finished.reason
 
 
-class Stream:
+class Stream(HintsAtNewNames):
     """An iterator of `Piece`s. The engine runs only while the caller waits for a piece; leaving the loop early ends the
     run.
     """

@@ -46,7 +46,7 @@ def open_runs(
     if not 0 <= port <= 65535:
         raise ValueError(f"--port is a number from 0 to 65535, got {port}; 0 takes any that is free")
     if find_spec("dash") is None:
-        raise ValueError("the dashboard needs Dash: pip install cacheprobe[dash]")
+        raise ValueError("the dashboard needs Dash: pip install 'cacheprobe[dash]'")
     if lens:
         from cacheprobe.lenses.tuned_files import require_tuned_lens
 

@@ -1,11 +1,11 @@
 """Checks the settings of a run once, before anything is computed, and freezes them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TypedDict
 
 from cacheprobe.core.hook_names import HEAD_SITES, SITES
+from cacheprobe.core.renamed import HintsAtNewArguments
 from cacheprobe.core.values import flag, is_flag, whole_number
 
 ACCEPTANCES = ("equality", "rejection")
@@ -47,21 +47,8 @@ class EngineOptions(TypedDict, total=False):
     states."""
 
 
-RENAMED = {"kv_rows": "max_kv_tokens"}
-"""Maps options of an earlier version to their names of today."""
-
-
-def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> None:
-    """Checks that every option exists. Raises: TypeError that names the option's new name, or the nearest one."""
-    for name in given:
-        if name not in (known := tuple(known)):
-            near = RENAMED.get(name) or next(iter(get_close_matches(name, known, 1)), None)
-            hint = f"; it is named {near} now" if name in RENAMED else f"; did you mean {near}?" if near else ""
-            raise TypeError(f"unknown argument {name!r}{hint}")
-
-
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(HintsAtNewArguments):
     """Fixed shapes of the engine's passes. window, group, capacity, prefill_chunk and prefill_group enter the
     fingerprint.
     """
@@ -124,7 +111,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class CaptureConfig:
+class CaptureConfig(HintsAtNewArguments):
     """Settings of what the recorder keeps."""
 
     sites: "str | None" = "STCZ"

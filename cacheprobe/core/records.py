@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cacheprobe.core.renamed import HintsAtNewArguments
 from cacheprobe.core.sampling_params import SamplingParams as SamplingParams
 from cacheprobe.core.values import flag, require_encodable, whole_number
 
@@ -26,7 +27,7 @@ PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(HintsAtNewArguments):
     """One sequence to generate, as the user wrote it. `cacheprobe.run` fills in the fields left open."""
 
     prompt: "str | Sequence[int]"

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from cacheprobe.core.renamed import hint
 from cacheprobe.core.values import number, require_encodable, whole_number
 
 
@@ -41,6 +42,7 @@ class SamplingParams:
             raise ValueError(
                 f"{name} is no sampling setting here: what changes logits must be a function of the committed tokens "
                 f"alone, so that it can be rolled back; there are {', '.join(cls.__dataclass_fields__)}"
+                f"{hint(name, cls.__dataclass_fields__)}"
             )
         return object.__new__(cls)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cacheprobe.core.renamed import HintsAtNewNames
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.head_masks import Place
 
@@ -21,7 +22,7 @@ EDITED = "edited"
 
 
 @dataclass(frozen=True, eq=False)
-class KVSnapshot:
+class KVSnapshot(HintsAtNewNames):
     """The keys and values of a text's first positions, 0 to len - 1, copied from a cache.
 
     Keys include their rotary rotation, so each position's keys are valid at that position only.

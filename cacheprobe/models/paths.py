@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import PATTERN, SITES
 from cacheprobe.core.live import LiveModule
+from cacheprobe.core.renamed import hint
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.hf.shared import plain_path
 from cacheprobe.models.settings import numeric_settings, product_dtype
@@ -49,8 +50,7 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
     Raises: ValueError for an unknown path; ModelError with the reason if path="fast" is impossible.
     """
     if path not in PATHS:
-        hint = "; 'twin' is named 'fast' now" if path == "twin" else ""
-        raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}{hint}")
+        raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}{hint(path, PATHS)}")
     if not _is_bridge(model):
         return model, f"{type(model).__name__}: as given"
     if path == "bridge":

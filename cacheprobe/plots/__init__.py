@@ -1,5 +1,8 @@
 """Draws a trace: pure functions from its tables to figures and HTML, and a report on one page."""
 
+from typing import TYPE_CHECKING
+
+from cacheprobe.core.renamed import no_attribute
 from cacheprobe.plots.attribution import attribution
 from cacheprobe.plots.carried import carried_figure, ways_figure
 from cacheprobe.plots.coin_rows import coin_rows_figure
@@ -57,3 +60,8 @@ __all__ = [
     "write_figures",
     "write_report",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        raise no_attribute("module 'cacheprobe.plots'", name, __all__)

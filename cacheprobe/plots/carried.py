@@ -48,7 +48,10 @@ def carried_figure(table: pd.DataFrame) -> go.Figure:
             )  # fmt: skip
     first = table[table.treatment == next(iter(_TREATMENTS))]
     best = (first if len(first) else table).sort_values("nld").iloc[-1]
-    title = f"One state carries most of the answer at {markup(best.place)}, layer {best.layer}: {best.nld:.2f}"
+    said = (
+        "One state carries most of the answer" if best.nld > 0.5 else "No state carries half of the answer; the most is"
+    )
+    title = f"{said} at {markup(best.place)}, layer {best.layer}: {best.nld:.2f}"
     figure.update_layout(
         template=layout_template(), title=title, height=180 + 220 * rows, margin=dict(l=48, r=12, t=110, b=48)
     )

@@ -1,5 +1,8 @@
 """Probes: linear classifiers on states, compared with baselines that do not use the states."""
 
+from typing import TYPE_CHECKING
+
+from cacheprobe.core.renamed import no_attribute
 from cacheprobe.probes.checks import ProbeError, require_above_chance
 from cacheprobe.probes.drafts import drafted
 from cacheprobe.probes.linear import ProbeResult, fit
@@ -18,3 +21,8 @@ __all__ = [
     "rollback_prediction",
     "untrained",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        raise no_attribute("module 'cacheprobe.probes'", name, __all__)

@@ -7,9 +7,10 @@ from typing import TypedDict, Unpack
 import numpy as np
 import pandas as pd
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from cacheprobe.core.config import require_known_options
+from cacheprobe.core.renamed import require_known_options
 from cacheprobe.ops.statistics import wilson
 from cacheprobe.probes.checks import LEAST, ProbeError, require_enough
 from cacheprobe.probes.examples import Examples, States, of_trace, of_vectors, pooled_examples
@@ -164,11 +165,11 @@ class _Place:
     def accuracies(self, states: Tensor, with_controls: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns, for states [l, n, m]: accuracy [l], mean accuracy on the control tasks [l], median penalty [l]."""
         sets = np.stack([self.truth, *(self.drawn if with_controls else ())])  # [t, n]
-        hot = np.eye(len(self.classes))[sets].transpose(1, 0, 2)  # [n, t, k]
-        flat = torch.from_numpy(np.ascontiguousarray(hot)).flatten(1)
+        hot = np.eye(len(self.classes))[sets]
+        flat = torch.from_numpy(rearrange(hot, "t n k -> n (t k)"))
         widths = [len(self.classes)] * len(sets)
         scores, strengths = held_out_scores(states, flat, torch.from_numpy(self.folds), widths)
-        said = scores.unflatten(2, (len(sets), -1)).argmax(-1).numpy()  # [l, n, t]
+        said = rearrange(scores, "l n (t k) -> l n t k", t=len(sets)).argmax(-1).numpy()
         right = said == sets.T
         control = np.full(len(states), np.nan)
         if with_controls and self.is_seen.any():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, PATTERN
 from cacheprobe.core.records import STATUSES, Request
+from cacheprobe.core.renamed import hint
 from cacheprobe.core.values import JsonDict
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
@@ -89,7 +90,7 @@ class TraceData:
             self._require(request_id)
             table = table[table.request_id == request_id]
         if status is not None and status not in STATUSES:
-            raise ValueError(f"unknown status {status!r}; statuses are {', '.join(STATUSES)}")
+            raise ValueError(f"unknown status {status!r}; statuses are {', '.join(STATUSES)}{hint(status, STATUSES)}")
         return table[table.status == status].copy() if status else table.copy()
 
     def thoughts(self) -> pd.DataFrame:

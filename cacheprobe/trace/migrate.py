@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 
 import pandas as pd
 
-from cacheprobe.core.config import RENAMED
 from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.token_history import token_history
@@ -53,7 +52,7 @@ def _from_4(old: Manifest) -> Manifest:
 
 def _from_5(old: Manifest) -> Manifest:
     """Renames the setting kv_rows to max_kv_tokens."""
-    config = {RENAMED.get(name, name): value for name, value in old["meta"]["config"].items()}
+    config = {"max_kv_tokens" if name == "kv_rows" else name: value for name, value in old["meta"]["config"].items()}
     return {**old, "format_version": 6, "meta": {**old["meta"], "config": config}}
 
 

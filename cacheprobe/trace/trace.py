@@ -51,7 +51,8 @@ class Trace(TraceData):
 
         def __getattr__(self, name: str) -> object:
             if name in MOVED:
-                raise AttributeError(f"trace.{name}(...) is now cp.analysis.{MOVED[name]}(trace, ...)")
+                column = "; its column settling_layer is named prediction_depth now" if name == "settling" else ""
+                raise AttributeError(f"trace.{name}(...) is now cp.analysis.{MOVED[name]}(trace, ...){column}")
             return object.__getattribute__(self, name)  # raises the error of a property again
 
     def __repr__(self) -> str:

@@ -247,7 +247,7 @@ def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="nowhere holds no tuned lens"):
         cli_dash.open_runs(Path("runs"), lens=(Path("nowhere"),))
     monkeypatch.setattr(cli_dash, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install cacheprobe\[dash\]"):
+    with pytest.raises(ValueError, match=r"pip install 'cacheprobe\[dash\]'"):
         cli_dash.open_runs(Path("runs"))
     program = (
         "import sys\nfrom cacheprobe.cli import dash\nprint({'dash', 'torch', 'pandas', 'plotly'} & set(sys.modules))"

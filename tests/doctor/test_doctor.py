@@ -109,6 +109,15 @@ def test_what_draws_pictures_is_not_needed_by_the_demo(monkeypatch: pytest.Monke
     assert found.can_demo and [row[0] for row in found.listings[-1].rows] == ["kaleido", "chromium"]
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_gpu_is_said_to_be_used_on_request_alone(is_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `cp.load_model` without `device=` does: its model is on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_here)
+    (said,) = (finding.said for finding in machine.machine() if finding.name == "GPU")
+    assert ("only with --device cuda" in said, "none" in said) == (is_here, not is_here)
+    assert cp.load_model("coinflip-plain").device.type == "cpu"
+
+
 def test_dtypes_are_measured() -> None:
     seconds = {"float32": 0.010, "bfloat16": 0.004, "float16": 0.3}
     said = {finding.name: finding.said for finding in machine.dtypes(seconds.__getitem__)}

@@ -139,6 +139,13 @@ def test_its_title_is_a_finding(name: str) -> None:
         assert wanted in title, (title, wanted)
 
 
+def test_little_is_not_called_most() -> None:
+    """A patch that moves the answer by 0.01 was titled "One state carries most of the answer"."""
+    table = carried().assign(nld=0.01)
+    assert "No state carries half of the answer; the most is" in FIGURES["carried_figure"](table).layout.title.text
+    assert FIGURES["carried_figure"](carried()).layout.title.text.startswith("One state carries most of the answer")
+
+
 def largest_part(parts: pd.DataFrame) -> str:
     """The part that adds most to the logit, as a title names it."""
     amount, site, layer = max((row.logit, row.site, row.layer) for row in parts.itertuples() if row.site in "TC")

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from cacheprobe.models.hf.hooked import HookPoint
@@ -87,14 +88,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
         """Returns the attention output [b, t, m] of x [b, t, m]."""
-        b, t, m = x.shape
         config = self.config
-        q, k, v = self.qkv(x).view(b, t, 3, config.n_heads, config.d_head).unbind(2)  # [b, t, h, d]
-        q, k, v = self.hook_q(q).transpose(1, 2), self.hook_k(k).transpose(1, 2), self.hook_v(v).transpose(1, 2)
+        q, k, v = rearrange(self.qkv(x), "b t (part h d) -> part b t h d", part=3, h=config.n_heads)
+        q, k, v = (rearrange(part, "b t h d -> b h t d") for part in (self.hook_q(q), self.hook_k(k), self.hook_v(v)))
         if config.positions == "rope":
             q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
         z = self.hook_z(attend(q, memory(self.layer, k, v), self.hook_pattern))  # [b, t, h, d]
-        return self.out(z.reshape(b, t, m))
+        return self.out(rearrange(z, "b t h d -> b t (h d)"))
 
     @property
     def projection(self) -> nn.Linear:
@@ -112,8 +112,8 @@ def attend(q: Tensor, remembered: Remembered, hook_pattern: HookPoint) -> Tensor
     used."""
     keys, values, bias, *reach = remembered
     if bias is not None and reach and reach[0] is not None and not hook_pattern.fwd_hooks:
-        held = partial(first_slots, keys, values)
-        return attend_by_request(q, held, bias, reach[0], None).unflatten(-1, (q.shape[1], -1))
+        joined = attend_by_request(q, partial(first_slots, keys, values), bias, reach[0], None)
+        return rearrange(joined, "b t (h d) -> b t h d", h=q.shape[1])
     if (repeats := q.shape[1] // keys.shape[1]) > 1:
         keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
     if hook_pattern.fwd_hooks:
@@ -122,7 +122,7 @@ def attend(q: Tensor, remembered: Remembered, hook_pattern: HookPoint) -> Tensor
         z = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
     else:
         z = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias.to(q.dtype))
-    return z.transpose(1, 2)
+    return rearrange(z, "b h t d -> b t h d")
 
 
 def _pattern(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 This file defines only the order of the steps; every weight, norm, rotation and activation belongs to the wrapped layer.
 """
 
+from einops import rearrange
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -35,16 +36,15 @@ class HFAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
         """Returns the attention output [b, t, m] of x [b, t, m]."""
-        b, t, _ = x.shape
         source = self.source
-        q, k, v = (project(x).view(b, t, -1, source.head_dim) for project in self._projections())  # [b, t, h, d]
+        q, k, v = (rearrange(project(x), "b t (h d) -> b t h d", d=source.head_dim) for project in self._projections())
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
         if hasattr(source, "q_norm"):
             q, k = source.q_norm(q), source.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v = (rearrange(part, "b t h d -> b h t d") for part in (q, k, v))
         q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, positions))
         z = self.hook_z(attend(q, memory(self.layer, k, v), self.hook_pattern))  # [b, t, h, d]
-        return source.o_proj(z.reshape(b, t, -1))
+        return source.o_proj(rearrange(z, "b t h d -> b t (h d)"))
 
     def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         return self.source.q_proj, self.source.k_proj, self.source.v_proj

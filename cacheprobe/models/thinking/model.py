@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -239,10 +240,10 @@ class ThinkingModel(HookedRootModule):
         self._check_shape(thoughts, token_ids.shape[1])
         hidden = self.loop(x, self.states_of(thoughts, token_ids.shape[1]), positions, memory)
         logits = self.read_out(self.leave(hidden, positions, memory))
-        b, k, r = thoughts.shape
-        chunks = hidden[:, : k * self.config.chunk].reshape(b * k, self.config.chunk, -1)
-        thought_logits = self.think(chunks, thoughts.reshape(b * k, r)[:, :-1])
-        return logits, thought_logits.reshape(b, k, r, -1)
+        b, k, _ = thoughts.shape
+        chunks = rearrange(hidden[:, : k * self.config.chunk], "b (k c) m -> (b k) c m", k=k)
+        thought_logits = self.think(chunks, rearrange(thoughts, "b k r -> (b k) r")[:, :-1])
+        return logits, rearrange(thought_logits, "(b k) r v -> b k r v", b=b)
 
     def _check_shape(self, thoughts: Int[Tensor, "b k r"], length: int) -> None:
         _, k, r = thoughts.shape
@@ -271,8 +272,8 @@ class ThinkingModel(HookedRootModule):
             out[:, :c] = self.first_state
         if self.config.feeds_back:
             # few thoughts are distinct, and each is compressed once
-            distinct, place = torch.unique(thoughts.flatten(0, 1), dim=0, return_inverse=True)
-            out[:, c : (k + 1) * c] = self.compress(distinct)[place].view(b, k * c, m)
+            distinct, place = torch.unique(rearrange(thoughts, "b k r -> (b k) r"), dim=0, return_inverse=True)
+            out[:, c : (k + 1) * c] = rearrange(self.compress(distinct)[place], "(b k) c m -> b (k c) m", b=b)
         return out[:, :length]
 
     def _whole(self, positions: Tensor, bias: Tensor | None) -> Memory:

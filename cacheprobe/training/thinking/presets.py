@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 
+from cacheprobe.core.renamed import hint
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.tasks import FORMATS, CoinFlip, Permutations, Task, Variables
@@ -148,7 +149,9 @@ def preset_of(task: str, name: str, form: str | None = None) -> Preset:
     if task not in PRESETS:
         raise ModelError(f"no presets for task {task!r}; there are some for {', '.join(PRESETS)}")
     if name not in PRESETS[task]:
-        raise ModelError(f"no preset {name!r} for {task}; choose one of {', '.join(PRESETS[task])}")
+        raise ModelError(
+            f"no preset {name!r} for {task}; choose one of {', '.join(PRESETS[task])}{hint(name, PRESETS[task])}"
+        )
     if form is not None and form not in FORMATS:
         raise ModelError(f"unknown form {form!r} of thoughts; choose one of {', '.join(FORMATS)}")
     return replace(PRESETS[task][name], form=form or PRESETS[task][name].form)

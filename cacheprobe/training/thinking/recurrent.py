@@ -7,6 +7,7 @@ For evaluation: batched and without the engine. `models.thinking.lm` runs one te
 from collections.abc import Callable, Sequence
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from cacheprobe.kvcache.cache import KVCache
@@ -82,7 +83,7 @@ def own_thoughts(model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: E
         if edit is not None and states is not None and start:
             states = edit(start // config.chunk, states, rows)
         hidden = reader.feed(token_ids, rows, [start] * len(rows), states)
-        chunks = hidden.unflatten(1, (-1, config.chunk))
+        chunks = rearrange(hidden, "b (k c) m -> b k c m", c=config.chunk)
         counts = [len(ids) // config.chunk for ids in fed]
         made = iter(reader.think(torch.cat([own[:n] for own, n in zip(chunks, counts, strict=True)])))
         for i, n in zip(rows, counts, strict=True):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from einops import rearrange, reduce
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -79,9 +80,9 @@ class TunedLensTrainer:
 
         All layers are translated in one batched product; their logits are computed in slices of ROWS_AT_ONCE.
         """
-        layers, tokens, width = states.layers.shape
+        layers, tokens, _ = states.layers.shape
         moved = states.layers + torch.baddbmm(self.biases[:, None], states.layers, self.weights)
-        flat = moved.detach().reshape(-1, width)
+        flat = rearrange(moved.detach(), "l t m -> (l t) m")
         gradient, kl = torch.empty_like(flat), torch.empty(len(flat), device=flat.device)
         for start in range(0, len(flat), ROWS_AT_ONCE):
             some = flat[start : start + ROWS_AT_ONCE].clone().requires_grad_()
@@ -90,7 +91,7 @@ class TunedLensTrainer:
             (gradient[start : start + len(some)],) = torch.autograd.grad(each.sum() / tokens, [some])
             kl[start : start + len(some)] = each.detach()
         moved.backward(gradient.view_as(moved))
-        return kl.view(layers, tokens).mean(1)
+        return reduce(kl, "(l t) -> l", "mean", l=layers)
 
     def lens(self, about: dict[str, Json] | None = None) -> TunedLens:
         """Returns the lens with the current translators."""
@@ -108,11 +109,13 @@ def divergences(model: CachedLM, lens: Lens, texts: Tensor) -> Float[Tensor, "l"
         states = states_of(model, text[None])
         layer = torch.arange(len(total), device=model.device).repeat_interleave(len(text))
         token = torch.arange(len(text), device=model.device).repeat(len(total))
-        rows = zip(states.layers.flatten(0, 1).split(ROWS_AT_ONCE), layer.split(ROWS_AT_ONCE), strict=True)
+        rows = zip(
+            rearrange(states.layers, "l t m -> (l t) m").split(ROWS_AT_ONCE), layer.split(ROWS_AT_ONCE), strict=True
+        )
         logits = (lens.logits(model, vectors, layers) for vectors, layers in rows)
         parts = zip(logits, token.split(ROWS_AT_ONCE), strict=True)
         kl = torch.cat([_kl_nats(some, states.output_logprobs_nats[at]) for some, at in parts])
-        total += kl.view(len(total), -1).double().sum(1).cpu()
+        total += reduce(kl.double(), "(l t) -> l", "sum", l=len(total)).cpu()
     return total / texts.numel()
 
 

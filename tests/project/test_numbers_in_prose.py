@@ -1,0 +1,256 @@
+"""Numbers in sentences of the docs are those of stored results. Of tables, test_readme.py says the same."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from cacheprobe_analyses.coin_state_patch import Result as Patched
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS, ANALYSES = "benchmarks/results/", "analyses/results/"
+
+
+def nld_flips_of_noise(held: dict[str, Any]) -> tuple[int, int, int]:
+    """Answers that noise flips: of the thinking model, of how many, and of SmolLM2."""
+    thinking, real = (Patched.of(one).frame for one in held.values())
+    noise = thinking[thinking.treatment == "noise"]
+    return int(noise.flips.sum()), int(noise.n.sum()), int(real[real.treatment == "noise"].flips.sum())
+
+
+def share(held: dict[str, Any], table: str, layer: int, **chosen: str) -> float:
+    """The share, in per cent, of one line of prediction-depths.json."""
+    lines = [one for one in held[table] if one["layer"] == layer and chosen.items() <= one.items()]
+    assert len(lines) == 1
+    return 100 * lines[0]["share"]
+
+
+def gains(held: dict[str, Any]) -> list[float]:
+    """Percentage points by which early exit's rejected drafts are preferred to unrelated ones, layers 20 to 28."""
+    table = pd.DataFrame(held["disagreement"])
+    some = table[(table.drafter == "early_exit") & table.layer.between(20, 28)]
+    return [100 * x for x in (some.share - some.control)]
+
+
+def shuffled(held: dict[str, Any]) -> list[float]:
+    return [line["shuffled"] for one in held["found"] for line in one["lines"]]
+
+
+def mean_right(held: dict[str, Any], cell: str) -> float:
+    """Right answers in per cent, over seeds, of one cell of thinking-states.json or thinking-variations.json."""
+    cells = held["cells"][cell]
+    return 100 * sum(one["right"] for one in cells) / sum(one["texts"] for one in cells)
+
+
+CLAIMS: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
+    # page, what it says with {} for each number, the stored result, and the numbers in it
+    (
+        "patching.md",
+        "ours takes {:.1f} seconds and TransformerLens {:.1f} (`speedup_over_transformerlens` {}), or {} times as long "
+        "if the prompts differ from their first token on. The numbers differ by at most {:.1e} (`largest_difference`).",
+        BENCHMARKS + "patching.json",
+        lambda r: (
+            r["pair"]["seconds_median"]["ours"], r["pair"]["seconds_median"]["transformerlens"],
+            r["speedup_over_transformerlens"], r["speedup_where_the_first_token_differs"],
+            r["pair"]["largest_difference"],
+        ),
+    ),
+    (
+        "patching.md",
+        "(`ours_from_truth` {:.1e}, `transformerlens_from_truth` {:.1e})",
+        BENCHMARKS + "patching.json",
+        lambda r: (r["precision"]["ours_from_truth"], r["precision"]["transformerlens_from_truth"]),
+    ),
+    (
+        "benchmarks.md",
+        "on the machine that was measured (ratio {:.2f}); adding Z of every generated token takes {:.2f} times",
+        BENCHMARKS + "main-job.json",
+        lambda r: (r["stc_ratio"], r["stcz_ratio"]),
+    ),
+    (
+        "benchmarks.md",
+        "the products alone take {:.2f} times Hugging Face's time, and our goal was 1.30; with half of the requests "
+        "deterministic they take {:.2f}, and our goal",
+        BENCHMARKS + "main-job.json",
+        lambda r: (r["stcz_floor"], r["stcz_half_deterministic_floor"]),
+    ),
+    (
+        "results-determinism.md",
+        "In {:,} compared tokens of random traffic there was no difference on an Intel processor",
+        BENCHMARKS + "stress.json",
+        lambda r: (r["compared_tokens"],) if r["differences"] == 0 else (),
+    ),
+    (
+        "results-determinism.md",
+        "and none in {:,} on an AMD processor",
+        BENCHMARKS + "stress-amd.json",
+        lambda r: (r["compared_tokens"],) if r["differences"] == 0 else (),
+    ),
+    (
+        "results-determinism.md",
+        "Deterministic requests keep {:.0f} to 100 % of the throughput in the default setting",
+        BENCHMARKS + "determinism.json",
+        lambda r: (100 * min(r[f"kept_at_{n}"] for n in ("2", "10", "50", "100", "10_stc", "100_stc")),),
+    ),
+    (
+        "lora.md",
+        "the likelier of heads and tails is then still the true state in {:.0f} % of the cases",
+        BENCHMARKS + "lora-answer-alone.json",
+        lambda r: (100 * r["curve"][-1]["states_right"],),
+    ),
+    (
+        "lora.md",
+        "The base writes neither in at least {:.0f} % of its texts",
+        BENCHMARKS + "lora-flips.json",
+        lambda r: (100 * min(one["unparsed"] / one["questions"] for one in r["cells"]["base"]),),
+    ),
+    (
+        "analyses.md",
+        "Noise of the same length flips {} of {} answers of the thinking model and none of SmolLM2's",
+        ANALYSES + "coin-state-patch.json",
+        lambda r: nld_flips_of_noise(r)[:2] if nld_flips_of_noise(r)[2] == 0 else (),
+    ),
+    (
+        "analyses-cache.md",
+        "swapping only the earlier people's moves the answer by {:.3f}",
+        ANALYSES + "coin-rows.json",
+        lambda r: (
+            (t := pd.DataFrame(r["effects"]).query("unit == 'span' and treatment == 'swapped'"))
+            [t["where"] == "earlier person's words"][["total", "n"]].sum().pipe(lambda s: s.total / s.n),
+        ),
+    ),
+    (
+        "analyses-drafts.md",
+        "{:.0f} % at layer 20, {:.0f} % at layer 24",
+        ANALYSES + "prediction-depths.json",
+        lambda r: [share(r, "final", layer, kind="later tokens") for layer in (20, 24)],
+    ),
+    (
+        "analyses-drafts.md",
+        "layer 24 does in {:.0f} %, layer 28 in {:.0f} %",
+        ANALYSES + "prediction-depths.json",
+        lambda r: [share(r, "disagreement", layer, drafter="early_exit") for layer in (24, 28)],
+    ),
+    (
+        "analyses-drafts.md",
+        "From layer 20 to 28 the difference is {:.0f} to {:.0f} percentage points",
+        ANALYSES + "prediction-depths.json",
+        lambda r: (min(gains(r)), max(gains(r))),
+    ),
+    (
+        "analyses-drafts.md",
+        "Layer 2 predicts as well as layer 26 (AUROC {:.3f})",
+        ANALYSES + "rollback-foresight.json",
+        lambda r: (r["found"][0]["lines"][0]["auroc"],),
+    ),
+    (
+        "analyses-drafts.md",
+        "give an AUROC of {:.2f} to {:.2f}, not 0.5",
+        ANALYSES + "rollback-foresight.json",
+        lambda r: (min(shuffled(r)), max(shuffled(r))),
+    ),
+    (
+        "analyses-drafts.md",
+        "had no rollback in {} candidates in bfloat16",
+        ANALYSES + "rollback-foresight.json",
+        lambda r: (r["found"][-1]["drafts"],) if r["found"][-1]["rollbacks"] == 0 else (),
+    ),
+    (
+        "analyses-permutations.md",
+        "names a wrong state in {} of {} texts, and {} of these have the right parity",
+        ANALYSES + "s3-algorithm.json",
+        lambda r: next(
+            (one["wrong"], one["texts"], one["parity_right_of_wrong"]) for one in r["lengths"]
+            if one["operations"] == 8 and one["model"].startswith("plain, 4 layers, 8")
+        ),
+    ),
+    (
+        "thinking-states.md",
+        "changes the answer in {} of {} texts. Putting the same state in again changes it in {}, noise of the same "
+        "norm in {}, and no state in {}.",
+        ANALYSES + "thoughts-are-causal.json",
+        lambda r: (
+            r["flipped"]["other state"], r["texts"],
+            *(r["flipped"][way] for way in ("own state again", "noise of its norm", "no state")),
+        ),
+    ),
+    (
+        "thinking-states.md",
+        "on {:.2f} % of those of 20",
+        ANALYSES + "thinking-states.json",
+        lambda r: (mean_right(r, "coin-flip tiny no_feedback: 20 operations"),),
+    ),
+    (
+        "thinking-states.md",
+        "{:.2f} % of texts of 20 operations and {:.2f} % of texts of 10 to 100 are right",
+        ANALYSES + "thinking-states.json",
+        lambda r: [mean_right(r, f"coin-flip paper thinking: {n} operations") for n in ("20", "[10, 100]")],
+    ),
+    (
+        "thinking-states.md",
+        "they still fall to {:.0f} to {:.0f} % at 20 operations",
+        ANALYSES + "thinking-states.json",
+        lambda r: sorted(
+            mean_right(r, f"coin-flip position-jumps {arm}: 20 operations") for arm in ("plain", "chain_of_thought")
+        ),
+    ),
+    (
+        "thinking-states.md",
+        "With only the own chunk, {} do",
+        ANALYSES + "state-or-attention.json",
+        lambda r: (r["right"]["attention to the own chunk"],),
+    ),
+    (
+        "thinking-states.md",
+        "**Without states**, {} of {} answers are right",
+        ANALYSES + "state-or-attention.json",
+        lambda r: (r["right"]["no states"], r["texts"]),
+    ),
+    (
+        "thinking-states.md",
+        "Back-propagation through time takes up to {:.1f} times as long with 16 chunks",
+        ANALYSES + "training-cost.json",
+        lambda r: (max(one["ratios"]["through time"] for one in r["lines"] if one["chunks"] == 16),),
+    ),
+    (
+        "thinking-states.md",
+        "One change is remembered over {} chunks",
+        ANALYSES + "thought-gap.json",
+        lambda r: (max(r["chunks"]["1 of 128"]),) if r["right"]["delta"]["1 of 128"] == r["texts"] else (),
+    ),
+    (
+        "thinking-states.md",
+        "its loss on new texts is {:.2f} nats with them and {:.2f} with those of the other coin",
+        ANALYSES + "pretrained-learns.json",
+        lambda r: (r["gold"], r["opposite"]),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("page", "said", "result", "numbers"), CLAIMS, ids=[f"{page}-{said[:30]}" for page, said, *_ in CLAIMS]
+)
+def test_the_numbers_of_a_sentence_are_stored(
+    page: str, said: str, result: str, numbers: Callable[[dict[str, Any]], Any]
+) -> None:
+    stored = json.loads((ROOT / result).read_text(encoding="utf-8"))
+    expected = re.sub(r"e-0(\d)", r"e-\1", said.format(*numbers(stored)))
+    assert expected in " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+
+
+def test_the_short_table_of_thinking_states_is_that_of_the_results() -> None:
+    """Each "here" is the cell for 10 to 100 operations of one line of the appendix, whose table a script fills."""
+    page, appendix = (
+        (ROOT / "docs" / name).read_text() for name in ("thinking-states.md", "results-thinking-states.md")
+    )
+    lines = [line.split(" | ") for line in appendix.splitlines() if line.startswith(("| coin-flip |", "| variables |"))]
+    stored = {tuple(cell.strip("|` ") for cell in line[:3]): (line[3].strip(), line[6].strip()) for line in lines}
+    shown = re.findall(r"^\| (coin flip|variables) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    assert len(shown) == 6
+    for task, arm, here, paper in shown:
+        arm = {"answer alone": "no chain of thought"}.get(arm, arm)
+        preset = "attention-crowding" if arm == "Thinking States" else "tiny"
+        assert stored[task.replace(" ", "-"), arm, preset] == (paper, here)
