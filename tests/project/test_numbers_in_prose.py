@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-
 from cacheprobe_analyses.coin_state_patch import Result as Patched
 
 ROOT = Path(__file__).parents[2]
