@@ -69,7 +69,7 @@ if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pas
         if name == "views":
             warnings.warn("cp.views is named cp.plots", DeprecationWarning, stacklevel=2)
             return import_module("cacheprobe.plots")
-        from cacheprobe.core.renamed import no_attribute
+        from cacheprobe.core.values import no_attribute
 
         raise no_attribute("module 'cacheprobe'", name, __all__)
 

@@ -14,7 +14,7 @@ from cacheprobe.capture.observers import ProgressBar
 from cacheprobe.capture.stream import Stream
 from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions
 from cacheprobe.core.records import Observer, SamplingParams
-from cacheprobe.core.renamed import require_known_options
+from cacheprobe.core.values import require_known_options
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import choose_shapes

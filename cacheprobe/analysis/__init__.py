@@ -62,7 +62,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name in _HOMES:
             return getattr(import_module(f"cacheprobe.analysis.{_HOMES[name]}"), name)
-        from cacheprobe.core.renamed import no_attribute
+        from cacheprobe.core.values import no_attribute
 
         raise no_attribute("module 'cacheprobe.analysis'", name, __all__)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheprobe.core.records import Finished, Observer
-from cacheprobe.core.renamed import HintsAtNewNames
+from cacheprobe.core.values import HintsAtNewNames
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.trace.trace import Trace

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from cacheprobe.core.hook_names import HEAD_SITES, SITES
-from cacheprobe.core.renamed import HintsAtNewArguments
-from cacheprobe.core.values import flag, is_flag, whole_number
+from cacheprobe.core.values import HintsAtNewArguments, flag, is_flag, whole_number
 
 ACCEPTANCES = ("equality", "rejection")
 RUN_DTYPES = ("float32", "bfloat16", "float16")

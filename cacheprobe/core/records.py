@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheprobe.core.renamed import HintsAtNewArguments
 from cacheprobe.core.sampling_params import SamplingParams as SamplingParams
-from cacheprobe.core.values import flag, require_encodable, whole_number
+from cacheprobe.core.values import HintsAtNewArguments, flag, require_encodable, whole_number
 
 PHASES = ("prefill", "decode", "verify")
 """Kinds of forward pass."""

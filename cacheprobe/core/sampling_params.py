@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from cacheprobe.core.renamed import hint
-from cacheprobe.core.values import number, require_encodable, whole_number
+from cacheprobe.core.values import hint, number, require_encodable, whole_number
 
 
 @dataclass(frozen=True, slots=True)

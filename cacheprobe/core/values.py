@@ -1,10 +1,12 @@
-"""Checks single values that a user gave: whole numbers, numbers, flags and texts. Every error names the argument."""
+"""Checks values and names that a user gave. An error about a value names the argument; one about an unknown name gives
+today's name, if an earlier version had it, or the nearest one.
+"""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from operator import index
-from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, Union, cast
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat, SupportsIndex, TypeAlias, Union, cast
 
 Json: TypeAlias = Union[bool, int, float, str, list["Json"], dict[str, "Json"], None]  # noqa: UP007
 """A value as json.loads returns it."""
@@ -80,3 +82,86 @@ def nearest_or_all(name: str, known: Sequence[str]) -> str:
     """Returns, for the message about an unknown name, the known name that is nearest to it, else all known names."""
     near = get_close_matches(name, known, 1, 0.5)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+
+
+# -- names
+
+RENAMED = {
+    # arguments and attributes
+    "kv_rows": "max_kv_tokens",
+    "keep_rows": "keep_kv",
+    "keeps_rows": "keeps_kv",
+    "hidden_parts": "head_masks",
+    # functions and classes
+    "cache_rows": "kv_snapshot",
+    "foresight": "rollback_prediction",
+    "Foresight": "RollbackPrediction",
+    "foresight_figure": "rollback_prediction_figure",
+    "settling_figure": "prediction_depth_figure",
+    "agreement_figure": "draft_verdicts",
+    "settling": "prediction_depth",
+    "read": "read_states",
+    "readings": "lens_readings",
+    "rejected": "rejected_tokens",
+    "thought_readings": "read_thoughts",
+    "thought_insides": "thought_activations",
+    # columns and values
+    "settling_layer": "prediction_depth",
+    "candidate": "superseded",
+    "twin": "fast",
+    # presets of Thinking States
+    "far": "attention-crowding",
+    "all-jump": "position-jumps",
+    "no-jumps": "no-position-jumps",
+}
+"""Maps names of earlier versions to those of today. A hint is given only if the place at hand knows the new name."""
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Returns "; it is named NEW now" for a name of an earlier version, "; did you mean NEAR?" for a misspelt one, or
+    "".
+    """
+    known = tuple(known)
+    if RENAMED.get(name) in known:
+        return f"; it is named {RENAMED[name]} now"
+    near = get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> None:
+    """Checks that every option exists. Raises: TypeError that names the option's new name, or the nearest one."""
+    known = tuple(known)
+    for name in given:
+        if name not in known:
+            raise TypeError(f"unknown argument {name!r}{hint(name, known)}")
+
+
+def no_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Returns the error for an attribute that `owner` does not have, with the hint of `hint`."""
+    return AttributeError(f"{owner} has no attribute {name!r}{hint(name, known)}")
+
+
+class HintsAtNewNames:
+    """Base of classes whose unknown arguments and attributes are refused with the new name, or with the nearest one."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # hidden from the type checker, which would otherwise accept every misspelt name
+
+        def __getattr__(self, name: str) -> object:
+            if RENAMED.get(name) in dir(type(self)):
+                raise no_attribute(f"{type(self).__name__!r} object", name, dir(type(self)))
+            return object.__getattribute__(self, name)  # raises the error of a property again
+
+
+class HintsAtNewArguments(HintsAtNewNames):
+    """Base of frozen settings: adds the check of the keywords that they are made with."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __new__(cls, *args: object, **settings: object):  # returns Self, which beartype does not take in a method
+        """Raises: TypeError for an unknown keyword, with its new name or the nearest one."""
+        require_known_options(settings, cls.__dataclass_fields__)
+        return object.__new__(cls)

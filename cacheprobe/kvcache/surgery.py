@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cacheprobe.core.renamed import HintsAtNewNames
+from cacheprobe.core.values import HintsAtNewNames
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.head_masks import Place
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import PATTERN, SITES
 from cacheprobe.core.live import LiveModule
-from cacheprobe.core.renamed import hint
+from cacheprobe.core.values import hint
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.hf.shared import plain_path
 from cacheprobe.models.settings import numeric_settings, product_dtype

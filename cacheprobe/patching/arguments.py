@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from cacheprobe.core.renamed import require_known_options
+from cacheprobe.core.values import require_known_options
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.paths import choose_path

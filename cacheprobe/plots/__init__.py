@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from cacheprobe.core.renamed import no_attribute
+from cacheprobe.core.values import no_attribute
 from cacheprobe.plots.attribution import attribution
 from cacheprobe.plots.carried import carried_figure, ways_figure
 from cacheprobe.plots.coin_rows import coin_rows_figure

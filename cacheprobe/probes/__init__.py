@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from cacheprobe.core.renamed import no_attribute
+from cacheprobe.core.values import no_attribute
 from cacheprobe.probes.checks import ProbeError, require_above_chance
 from cacheprobe.probes.drafts import drafted
 from cacheprobe.probes.linear import ProbeResult, fit

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from cacheprobe.core.renamed import require_known_options
+from cacheprobe.core.values import require_known_options
 from cacheprobe.ops.statistics import wilson
 from cacheprobe.probes.checks import LEAST, ProbeError, require_enough
 from cacheprobe.probes.examples import Examples, States, of_trace, of_vectors, pooled_examples

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, PATTERN
 from cacheprobe.core.records import STATUSES, Request
-from cacheprobe.core.renamed import hint
-from cacheprobe.core.values import JsonDict
+from cacheprobe.core.values import JsonDict, hint
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM

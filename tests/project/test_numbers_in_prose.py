@@ -143,19 +143,19 @@ CLAIMS: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
     (
         "analyses-drafts.md",
         "Layer 2 predicts as well as layer 26 (AUROC {:.3f})",
-        ANALYSES + "rollback-foresight.json",
+        ANALYSES + "rollback-prediction.json",
         lambda r: (r["found"][0]["lines"][0]["auroc"],),
     ),
     (
         "analyses-drafts.md",
         "give an AUROC of {:.2f} to {:.2f}, not 0.5",
-        ANALYSES + "rollback-foresight.json",
+        ANALYSES + "rollback-prediction.json",
         lambda r: (min(shuffled(r)), max(shuffled(r))),
     ),
     (
         "analyses-drafts.md",
         "had no rollback in {} candidates in bfloat16",
-        ANALYSES + "rollback-foresight.json",
+        ANALYSES + "rollback-prediction.json",
         lambda r: (r["found"][-1]["drafts"],) if r["found"][-1]["rollbacks"] == 0 else (),
     ),
     (

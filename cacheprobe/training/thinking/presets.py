@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 
-from cacheprobe.core.renamed import hint
+from cacheprobe.core.values import hint
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.tasks import FORMATS, CoinFlip, Permutations, Task, Variables

@@ -11,7 +11,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.core.renamed import RENAMED
+from cacheprobe.core.values import RENAMED
 from cacheprobe.models.base import ModelError
 from cacheprobe.training.thinking.presets import preset_of
 from tests.tiny import loaded
