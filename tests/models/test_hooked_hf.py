@@ -81,6 +81,7 @@ def test_chosen_logits_are_those_of_the_slots(
     """In the order asked for, with and without a model that takes logits_to_keep."""
     plain = HookedHF(pair[0], functional=functional)
     monkeypatch.setattr(plain.origin, "_can_choose_logits", can_choose)
+    assert list(plain.logit_choice([3, 1])) == ["logits_to_keep"] * can_choose and plain.logit_choice(None) == {}
     ids, cache = torch.tensor([[5, 6, 7, 8]]), plain.new_cache(1, 8)
     every = plain.forward(ids, cache, [0], [0])
     chosen = plain.forward(ids, cache, [0], [0], logit_slots=[3, 1])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.core.hook_names import resid_pre_name
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.cache import cache_memory
 from cacheprobe.models.thinking.lm import ThinkingLM
@@ -254,3 +255,19 @@ def test_sixteen_bits(dtype: torch.dtype) -> None:
     trace = cp.run(model, PROMPTS[:2], deterministic=True, sampling=FREE, **RUN)
     oracle = cp.reference(model, PROMPTS[:2], deterministic=True, sampling=FREE, **RUN)
     assert [trace.digest(i) for i in (0, 1)] == [oracle.digest(i) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"feeds_back": False}, {"thinks": False}], ids=str)
+def test_a_block_reads_what_the_block_before_wrote_unless_a_state_is_added(changes: dict[str, bool]) -> None:
+    """So an ActivationCache of captured states names the input of every block but that one."""
+    model = ThinkingLM(tiny(**changes))
+    l_in, seen = model.config.l_in, dict[tuple[str, int], torch.Tensor]()
+    sites = [*(("S", layer) for layer in range(model.n_layers)), *(("pre", layer) for layer in range(model.n_layers))]
+    rows = model.new_cache(1, 64)
+    rows.prompt_lengths[rows.allocate()] = len(PROMPTS[0])
+    with model.capturing(sites, lambda site, layer, value: seen.update({(site, layer): value[0].clone()})):
+        model.forward(torch.tensor([PROMPTS[0]]), rows, [0], [0])
+    named = model.to_activation_cache({key: value for key, value in seen.items() if key[0] == "S"})
+    assert (resid_pre_name(l_in) in named.keys()) == (model.injected_layers == ()) == bool(changes)
+    assert all(torch.equal(named["resid_pre", n][0], seen["pre", n]) for n in range(1, model.n_layers) if n != l_in)
+    assert torch.equal(seen["pre", l_in], seen["S", l_in - 1]) == bool(changes)
