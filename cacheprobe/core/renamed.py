@@ -32,13 +32,13 @@ RENAMED = {
     "all-jump": "position-jumps",
     "no-jumps": "no-position-jumps",
 }
-"""Maps names of earlier versions to those of today. A hint is given only if the place at hand knows the new name."""
+"""Maps names of earlier versions to those of today. An error mentions the new name only if the object in question has
+it."""
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Returns "; it is named NEW now" for a name of an earlier version, "; did you mean NEAR?" for a misspelt one, or
-    "".
-    """
+    """Returns the end of an error message for an unknown name: "; it is named NEW now" for a name of an earlier
+    version, "; did you mean NEAR?" for a misspelt one, else ""."""
     known = tuple(known)
     if RENAMED.get(name) in known:
         return f"; it is named {RENAMED[name]} now"
@@ -47,7 +47,8 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> None:
-    """Checks that every option exists. Raises: TypeError that names the option's new name, or the nearest one."""
+    """Checks that every option of `given` is in `known`. Raises: TypeError that gives the option's new name, or the
+    nearest one."""
     known = tuple(known)
     for name in given:
         if name not in known:
@@ -55,12 +56,13 @@ def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> 
 
 
 def no_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Returns the error for an attribute that `owner` does not have, with the hint of `hint`."""
+    """Returns an AttributeError for a name that `owner` does not have; its message gives the new name or the nearest
+    one."""
     return AttributeError(f"{owner} has no attribute {name!r}{hint(name, known)}")
 
 
 class HintsAtNewNames:
-    """Base of classes whose unknown arguments and attributes are refused with the new name, or with the nearest one."""
+    """Adds to its subclasses: the AttributeError for a name of an earlier version gives today's name."""
 
     __slots__ = ()
 
@@ -73,13 +75,14 @@ class HintsAtNewNames:
 
 
 class HintsAtNewArguments(HintsAtNewNames):
-    """Base of frozen settings: adds the check of the keywords that they are made with."""
+    """Checks the keywords of frozen settings: an unknown keyword of a subclass raises a TypeError that gives its new
+    name, or the nearest one."""
 
     __slots__ = ()
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *args: object, **settings: object):  # returns Self, which beartype does not take in a method
-        """Raises: TypeError for an unknown keyword, with its new name or the nearest one."""
+        """Raises: TypeError for an unknown keyword argument, with its new name or the nearest one."""
         require_known_options(settings, cls.__dataclass_fields__)
         return object.__new__(cls)

@@ -1,4 +1,5 @@
-"""Checks single values that a user gave: whole numbers, numbers, flags and texts. Every error names the argument."""
+"""Checks single values that a user gave: whole numbers, numbers, flags and texts. Every error message names the
+argument."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -17,7 +18,8 @@ NO_FLAG = {"flag": False}
 
 
 def whole_number(name: str, value: object) -> int:
-    """Returns the value as Python's int; takes integers of numpy and torch. Raises: ValueError that names `name`."""
+    """Returns `value` as a Python int; takes integers of numpy and torch too. Raises: ValueError that names `name` for
+    anything else."""
     if not is_flag(value):
         try:
             return index(cast(SupportsIndex, value))
@@ -27,7 +29,8 @@ def whole_number(name: str, value: object) -> int:
 
 
 def number(name: str, value: object) -> float:
-    """Returns the value as Python's float. Raises: ValueError for a flag, a text or anything else without a float."""
+    """Returns `value` as a Python float. Raises: ValueError that names `name` for a flag, a text or anything else that
+    is no number."""
     if not is_flag(value) and not isinstance(value, str | bytes | bytearray):
         try:
             return float(cast(SupportsFloat, value))
@@ -37,7 +40,8 @@ def number(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """Returns the value as Python's bool; takes numpy's flags. Raises: ValueError for anything else."""
+    """Returns `value` as a Python bool; takes flags of numpy and torch too. Raises: ValueError that names `name` for
+    anything else."""
     if not is_flag(value):
         raise ValueError(f"{name} must be True or False, got {value!r:.60}")
     return bool(value)
@@ -49,7 +53,8 @@ def is_flag(value: object) -> bool:
 
 
 def require_encodable(name: str, text: str) -> None:
-    """Checks that UTF-8 can encode the text. Raises: ValueError for half of a surrogate pair."""
+    """Checks that UTF-8 can encode `text`. Raises: ValueError that names `name` if it holds half of a surrogate
+    pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -60,7 +65,8 @@ def require_encodable(name: str, text: str) -> None:
 
 
 def require_settings(settings: Any, above_zero: Iterable[str]) -> None:
-    """Checks the numbers of a dataclass of settings: none is negative, and those of `above_zero` are not 0.
+    """Checks the int and float fields of a settings dataclass: none may be negative, and those named in `above_zero`
+    may not be 0.
 
     Raises: ValueError that names the setting.
     """
@@ -77,6 +83,7 @@ def require_settings(settings: Any, above_zero: Iterable[str]) -> None:
 
 
 def nearest_or_all(name: str, known: Sequence[str]) -> str:
-    """Returns, for the message about an unknown name, the known name that is nearest to it, else all known names."""
+    """Returns the part of an error message that helps with an unknown name: "did you mean NEAR?", or, if no known name
+    is near, "there are A, B, ..."."""
     near = get_close_matches(name, known, 1, 0.5)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
