@@ -20,7 +20,7 @@ from tests.planted_costs import HOUR, Clock
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "product_seconds", lambda dtype: 0.001)
-    monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "uses_triton_interpreter", lambda: False)
 
 
 @pytest.mark.usefixtures("quick")

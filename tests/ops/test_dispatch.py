@@ -21,7 +21,7 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As it is where TRITON_INTERPRET is not set."""
-    monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "uses_triton_interpreter", lambda: False)
     return monkeypatch
 
 
