@@ -21,7 +21,8 @@ def sweep(
 ) -> int:
     """Run every combination of models, tasks, drafters and interventions that a file names; skip committed ones.
 
-    Exits with 0 if every cell is committed, 3 if some are (and lists the others, with the reasons), 1 if none is.
+    Exits with 0 if every cell is committed, 3 if some are or the sweep was interrupted (and lists the others, with the
+    reasons), 1 if none is.
 
     Parameters
     ----------
@@ -73,10 +74,10 @@ def query(sweep: str, sql: str, *, out: Path | None = None, all_versions: bool =
     """
     from cacheprobe.sweeps.results import load_sweep
 
-    held = load_sweep(sweep, all_versions=all_versions)
-    table = held.query(sql)
-    if held.pending or held.num_others:
-        print(held, file=sys.stderr)
+    results = load_sweep(sweep, all_versions=all_versions)
+    table = results.query(sql)
+    if results.pending or results.num_others:
+        print(results, file=sys.stderr)
     if out is not None:
         from cacheprobe.core.export import require_ending, write_table
 
