@@ -44,7 +44,7 @@ def generate(
     stop: Annotated[tuple[int, ...] | None, SEVERAL] = None,
     origin: ModelFlags,
 ) -> None:
-    """Import what Hugging Face's generate returned with hidden states.
+    """Save what Hugging Face's generate returned with hidden states as a run.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def vllm(
     num_prompt_tokens: int | None = None,
     origin: ModelFlags,
 ) -> None:
-    """Import hidden states that vLLM's ExampleHiddenStatesConnector wrote.
+    """Save hidden states that vLLM's ExampleHiddenStatesConnector wrote as a run.
 
     Parameters
     ----------
@@ -103,8 +103,8 @@ def vllm(
 
 
 class _Keywords(TypedDict, total=False):
-    """Types the keywords of `cp.import_generate` and `cp.import_vllm` about the model: its name, and the model or
-    tokenizer that turns token ids into text."""
+    """Declares the types of the keywords of `cp.import_generate` and `cp.import_vllm` about the model: its name, and
+    the model or tokenizer that turns token ids into text."""
 
     name: str | None
     model: "CachedLM"

@@ -7,7 +7,7 @@ from cacheprobe.cli.config import SEVERAL
 
 
 def show(run: Path, *, request: int | None = None) -> None:
-    """List a stored run: its settings, requests, verdicts, and agreement by layer.
+    """List a stored run: its settings, requests, verdicts on drafts, and how often each layer predicts the token.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ def sweep(
     dry_run: bool = False,
     progress: bool = True,
 ) -> int:
-    """Run every combination of models, tasks, drafters and interventions that a file names; skip committed ones.
+    """Run every combination (cell) of models, tasks, drafters and interventions that a file names; skip committed cells.
 
     Exits with 0 if every cell is committed, 3 if some are or the sweep was interrupted (and lists the others, with the
     reasons), 1 if none is.
@@ -59,7 +59,7 @@ def sweep(
 
 
 def query(sweep: str, sql: str, *, out: Path | None = None, all_versions: bool = False) -> None:
-    """Query the results of a sweep in SQL: tables cells, layers, and hypotheses, rows, events, ledger of every shard.
+    """Query the results of a sweep in SQL. Tables: cells, layers, and of every shard hypotheses, rows, events, ledger.
 
     Parameters
     ----------

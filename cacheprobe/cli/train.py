@@ -110,7 +110,7 @@ def tuned_lens(
     settings: TunedLensSettings,
     progress: bool = True,
 ) -> None:
-    """Train a tuned lens on the tasks' prompts and the model's own words, and compare it with the logit lens.
+    """Train a tuned lens on the tasks' prompts and the model's own answers, and compare it with the logit lens.
 
     Parameters
     ----------

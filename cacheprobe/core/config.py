@@ -16,8 +16,8 @@ bytes of float32."""
 
 
 class EngineOptions(TypedDict, total=False):
-    """Types the optional keywords of `run`, `reference` and `stream` that set how passes are computed, such as window,
-    group and capacity."""
+    """Declares the types of the optional keywords of `run`, `reference` and `stream` that set how passes are computed,
+    such as window, group and capacity."""
 
     window: int | None
     """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16, or
@@ -37,7 +37,8 @@ class EngineOptions(TypedDict, total=False):
     max_batch: int
     """Requests in flight at once, by default 64."""
     max_kv_tokens: int | None
-    """Tokens in the cache at once; if they run out, the newest request is preempted and resumed later."""
+    """Cache slots in use at once; if the running requests need more, the newest request is preempted and resumed
+    later."""
     draft_length: "int | str | None"
     """Draft tokens before each verification: None for all that the window takes, a number, or "adaptive"."""
     acceptance: str
@@ -110,8 +111,8 @@ class EngineConfig(HintsAtNewArguments):
         """
         if not self.pad_prefill:
             return num_prompt_tokens + max_new_tokens + self.window
-        chunks = -(-(num_prompt_tokens - num_cached) // self.prefill_chunk)
-        return max(num_prompt_tokens + max_new_tokens + self.window, num_cached + chunks * self.prefill_chunk)
+        num_chunks = -(-(num_prompt_tokens - num_cached) // self.prefill_chunk)  # rounded up: the last one is padded
+        return max(num_prompt_tokens + max_new_tokens + self.window, num_cached + num_chunks * self.prefill_chunk)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited"
 
 @dataclass(frozen=True, slots=True)
 class Request(HintsAtNewArguments):
-    """Holds one sequence to generate, as the user wrote it. `cacheprobe.run` fills in the fields left open."""
+    """Holds one sequence to generate, as the user wrote it. `cacheprobe.run` fills in the fields that the user left
+    out."""
 
     prompt: "str | Sequence[int]"
     """Text, or token ids."""

@@ -62,7 +62,8 @@ def no_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:
 
 
 class HintsAtNewNames:
-    """Adds to its subclasses: the AttributeError for a name of an earlier version gives today's name."""
+    """Gives its subclasses a helpful AttributeError: for an attribute of an earlier version, the message has today's
+    name."""
 
     __slots__ = ()
 

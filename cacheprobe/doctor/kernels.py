@@ -7,8 +7,8 @@ from cacheprobe.ops.dispatch import KERNEL, paths
 
 
 def kernels() -> list[Finding]:
-    """Returns findings on the Triton kernels: one that runs use no kernel, and one for each operation, or a single one
-    if all operations have the same result.
+    """Returns a list of findings on the Triton kernels. The first says that runs use no kernel; the others give the
+    result of each operation, or one result if all are the same.
 
     On a GPU the call compiles the kernels.
     """

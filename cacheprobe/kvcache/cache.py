@@ -48,8 +48,8 @@ class Copy(NamedTuple):
 
 
 class KVCache:
-    """Holds the keys and values of every layer, [rows, heads, capacity, d] each, with a length for each cache row and a
-    ledger of provenance."""
+    """Holds the keys and values of every layer, [rows, heads, capacity, d] each, the length of each cache row, and a
+    ledger: the kind of pass that wrote each slot (its provenance)."""
 
     can_compute_twice = True
     """Whether two batch indices of a pass may use one cache row; False for models that write more than keys and

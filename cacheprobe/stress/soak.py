@@ -36,7 +36,7 @@ SAVE_EVERY_SECONDS = 5.0
 
 
 class _Generates(Protocol):
-    """Types a Hugging Face model with `generate`, whose own annotations a type checker cannot bind."""
+    """Declares the `generate` of a Hugging Face model, whose own annotations a type checker cannot bind."""
 
     def generate(self, inputs: torch.Tensor, **settings: object) -> torch.Tensor: ...
 

@@ -41,7 +41,7 @@ _NEAR_TIES = (
 
 
 class Shapes(TypedDict):
-    """Types the keywords of `cp.run` that fix the shapes of the passes; see `EngineConfig`."""
+    """Declares the types of the keywords of `cp.run` that fix the shapes of the passes; see `EngineConfig`."""
 
     window: int
     group: int

@@ -35,7 +35,7 @@ class Corrupted:
         self.inner.check(model)
 
     def release(self, state: SequenceState) -> None:
-        """Frees what the inner drafter keeps of a request."""
+        """Frees what the inner drafter stores for a request, by a call of its `release`."""
         self.inner.release(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:

@@ -60,8 +60,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reach:
-    """Holds, for each batch index of a pass, its pieces: one attention call for each. A batch index whose result is
-    never read has none."""
+    """Holds the attention calls of one pass: for each batch index its pieces (`Piece`), one call each. A batch index
+    whose result is never read has none."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     _masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
@@ -73,8 +73,8 @@ class Reach:
         return max((piece.span for row in self.pieces for piece in row), default=0)
 
     def mask(self, mask: Tensor, row: int, span: int, repeats: int) -> Tensor:
-        """Returns the additive mask [1, 1 or g, r * t, span] of one call, cut from a mask [b, 1 or h, t, s]. A mask
-        shared by all heads is cached."""
+        """Returns the additive mask [1, 1 or g, r * t, span] of one attention call, cut from a mask [b, 1 or h, t, s].
+        r = h / g query heads share a key head. A mask shared by all heads is cached."""
         if mask.shape[1] > 1:  # some heads have masks of their own, which differ between layers
             return mask[row : row + 1, :, :, :span].reshape(1, -1, repeats * mask.shape[2], span)
         key = id(mask), row, span
@@ -104,8 +104,8 @@ class Reach:
 
 
 def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
-    """Returns the pieces of `count` new tokens from position `start` on, as a tuple: each token attends over the span
-    of its own position.
+    """Returns a tuple of pieces (`Piece`, attention calls) for `count` new tokens from position `start` on: each token
+    attends over the span of its own position.
 
     So a position attends over the same span at every index of a window.
     """
@@ -119,19 +119,19 @@ def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ..
 
 
 def reach_of_pass(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
-    """Returns one piece, in a tuple, for all `count` new tokens from position `start` on. For passes whose start
-    depends only on the request, such as a prompt's chunks."""
+    """Returns a tuple of one piece (`Piece`, attention call) for all `count` new tokens from position `start` on. For
+    passes whose start depends only on the request, such as a prompt's chunks."""
     return (Piece(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count, start + count),)
 
 
 def attend_by_request(
     q: Tensor, cached: KeysAndValues, mask: Tensor, reach: Reach, scale: float | None, softcap: float | None = None
 ) -> Tensor:
-    """Returns attention outputs [b, t, h * d] of queries [b, h, t, d], one call for each piece of each request; mask
-    [b, 1 or h, t, s], additive.
+    """Returns attention outputs [b, t, h * d] of queries [b, h, t, d], with separate calls for each request, so that
+    its bits do not depend on the batch. mask: [b, 1 or h, t, s], additive.
 
-    Query heads that share a key head are folded into the rows of one call. A batch index without a piece gives zeros. A
-    call with little work always runs on one thread.
+    cached: gives a request's keys and values.  reach: the calls. Query heads that share a key head are folded into the
+    rows of one call. A batch index without a piece gives zeros. A call with little work always runs on one thread.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     if softcap is None and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):

@@ -26,7 +26,7 @@ def _pointer(_typing, _address):
     """Converts an address, given as a whole number, into a pointer."""
 
     def make(context, builder, signature, args):
-        """Emits the conversion of the address."""
+        """Emits LLVM code that converts the address."""
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.voidptr(types.int64), make
@@ -39,7 +39,7 @@ def _fetch_and_increment(_typing, _address):
     number."""
 
     def make(_context, builder, _signature, args):
-        """Emits the atomic increment."""
+        """Emits LLVM code for the atomic increment."""
         number = args[0].type
         at = builder.inttoptr(args[0], number.as_pointer())
         return builder.atomic_rmw("add", at, number(1), "monotonic")
