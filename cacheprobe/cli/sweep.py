@@ -19,7 +19,7 @@ def sweep(
     dry_run: bool = False,
     progress: bool = True,
 ) -> int:
-    """Run every combination (cell) of models, tasks, drafters and interventions that a file names; skip committed cells.
+    """Run every combination (cell) of models, tasks, drafters and interventions that a file names; skip finished cells.
 
     Exits with 0 if every cell is committed, 3 if some are or the sweep was interrupted (and lists the others, with the
     reasons), 1 if none is.
