@@ -330,7 +330,7 @@ class RunPlan:
 def _require_room(config: EngineConfig, request: Request, new: int) -> None:
     """Raises: ValueError if a request with `new` more tokens does not fit the cache."""
     prompt, window = request.num_prompt_tokens, config.window
-    needed = config.rows_needed(prompt, new, request.num_cached)
+    needed = config.slots_needed(prompt, new, request.num_cached)
     if needed > config.capacity:
         raise ValueError(
             f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} need {needed} "

@@ -1,4 +1,5 @@
-"""Implements `cacheprobe import`: saves another program's generation as a run. Heavy imports are made when it runs."""
+"""Implements `cacheprobe import`: saves another program's generation as a run. Heavy imports are made when the command
+runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ imports = App(name="import", help="Make a run of what another program kept.", he
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """Settings about the model that generated; the docstrings of the fields are the help of the flags."""
+    """Holds the flags of `cacheprobe import` about the model that generated; the docstrings of the fields are the
+    flags' help."""
 
     model: str | None = None
     """Name or directory of the model that generated; its own states are compared with the imported ones."""
@@ -42,7 +44,7 @@ def generate(
     stop: Annotated[tuple[int, ...] | None, SEVERAL] = None,
     origin: ModelFlags,
 ) -> None:
-    """Import what Hugging Face's generate returned with hidden states.
+    """Save what Hugging Face's generate returned with hidden states as a run.
 
     Parameters
     ----------
@@ -74,7 +76,7 @@ def vllm(
     num_prompt_tokens: int | None = None,
     origin: ModelFlags,
 ) -> None:
-    """Import hidden states that vLLM's ExampleHiddenStatesConnector wrote.
+    """Save hidden states that vLLM's ExampleHiddenStatesConnector wrote as a run.
 
     Parameters
     ----------
@@ -101,7 +103,8 @@ def vllm(
 
 
 class _Keywords(TypedDict, total=False):
-    """Keywords of the imports about the model: its name, and what gives texts to token ids."""
+    """Declares the types of the keywords of `cp.import_generate` and `cp.import_vllm` about the model: its name, and
+    the model or tokenizer that turns token ids into text."""
 
     name: str | None
     model: "CachedLM"
@@ -109,7 +112,8 @@ class _Keywords(TypedDict, total=False):
 
 
 def _keywords(origin: ModelFlags) -> _Keywords:
-    """Returns the name, and the loaded model, or else the tokenizer if one is given."""
+    """Returns keywords for an import: the model's name, and the loaded model, or the tokenizer if only a tokenizer is
+    given."""
     import cacheprobe as cp
     from cacheprobe.models.known import require_known
 

@@ -61,7 +61,7 @@ def complaint(axes: JsonDict, run: RunSettings, held: dict[PromptKey, tuple[int,
                     f"intervention {axes['intervention']!r}: position {last_changed} lies outside a prompt of {tokens} "
                     f"+ {run.max_new_tokens} new tokens, which computes 0 to {last} at most"
                 )
-            needed = config.rows_needed(tokens, run.max_new_tokens)
+            needed = config.slots_needed(tokens, run.max_new_tokens)
             if tokens + run.max_new_tokens > facts.n_ctx:
                 return f"prompt of {tokens} + {run.max_new_tokens} new tokens exceed the context of {facts.n_ctx}"
             if needed > run.capacity:
