@@ -19,7 +19,7 @@ _REQUESTS_HELD = 8
 
 
 class StoredRun:
-    """Tables of one saved run, each read once; lens readings are read by request.
+    """Reads the tables of one saved run, each at its first use; lens readings are read for one request at a time.
 
     Columns are those of `trace.tables`. Raises: TraceError, when created, for a directory without a complete run.
     Twin: `load_trace(directory)`, whose tables hold the same lines, ==.
@@ -42,18 +42,20 @@ class StoredRun:
 
     @property
     def fingerprint(self) -> JsonDict:
-        """Everything that the run's bits depend on, as in `Trace.fingerprint`."""
+        """Settings, as a dict, that the bits of the run's results depend on; as in `Trace.fingerprint`."""
         return self.meta["fingerprint"]
 
     def request(self, request_id: int) -> JsonDict:
-        """Returns the stored object of one request. Raises: KeyError for a request that the run does not have."""
+        """Returns the stored JSON object of one request: prompt, token ids, text and more. Raises: KeyError for an
+        unknown request.
+        """
         if not 0 <= request_id < len(self.requests):
             raise KeyError(f"no request {request_id} in this run; it has 0 to {len(self.requests) - 1}")
         return self.requests[request_id]
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """Rows table: one line for each token of each pass."""
+        """Rows table of the saved run: a DataFrame with one line for each token of each pass."""
         rows = self._whole("rows")
         if not self._path("tokens"):
             rows = migrated_rows(rows, self.events, self._prompt_lengths)
@@ -61,17 +63,22 @@ class StoredRun:
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """Events table: one line for each request in each step."""
+        """Events table of the saved run: a DataFrame with one line for each request in each step."""
         return migrated_events(self._whole("events"))
 
     @cached_property
     def ledger(self) -> pd.DataFrame:
-        """Changes of cache rows; `trace.tables.ledgers.ledger_at` applies them up to a step."""
+        """Ledger table of the saved run: a DataFrame with one line for each change of a request's cached slots.
+
+        `trace.tables.ledgers.ledger_at` gives the slots after a step.
+        """
         return self._whole("ledger")
 
     @cached_property
     def thoughts(self) -> pd.DataFrame | None:
-        """Thoughts of a Thinking States model; None for another model."""
+        """Thoughts table of the saved run, one line for each thought of a Thinking States model; None for another
+        model.
+        """
         if not self._path("thoughts"):
             return None
         thoughts = self._whole("thoughts")
@@ -81,12 +88,14 @@ class StoredRun:
 
     @property
     def has_readings(self) -> bool:
-        """Whether the run holds lens readings."""
+        """True if the saved run contains lens readings."""
         return self._path("hypotheses") is not None
 
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
-        """Returns the lens readings of one request, rolled-back rows included; of some positions only, if given.
+        """Returns the lens readings of one request as a DataFrame, one line for each row and layer, rolled-back rows
+        included.
 
+        positions: only readings of rows at these positions; None for all.
         Raises: ValueError if the run has no lens readings.
         """
         table = self._held(request_id)
@@ -104,11 +113,12 @@ class StoredRun:
 
     @property
     def _prompt_lengths(self) -> dict[int, int]:
+        """Number of prompt tokens of each request, by request id."""
         return {request["request_id"]: len(request["prompt_token_ids"]) for request in self.requests}
 
     @cached_property
     def token_texts(self) -> dict[int, str]:
-        """Visible form of every token that the run names, by token id."""
+        """Visible text of every token that the saved run names, by token id."""
         if self._path("tokens") is not None:
             table = self._whole("tokens")
             return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
@@ -123,6 +133,7 @@ class StoredRun:
         return texts
 
     def _read_readings(self, request_id: int) -> pa.Table:
+        """Reads the lens readings of one request from the Parquet file, without the row groups of other requests."""
         path = self._path("hypotheses")
         if path is None:
             raise ValueError("this run read no lens; run it with 'Z' in capture=")
@@ -137,10 +148,12 @@ class StoredRun:
         return table.filter(pc.equal(table["request_id"], request_id))
 
     def _path(self, name: str) -> Path | None:
+        """Returns the path of a table's Parquet file; None if the run has no such table."""
         file = f"{name}-{self._manifest['run_id']}.parquet"
         return self.directory / file if file in self._manifest["files"] else None
 
     def _whole(self, name: str) -> pd.DataFrame:
+        """Reads a whole table of the saved run. Raises: TraceError if the run has no such table."""
         path = self._path(name)
         if path is None:
             raise TraceError(f"{self.directory} holds no table of {name}; run it again")

@@ -1,4 +1,4 @@
-"""Checks that imported states are those of a model that is loaded here, before they are used."""
+"""Checks that imported states are those of a loaded model, before they are used."""
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ _LONGEST = 64
 
 
 def require_states_of(model: CachedLM, one: Generation) -> None:
-    """Runs the first tokens of this prompt through the model, and compares each layer's states with the imported ones.
+    """Checks that imported states are those of `model`: runs the prompt's first tokens and compares the states of each
+    layer.
 
-    Raises: ImportRefused for another width, for tokens outside its vocabulary, and for states of another layer or of
-    other weights; the message names the nearest layer.
+    Raises: ImportRefused for another width, for tokens outside the vocabulary, and for states of another layer or of
+    other
+    weights; the message names the nearest layer.
     """
     if bad := [token for token in (*one.prompt, *one.generated) if not 0 <= token < model.d_vocab]:
         raise ImportRefused(f"token id {bad[0]} is outside the vocabulary of {model.name}, {model.d_vocab}")
@@ -45,5 +47,6 @@ def require_states_of(model: CachedLM, one: Generation) -> None:
 
 
 def _distance(theirs: Tensor, ours: Tensor) -> float:
+    """Returns the distance between two states as a share of the second one's norm, averaged over all tokens."""
     a, b = theirs.float(), ours.float()
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-30)).mean())

@@ -2,7 +2,8 @@
 
 Such an output holds `sequences` [b, prompt + new]. `hidden_states` has, for each pass, tensors [b, t, m]: the input of
 block 0, 1, ..., and at last the output of the final norm. With output_logits=True, `logits` has [b, v] for each pass.
-So S of every block but the last is there; T, C and heads are not. `scores` are logits after processors, and not used.
+So S of every block but the last can be imported; T, C and attention heads cannot. `scores` are logits after logits
+processors, and are not used.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ _PROGRAM = "Hugging Face's generate"
 
 @dataclass(frozen=True)
 class _Outputs:
-    """Tensors of an output, on the CPU, with checked shapes."""
+    """Holds the checked tensors of a `generate` output, on the CPU."""
 
     sequences: Tensor
     states: list[list[Tensor]]
@@ -36,7 +37,7 @@ class _Outputs:
 
     @property
     def prompt_length(self) -> int:
-        """Number of prompt slots, padding included."""
+        """Number of prompt tokens in each sequence of the batch, padding included."""
         return self.states[0][0].shape[1]
 
 
@@ -49,11 +50,11 @@ def trace_of_generate(
     tokenizer: Decoder | None = None,
     name: str | None = None,
 ) -> Trace:
-    """Returns the trace of a `generate` output, or of a safetensors file with the same tensors.
+    """Returns the Trace of an output of Hugging Face's `generate`, or of a safetensors file with the same tensors.
 
-    attention_mask: [b, prompt] of the call; needed for several sequences.  stop_token_ids: tokens that ended a
-    sequence;
-    by default the model's.  model: also checks that the states are this model's.
+    attention_mask: [b, prompt] of the call; needed for several sequences.
+    stop_token_ids: tokens that ended a sequence; by default the model's.  model: also checks that the states are this
+    model's.
     Raises: ImportRefused for anything that is not such an output.
     """
     given = _read(outputs, attention_mask)
@@ -85,7 +86,7 @@ def trace_of_generate(
 
 
 def _generation(given: _Outputs, row: int, stops: frozenset[int]) -> Generation:
-    """Returns one sequence, without its padding at both ends."""
+    """Returns sequence number `row` of a `generate` output as a Generation, without its padding at both ends."""
     start = given.prompt_length - int(given.mask[row].sum())
     text = given.sequences[row].tolist()
     prompt, generated = text[start : given.prompt_length], text[given.prompt_length :]
@@ -110,8 +111,9 @@ def _generation(given: _Outputs, row: int, stops: frozenset[int]) -> Generation:
 
 
 def _read(outputs: object, attention_mask: object) -> _Outputs:
-    """Returns the checked tensors. Raises: ImportRefused for anything else, and for beam search or assisted
-    decoding.
+    """Returns the checked tensors of a `generate` output, or of a safetensors file.
+
+    Raises: ImportRefused for anything else, and for beam search or assisted decoding.
     """
     held = _from_file(Path(outputs)) if isinstance(outputs, str | Path) else outputs
     if getattr(held, "beam_indices", None) is not None:
@@ -146,13 +148,15 @@ def _read(outputs: object, attention_mask: object) -> _Outputs:
 
 
 def _shown(lengths: Sequence[int]) -> str:
+    """Returns the first four lengths as text, separated by commas."""
     return ", ".join(map(str, lengths[:4])) + (", ..." if len(lengths) > 4 else "")
 
 
 def _from_file(path: Path) -> SimpleNamespace:
-    """Returns the tensors of a safetensors file under the names of an output of generate.
+    """Reads a safetensors file, and returns its tensors under the names of a `generate` output.
 
-    The file has sequences, hidden_states.PASS.BLOCK, logits.PASS and attention_mask.
+    The file has sequences, hidden_states.PASS.BLOCK, and optionally logits.PASS and attention_mask.
+    Raises: ImportRefused if a tensor is missing or the file is not readable.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -1,6 +1,4 @@
-"""Finds the verdict on every drafted token, and adds it to the readings of the position that the token was
-drafted for.
-"""
+"""Finds the verdict on every draft token, and adds it to the lens readings that predict the draft token's position."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,11 +17,13 @@ READ_COLUMNS = ["read_token_id", "read_token"]
 
 
 def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns one line for each drafted token: request_id, place, drafted_token_id, born, judged, verdict.
+    """Returns a DataFrame with one line for each draft token: when it was drafted, and the verdict on it.
 
-    place: 0 is the first generated token.  born: the step that drafted the token.  judged: the step of its verify pass,
-    null if it reached none.  verdict: "accepted"; "rejected", the first of its draft that the verifier did not choose;
-    "never_judged", if it followed a rejected token or its draft was given up.
+    Columns: request_id, place (0 is the first generated token), drafted_token_id; born, the step that drafted the
+    token;
+    judged, the step of its verify pass, null if it reached none; verdict: "accepted"; "rejected", the first of its
+    draft
+    that the verifier did not choose; "never_judged", if it followed a rejected token or its draft was given up.
     events: as in `Trace.events`.
     """
     history = token_history(events)
@@ -49,13 +49,16 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
 def with_verdicts(
     readings: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int], token_texts: Mapping[int, str]
 ) -> pd.DataFrame:
-    """Returns the readings with the columns drafted_token_id, drafted_token, verdict, prediction_depth and top_tokens.
+    """Returns the lens readings with five more columns: the draft token for the predicted position, and the verdict on
+    it.
 
-    A row at position p predicts position p + 1. Its drafted token is the draft token at p + 1 in the row's own pass:
-    the pass that drafted the token, or the verify pass that judged it. It is null if there was no draft token.
-    prediction_depth: as in `prediction_depths`.  top_tokens: the texts of top_token_ids.
+    Columns: drafted_token_id, drafted_token, verdict, prediction_depth (as in `prediction_depths`) and top_tokens, the
+    texts of top_token_ids.
+    A row at position p predicts position p + 1. Its draft token is the one at p + 1 in the row's own pass: the pass
+    that
+    drafted the token, or the verify pass that judged it. It is null if there was no draft token.
     readings: one lens and site, as in `trace.tables.build.hypotheses_table`.  prompt_lengths: tokens by request.
-    token_texts: by token id; a missing token is shown as "<id>".
+    token_texts: by token id; a missing token gets the text "<id>".
     """
     readings = readings.drop(columns=[*VERDICT_COLUMNS, "top_tokens"], errors="ignore")
     drafts = drafts_table(events)
@@ -85,7 +88,8 @@ def with_verdicts(
 
 
 def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the readings with the columns read_token_id and read_token: the row's input token, at the row's position.
+    """Returns the lens readings with two more columns, read_token_id and read_token: the input token of the reading's
+    row.
 
     rows: as in `trace.tables.build.rows_table`.
     """
@@ -98,11 +102,12 @@ def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame
 
 
 def _ids(cell: object) -> list[int]:
-    """Returns a cell's token ids as a list; [] for a thought, whose cell is null."""
+    """Returns the token ids in a cell of a table as a list; [] for a thought, whose cell is null."""
     return [int(token) for token in cell] if isinstance(cell, Iterable) else []
 
 
 def _text(token_texts: Mapping[int, str], token_id: int) -> str:
+    """Returns the text of a token id, or "<id>" if it is unknown."""
     try:
         return token_texts[token_id]
     except KeyError:
@@ -110,9 +115,9 @@ def _text(token_texts: Mapping[int, str], token_id: int) -> str:
 
 
 def prediction_depths(readings: pd.DataFrame) -> pd.Series:
-    """Returns, for each reading, the first layer from which its row's most likely token equals that of the last layer
-    read.
+    """Returns the prediction depth of each lens reading's row, as a Series with one value for each reading.
 
+    It is the first layer from which the row's most likely token stays that of the last layer read.
     Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
     Twin: tests.twins.measures_slowly.prediction_depth_slowly, ==.
     """
@@ -131,9 +136,10 @@ def prediction_depths(readings: pd.DataFrame) -> pd.Series:
 
 
 def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
-    """Returns the readings that can be compared with a committed token; a missing verdict becomes "not_drafted".
+    """Returns the lens readings that can be compared with a committed token; a missing verdict becomes "not_drafted".
 
-    Leaves out rows without a committed next token, and rows whose input was a rejected or given-up draft token: they
+    Leaves out rows without a committed next token, and rows whose input was a rejected, later or given-up draft token:
+    they
     follow a text that was never committed.
     Raises: ValueError if no reading remains.
     """
@@ -144,10 +150,11 @@ def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
 
 
 def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
-    """Returns, by layer and verdict, the shares of rows whose most likely token is the committed or the drafted one.
+    """Returns a DataFrame with one line for each layer and verdict: how often the lens's first choice is the committed
+    token.
 
-    Columns: layer, verdict (accepted, rejected, never_judged, not_drafted), rows, committed_first, drafted_first (null
-    without a draft token).
+    Columns: layer, verdict (accepted, rejected, never_judged, not_drafted), rows (their number); committed_first and
+    drafted_first, the shares of rows whose most likely token is the committed or the draft token (null without one).
     Twin: tests.twins.measures_slowly.shares_by_verdict_slowly, close(1e-9).
     """
     known = by_verdict(readings)
@@ -158,8 +165,12 @@ def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
 
 
 def parting(shares: pd.DataFrame) -> str:
-    """Returns one sentence about `shares_by_verdict`: from which layer the committed token leads over a
-    rejected draft.
+    """Returns one sentence: from which layer on the committed token is a lens's first choice more often than a rejected
+    draft.
+
+    shares: from `shares_by_verdict`. Without a rejected draft, the sentence names the layer from which the committed
+    token
+    is the first choice in at least half of the readings.
     """
     rejected = shares[shares.verdict == "rejected"].set_index("layer")
     if len(rejected):

@@ -1,4 +1,4 @@
-"""Builds the hypotheses of a trace: every lens reading, with the committed token and the verdict on its draft."""
+"""Builds a trace's table of lens readings, with the committed token and the verdict on the draft token."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame:
-    """Returns the table of `Trace.hypotheses`. Raises: ValueError if the run read no lens and wrote no thoughts."""
+    """Returns the table of `Trace.hypotheses`: a DataFrame with one line for each layer of each row, thoughts included.
+
+    include_rolled_back: also rows fed a rejected, later or given-up draft token.
+    Raises: ValueError if the run has no lens readings and no thoughts.
+    """
     spoken = None
     if trace.thought_table is not None:
         spoken = as_hypotheses(trace.thought_table, trace.meta["thought_layer"], trace.token_texts)
@@ -32,12 +36,19 @@ def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame
 
 
 def _readings(trace: "TraceData") -> pd.DataFrame:
+    """Returns a copy of the trace's lens readings with verdicts. Computes them at the first call and keeps them in the
+    trace.
+    """
     if trace.judged_readings is None:
         trace.judged_readings = _judged(trace)
     return trace.judged_readings.copy()
 
 
 def _judged(trace: "TraceData") -> pd.DataFrame:
+    """Returns the lens readings with verdicts on draft tokens; an import without readings is read by the logit lens.
+
+    Raises: ValueError if there are no readings, with the reason.
+    """
     if trace.hypothesis_table is not None:
         lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
         table = with_verdicts(trace.hypothesis_table, trace.event_table, lengths, trace.token_texts)

@@ -1,4 +1,4 @@
-"""Applies the ledger's changes up to a step: which cache rows a request held, and how many. Loads no torch."""
+"""Applies the ledger's changes up to a step: which slots of a request's cache row are in use. Does not import torch."""
 
 from typing import SupportsIndex
 
@@ -6,8 +6,10 @@ import pandas as pd
 
 
 def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame:
-    """Returns one request's cache rows after `step` (None: at the end): position, provenance, step of the last
-    write.
+    """Returns the slots of one request's cache row that are in use after `step`, as a DataFrame.
+
+    Columns: position, provenance (such as "verified"), step of the last write.
+    changes: the ledger's lines of this request, in order of step.  step: None for the end.
     """
     held: dict[int, tuple[str, int]] = {}
     for change in changes.itertuples():
@@ -24,9 +26,10 @@ def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame
 
 
 def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
-    """Returns the number of cache rows held after every step that changed it: request_id, step, rows.
+    """Returns the number of cached slots of each request, after every step that changed it, as a DataFrame.
 
-    changes: the ledger table of a run. A request that freed its cache rows holds none from then on.
+    Columns: request_id, step, rows (the number of slots). A request that freed its cache row has 0 from then on.
+    changes: the ledger table of a run.
     Twin: `ledger_at` of each request and step, ==.
     """
     records = []

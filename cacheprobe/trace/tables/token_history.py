@@ -1,4 +1,4 @@
-"""Lists every token that a run proposed or committed, with the steps at which it was proposed and decided."""
+"""Lists every token that a run drafted or committed, with the steps at which it was drafted and judged."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,13 +9,17 @@ COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "decided_st
 
 
 def token_history(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns one line for each token of each request, candidates included, in order of time.
+    """Returns a DataFrame with one line for each drafted or committed token of each request, in order of time.
 
-    place: 0 is the first generated token.  born: the step that proposed or committed the token.  decided_step: the step
-    of its verdict, null while its verdict is open.  outcome: committed (without a verdict), accepted, recovered, bonus,
-    rolled_back, or given_up; null while open. A draft is given up if its request was preempted (decided when the prompt
-    is computed again) or a pass failed (decided when the request drafts again, or is verified without a draft).
-    margin_nats: between the two best tokens of its pass, the smallest of a verify pass; null if no model chose.
+    Columns: request_id, place (0 is the first generated token), token_id; born, the step that drafted or committed the
+    token; decided_step, the step of its verdict, null while its verdict is open; outcome: committed (without a
+    verdict),
+    accepted, recovered, bonus, rolled_back, or given_up; null while open; margin_nats between the two best tokens of
+    its
+    pass, the smallest of a verify pass, null if no model chose.
+    A draft is given up if its request was preempted (decided when the prompt is computed again) or a pass failed
+    (decided
+    when the request drafts again, or is verified without a draft).
     events: as in `Trace.events`.
     """
     lines: list[tuple] = []
@@ -56,10 +60,14 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
-    """Returns the tokens at each place after `step`, one line for each request and place, with a column `state`.
+    """Returns the tokens at each place after `step`: a DataFrame with one line for each request and place, and a
+    `state`.
 
-    state: candidate; rolled_back (by this step; tokens rolled back earlier are left out, as are given-up drafts);
-    pending (committed, but its cache row is not written yet: the newest of its request); or committed.
+    state: "candidate", a draft token whose verdict is open; "rolled_back", by this step (tokens rolled back earlier are
+    left out, as are given-up drafts); "committed"; or "pending", the newest committed token of its request, whose keys
+    and
+    values are not cached yet.
+    history: as from `token_history`.
     """
     there = history[history.born <= step]
     decided = (there.decided_step <= step).fillna(False)
@@ -80,7 +88,9 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
 
 
 def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
-    """Returns a tokens table from the texts in these tables, for runs stored without one."""
+    """Returns a table of tokens (token_id, token) from the texts in the rows and readings tables, for runs stored
+    without it.
+    """
     parts = [rows[["token_id", "token"]]]
     if hypotheses is not None:
         committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
@@ -93,7 +103,7 @@ _KEPT = ("accepted", "recovered", "bonus", "committed")
 
 
 class Fate(NamedTuple):
-    """A token that was proposed or committed at one place, and its outcome."""
+    """Holds a token that was drafted or committed at one place, with the steps at which it was drafted and judged."""
 
     token_id: int
     born: int
@@ -102,9 +112,9 @@ class Fate(NamedTuple):
 
 
 def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
-    """Returns the tokens of one place of a request, in order of time.
+    """Returns the tokens that were drafted or committed at one place of a request, as a list of Fate, in order of time.
 
-    history: as from `token_history`, of that request alone.
+    history: as from `token_history`, of that request alone.  place: 0 is the first generated token.
     """
     there = history[history.place == place].sort_values("born", kind="stable")
     return [
