@@ -26,7 +26,7 @@ Cell: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Audit:
-    """Number of checked lines in each table, and the faults found."""
+    """Holds the result of `audit`: the number of checked lines of each table, and one sentence for each fault found."""
 
     lines: dict[str, int]
     faults: tuple[str, ...]
@@ -34,11 +34,13 @@ class Audit:
 
 @dataclass
 class History:
-    """The course of one request according to its events, in the order of its steps."""
+    """Holds the course of one request, replayed from its events: text, roles, verdicts and drafts."""
 
     prompt: list[int]
     is_verified: bool
+    """Whether the request's tokens are verified, so that its decode passes only make drafts."""
     by_equality: bool
+    """Whether a draft token is accepted if it equals the verifier's choice; otherwise rejection sampling decides."""
     text: list[int] = field(default_factory=list)
     """Prompt and committed tokens so far."""
     roles: list[str] = field(default_factory=list)
@@ -50,14 +52,17 @@ class History:
     drafts: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
     """By position: (step that drafted a token for it, outcome of that token)."""
     given_up: list[int] = field(default_factory=list)
-    """Steps after which the request lost its cache row (preemption)."""
+    """Steps after which the request lost its cache row, because it was preempted."""
 
     def length_before(self, step: int) -> int:
-        """Returns the length of the committed text before a step."""
+        """Returns the number of tokens, prompt included, that the request had before a step."""
         return max((length for at, length in self.lengths if at < step), default=len(self.prompt))
 
     def expected_status(self, step: int, phase: str, position: int) -> tuple[str, str]:
-        """Returns the (role, status) of the token row that a pass computed at this position."""
+        """Returns the (role, status) that a row must have, derived from the request's events.
+
+        step, phase, position: of the pass and token of the row.
+        """
         if step in self.verdicts and phase == "verify":
             start, accepted, _ = self.verdicts[step]
             is_kept, status = position < start + accepted, "committed"
@@ -78,7 +83,11 @@ class History:
 
 
 def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = None) -> Audit:
-    """Checks every table of a run. texts: returns each token id's text; without it, texts are not checked."""
+    """Checks every table of a trace against the others and against the committed tokens; returns an Audit with the
+    faults.
+
+    texts: a function that returns the text of each token id; without it, token texts are not checked.
+    """
     faults: list[str] = []
     histories: dict[int, History] = {}
     for request in trace.requests:
@@ -104,6 +113,7 @@ def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = N
 
 
 def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
+    """Returns the History of one request with its prompt, drafts and preemptions; `_event_faults` fills in the rest."""
     prompt = list(request.prompt_token_ids)
     is_all = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     by_equality = request.is_deterministic or trace.meta["config"].get("acceptance", "equality") == "equality"
@@ -117,7 +127,9 @@ def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
 
 
 def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history: History) -> Iterator[str]:
-    """Replays the request's events, fills its history, and yields the contradictions."""
+    """Replays one request's events, and yields a sentence for each contradiction. Adds text, roles and verdicts to
+    `history`.
+    """
     proposals: list[int] = []
     since = -1
     has_logprobs = "log-probabilities" not in trace.missing
@@ -160,7 +172,12 @@ def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history:
 def _verdict_faults(
     event: Line, history: History, proposals: list[int], committed: list[int], finish: str
 ) -> Iterator[str]:
-    """Yields the contradictions in one verdict, and adds the verdict to the history."""
+    """Yields a sentence for each contradiction in one verdict, and adds the verdict to `history`.
+
+    event: a line of a verify pass.  proposals: the tokens drafted since the last verdict.  committed: tokens of this
+    event.
+    finish: how the request ended.
+    """
     draft, targets = _ints(event.draft_token_ids), _ints(event.target_token_ids)
     start, length = int(event.draft_start), len(history.text)
     accepted = -1 if pd.isna(event.num_accepted) else int(event.num_accepted)
@@ -196,6 +213,11 @@ def _verdict_faults(
 
 
 def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[str]:
+    """Yields a sentence for each row of a request that contradicts its events, and for missing verify or committed
+    rows.
+
+    history: must already be filled by `_event_faults`.
+    """
     table = trace.row_table[trace.row_table.request_id == request.request_id]
     text, prompt = history.text, len(history.prompt)
     fed: dict[int, list[tuple[int, int]]] = {}
@@ -224,7 +246,7 @@ def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[st
 
 
 def _step_faults(trace: Trace) -> Iterator[str]:
-    """Yields steps whose requests or rows disagree on values that are common to the pass."""
+    """Yields a sentence for each step whose requests or rows disagree on phase, batch shape or seconds."""
     events = trace.event_table
     alike = events.groupby("step")[["phase", "batch_rows", "batch_slots", "seconds"]].nunique()
     for step in alike.index[(alike > 1).any(axis=1)]:
@@ -236,6 +258,7 @@ def _step_faults(trace: Trace) -> Iterator[str]:
 
 
 def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> Iterator[str]:
+    """Yields a sentence for each token id whose text in a table differs from the tokenizer's."""
     tables = [("rows", trace.row_table, "token_id", "token")]
     if trace.hypothesis_table is not None:
         both = (("token_id", "token"), ("committed_token_id", "committed_token"))
@@ -248,13 +271,16 @@ def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> I
 
 
 def _null_fault(event: Line, name: str) -> str | None:
+    """Returns a sentence if the named field of an event is not null, though the event has no verdict; else None."""
     value = getattr(event, name)
     return None if pd.isna(value) else f"{name} is {value} where no draft was verified"
 
 
 def _ints(values: Iterable[SupportsInt]) -> list[int]:
+    """Returns the values as a list of int."""
     return [int(x) for x in values]
 
 
 def _whole(value: Cell) -> int | None:
+    """Returns a number of a table as int; None if it is null."""
     return None if pd.isna(value) else int(value)

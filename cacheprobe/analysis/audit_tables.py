@@ -1,4 +1,4 @@
-"""Checks the ledger, the readings and the numbering of rows of a trace, for `analysis.audit`."""
+"""Checks the ledger, the lens readings and the row numbers of a trace, for `analysis.audit`."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +14,12 @@ _COPIED = ("request_id", "step", "phase", "role", "status", "position")
 
 
 def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[int, int, list[int]]]) -> Iterator[str]:
-    """Yields cache changes that no pass explains, and passes whose change is missing.
+    """Yields a sentence for each cache change of a request that no pass explains, and for each change that is missing.
 
-    Passes that recompute a preempted request make changes but leave no rows; an event without outcome marks such a
-    step.
+    After the request was preempted, unexplained changes are accepted, because the passes that rebuild its cache leave
+    no
+    rows. If the request's cache was edited, or the run used a snapshot, no change counts as unexplained or missing.
+    verdicts: as in `audit.History.verdicts`.
     """
     changes = trace.ledger_table[trace.ledger_table.request_id == request.request_id]
     wanted = _wanted_changes(trace, request, verdicts)
@@ -51,7 +53,9 @@ def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[i
 def _wanted_changes(
     trace: Trace, request: Request, verdicts: Mapping[int, tuple[int, int, list[int]]]
 ) -> Counter[tuple[int, int, int, str]]:
-    """Returns (step, start, end, provenance) of every write that the rows and verdicts of a request imply."""
+    """Returns how often each write (step, start, end, provenance) must be in the ledger, by a request's rows and
+    verdicts.
+    """
     rows = trace.row_table[trace.row_table.request_id == request.request_id]
     events = trace.event_table[trace.event_table.request_id == request.request_id]
     wanted: Counter[tuple[int, int, int, str]] = Counter()
@@ -75,7 +79,11 @@ def _wanted_changes(
 
 
 def numbering_faults(trace: Trace) -> Iterator[str]:
-    """Yields gaps in the numbers of rows and of the stored vectors."""
+    """Yields a sentence for gaps in the numbers of rows or of stored vectors, and for passes that ran different numbers
+    of layers.
+
+    Only prefill and verify passes must run equally many layers.
+    """
     rows = trace.row_table
     if rows.row.tolist() != list(range(len(rows))):
         yield "are not numbered from 0 without gaps: a row is missing or stands twice"
@@ -89,7 +97,10 @@ def numbering_faults(trace: Trace) -> Iterator[str]:
 
 
 def hypothesis_faults(trace: Trace, texts: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    """Yields readings that contradict their rows or the committed text, and rows whose readings are missing."""
+    """Yields a sentence for each lens reading that contradicts its row or the committed text, and for missing readings.
+
+    texts: prompt and committed token ids, by request.
+    """
     table, rows = trace.hypothesis_table, trace.row_table
     if table is None:
         return
@@ -119,6 +130,7 @@ def hypothesis_faults(trace: Trace, texts: Mapping[int, Sequence[int]]) -> Itera
 
 
 def _missing_readings(trace: Trace, table: pd.DataFrame) -> Iterator[str]:
+    """Yields a sentence for each row that does not have one reading for each captured layer that ran."""
     rows, capture = trace.row_table, trace.meta["capture"]
     prompts = rows.request_id.map({r.request_id: r.num_prompt_tokens for r in trace.requests})
     is_read = (rows.position >= prompts - 1) | bool(capture["prompt_hypotheses"])
@@ -136,12 +148,13 @@ def _missing_readings(trace: Trace, table: pd.DataFrame) -> Iterator[str]:
 
 
 def _unequal(ours: pd.Series, theirs: pd.Series) -> list[int]:
-    """Returns the lines in which two columns differ; null equals null."""
+    """Returns the indices of the lines in which two columns differ; null equals null."""
     a, b = ours.reset_index(drop=True), theirs.reset_index(drop=True)
     same = (a == b).fillna(False).to_numpy(dtype=bool) | (a.isna() & b.isna()).to_numpy(dtype=bool)
     return np.flatnonzero(~same).tolist()
 
 
 def _place(table: pd.DataFrame, line: int) -> str:
+    """Returns text that identifies a reading: its request, step, position and layer."""
     at = table.iloc[line]
     return f"request {at.request_id} step {at.step} position {at.position} layer {at.layer}"

@@ -1,4 +1,4 @@
-"""Direct logit attribution: splits one row's logit of a token into a sum over all writes to the residual stream."""
+"""Computes direct logit attribution: splits a row's logit of a token into a sum over writes to the residual stream."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, SupportsIndex
@@ -34,8 +34,7 @@ def attribution(
     heads: bool | None = None,
     model: CachedLM | None = None,
 ) -> pd.DataFrame:
-    """Returns the logit of a token at one row, by layer, site and head: one line for each part; `logit` sums to the
-    whole.
+    """Splits the logit of a token at one row into a sum: a DataFrame with one line for each layer, site and head.
 
     position: of the canonical row.  row: any row's number, such as a rolled-back one's; give one of the two.
     token: a token id, or several, whose tables are concatenated. Default: the token committed at the next position; for
@@ -93,6 +92,7 @@ def attribution(
 def _the_row(
     trace: "Trace", request_id: SupportsIndex, position: SupportsIndex | None, row: SupportsIndex | None
 ) -> pd.Series:
+    """Returns a request's row by its number, or its canonical row by position. Raises: ValueError if there is none."""
     if (position is None) == (row is None):
         raise ValueError("say which row: position= for the canonical one, or row= for any, such as a rolled-back one's")
     mine = trace.rows(request_id)
@@ -105,7 +105,10 @@ def _the_row(
 
 
 def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
-    """Returns the vectors that were written to the residual stream at this row, and the final stream."""
+    """Returns all vectors written to the residual stream at one row, in order, and the stream after the last layer.
+
+    Raises: ValueError if a state is missing.
+    """
     if lacking := sorted(set(range(model.n_layers)) - set(trace.store.layers)) or set("STC") - set(trace.store.sites):
         raise ValueError(
             f"a logit falls into S, T and C of all layers; this run kept {', '.join(trace.store.sites) or 'no states'} "
@@ -113,7 +116,7 @@ def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> 
         )
 
     def state(site: str, layer: int) -> Tensor:
-        """Returns the captured state of this row at a site and layer."""
+        """Returns the captured state of the row at a site and layer, in float64."""
         return trace.vectors(site, layer, [int(about.row)])[0].double()
 
     last = state("S", model.n_layers - 1)
@@ -130,15 +133,18 @@ def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> 
 
 
 def _embedding(model: CachedLM, about: pd.Series) -> Tensor:
-    """Returns the input of the first block [m], a function of the token and its position."""
+    """Returns the input of the first block [m] for a row: a function of its token and position."""
     position = int(about.position)
     token = torch.tensor([[int(about.token_id)]])
     return feed(model, token, start=position, num_layers=0).out[0, 0].double().cpu()
 
 
 def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attention: Tensor) -> list[_Part]:
-    """Splits T by head. Raises: ModelError if the sum of the heads is not T, because the architecture computes more in
-    between."""
+    """Splits the attention output T [m] of one layer into one part for each head, and a part for the bias if there is
+    one.
+
+    Raises: ModelError if the heads do not sum to T, because the architecture computes more between the heads and T.
+    """
     written = torch.einsum("hd,hdm->hm", z, writer.weight.double().cpu())
     bias = torch.zeros_like(attention) if writer.bias is None else writer.bias.double().cpu()
     through_norm = 0 * bias
@@ -159,7 +165,7 @@ def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attentio
 
 
 def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor) -> Tensor:
-    """Returns the row's logits [v], before a softcap or a scale.
+    """Returns the row's logits [v] from the final norm and the unembedding, before a softcap or a scale.
 
     Raises: ModelError if they are not the model's own, for example because a library processed the weights.
     """
@@ -178,6 +184,11 @@ def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor
 def _token_ids(
     trace: "Trace", about: pd.Series, token: "SupportsIndex | Sequence[int] | None", logits: Tensor
 ) -> list[int]:
+    """Returns the token ids to attribute: the given ones; by default the committed next token, or the row's first
+    choice.
+
+    Raises: ValueError for an id outside the vocabulary.
+    """
     if token is None:
         following = committed_after(trace, trace.row_table[trace.row_table.row == about.row])[about.row]
         is_followed = about.status != "rolled_back" and following >= 0

@@ -1,8 +1,8 @@
-"""Measures of a row's readings from layer to layer: one line a row, for every status. Tables in, tables out.
+"""Computes measures of a row's lens readings from layer to layer, for rows of every status: tables in, tables out.
 
-All take a hypotheses table (`trace.hypotheses()` or `cp.analysis.read_states(trace, lens)`), whose columns `rank` and
-`committed_logprob_nats` describe the committed token at each layer, and `entropy_nats` the reading itself. Rolled-back
-rows have the same measures; `analysis.distributions.rejected_tokens` describes their draft tokens.
+All take a table of lens readings (`trace.hypotheses()` or `cp.analysis.read_states(trace, lens)`), whose columns `rank`
+and `committed_logprob_nats` describe the committed token at each layer, and `entropy_nats` the reading itself.
+Rolled-back rows have the same measures; `analysis.distributions.rejected_tokens` describes their draft tokens.
 """
 
 import numpy as np
@@ -12,10 +12,11 @@ ROW = ["request_id", "row", "step", "phase", "status", "position"]
 
 
 def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """Returns, by layer and status: number of rows; median rank, mean log-probability and share of first choices of the
-    committed token, over rows with one; and the mean entropy over all rows.
+    """Returns a DataFrame with one line for each layer and status: how well the readings predict the committed token.
 
-    Columns: layer, status, rows, rank_median, logprob_nats_mean, agrees_mean, entropy_nats_mean.
+    Columns: layer, status, rows (their number); over rows with a committed next token, rank_median and
+    logprob_nats_mean of
+    that token, and agrees_mean, the share of readings whose first choice it is; entropy_nats_mean, over all rows.
     Source: the statistics of a prediction trajectory in Belrose et al. 2023 (arXiv 2303.08112), section 4.
     Twin: tests.twins.measures_slowly.by_layer_slowly, close(1e-9).
     """
@@ -35,9 +36,10 @@ def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
 
 
 def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
-    """Returns, by row, the first confident layer, and whether its choice was that of the last layer.
+    """Returns a DataFrame with one line for each row: the first layer that is confident of its first choice.
 
-    commitment_layer: first layer read at which the probability of the first choice exceeds that of the second by
+    commitment_layer: first layer read at which the probability of the first choice exceeds that of the second by at
+    least
     `margin`; null if there is none.  commitment_token: its first choice.  stays: whether that is the last layer's first
     choice.  agrees: whether it is the committed token, null if no token was committed.
     Source: the softmax response of confident early exit, Schuster et al. 2022 (CALM, arXiv 2207.07061), section 3.5.
@@ -62,11 +64,12 @@ def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
 
 
 def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
-    """Returns, by row, the layer from which each of the last layer's `top` choices keeps its place.
+    """Returns a DataFrame with one line for each row: the layer from which each of the last layer's top choices keeps
+    its rank.
 
     saturation_layer_1..top: first layer from which the k-th choice stays the last layer's k-th; the first equals the
-    prediction depth.  is_in_order: whether they saturate in the order of their places, ties allowed.
-    Source: top-1 saturation of Geva et al. 2022 (arXiv 2203.14680), for further places as in Lioubashevski et al. 2024
+    prediction depth.  is_in_order: whether they saturate in the order of their ranks, ties allowed.
+    Source: top-1 saturation of Geva et al. 2022 (arXiv 2203.14680), for further ranks as in Lioubashevski et al. 2024
     (arXiv 2410.20210), section 3.
     Twin: tests.twins.measures_slowly.saturation_slowly, ==.
     """
@@ -87,13 +90,14 @@ def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
 
 
 def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
-    """Returns, by layer, how many of its draft tokens the verifier would have accepted, if that layer alone had drafted
-    all greedy requests.
+    """Simulates drafting by one layer's first choices; returns a DataFrame with one line for each layer: accepted draft
+    tokens.
 
     Simulates verify passes of `window` tokens over the committed text: the newest token, and window - 1 draft tokens
     that are the layer's first choices; the first generated token comes from prefill. As long as they equal the text,
-    the layer has read the same text as in the table, so the count equals that of `EarlyExit(layer)`, up to rounding.
-    Every pass ends with a token chosen by the verifier, so the text's last token is never drafted.
+    the layer has read the same text as in the table. So for greedy requests the count equals that of
+    `EarlyExit(layer)`,
+    up to rounding. Every pass ends with a token chosen by the verifier, so the text's last token is never drafted.
     Columns: layer, passes, drafted, accepted, acceptance (accepted / drafted), tokens_per_pass (committed in them).
     Source: number of accepted tokens, Leviathan et al. 2023 (arXiv 2211.17192), section 3.1, counted instead of
     expected.
@@ -131,6 +135,11 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
 
 
 def _require(hypotheses: pd.DataFrame, choices: int = 1) -> pd.DataFrame:
+    """Checks that a table of lens readings is not empty, has one reading per row and layer, and enough choices; returns
+    it.
+
+    Raises: ValueError if not.
+    """
     if hypotheses.empty:
         raise ValueError("there are no hypotheses; capture must include Z")
     if hypotheses.duplicated(["row", "layer"]).any():

@@ -1,4 +1,4 @@
-"""Reads the states of a trace with any lens: at S, T or C, for any rows, including rolled-back ones."""
+"""Reads the captured states of a trace with any lens: at S, T or C, for any rows, including rolled-back ones."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 
 
 def readable(trace: "Trace") -> "Trace":
-    """Lets `trace.hypotheses()` of an imported trace read its states with the logit lens, once the trace has its
-    model."""
+    """Changes an imported trace so that `trace.hypotheses()` reads its states with the logit lens; returns the same
+    trace.
+
+    The trace needs its model. Another trace than an import is returned unchanged.
+    """
     if trace.meta["kind"] == "import":
         trace.reading_of_import = _by_logit_lens
     return trace
 
 
 def _by_logit_lens(trace: "TraceData") -> pd.DataFrame:
+    """Reads all captured states of a trace with the logit lens."""
     return read_states(cast("Trace", trace), LogitLens())
 
 
@@ -41,11 +45,11 @@ def read_states(
     model: CachedLM | None = None,
     targets: Mapping[int, int] | None = None,
 ) -> pd.DataFrame:
-    """Reads the captured states with this lens at this site; returns a table as of
-    `trace.tables.build.hypotheses_table`.
+    """Reads captured states with a lens; returns a DataFrame with one line for each row and layer.
 
-    layers: by default, the captured ones.  rows: from `trace.rows(...)`; by default every row that predicts a generated
-    token and was not fed a draft token that was never committed.
+    Columns: as in `Trace.hypotheses`.
+    site: S, T or C.  layers: by default, the captured ones.  rows: from `trace.rows(...)`; by default every row that
+    predicts a generated token and was not fed a draft token that was never committed.
     targets: by row number, the token to rank instead of the committed one.
     Layers that did not run for a row (an early exit) have no line. All layers of a row are read in one product.
     Raises: LensError for a lens that cannot read these states, ValueError if the states or the model are missing.
@@ -90,23 +94,30 @@ class _Texts(dict[int, str]):
 
 
 def predicting_rows(trace: "Trace") -> pd.DataFrame:
-    """Returns the captured rows that predict a generated token, without those fed a draft token that was not
-    committed."""
+    """Returns the captured rows that predict a generated token, as a DataFrame.
+
+    Rows fed a draft token that was not committed are left out.
+    """
     first = {request.request_id: request.num_prompt_tokens - 1 for request in trace.requests}
     table = trace.row_table[~trace.row_table.status.isin(DISCARDED_DRAFT)]
     return table[(table.position >= table.request_id.map(first)) & (table.state_index >= 0)]
 
 
 def committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
-    """Returns, by row number, the token finally at the row's position + 1; -1 if the text ends before."""
+    """Returns, by row number, the token id that the final text has at the row's position + 1; -1 if the text ends
+    before.
+    """
     texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
     places = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
     return {row: texts[request][min(place, len(texts[request]) - 1)] for row, request, place in places}
 
 
 def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:
-    """Returns the given model, or the trace's. Raises: ValueError if there is none, or its weights are not those of the
-    run."""
+    """Returns the given model, or the trace's own model if it is None, after checking that its weights are those of the
+    run.
+
+    Raises: ValueError if there is no model, if its weights differ, or if the trace was imported without a model.
+    """
     model = model or trace.model
     if model is None:
         raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")

@@ -1,4 +1,7 @@
-"""Compares a run with the oracle (an uncached reference run), bit for bit."""
+"""Compares a run, bit for bit, with the slow reference (`cp.reference`): each request alone, without a drafter.
+
+Error messages call the reference the oracle.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +24,14 @@ from cacheprobe.trace.state_store import ShardStore
 from cacheprobe.trace.trace import Trace
 
 _SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill")
-"""Settings of the run that the oracle takes over."""
+"""Settings of the run that the reference takes over."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay: what was compared, what was not, and the first difference, if any."""
+    """Holds the result of `replay`: the numbers of compared tokens, states and readings, and the first difference, if
+    any.
+    """
 
     num_requests: int
     num_tokens: int
@@ -35,7 +40,8 @@ class Replay:
     num_readings: int
     """Number of lens readings (Z) compared bit for bit."""
     num_skipped: int
-    """Number of requests that were never verified, for which there is no guarantee."""
+    """Number of requests that were not compared: never verified, ended with an error or without a token, or changed by
+    interventions at single steps."""
     first_difference: str | None
     num_logprobs: int = 0
     """Number of log-probabilities compared bit for bit."""
@@ -44,18 +50,18 @@ class Replay:
     lines: Mapping[str, int] = field(default_factory=dict)
     """Number of lines of each table checked against the other tables and the committed tokens."""
     not_compared: tuple[str, ...] = ()
-    """What was not compared, and why, one sentence each."""
+    """One sentence for each part of the run that was not compared, with the reason."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether no difference was found."""
+        """True if the comparison found no difference."""
         return self.first_difference is None
 
     def __repr__(self) -> str:
         return f"Replay({self})"
 
     def __str__(self) -> str:
-        """Returns the complete result in plain words, one fact a line."""
+        """Returns the complete result of the comparison as text, one fact a line."""
         said = (
             f"equal to the oracle: {self.num_tokens} tokens of {self.num_requests} requests, and {self.num_logprobs} "
             f"log-probabilities, {self.num_states} states and {self.num_readings} readings of the deterministic ones "
@@ -79,11 +85,15 @@ def replay(
     progress: bool,
     interventions: Sequence[Intervention] = (),
 ) -> Replay:
-    """Compares a run with the oracle, its tables with each other, and a stored run's files with their checksums.
+    """Compares a run with the slow reference (`cp.reference`), its tables with each other, and its files with their
+    checksums.
 
     For every verified request, the tokens and the end are compared; for deterministic ones also log-probabilities,
     states, heads, thoughts and readings. `Replay.not_compared` lists the rest.
-    Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request was verified.
+    oracle: the function `cp.reference`.
+    Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request was verified, and for a
+    run
+    that cannot be made again: an import, or one whose interventions or snapshots are missing.
     """
     require_run(trace)
     config, path = _schedule(trace, model, interventions)
@@ -118,7 +128,7 @@ def replay(
 
 
 def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Intervention]) -> tuple[EngineConfig, str]:
-    """Returns the run's engine settings and path.
+    """Returns the run's engine settings and its path ("fast" or "bridge"; "auto" if it had another).
 
     Raises: ValueError for a run that cannot be made again from what was saved; FingerprintMismatch for another
     schedule.
@@ -139,10 +149,10 @@ def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Interventio
 
 
 def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequence[Intervention]) -> list[Request]:
-    """Returns the requests whose tokens the oracle commits too. Raises: ValueError if there is none.
+    """Returns the requests whose tokens the reference must also commit. Raises: ValueError if there is none.
 
     Left out are requests that ended with an error or without a token, and those with interventions by step, because
-    the oracle has other steps.
+    the reference has other steps.
     """
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     is_by_equality = is_all_verified and config.acceptance == "equality"
@@ -161,7 +171,10 @@ def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequen
 
 
 def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
-    """Returns what the oracle has to keep. States are kept by layer; readings of a tile depend on no other layer."""
+    """Returns the CaptureConfig of the reference run: the states and readings that the run itself kept.
+
+    Readings are equal for any selection of layers.
+    """
     capture, sites = trace.meta["capture"], "".join(trace.store.sites) + ("Z" if has_readings else "")
     return CaptureConfig(
         sites=sites or None,
@@ -174,7 +187,7 @@ def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
 
 
 def _renumbered(interventions: Sequence[Intervention], asked: Sequence[Request]) -> list[Intervention]:
-    """Returns the interventions on the asked requests, with the oracle's request numbers."""
+    """Returns the interventions on the compared requests, with the request numbers of the reference run."""
     return [
         replace(one, request_id=number)
         for number, request in enumerate(asked)
@@ -185,7 +198,7 @@ def _renumbered(interventions: Sequence[Intervention], asked: Sequence[Request])
 
 @dataclass
 class _Found:
-    """What was compared so far, and the first difference."""
+    """Counts what was compared so far, and holds the first difference as text."""
 
     difference: str | None
     num_tokens: int = 0
@@ -197,7 +210,11 @@ class _Found:
 def _compare_request(
     found: _Found, trace: Trace, again: Trace, model: CachedLM, request: Request, number: int, has_readings: bool
 ) -> None:
-    """Compares one request with request `number` of the oracle's run, until a difference is found."""
+    """Compares one request with request `number` of the reference run, and adds the counts and the first difference to
+    `found`.
+
+    After a difference, only tokens are still counted.
+    """
     found.difference = found.difference or _first_token_difference(trace, again, request, number)
     found.num_tokens += len(trace.tokens[request.request_id])
     found.difference = found.difference or _end_difference(trace, again, model, request, number)
@@ -214,11 +231,12 @@ def _compare_request(
 
 
 def _files(trace: Trace) -> tuple[int, list[str]]:
+    """Compares the files of a saved run with their checksums; (0, []) for a run in memory."""
     return damaged_files(trace.store.directory) if isinstance(trace.store, ShardStore) else (0, [])
 
 
 def _not_compared(trace: Trace, asked: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
-    """Yields a sentence for each part of the run that was not derived again."""
+    """Yields a sentence for each part of the run that was not compared with the reference."""
     held = {request.request_id for request in asked}
     if left := [r.request_id for r in trace.requests if r.request_id not in held]:
         yield (
@@ -244,7 +262,7 @@ def _not_compared(trace: Trace, asked: Sequence[Request], has_readings: bool, nu
 
 
 def _end_difference(trace: Trace, again: Trace, model: CachedLM, request: Request, number: int) -> str | None:
-    """Returns how the request's end or its text differs from the oracle's; None if it does not."""
+    """Returns a sentence if the request's end or its text differs from the reference's; else None."""
     ours, theirs = trace.meta["finish"][str(request.request_id)], again.meta["finish"][str(number)]
     if ours != theirs and ours != "cancelled":
         return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"
@@ -254,13 +272,16 @@ def _end_difference(trace: Trace, again: Trace, model: CachedLM, request: Reques
 
 
 def require_run(trace: Trace) -> None:
-    """Raises: ValueError for an import, which followed no schedule of ours."""
+    """Checks that the trace is a run of the engine. Raises: ValueError for an import, which cannot be replayed."""
     if trace.meta["kind"] == "import":
         raise ValueError(f"this trace was {trace.meta['path_reason']}: it followed no schedule that could be replayed")
 
 
 def _as_asked(trace: Trace, request: Request) -> Request:
-    """Returns the request for the oracle; a cancelled one is limited to the tokens that it had committed."""
+    """Returns the request to give to the reference: its token ids, without a task example.
+
+    A cancelled request is limited to the tokens that it had committed.
+    """
     sampling = request.sampling
     if trace.meta["finish"][str(request.request_id)] == "cancelled" and sampling is not None:
         sampling = replace(sampling, max_new_tokens=len(trace.tokens[request.request_id]))
@@ -268,6 +289,9 @@ def _as_asked(trace: Trace, request: Request) -> Request:
 
 
 def _first_token_difference(trace: Trace, again: Trace, request: Request, number: int) -> str | None:
+    """Returns a sentence about the first token that differs from the reference, or about log-probabilities; None if
+    equal.
+    """
     ours, theirs = trace.committed(request.request_id), again.committed(number)
     if ours == theirs:
         has_logprobs = request.is_deterministic and "log-probabilities" not in trace.missing
@@ -281,6 +305,9 @@ def _first_token_difference(trace: Trace, again: Trace, request: Request, number
 
 
 def _first_state_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
+    """Returns a sentence about the first state that differs from the reference (None if equal), and the number
+    compared.
+    """
     compared = 0
     rows = trace.rows(request.request_id, "committed").sort_values("position")
     rows = rows[rows.state_index >= 0]
@@ -297,6 +324,7 @@ def _first_state_difference(trace: Trace, again: Trace, request: Request, number
 
 
 def _first_thought_difference(trace: Trace, again: Trace, request: Request, number: int) -> str | None:
+    """Returns a sentence about the first thought that differs from the reference's; None if all are equal."""
     if trace.thought_table is None:
         return None
     ours, theirs = trace.thoughts_said(request.request_id), again.thoughts_said(number)
@@ -308,8 +336,11 @@ def _first_thought_difference(trace: Trace, again: Trace, request: Request, numb
 
 
 def _first_reading_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Returns the first difference between readings Z (first choices, log-probabilities, entropies, ranks), and the
-    number compared."""
+    """Returns a sentence about the first lens reading that differs from the reference (None if equal), and the number
+    compared.
+
+    Compares first choices, log-probabilities, entropies and ranks.
+    """
     assert trace.hypothesis_table is not None and again.hypothesis_table is not None
     ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
     theirs = again.hypothesis_table[again.hypothesis_table.request_id == number]
@@ -321,8 +352,10 @@ def _first_reading_difference(trace: Trace, again: Trace, request: Request, numb
 
 
 def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """Returns (position, layer) of the first canonical reading of ours whose list of choices differs; the oracle may
-    have more."""
+    """Returns (position, layer) of the first canonical reading whose list of top choices differs, or None.
+
+    All readings of `ours` are compared; `theirs`, of the reference, may have more.
+    """
     a, b = (
         table[table.status == "committed"].set_index(["position", "layer"])[["top_token_ids", "top_logprob_nats"]]
         for table in (ours, theirs)

@@ -11,7 +11,7 @@ from cacheprobe.trace.trace import Trace
 
 
 class Behaviour(TypedDict):
-    """A run's results on its task, as in `trace.meta["behaviour"]`."""
+    """Describes the results of a run on its task, as in `trace.meta["behaviour"]`: accuracy, interval, chance."""
 
     num_examples: int
     num_unparsed: int
@@ -23,7 +23,9 @@ class Behaviour(TypedDict):
 
 
 def behaviour_line(behaviour: Behaviour) -> str:
-    """Returns a line with the accuracy, the probability mass on the answers and the chance level of a task's run."""
+    """Returns one line of text: the accuracy of a run on its task, the probability of the answer words, and the chance
+    level.
+    """
     b = behaviour
     line = (
         f"behaviour: {b['accuracy']:.0%} of {b['num_examples']} answers right "
@@ -42,7 +44,11 @@ def behaviour_line(behaviour: Behaviour) -> str:
 
 
 def summary(trace: Trace) -> str:
-    """Returns the run's shape and self-checks, and at which layers predictions agreed with the committed tokens."""
+    """Returns text that describes a run: its size, model and self-checks, and at which layers readings agree with the
+    tokens.
+
+    One fact a line; the readings are grouped by layer and verdict on the draft token.
+    """
     finger, note = trace.fingerprint, trace.meta["weights_note"]
     platform = f"{finger['dtype']}, {finger['path']} on {finger['device']}, {finger['threads']} threads"
     lines = [repr(trace), f"model {finger['model']}, {platform}" + (f" ({note})" if note else "")]
@@ -68,8 +74,11 @@ def summary(trace: Trace) -> str:
 
 
 def thoughts_text(trace: Trace, request_id: int) -> str:
-    """Returns one request's committed thoughts as lines: the chunk's text, the thought, whether it is true, and whether
-    it was cut."""
+    """Returns text with the committed thoughts of one request, one line for each chunk, and a last line with the
+    answer.
+
+    A line has the chunk's text, the thought, and notes: whether the thought is true, and whether it was cut.
+    """
     table = trace.thoughts()
     mine = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
     rows = trace.rows(request_id, "committed").set_index("position").token
@@ -87,8 +96,10 @@ def thoughts_text(trace: Trace, request_id: int) -> str:
 
 
 def closing(trace: Trace, is_behaviour_printed: bool) -> str:
-    """Returns the text for the end of a run, including the accuracy on its task unless the progress bar has printed
-    it."""
+    """Returns the text that is printed at the end of a run: its summary, after the accuracy on its task.
+
+    is_behaviour_printed: leave out the accuracy, because the progress bar has already printed it.
+    """
     behaviour = trace.meta["behaviour"]
     lines = [behaviour_line(behaviour)] if behaviour and not is_behaviour_printed else []
     return "\n".join([*lines, summary(trace)])
