@@ -11,13 +11,17 @@ LEAST = 20
 
 
 class ProbeError(ValueError):
-    """A probe cannot be fitted as requested; the message says what to do."""
+    """Raised if a probe cannot be fitted as requested. The message says what to do."""
 
 
 def chosen_pairs(
     held_sites: Sequence[str], held_layers: Sequence[int], sites: "Iterable[str] | None", layers: "Iterable[int] | None"
 ) -> list[tuple[str, int]]:
-    """Returns every requested site with every requested layer. Raises: ProbeError for one that was not captured."""
+    """Returns a list of (site, layer): every requested site with every requested layer; None requests all captured
+    ones.
+
+    Raises: ProbeError for a site or layer that was not captured, or if none remains.
+    """
     sites, layers = list(held_sites if sites is None else sites), list(held_layers if layers is None else layers)
     if unknown := [site for site in sites if site not in held_sites]:
         raise ProbeError(f"there is no site {unknown[0]!r} to probe; there are {', '.join(held_sites) or 'none'}")
@@ -29,7 +33,12 @@ def chosen_pairs(
 
 
 def require_enough(about: pd.DataFrame, place: Hashable, folds: int, least: int) -> None:
-    """Raises: ProbeError for a place with too few groups of a class."""
+    """Checks that the examples of one place suffice for a probe: two classes, `least` groups of each, and `folds`
+    groups.
+
+    about: the lines of this place, with label and group.
+    Raises: ProbeError if not.
+    """
     labels = about.label.astype(str)
     classes = labels.nunique()
     if classes < 2:
@@ -46,9 +55,10 @@ def require_enough(about: pd.DataFrame, place: Hashable, folds: int, least: int)
 
 
 def require_above_chance(trace: Trace) -> dict[str, float]:
-    """Returns the run's accuracy on its task. Raises: ProbeError unless the accuracy's interval lies above chance.
+    """Checks that a run's accuracy on its task is above chance, and returns the accuracy with its interval as a dict.
 
     If a model does not perform the task, a probe's result does not describe the model's own state.
+    Raises: ProbeError unless the 95 % interval lies above chance, and for a run without a task.
     """
     known = trace.meta["behaviour"]
     if known is None:

@@ -1,4 +1,4 @@
-"""Collects drafts before their verification: the state, the model's certainty, and the outcome."""
+"""Collects drafts before their verification: the row whose state predicted the draft, and the outcome."""
 
 from collections.abc import Iterable
 
@@ -11,16 +11,17 @@ from cacheprobe.trace.trace import Trace
 
 
 def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
-    """Returns one line for each verified draft, or for each draft token that follows committed text.
+    """Returns a DataFrame with one line for each verified draft, or for each of its tokens: the row that predicted it.
 
-    unit: "draft", with the state that predicted its first token; or "candidate": each draft token up to the first
-    mismatch, since later ones follow text that was never committed.
+    unit: "draft", with the row that predicted its first token; or "candidate", one line for each draft token up to the
+    first mismatch, since later ones follow text that was never committed.
     Columns: request_id, step (of the verdict), row, num_layers (blocks that ran for this row), position (of the first
     draft token), generated (tokens before it), index (of the draft token), length (of the draft), is_rolled_back:
     whether any part of the draft was rolled back, or whether this draft token was the first mismatch.
-    row: number of the newest token row before the verification on whose text the draft token depends: of the draft pass
+    row: number of the newest row before the verification on whose text the draft token depends: of the draft pass
     that proposed it, or, for a drafter that runs no model, of the canonical pass that chose the newest committed token.
     Drafts without a captured row are left out.
+    Raises: ValueError for another unit.
     """
     if unit not in ("draft", "candidate"):
         raise ValueError(f"unknown unit {unit!r}; give 'draft' or 'candidate'")
@@ -57,8 +58,7 @@ def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
 
 
 def margins(trace: Trace, rows: Iterable[int], layer: int, model: CachedLM | None = None) -> pd.Series:
-    """Returns, by row number, the log-probability gap in nats between the two best tokens of the logit lens at
-    `layer`."""
+    """Returns the gap in nats between the logit lens's two best tokens at `layer`, as a Series by row number."""
     about = trace.row_table[trace.row_table.row.isin(set(rows))]
     read = read_states(trace, LogitLens(), layers=[layer], rows=about, model=model)
     best = read.top_logprob_nats.map(lambda nats: float(nats[0] - nats[1]))

@@ -1,4 +1,4 @@
-"""Linear probes by site, layer and place, each compared with baselines that do not use the states."""
+"""Fits linear probes by site, layer and place, and compares each with baselines that do not use the states."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -25,12 +25,12 @@ COLUMNS = [
 
 
 class ProbeOptions(TypedDict, total=False):
-    """Keywords of `fit` for how a probe is tested."""
+    """Lists the keyword arguments of `fit` that say how a probe is tested: folds, controls, least and seed."""
 
     folds: int
     """Number of folds; each is tested by a probe fitted on the others."""
     controls: int
-    """Number of tasks in which every word has a random label; without words there are none."""
+    """Number of control tasks, in which every word has a random label; none if there are no words."""
     least: int
     """Minimum number of groups of each class at a place."""
     seed: int
@@ -49,7 +49,7 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Results of probes, one line for each site, layer and place.
+    """Holds the results of probes in `table`: one line for each site, layer and place, with accuracy and baselines.
 
     table: site, layer, at ("event", "position" or "given"), place ("all" if pooled), examples, groups, classes;
     accuracy on held-out groups, and its 95 % interval low to high; control (mean accuracy on the control tasks, over
@@ -92,6 +92,7 @@ def fit(
 ) -> ProbeResult:
     """Fits a linear classifier of the true state for every site, layer and place, and tests it on held-out groups.
 
+    Returns a ProbeResult.
     states: a trace of task prompts, whose labels, groups, places and words are those of `labelled(trace, at)`; or
     vectors [n, m] keyed by (site, layer), with `labels` and `groups` [n], and optionally `places` and `words`.
     sites, layers: by default, those that were captured.  pooled: one probe for all places instead of one for each.
@@ -123,7 +124,10 @@ def fit(
 
 
 def _tables(examples: Examples, place: Hashable, config: ProbeConfig) -> Iterator[pd.DataFrame]:
-    """Yields the lines of one place, one table for each site."""
+    """Yields the result lines of one place: one table for each site, with a line for each layer.
+
+    Raises: ProbeError if the place has too few examples.
+    """
     here = np.flatnonzero((examples.about.place == place).to_numpy())
     some = examples.about.iloc[here]
     require_enough(some, place, config.folds, config.least)
@@ -141,11 +145,12 @@ def _tables(examples: Examples, place: Hashable, config: ProbeConfig) -> Iterato
 
 
 def _stacked(states: States, site: str, layers: list[int], here: np.ndarray) -> Tensor:
+    """Returns the states [l, n, m] of some layers at one site, for the examples with these indices."""
     return torch.stack([states[site, layer][here] for layer in layers])
 
 
 class _Place:
-    """The examples of one place: their folds, their labels, and the control tasks."""
+    """Holds the examples of one place: true classes, groups, folds, and the labels of the control tasks."""
 
     def __init__(self, about: pd.DataFrame, folds: int, controls: int, seed: int) -> None:
         self.classes, self.truth = np.unique(about.label.astype(str).to_numpy(), return_inverse=True)
@@ -163,7 +168,11 @@ class _Place:
         self.is_seen = np.array([len(homes[word]) > 1 for word in words], dtype=bool)  # in training too
 
     def accuracies(self, states: Tensor, with_controls: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns, for states [l, n, m]: accuracy [l], mean accuracy on the control tasks [l], median penalty [l]."""
+        """Fits the probes of all folds on states [l, n, m], and returns three arrays [l], one value for each layer.
+
+        They are the accuracy, the mean accuracy on the control tasks (NaN without `with_controls`), and the median
+        penalty.
+        """
         sets = np.stack([self.truth, *(self.drawn if with_controls else ())])  # [t, n]
         hot = np.eye(len(self.classes))[sets]
         flat = torch.from_numpy(rearrange(hot, "t n k -> n (t k)"))
@@ -179,7 +188,7 @@ class _Place:
     def lines(
         self, site: str, layers: list[int], found: tuple, untrained: np.ndarray, embedding: float
     ) -> pd.DataFrame:
-        """Returns the table's lines for one site."""
+        """Returns the lines of `ProbeResult.table` for one site, one for each layer, from accuracies and baselines."""
         accuracy, control, strength = found
         number = effective_number(self.groups)
         low, high = zip(*(wilson(float(share), number) for share in accuracy), strict=True)

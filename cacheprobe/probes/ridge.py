@@ -1,4 +1,4 @@
-"""Ridge classifiers for many layers and many sets of labels at once, each tested on held-out folds."""
+"""Fits ridge classifiers for many layers and many sets of labels at once, each tested on held-out folds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,13 +10,14 @@ from torch import Tensor
 STRENGTHS = (0.01, 0.1, 1.0, 10.0, 100.0)
 """Penalties to try, in units of the number of features."""
 _NUMBERS_AT_ONCE = 20_000_000
+"""Limit on the state values (layers x examples x features) of one batch of layers, for memory."""
 
 
 class HeldOut(NamedTuple):
-    """Scores of every example by probes that were fitted without its fold."""
+    """Holds cross-validated scores: every example is scored by a probe that was fitted without the example's fold."""
 
     scores: Tensor
-    """[l, n, q]"""
+    """[l, n, q]: for each layer and example, one score for each target column."""
     strengths: Tensor
     """[f, l]: the penalty of each fold and layer, chosen for the first set of labels."""
 
@@ -28,12 +29,14 @@ def held_out_scores(
     widths: Sequence[int],
     strengths: Sequence[float] = STRENGTHS,
 ) -> HeldOut:
-    """Returns float64 scores [l, n, q] of each fold by ridge regressions on the other folds, one for each layer.
+    """Fits ridge regressions by cross-validation, one for each layer and fold; returns held-out scores [l, n, q] as
+    HeldOut.
 
     targets: columns to regress on, such as one for each class.  widths: number of columns of each set of labels; every
     set has its own penalty.  folds: the fold of each example, 0, 1, ...; at least three.
     Features are centred and scaled, and columns centred, with statistics of the training examples. The chosen penalty
     has the smallest squared error on the next fold when fitted on the rest; among equal ones, the largest.
+    Raises: ValueError for fewer than three folds.
     Source: ridge regression as a classifier, Hastie, Tibshirani and Friedman 2009, sections 3.4.1 and 4.2.
     Twin: tests.twins.probes_slowly.held_out_slowly (scikit-learn), close(1e-6).
     """
@@ -48,6 +51,10 @@ def held_out_scores(
 def _of_layers(
     states: Tensor, targets: Tensor, folds: Tensor, num_folds: int, widths: Sequence[int], strengths: Sequence[float]
 ) -> HeldOut:
+    """Returns the held-out scores of a few layers; `held_out_scores` calls it for as many layers as fit into memory.
+
+    In each fold, the penalty is chosen on the next fold; then the probe is fitted on everything outside the fold.
+    """
     states, targets = states.double(), targets.double()
     penalties = torch.tensor(sorted(strengths, reverse=True), dtype=torch.float64)
     scores = states.new_zeros(*states.shape[:2], targets.shape[1])
@@ -71,8 +78,11 @@ def ridge_scores(
     test: Float[Tensor, "l b m"],
     penalties: Float[Tensor, "s"],
 ) -> Float[Tensor, "s l b q"]:
-    """Returns the scores of `test` from regressions on `train`, for every penalty. Solves the smaller of the two
-    systems, over examples or features."""
+    """Fits ridge regressions on `train`, one for each layer and penalty, and returns their scores of `test`, [s, l, b,
+    q].
+
+    Solves the smaller of the two equivalent systems: over examples or over features.
+    """
     num_examples, num_features = train.shape[1:]
     mean, scale = train.mean(1, keepdim=True), train.std(1, correction=0, keepdim=True)
     scale = torch.where(scale > 1e-12, scale, 1.0)  # of a feature that never varies nothing is learnt

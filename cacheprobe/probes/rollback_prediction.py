@@ -24,7 +24,8 @@ CONTROLS = ("position", "margin")
 
 @dataclass(frozen=True)
 class RollbackPrediction:
-    """The result of a rollback prediction, or the reason why there is none. The counts are always present.
+    """Holds the result of a rollback prediction: an answer, its reason, counts of drafts, and a table of AUROCs by
+    layer.
 
     answer: "yes" if the states of the last layer predict better than position and margin, "no more than the controls",
     or "cannot tell", with its reason.
@@ -59,9 +60,11 @@ def rollback_prediction(
 ) -> RollbackPrediction:
     """Tests how well a linear classifier predicts, from states before verification, that a draft will be rolled back.
 
+    Returns a RollbackPrediction.
     traces: runs with the same drafter, whose captured states include `site`, and S, from which margins are computed.
-    unit: "draft" or "candidate", as in `drafts.drafted`.  layers: by default all captured layers that ran for every
-    draft.
+    unit: "draft" or "candidate" (single draft tokens), as in `drafts.drafted`.  layers: by default all captured layers
+    that
+    ran for every draft.
     least: minimum number of rollbacks; with fewer, the answer is "cannot tell".
     All examples of a prompt are in one fold. The answer uses the last layer only, so that no layer is selected after
     the fact.
@@ -98,6 +101,7 @@ def rollback_prediction(
 
 
 def _too_little(counts: dict[str, int], about: pd.DataFrame, lost: np.ndarray, folds: int, least: int) -> str:
+    """Returns a sentence if there are too few rollbacks, or too few prompts for the folds; "" if there are enough."""
     if counts["rollbacks"] < least:
         return f"{counts['rollbacks']} rollbacks, {least} are needed; run more prompts"
     if lost.all():
@@ -108,6 +112,10 @@ def _too_little(counts: dict[str, int], about: pd.DataFrame, lost: np.ndarray, f
 
 
 def _layers(traces: list[Trace], about: pd.DataFrame, site: str, layers: Sequence[int] | None) -> list[int]:
+    """Returns the layers to test, sorted: the requested ones, or all captured ones that ran for every draft.
+
+    Raises: ProbeError if the site or a requested layer is missing.
+    """
     kept = set.intersection(*(set(trace.store.layers) for trace in traces))
     ran = sorted(layer for layer in kept if layer < about.num_layers.min())
     if any(site not in trace.store.sites for trace in traces):
@@ -123,7 +131,11 @@ def _compared(
     traces: list[Trace], about: pd.DataFrame, lost: np.ndarray, site: str, layers: list[int], folds: int, seed: int,
     model: CachedLM | None,
 ) -> pd.DataFrame:  # fmt: skip
-    """Returns the table's lines: states of every layer and the controls, with the same folds and the same resamples."""
+    """Returns the table of a RollbackPrediction: one line for each layer, with the AUROC of its states and of the
+    controls.
+
+    All classifiers use the same folds and the same bootstrap samples.
+    """
     fold = group_folds(about.group, folds, seed)
     rows = [(trace, about[about.trace == i].row) for i, trace in enumerate(traces)]
     margin = np.concatenate([own.map(margins(trace, own, layers[-1], model)).to_numpy() for trace, own in rows])
@@ -152,10 +164,11 @@ def _compared(
 
 
 def _one(values: np.ndarray) -> Tensor:
+    """Returns values [n] or [n, k] as the states [1, n, k] of a single layer, in float64."""
     return torch.from_numpy(values.reshape(1, len(values), -1).astype(np.float64))
 
 
 def _scores(states: Tensor, labels: np.ndarray, fold: np.ndarray) -> tuple[np.ndarray, Tensor]:
-    """Returns held-out scores [l, n] of the labels' class 1, and the penalties."""
+    """Returns the held-out scores [l, n] of class 1 from states [l, n, m], and the penalties [folds, l]."""
     found = held_out_scores(states, torch.from_numpy(labels[:, None].astype(np.float64)), torch.from_numpy(fold), [1])
     return found.scores[:, :, 0].numpy(), found.strengths
