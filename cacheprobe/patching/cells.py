@@ -1,4 +1,4 @@
-"""Runs many cells of a grid in one forward: each cell joins the batch at the layer where its states begin to differ.
+"""Runs many cells (patched runs) of a grid in one forward: each joins the batch where its states begin to differ.
 
 Below its patched layer, a cell equals the unpatched run; before its first patched position, it does so in every layer.
 A forward over the later positions therefore carries the cells of all layers: one batch index at the bottom, and one
@@ -24,7 +24,7 @@ MOST_ROWS = 16384
 
 
 class Edit(NamedTuple):
-    """States that replace a cell's own."""
+    """Holds the states that replace a cell's own at one site and layer, for given positions."""
 
     place: Place
     positions: tuple[int, ...]
@@ -36,7 +36,7 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One patched run."""
+    """Describes one patched run of a grid: its edits, and where its computation starts."""
 
     edits: tuple[Edit, ...]
     """Lowest layer first. A cell without edits is the unpatched run, computed from `enters` and `start` on."""
@@ -48,27 +48,34 @@ class Cell:
 
 
 def cell(edits: Sequence[Edit], start: int | None = None) -> Cell:
-    """Returns a cell that starts at its first edit. start: an earlier position to start from."""
+    """Returns a Cell with these edits, computed from its first edited position on.
+
+    start: an earlier position to compute from.
+    """
     site, layer = edits[0].place
     enters = (site, layer) if site in RESIDUAL_SITES else ("pre", layer)
     return Cell(tuple(edits), min(min(e.positions) for e in edits) if start is None else start, enters)
 
 
 def is_idle(one: Cell, base: Run) -> bool:
-    """Returns whether every edit writes the states that are there already, bit for bit, so that the cell is the
-    unpatched run."""
+    """Returns True if every edit of a cell writes the bits that the unpatched run has anyway, so that it need not be
+    run.
+
+    A cell without edits returns False.
+    """
     return bool(one.edits) and all(torch.equal(_there(edit, base), edit.vectors) for edit in one.edits)
 
 
 def _there(edit: Edit, base: Run) -> Tensor:
+    """Returns the unpatched run's states at the layer, positions and head of an edit."""
     states = base.at(*edit.place)[list(edit.positions)]
     return states if edit.head is None else states[:, edit.head]
 
 
 def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
-    """Returns logits [len(cells), v] of the last position of each cell; all cells must have the same `start`.
+    """Runs patched runs (cells) in batches; returns the logits [len(cells), v] of the last position of each.
 
-    base: the unpatched run that the cells change.
+    base: the unpatched run that the cells change. All cells must have the same `start`.
     Twin: tests.twins.patching_slowly.patched_logits, close(1e-5) in float32: rows of a batch are summed in another
     order.
     """
@@ -83,11 +90,15 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
 
 
 def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell]) -> Tensor:
-    """Runs cells in one forward. cells: in the order in which they join."""
+    """Runs cells in one forward, and returns their logits [len(cells), v]. cells: in the order in which they join the
+    batch.
+    """
     joined = 0
 
     def change(site: str, layer: int, value: Tensor) -> Tensor | None:
-        """Adds the cells that join here to the batch, and applies the edits of this site and layer."""
+        """Adds the cells that join at this site and layer to the batch, and applies their edits; None if nothing
+        changes.
+        """
         nonlocal joined
         here = (site, layer)
         coming = sum(one.enters == here for one in cells)
@@ -116,9 +127,10 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell])
 
 
 def _height(place: Place) -> tuple[int, int]:
-    """Returns a sort key: the order in which a forward reaches the sites."""
+    """Returns a sort key of a (site, layer): the order in which a forward reaches the sites."""
     return place[1], ("pre", HEADS, "T", "C", "S").index(place[0])
 
 
 def _parts(order: list[int], height: int) -> Iterator[list[int]]:
+    """Yields the list in parts of at most `height` items."""
     yield from (order[i : i + height] for i in range(0, len(order), height))

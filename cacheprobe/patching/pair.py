@@ -19,10 +19,10 @@ below it."""
 def run_pair(
     model: CachedLM, clean: tuple[int, ...], corrupt: tuple[int, ...], sites: Iterable[str]
 ) -> tuple[Run, Run]:
-    """Returns the clean and the corrupted run, which share the same bits as far as their texts agree.
+    """Runs the clean and the corrupted prompt without patches, and returns both runs.
 
-    Both are computed from there on in one shape, so rounding affects both in the same way; NLD divides by their
-    difference.
+    Positions before the first different token are computed once and copied, so they have the same bits in both runs.
+    From that token on, both are computed in one shape, so rounding affects both alike; NLD divides by their difference.
     """
     whole = run_once(model, corrupt, sites)
     shared = (whole, whole.begins_like(clean))
@@ -30,7 +30,8 @@ def run_pair(
 
 
 def answers(model: CachedLM, answer: "Sequence[str | int] | None", clean: Run, corrupt: Run) -> tuple[int, int]:
-    """Returns the two answers' token ids; by default the first choices of the two runs.
+    """Returns the token ids of the two answers whose logits a grid compares; by default the first choices of the two
+    runs.
 
     Raises: ValueError if they are equal, or if both runs have the same logit difference between them.
     """
@@ -62,9 +63,9 @@ def grid_of_pair(
     groups: Sequence[Group],
     config: GridConfig,
 ) -> Grid:
-    """Runs the cells of a clean and a corrupted run, or reads them from `config.store`; returns the Grid.
+    """Runs the cells of a clean and a corrupted run, or reads finished cells from `config.store`; returns the Grid.
 
-    axes: columns that index a cell.
+    axes: columns that index a cell, such as layer and position.
     """
     clean, corrupt = (run.token_ids for run in runs)
     asked = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
@@ -75,5 +76,9 @@ def grid_of_pair(
 
 
 def parts_of(store: "str | Path | None", model: CachedLM, asked: Mapping[str, object]) -> Parts:
-    """Returns the folder of finished cells for exactly this request and model; keeps no cells if `store` is None."""
+    """Opens the store of finished cells for one grid; without a folder (`store` is None), it keeps nothing.
+
+    asked: settings of the grid; the model's fingerprint is added.
+    Raises: ValueError if the folder contains cells of another grid, or other files.
+    """
     return Parts(store, {} if store is None else {**asked, "fingerprint": model.fingerprint()})

@@ -1,5 +1,4 @@
-"""Keeps finished cells on the disk, so that a grid can resume: one small file for each group of cells, written
-whole."""
+"""Stores finished cells of a patching grid on disk, so that the grid can resume: a JSON file for each group."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,12 +11,14 @@ _ASKED = "asked.json"
 
 
 class Parts:
-    """A folder of finished groups of one grid; keeps nothing if there is no folder."""
+    """Stores the results of finished groups of cells in a folder, so that a grid can resume; without a folder, keeps
+    nothing.
+    """
 
     def __init__(self, folder: "str | Path | None", asked: Mapping[str, object]) -> None:
-        """asked: everything that the cells' results depend on.
+        """Opens or creates the folder of finished cells. asked: everything that the cells' results depend on.
 
-        Raises: ValueError for a folder that holds the cells of another grid, or other files.
+        Raises: ValueError for a folder that contains the cells of another grid, or other files.
         """
         self.folder = None if folder is None else Path(folder)
         if self.folder is None:
@@ -38,22 +39,24 @@ class Parts:
             write_json(path, wanted, indent=None)
 
     def get(self, name: str) -> list[AnswerLogits] | None:
-        """Returns the results of a finished group's cells; None for a group that must still run."""
+        """Returns the stored results of a group of cells; None if the group must still run."""
         if self.folder is None or not (path := self._path(name)).exists():
             return None
         return [AnswerLogits(float(a), float(b), float(c), int(d)) for a, b, c, d in _read(path)]
 
     def put(self, name: str, results: Sequence[AnswerLogits]) -> None:
-        """Writes the results of a finished group's cells to the folder, if there is one."""
+        """Writes the results of a finished group of cells to the folder, if there is one."""
         if self.folder is not None:
             write_json(self._path(name), [list(one) for one in results], indent=None)
 
     def _path(self, name: str) -> Path:
+        """Returns the path of the file for a group of cells."""
         assert self.folder is not None
         return self.folder / f"cells-{name}.json"
 
 
 def _read(path: Path):
+    """Reads a JSON file of the store. Raises: ValueError if it is not JSON, with the remedy."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

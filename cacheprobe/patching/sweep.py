@@ -1,4 +1,4 @@
-"""Runs groups of cells one after another, with a progress bar; finished groups are read from the disk."""
+"""Runs the cells of a patching grid group by group, with a progress bar; finished groups are read from the disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,20 +15,26 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that share a first position, created when they are needed."""
+    """Describes a group of patched runs (cells) that share their first computed position and run in one batch."""
 
     name: str
     count: int
     """Number of cells."""
     base: Callable[[], Run]
+    """Returns the unpatched run that the cells change; called only if the group must run."""
     cells: Callable[[], Mapping[Index, Cell]]
+    """Returns the cells by index; called only if the group must run."""
     indices: Sequence[Index]
 
 
 def sweep(
     model: CachedLM, groups: Sequence[Group], answer: tuple[int, int], parts: Parts, progress: bool
 ) -> dict[Index, AnswerLogits]:
-    """Returns the result of every cell by index. A cell whose edits change no bit takes the unpatched run's result."""
+    """Runs every cell of a patching grid, or reads finished groups from `parts`; returns the results by index.
+
+    A cell whose edits change no bit takes the unpatched run's result.
+    answer: the two answer tokens whose logits are measured.
+    """
     out: dict[Index, AnswerLogits] = {}
     with Progress(sum(group.count for group in groups), "patching", "cells", enabled=progress) as bar:
         for group in groups:
@@ -42,6 +48,10 @@ def sweep(
 
 
 def _run_group(model: CachedLM, group: Group, answer: tuple[int, int]) -> list[AnswerLogits]:
+    """Runs the cells of one group, and returns their results in the order of `group.indices`.
+
+    Cells whose edits change no bit are not run: they get the unpatched run's result.
+    """
     base, cells = group.base(), group.cells()
     (unpatched,) = read(base.logits[None], answer)
     results = dict.fromkeys(group.indices, unpatched)
