@@ -101,7 +101,7 @@ class TraceData:
         """
         table = self.row_table
         if request_id is not None:
-            self._require(request_id)
+            self._require_request(request_id)
             table = table[table.request_id == request_id]
         if status is not None and status not in STATUSES:
             raise ValueError(f"unknown status {status!r}; statuses are {', '.join(STATUSES)}{hint(status, STATUSES)}")
@@ -128,8 +128,8 @@ class TraceData:
         """
         if site == PATTERN:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
-        held, places = self._stored(site, layer, rows)
-        return held[places]
+        stored, indices = self._stored(site, layer, rows)
+        return stored[indices]
 
     def _stored(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> tuple[Tensor, Tensor]:
         """Returns every stored state of a site and layer, and the index [n] of each of the n given rows in that tensor.
@@ -138,24 +138,24 @@ class TraceData:
         """
         layer = layer_number(layer, self.row_table)
         self._require_site(site, layer)
-        numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
-        about = self.row_table.set_index("row")
-        if unknown := [row for row in numbers if row not in about.index]:
-            raise KeyError(f"no row {unknown[0]} in this trace; it has rows 0 to {len(about) - 1}")
-        about = about.loc[numbers]
-        if (about.state_index < 0).any():
-            row = about[about.state_index < 0].iloc[0]
+        row_numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
+        row_info = self.row_table.set_index("row")
+        if unknown := [row for row in row_numbers if row not in row_info.index]:
+            raise KeyError(f"no row {unknown[0]} in this trace; it has rows 0 to {len(row_info) - 1}")
+        row_info = row_info.loc[row_numbers]
+        if (row_info.state_index < 0).any():
+            row = row_info[row_info.state_index < 0].iloc[0]
             raise ValueError(
                 f"request {row.request_id}: the state at position {row.position} ({row.phase}) was not kept; capture "
                 f"filters were positions={self.meta['capture']['positions']}, phases={self.meta['capture']['phases']}"
             )
-        if (about.num_layers <= layer).any():
-            row = about[about.num_layers <= layer].iloc[0]
+        if (row_info.num_layers <= layer).any():
+            row = row_info[row_info.num_layers <= layer].iloc[0]
             raise ValueError(
                 f"request {row.request_id} step {row.step}: the drafter stopped after layer {row.num_layers - 1}, so "
                 f"there is no state at layer {layer}"
             )
-        return self.store.all_of(site, layer), torch.tensor(about.state_index.to_numpy())
+        return self.store.all_of(site, layer), torch.tensor(row_info.state_index.to_numpy())
 
     def pattern_rows(self, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> list[Tensor]:
         """Returns a list of attention patterns, one tensor [h, p + 1] for each given row at position p: weights on
@@ -164,11 +164,11 @@ class TraceData:
         Rows of any status are allowed. A rolled-back row attended to the draft tokens before it, not to the committed
         tokens.
         """
-        flat, places = self._stored(PATTERN, layer, rows)
+        flat, indices = self._stored(PATTERN, layer, rows)
         stored = self.row_table[self.row_table.state_index >= 0]  # a shared prompt's rows share their states
         positions = stored.drop_duplicates("state_index").sort_values("state_index").position
         starts, heads = ragged_starts(torch.tensor(positions.to_numpy()), flat.numel())
-        return [flat[starts[i] : starts[i + 1]].view(heads, -1) for i in places.tolist()]
+        return [flat[starts[i] : starts[i + 1]].view(heads, -1) for i in indices.tolist()]
 
     def kept(self, site: str, layer: SupportsIndex, rows: pd.DataFrame) -> "Tensor | list[Tensor]":
         """Returns the captured states of the given rows: a tensor as from `vectors`; at site "pattern", a list of
@@ -182,17 +182,17 @@ class TraceData:
         """
         assert self.thought_table is not None
         table = self.thought_table
-        mine = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
+        committed = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
         return [
             (int(t.chunk), [int(i) for i in t.token_ids], [float(x) for x in t.logprobs_nats])
-            for t in mine.itertuples()
+            for t in committed.itertuples()
         ]
 
-    def _canonical(self, request_id: SupportsIndex) -> pd.DataFrame:
+    def _canonical_rows(self, request_id: SupportsIndex) -> pd.DataFrame:
         """Returns the rows with status "committed" of a request, one for each position, sorted by position."""
         return self.rows(request_id, "committed").sort_values("position")
 
-    def _require(self, request_id: SupportsIndex) -> None:
+    def _require_request(self, request_id: SupportsIndex) -> None:
         """Checks that the trace has this request. Raises: KeyError if not."""
         if request_id not in self.tokens:
             raise KeyError(f"no request {request_id} in this trace; it has 0 to {len(self.requests) - 1}")
@@ -203,11 +203,13 @@ class TraceData:
             raise ValueError(
                 f"unknown site {site!r}; states are kept at S, T and C, and heads at {', '.join(HEAD_SITES)}"
             )
-        held = (*self.store.sites, *self.store.heads)
+        captured = (*self.store.sites, *self.store.heads)
         self.require_there(site)
-        if site not in held:
+        if site not in captured:
             remedy = f"; run it with CaptureConfig(heads=({site!r},))" if site in HEAD_SITES else ""
-            raise ValueError(f"site {site} was not captured; this run kept {', '.join(held) or 'no states'}{remedy}")
+            raise ValueError(
+                f"site {site} was not captured; this run kept {', '.join(captured) or 'no states'}{remedy}"
+            )
         self.require_there(f"{site} of layer {int(layer)}")
         if layer not in self.store.layers:
             raise ValueError(f"layer {layer} was not captured; this run kept layers {list(self.store.layers)}")

@@ -21,7 +21,7 @@ class HeadBlock:
     """[n]: batch index x width + slot of each kept row."""
     positions: Tensor
     """[n] absolute positions of the kept rows."""
-    held: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    activations: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def size(self, site: str) -> int:
         """Returns the number of values per head in this pass: the number of kept rows; at site "pattern", the number of
@@ -36,12 +36,12 @@ class HeadBlock:
         """
         if site == PATTERN:
             width = value.shape[2]
-            rows = value[self.index // width, :, self.index % width]  # [n, h, s]
+            weights = value[self.index // width, :, self.index % width]  # [n, h, s]
             is_seen = torch.arange(value.shape[3], device=value.device) <= self.positions[:, None]
-            taken = rows.masked_select(is_seen[:, None])  # row by row, and head by head in each
+            kept = weights.masked_select(is_seen[:, None])  # in order of row, then head
         else:
-            taken = value.flatten(0, 1)[self.index]
-        self.held[site, layer] = taken.to("cpu", self.dtype)
+            kept = value.flatten(0, 1)[self.index]
+        self.activations[site, layer] = kept.to("cpu", self.dtype)
 
 
 class HeadBlocks:
@@ -74,19 +74,19 @@ class HeadBlocks:
         """Returns the activations of one site and layer, joined over all passes; an empty tensor if no pass reached the
         layer.
         """
-        held = [(one, one.held.pop((site, layer), None)) for one in self._passes]
-        ran = next(((one, tensor) for one, tensor in held if tensor is not None), None)
+        by_pass = [(block, block.activations.pop((site, layer), None)) for block in self._passes]
+        ran = next(((block, tensor) for block, tensor in by_pass if tensor is not None), None)
         if ran is None:
             return torch.empty(0, dtype=self.dtype)
-        one, like = ran
-        shape = like.shape[1:] if site != PATTERN else ()
-        heads = 1 if site != PATTERN else len(like) // one.size(PATTERN)
+        block, example = ran
+        shape = example.shape[1:] if site != PATTERN else ()
+        heads = 1 if site != PATTERN else len(example) // block.size(PATTERN)
 
-        def absent(one: HeadBlock) -> Tensor:
+        def absent(block: HeadBlock) -> Tensor:
             """Returns NaN values for a pass that did not reach the layer."""
-            return torch.full((heads * one.size(site), *shape), torch.nan, dtype=self.dtype)
+            return torch.full((heads * block.size(site), *shape), torch.nan, dtype=self.dtype)
 
-        return torch.cat([absent(one) if tensor is None else tensor for one, tensor in held])
+        return torch.cat([absent(block) if tensor is None else tensor for block, tensor in by_pass])
 
 
 def ragged_starts(positions: Tensor, numel: int) -> tuple[Tensor, int]:

@@ -30,9 +30,9 @@ def read_manifest(directory: Path) -> JsonDict:
     if not directory.is_dir():
         raise TraceError(f"{directory} is not a directory; give the directory that a run was saved in")
     if not path.exists():
-        if inside := runs_in(directory):
+        if runs := runs_in(directory):
             raise TraceError(
-                f"{directory} holds runs: {_listed(inside)}; give one of them, such as {directory / inside[0]}"
+                f"{directory} holds runs: {_listed(runs)}; give one of them, such as {directory / runs[0]}"
             )
         raise TraceError(f"{directory} has no {MANIFEST}: the run was not saved to its end; run it again")
     try:
@@ -84,8 +84,8 @@ def require_whole(directory: Path, manifest: JsonDict) -> None:
 
 def sha256_of_manifest(manifest: JsonDict) -> str:
     """Returns the SHA-256 digest, as hex text, of a manifest without its own field "manifest_sha256"."""
-    said = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    content = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def damaged_files(directory: Path) -> tuple[int, list[str]]:

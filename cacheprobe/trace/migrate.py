@@ -129,9 +129,9 @@ def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapp
     history = token_history(events)
     position = history.place + history.request_id.map(prompt_lengths)
     drafts = history[history.outcome.fillna("") != "committed"].assign(position=position)
-    lost = rows[(rows.status == "rolled_back") & (rows.phase == "decode")]
-    fed = lost[["row", "request_id", "position", "step"]].merge(drafts, on=["request_id", "position"])
-    newest = fed[fed.born < fed.step].sort_values("born").drop_duplicates("row", keep="last")
+    rolled_back = rows[(rows.status == "rolled_back") & (rows.phase == "decode")]
+    with_drafts = rolled_back[["row", "request_id", "position", "step"]].merge(drafts, on=["request_id", "position"])
+    newest = with_drafts[with_drafts.born < with_drafts.step].sort_values("born").drop_duplicates("row", keep="last")
     given_up = newest[(newest.outcome.isna() | (newest.outcome == "given_up").fillna(False)).to_numpy(dtype=bool)].row
     is_given_up = rows.row.isin(given_up)
     changed = {name: rows[name].mask(is_given_up, "given_up") for name in ("role", "status")}
@@ -154,7 +154,7 @@ def migrated_readings(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFram
 
     rows: as from `migrated_rows`. Token texts become visible, as in newer runs.
     """
-    about = rows.set_index("row").loc[readings.row]
-    there = [name for name in ("token", "committed_token") if name in readings.columns]
-    tokens = {name: readings[name].map(visible, na_action="ignore") for name in there}
-    return readings.assign(role=about.role.to_numpy(), status=about.status.to_numpy(), **tokens)
+    row_info = rows.set_index("row").loc[readings.row]
+    text_columns = [name for name in ("token", "committed_token") if name in readings.columns]
+    tokens = {name: readings[name].map(visible, na_action="ignore") for name in text_columns}
+    return readings.assign(role=row_info.role.to_numpy(), status=row_info.status.to_numpy(), **tokens)

@@ -22,25 +22,25 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
     if not directory.is_dir():
         raise TraceError(f"{directory} is a file; choose a directory to save the run in")
     if (directory / MANIFEST).exists():
-        held = _described(directory)
+        description = _run_description(directory)
         if not overwrite:
             raise TraceError(
-                f"{directory} already holds a run ({held}); choose another directory, or replace the run with "
+                f"{directory} already holds a run ({description}); choose another directory, or replace the run with "
                 "--overwrite (in Python: save(..., overwrite=True))"
             )
         return
-    strangers = [path.name for path in directory.iterdir() if not is_of_a_run(path.name)]
-    if strangers:
+    other_files = [path.name for path in directory.iterdir() if not is_of_a_run(path.name)]
+    if other_files:
         raise TraceError(
-            f"{directory} holds files that are not a trace, such as {strangers[0]}; choose an empty directory"
+            f"{directory} holds files that are not a trace, such as {other_files[0]}; choose an empty directory"
         )
 
 
 def free_beside(directory: Path) -> Path:
     """Returns the first directory without a run among `directory`, NAME-stopped, NAME-stopped-2, ... next to it."""
     numbers = (f"-{n}" for n in count(2))
-    beside = (directory.with_name(f"{directory.name}-stopped{number}") for number in chain([""], numbers))
-    return next(place for place in chain([directory], beside) if not (place / MANIFEST).exists())
+    alternatives = (directory.with_name(f"{directory.name}-stopped{number}") for number in chain([""], numbers))
+    return next(path for path in chain([directory], alternatives) if not (path / MANIFEST).exists())
 
 
 def is_of_a_run(name: str) -> bool:
@@ -50,7 +50,7 @@ def is_of_a_run(name: str) -> bool:
     return is_data or stem in (MANIFEST, "report.html")
 
 
-def _described(directory: Path) -> str:
+def _run_description(directory: Path) -> str:
     """Returns the model and the number of requests of the run in this directory as text, for an error message.
 
     Raises: TraceError if manifest.json belongs to another program.

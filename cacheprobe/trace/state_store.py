@@ -34,9 +34,9 @@ class MemoryStore:
 
     def __init__(self, states: Mapping[tuple[str, int], Tensor]) -> None:
         self._states = dict(states)
-        held = {site for site, _ in states}
-        self.sites = tuple(site for site in SITES if site in held)
-        self.heads = tuple(site for site in HEAD_SITES if site in held)
+        captured = {site for site, _ in states}
+        self.sites = tuple(site for site in SITES if site in captured)
+        self.heads = tuple(site for site in HEAD_SITES if site in captured)
         self.layers = tuple(sorted({layer for _, layer in states}))
 
     def all_of(self, site: str, layer: int) -> Tensor:
@@ -57,28 +57,28 @@ class ShardStore:
     ) -> None:
         self.sites, self.layers, self.heads = tuple(sites), tuple(layers), tuple(heads)
         self.directory, self._shards = directory, list(shards)
-        self._where: dict[str, str] | None = None
-        self._held: dict[str, Tensor] = {}
+        self._shard_of: dict[str, str] | None = None
+        self._loaded: dict[str, Tensor] = {}
 
     def all_of(self, site: str, layer: int) -> Tensor:
         """Returns every stored vector of one site and layer, [n, m]; reads the file at the first call."""
         from safetensors import safe_open
 
         key = tensor_key(site, layer)
-        if key not in self._held:
-            where = self._where
-            if where is None:
-                where = self._where = {}
+        if key not in self._loaded:
+            shard_of = self._shard_of
+            if shard_of is None:
+                shard_of = self._shard_of = {}
                 for shard in self._shards:
                     with safe_open(self.directory / shard, framework="pt") as file:
                         names = set(file.keys())
-                        where.update(dict.fromkeys(names, shard))
-                        if key in names:  # opening it again would take longer than reading
-                            self._held[key] = file.get_tensor(key)
-            if key not in self._held:
-                with safe_open(self.directory / where[key], framework="pt") as file:
-                    self._held[key] = file.get_tensor(key)
-        return self._held[key]
+                        shard_of.update(dict.fromkeys(names, shard))
+                        if key in names:  # read now: opening the file again would take longer than reading
+                            self._loaded[key] = file.get_tensor(key)
+            if key not in self._loaded:
+                with safe_open(self.directory / shard_of[key], framework="pt") as file:
+                    self._loaded[key] = file.get_tensor(key)
+        return self._loaded[key]
 
 
 def tensor_key(site: str, layer: int) -> str:

@@ -107,7 +107,7 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
     manifest["manifest_sha256"] = sha256_of_manifest(manifest)
     text = json.dumps(manifest, indent=1, ensure_ascii=False)
     _write_whole(directory / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
-    _sweep(directory, set(files))
+    _delete_old_files(directory, set(files))
     return directory
 
 
@@ -165,23 +165,23 @@ def _write_states(trace: TraceData, run_id: str, write: Callable[[str, Callable[
 
     shards: list[str] = []
     batch: dict[str, Tensor] = {}
-    held_bytes = 0
+    batch_bytes = 0
 
     def flush() -> None:
         """Writes the collected tensors as one safetensors file."""
-        nonlocal batch, held_bytes
+        nonlocal batch, batch_bytes
         if batch:
             name = f"states-{run_id}-{len(shards):05d}.safetensors"
             write(name, lambda path, tensors=batch: save_file(tensors, path))
             shards.append(name)
-            batch, held_bytes = {}, 0
+            batch, batch_bytes = {}, 0
 
     for site in (*trace.store.sites, *trace.store.heads):
         for layer in trace.store.layers:
             tensor = trace.store.all_of(site, layer).contiguous()
             batch[tensor_key(site, layer)] = tensor
-            held_bytes += tensor.numel() * tensor.element_size()
-            if held_bytes >= SHARD_BYTES:
+            batch_bytes += tensor.numel() * tensor.element_size()
+            if batch_bytes >= SHARD_BYTES:
                 flush()
     flush()
     return shards
@@ -198,7 +198,7 @@ def _write_whole(path: Path, fill: Callable[[Path], object]) -> None:
     fsync(path.parent)
 
 
-def _sweep(directory: Path, kept: set[str]) -> None:
+def _delete_old_files(directory: Path, kept: set[str]) -> None:
     """Deletes the files of earlier runs in this directory: those named like a run's files, but not in `kept`."""
     for path in directory.iterdir():
         if is_of_a_run(path.name) and path.name not in kept and path.name != MANIFEST:

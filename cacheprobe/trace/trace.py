@@ -66,12 +66,12 @@ class Trace(TraceData):
 
     def committed(self, request_id: SupportsIndex) -> list[int]:
         """Returns the token ids that a request generated (its committed tokens), without its prompt."""
-        self._require(request_id)
+        self._require_request(request_id)
         return list(self.tokens[int(request_id)])
 
     def text(self, request_id: SupportsIndex) -> str:
         """Returns the text that a request generated (its committed tokens, decoded), without its prompt."""
-        self._require(request_id)
+        self._require_request(request_id)
         return self.texts[int(request_id)]
 
     def logprobs(self, request_id: SupportsIndex) -> list[float]:
@@ -80,7 +80,7 @@ class Trace(TraceData):
         They are taken from the unprocessed logits that chose the token.
         Raises: ValueError if the trace has none.
         """
-        self._require(request_id)
+        self._require_request(request_id)
         self.require_there("log-probabilities")
         events = self.event_table[self.event_table.request_id == request_id]
         return [float(nats) for step in events.committed_logprobs_nats for nats in step]
@@ -99,7 +99,7 @@ class Trace(TraceData):
         step: None for the end of the run.
         Raises: ValueError for an unknown step, and for a trace without a ledger.
         """
-        self._require(request_id)
+        self._require_request(request_id)
         self.require_there("ledger")
         steps = self.event_table.step
         if step is not None and not (len(steps) and 0 <= int(step) <= steps.max()):
@@ -127,7 +127,7 @@ class Trace(TraceData):
 
         n is prompt + generated - 1: the newest token was not computed yet.
         """
-        return self.vectors(site, layer, self._canonical(request_id))
+        return self.vectors(site, layer, self._canonical_rows(request_id))
 
     def heads(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
         """Returns q, k, v or z of every attention head at a request's canonical rows, [position, h, d], in order of
@@ -140,7 +140,7 @@ class Trace(TraceData):
         """
         if site not in HEAD_SITES:
             raise ValueError(f"unknown site {site!r} of heads; they are {', '.join(HEAD_SITES)}")
-        return self.vectors(site, layer, self._canonical(request_id))
+        return self.vectors(site, layer, self._canonical_rows(request_id))
 
     def pattern(self, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
         """Returns the attention weights [h, t, t] of one request and layer: query position by attended position.
@@ -150,7 +150,7 @@ class Trace(TraceData):
         request;
         see `pattern_rows`.
         """
-        rows = self._canonical(request_id)
+        rows = self._canonical_rows(request_id)
         kept = self.pattern_rows(layer, rows)
         if rows.position.tolist() != list(range(len(rows))):
             raise ValueError(
@@ -166,11 +166,11 @@ class Trace(TraceData):
         """Returns the SHA-256, as hex text, of a request's results: tokens, log-probabilities, thoughts, states of
         canonical rows.
         """
-        rows = self._canonical(request_id)
-        spoken: tuple = (self.committed(request_id), self.logprobs(request_id))
+        rows = self._canonical_rows(request_id)
+        results: tuple = (self.committed(request_id), self.logprobs(request_id))
         if self.thought_table is not None:
-            spoken += (self.thoughts_said(request_id),)
-        digest = hashlib.sha256(repr(spoken).encode())
+            results += (self.thoughts_said(request_id),)
+        digest = hashlib.sha256(repr(results).encode())
         for site in (*self.store.sites, *self.store.heads):
             for layer in self.store.layers:
                 digest.update(f"{site}.{layer}".encode())

@@ -100,8 +100,8 @@ def imported_trace(
     has_text = tokenizer is not None or getattr(model, "tokenizer", None) is not None
     records = [record for number, one in enumerate(generations) for record in _rows(number, one, origin.n_layers)]
     order = sorted(range(len(records)), key=lambda i: (records[i].step, records[i].request_id, records[i].position))
-    for place, i in enumerate(order):
-        records[i].state_index = place
+    for index, i in enumerate(order):
+        records[i].state_index = index
     layers = sorted(generations[0].states)
     stacked = {
         ("S", layer): torch.cat([one.states[layer] for one in generations])[torch.tensor(order)] for layer in layers
@@ -134,16 +134,16 @@ def imported_trace(
     )
 
 
-def _rows(number: int, one: Generation, n_layers: int) -> list[RowRecord]:
+def _rows(number: int, generation: Generation, n_layers: int) -> list[RowRecord]:
     """Returns the rows of one imported generation, all canonical: the prompt in step 0, then one generated token a
     step.
     """
-    prompt, text = len(one.prompt), (*one.prompt, *one.generated)
+    prompt, token_ids = len(generation.prompt), (*generation.prompt, *generation.generated)
     rows = []
-    for position in range(one.num_rows):
+    for position in range(generation.num_rows):
         step = max(position - prompt + 1, 0)
         phase, role = ("prefill", "prompt") if position < prompt else ("decode", "committed")
-        rows.append(RowRecord(number, step, phase, position, text[position], n_layers, -1, role, "committed"))
+        rows.append(RowRecord(number, step, phase, position, token_ids[position], n_layers, -1, role, "committed"))
     return rows
 
 
@@ -155,19 +155,19 @@ def _steps(generations: Sequence[Generation]) -> list[StepRecord]:
     """
     steps = []
     for step in range(max(max(len(one.generated), 1) for one in generations)):
-        there = [n for n, one in enumerate(generations) if step < len(one.generated) or step == 0]
+        active = [n for n, one in enumerate(generations) if step < len(one.generated) or step == 0]
         slots = max(len(one.prompt) for one in generations) if step == 0 else 1
-        committed = {n: generations[n].generated[step : step + 1] for n in there}
+        committed = {n: generations[n].generated[step : step + 1] for n in active}
         steps.append(
             StepRecord(
                 step=step,
                 phase="decode" if step else "prefill",
                 batch_shape=(len(generations), slots),
-                request_ids=tuple(there),
+                request_ids=tuple(active),
                 seconds=float("nan"),
                 committed=tuple(committed.items()),
-                logprobs=tuple((n, generations[n].logprobs[step : step + 1]) for n in there),
-                margins=tuple((n, nats) for n in there for nats in generations[n].margins[step : step + 1]),
+                logprobs=tuple((n, generations[n].logprobs[step : step + 1]) for n in active),
+                margins=tuple((n, nats) for n in active for nats in generations[n].margins[step : step + 1]),
             )
         )
     return steps

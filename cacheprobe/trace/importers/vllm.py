@@ -111,10 +111,10 @@ def _as_list(outputs: object) -> list[object]:
     found: list[object] = []
     for item in items:
         if isinstance(item, str | Path) and Path(item).is_dir():
-            inside = sorted(Path(item).glob("*.safetensors"))
-            if not inside:
+            files = sorted(Path(item).glob("*.safetensors"))
+            if not files:
                 raise ImportRefused(f"{item} holds no .safetensors file; vLLM writes them to its shared_storage_path")
-            found += inside
+            found += files
         else:
             found.append(item)
     if not found:
@@ -152,12 +152,12 @@ def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None)
 
 def _split(states: Tensor, prompt: Sequence[int], generated: Sequence[int], ids: Sequence[int]) -> Generation:
     """Returns a Generation from states [t, l, m] of vLLM: its id k is the input of block k, so S of layer k - 1."""
-    by_layer = {layer - 1: states[:, place].clone() for place, layer in enumerate(ids) if layer > 0}
+    by_layer = {layer - 1: states[:, index].clone() for index, layer in enumerate(ids) if layer > 0}
     return Generation(tuple(prompt), tuple(generated), by_layer)
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[None]:
+def _complete_file(path: Path) -> Iterator[None]:
     """Waits until vLLM has finished writing this file, if a lock file lies next to it; holds a shared lock in the
     block.
 
@@ -204,13 +204,13 @@ def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
     if path.suffix == ".zst" or (not path.exists() and path.with_name(path.name + ".zst").exists()):
         raise ImportRefused(f"{path} is compressed; unpack it first, with zstd -d")
     try:
-        with _whole(path):
-            held = load_file(path)
+        with _complete_file(path):
+            tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ImportRefused(f"{path} cannot be read as safetensors ({error!s:.120}); is vLLM still at it?") from error
-    if lacking := [key for key in _KEYS if key not in held]:
-        raise ImportRefused(f"{path} has no {lacking[0]}; expected {' and '.join(_KEYS)}, it holds {sorted(held)}")
-    states, tokens = held["hidden_states"], held["token_ids"]
+    if missing := [key for key in _KEYS if key not in tensors]:
+        raise ImportRefused(f"{path} has no {missing[0]}; expected {' and '.join(_KEYS)}, it holds {sorted(tensors)}")
+    states, tokens = tensors["hidden_states"], tensors["token_ids"]
     if states.dim() != 3 or tokens.dim() != 1 or len(states) != len(tokens):
         raise ImportRefused(
             f"{path}: hidden_states {tuple(states.shape)} and token_ids {tuple(tokens.shape)}; expected "

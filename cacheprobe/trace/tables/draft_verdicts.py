@@ -62,20 +62,20 @@ def with_verdicts(
     """
     readings = readings.drop(columns=[*VERDICT_COLUMNS, "top_tokens"], errors="ignore")
     drafts = drafts_table(events)
-    position = drafts.request_id.map(prompt_lengths) + drafts.place - 1  # of the row that predicts it
-    about = drafts.assign(position=position)[["request_id", "position", "drafted_token_id", "verdict"]]
-    born, judged = about.assign(step=drafts.born), about.assign(step=drafts.judged)[drafts.judged.notna()]
-    where = pd.concat([born, judged.astype({"step": born.step.dtype})]).drop_duplicates(
+    position = drafts.request_id.map(prompt_lengths) + drafts.place - 1  # of the row that predicts the draft token
+    known_drafts = drafts.assign(position=position)[["request_id", "position", "drafted_token_id", "verdict"]]
+    born, judged = known_drafts.assign(step=drafts.born), known_drafts.assign(step=drafts.judged)[drafts.judged.notna()]
+    drafts_of_passes = pd.concat([born, judged.astype({"step": born.step.dtype})]).drop_duplicates(
         ["request_id", "step", "position"]
     )
     keys = ["request_id", "step", "position"]
-    found = readings[keys].merge(where, on=keys, how="left", validate="many_to_one")
-    token_ids = found.drafted_token_id.astype("Int64").array
+    matched = readings[keys].merge(drafts_of_passes, on=keys, how="left", validate="many_to_one")
+    token_ids = matched.drafted_token_id.astype("Int64").array
     texts = {token: _text(token_texts, token) for token in drafts.drafted_token_id.unique().tolist()}
     added = {
         "drafted_token_id": token_ids,
-        "drafted_token": found.drafted_token_id.map(texts).astype(object).to_numpy(),
-        "verdict": found.verdict.astype("string").array,
+        "drafted_token": matched.drafted_token_id.map(texts).astype(object).to_numpy(),
+        "verdict": matched.verdict.astype("string").array,
         "prediction_depth": prediction_depths(readings).array,
     }
     end = readings.columns.get_loc("top_token_ids")
@@ -94,10 +94,11 @@ def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame
     rows: as in `trace.tables.build.rows_table`.
     """
     readings = readings.drop(columns=READ_COLUMNS, errors="ignore")
-    fed = rows[rows.row.isin(readings.row.unique())].set_index("row")[["token_id", "token"]].reindex(readings.row)
-    place = readings.columns.get_loc("position") + 1
-    readings.insert(place, "read_token_id", fed.token_id.astype("Int64").array)
-    readings.insert(place + 1, "read_token", fed.token.to_numpy(dtype=object))
+    own_rows = rows[rows.row.isin(readings.row.unique())]
+    input_tokens = own_rows.set_index("row")[["token_id", "token"]].reindex(readings.row)
+    column = readings.columns.get_loc("position") + 1
+    readings.insert(column, "read_token_id", input_tokens.token_id.astype("Int64").array)
+    readings.insert(column + 1, "read_token", input_tokens.token.to_numpy(dtype=object))
     return readings
 
 
@@ -174,16 +175,17 @@ def parting(shares: pd.DataFrame) -> str:
     """
     rejected = shares[shares.verdict == "rejected"].set_index("layer")
     if len(rejected):
-        wins = rejected.committed_first > rejected.drafted_first
-        if not wins.iloc[-1]:
+        is_committed_ahead = rejected.committed_first > rejected.drafted_first
+        if not is_committed_ahead.iloc[-1]:
             return "Where a draft was rejected, the draft leads up to the last layer read"
-        since = wins.index[wins[::-1].cummin()[::-1]][0]
+        since = is_committed_ahead.index[is_committed_ahead[::-1].cummin()[::-1]][0]
         return f"Where a draft was rejected, the committed token leads from layer {since} on"
     kind = next(kind for kind in ("accepted", NOT_DRAFTED, "never_judged") if (shares.verdict == kind).any())
     share = shares[shares.verdict == kind].set_index("layer").committed_first
-    most = (share >= 0.5)[::-1].cummin()[::-1]
-    where = {"accepted": "Where a draft was accepted", "never_judged": "Where a draft was never judged"}.get(kind)
-    said = f"{where}, the" if where else "The"
-    if not most.any():
-        return f"{said} committed token is first in half of the readings at no last layer"
-    return f"{said} committed token is first in at least half of the readings from layer {most.index[most][0]} on"
+    stays_first = (share >= 0.5)[::-1].cummin()[::-1]
+    condition = {"accepted": "Where a draft was accepted", "never_judged": "Where a draft was never judged"}.get(kind)
+    beginning = f"{condition}, the" if condition else "The"
+    if not stays_first.any():
+        return f"{beginning} committed token is first in half of the readings at no last layer"
+    since = stays_first.index[stays_first][0]
+    return f"{beginning} committed token is first in at least half of the readings from layer {since} on"

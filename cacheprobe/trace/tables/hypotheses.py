@@ -18,18 +18,19 @@ def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame
     include_rolled_back: also rows fed a rejected, later or given-up draft token.
     Raises: ValueError if the run has no lens readings and no thoughts.
     """
-    spoken = None
+    thoughts = None
     if trace.thought_table is not None:
-        spoken = as_hypotheses(trace.thought_table, trace.meta["thought_layer"], trace.token_texts)
-        spoken = with_read_tokens(spoken, trace.row_table)
-    if spoken is not None and trace.hypothesis_table is None:
-        table = spoken.assign(**dict.fromkeys(VERDICT_COLUMNS, pd.NA))
-    elif spoken is None:
+        thoughts = as_hypotheses(trace.thought_table, trace.meta["thought_layer"], trace.token_texts)
+        thoughts = with_read_tokens(thoughts, trace.row_table)
+    if thoughts is not None and trace.hypothesis_table is None:
+        table = thoughts.assign(**dict.fromkeys(VERDICT_COLUMNS, pd.NA))
+    elif thoughts is None:
         table = _readings(trace)
     else:
-        read = _readings(trace)
-        known = spoken.astype(read.dtypes[spoken.columns].to_dict())
-        table = pd.concat([read, known]).sort_values(["request_id", "step", "row", "layer"], kind="stable")
+        readings = _readings(trace)
+        thought_readings = thoughts.astype(readings.dtypes[thoughts.columns].to_dict())
+        table = pd.concat([readings, thought_readings])
+        table = table.sort_values(["request_id", "step", "row", "layer"], kind="stable")
     if not include_rolled_back:
         table = table[~table.status.isin(DISCARDED_DRAFT)]
     return table.reset_index(drop=True)

@@ -11,17 +11,17 @@ def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame
     Columns: position, provenance (such as "verified"), step of the last write.
     changes: the ledger's lines of this request, in order of step.  step: None for the end.
     """
-    held: dict[int, tuple[str, int]] = {}
+    slots: dict[int, tuple[str, int]] = {}
     for change in changes.itertuples():
         if step is not None and change.step > step:
             break
         for position in range(change.start, change.end):
             if change.provenance == "free":
-                held.pop(position, None)
+                slots.pop(position, None)
             else:
-                held[position] = (change.provenance, change.step)
+                slots[position] = (change.provenance, change.step)
     return pd.DataFrame(
-        [(position, *held[position]) for position in sorted(held)], columns=["position", "provenance", "step"]
+        [(position, *slots[position]) for position in sorted(slots)], columns=["position", "provenance", "step"]
     )
 
 
@@ -34,11 +34,11 @@ def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
     """
     records = []
     for request_id, own in changes.groupby("request_id", sort=True):
-        held = bytearray(int(own.end.max()))
+        in_use = bytearray(int(own.end.max()))
         counts: dict[int, int] = {}
         columns = (own[name].tolist() for name in ("step", "start", "end", "provenance"))
         for step, start, end, provenance in zip(*columns, strict=True):
-            held[start:end] = (b"\0" if provenance == "free" else b"\1") * (end - start)
-            counts[step] = held.count(1)
-        records += [(int(request_id), step, rows) for step, rows in counts.items()]
+            in_use[start:end] = (b"\0" if provenance == "free" else b"\1") * (end - start)
+            counts[step] = in_use.count(1)
+        records += [(int(request_id), step, count) for step, count in counts.items()]
     return pd.DataFrame(records, columns=["request_id", "step", "rows"])

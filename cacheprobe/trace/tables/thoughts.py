@@ -136,9 +136,9 @@ def says_state(said: str, true_state: str | None, example: Example | None) -> bo
     if not said or true_state is None or example is None:
         return None
     question = example.question
-    known = zip(question.states, question.thoughts, strict=True) if question.thoughts else ()
-    wanted = {true_state, *(thought for state, thought in known if state == true_state)}
-    return any(said == text or said.endswith(f" {text}") for text in wanted)
+    pairs = zip(question.states, question.thoughts, strict=True) if question.thoughts else ()
+    true_texts = {true_state, *(thought for state, thought in pairs if state == true_state)}
+    return any(said == text or said.endswith(f" {text}") for text in true_texts)
 
 
 def _true_states(request: Request, model: CachedLM) -> Sequence[str | None]:

@@ -26,24 +26,25 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
     names = ["request_id", "step", "phase", "proposed_token_ids", "draft_token_ids", "num_accepted",
              "committed_token_ids", "margin_nats"]  # fmt: skip
     for request_id, own in events[names].sort_values("step", kind="stable").groupby("request_id", sort=True):
-        place, waiting = 0, []
+        place, open_drafts = 0, []
         for _, step, phase, proposed, drafted, accepted, committed, margin in own.itertuples(index=False):
             if len(proposed):
                 for token in proposed:
-                    waiting.append((request_id, place + len(waiting), int(token), margin, step))
+                    open_drafts.append((request_id, place + len(open_drafts), int(token), margin, step))
                 continue
-            if phase == "prefill":  # a preempted request is computed again, and drafts anew
-                lines += [(*line, step, "given_up") for line in waiting]
-                waiting = []
+            if phase == "prefill":  # after a preemption the prompt is computed again, and the old draft is lost
+                lines += [(*line, step, "given_up") for line in open_drafts]
+                open_drafts = []
             if phase == "verify" and pd.isna(accepted):
-                continue  # this pass only rebuilds cache rows, and decides no token
+                continue  # this pass only rebuilds a preempted request's cache, and judges no token
             if phase != "verify":
                 for i, token in enumerate(committed):
                     lines.append((request_id, place + i, int(token), margin, step, step, "committed"))
             else:
                 count = int(accepted)
                 # a draft of a failed pass was given up; its tokens come before those of the judged draft
-                given_up, judged = waiting[: len(waiting) - len(drafted)], waiting[len(waiting) - len(drafted) :]
+                num_given_up = len(open_drafts) - len(drafted)
+                given_up, judged = open_drafts[:num_given_up], open_drafts[num_given_up:]
                 since = judged[0][-1] if judged else step
                 lines += [(*line, since, "given_up") for line in given_up]
                 for i, (_, _, token, nats, born) in enumerate(judged):
@@ -52,9 +53,9 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
                 word = "recovered" if count < len(drafted) else "bonus"
                 for i, token in enumerate(committed[count:], count):
                     lines.append((request_id, place + i, int(token), margin, step, step, word))
-                waiting = []
+                open_drafts = []
             place += len(committed)
-        lines += [(*line, None, None) for line in waiting]
+        lines += [(*line, None, None) for line in open_drafts]
     table = pd.DataFrame(lines, columns=COLUMNS)
     return table.astype({"decided_step": "Int64", "outcome": "string", "margin_nats": "Float64"})
 
@@ -69,16 +70,16 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     values are not cached yet.
     history: as from `token_history`.
     """
-    there = history[history.born <= step]
-    decided = (there.decided_step <= step).fillna(False)
-    lost = decided & (there.outcome == "rolled_back").fillna(False)
-    given_up = decided & (there.outcome == "given_up").fillna(False)
-    there = there[~given_up & (~lost | (there.decided_step == step).fillna(False))]
-    decided, lost = decided[there.index], lost[there.index]
-    state = pd.Series("candidate", index=there.index).mask(decided, "committed").mask(lost, "rolled_back")
-    there = there.assign(state=state)
-    # a committed token replaces a rolled-back one at its place, and a newer token an older one
-    order = there.assign(rank=there.state.map({"rolled_back": 0, "candidate": 1, "committed": 1}))
+    tokens = history[history.born <= step]
+    decided = (tokens.decided_step <= step).fillna(False)
+    rolled_back = decided & (tokens.outcome == "rolled_back").fillna(False)
+    given_up = decided & (tokens.outcome == "given_up").fillna(False)
+    tokens = tokens[~given_up & (~rolled_back | (tokens.decided_step == step).fillna(False))]
+    decided, rolled_back = decided[tokens.index], rolled_back[tokens.index]
+    state = pd.Series("candidate", index=tokens.index).mask(decided, "committed").mask(rolled_back, "rolled_back")
+    tokens = tokens.assign(state=state)
+    # at one place, a committed token replaces a rolled-back one, and a newer token replaces an older one
+    order = tokens.assign(rank=tokens.state.map({"rolled_back": 0, "candidate": 1, "committed": 1}))
     last = order.sort_values(["request_id", "place", "rank", "born"], kind="stable").drop_duplicates(
         ["request_id", "place"], keep="last"
     )
@@ -116,11 +117,11 @@ def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
 
     history: as from `token_history`, of that request alone.  place: 0 is the first generated token.
     """
-    there = history[history.place == place].sort_values("born", kind="stable")
+    tokens = history[history.place == place].sort_values("born", kind="stable")
     return [
         Fate(int(t.token_id), int(t.born), None if pd.isna(t.decided_step) else int(t.decided_step),
              None if pd.isna(t.outcome) else str(t.outcome))
-        for t in there.itertuples()
+        for t in tokens.itertuples()
     ]  # fmt: skip
 
 
