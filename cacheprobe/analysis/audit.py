@@ -68,13 +68,13 @@ class History:
             is_kept, status = position < start + accepted, "committed"
         elif phase == "decode" and self.is_verified:
             is_kept, status = position < self.length_before(step), "superseded"
-            if not is_kept:  # it was fed the newest draft token of its position
-                outcome = max(
-                    ((born, said) for born, said in self.drafts.get(position, ()) if born < step), default=(0, "")
+            if not is_kept:  # the row was fed the newest draft token of its position
+                newest = max(
+                    ((born, outcome) for born, outcome in self.drafts.get(position, ()) if born < step), default=(0, "")
                 )
-                if outcome[1] not in ("accepted", "rolled_back"):
+                if newest[1] not in ("accepted", "rolled_back"):
                     return "given_up", "given_up"
-                is_kept = outcome[1] == "accepted"
+                is_kept = newest[1] == "accepted"
         else:
             is_kept, status = True, "committed"
         if not is_kept:
@@ -93,16 +93,16 @@ def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = N
     for request in trace.requests:
         own = trace.event_table[trace.event_table.request_id == request.request_id]
         history = histories[request.request_id] = _history(trace, request, own)
-        found = (
-            ("events", _event_faults(trace, request, own, history)),  # first: they fill the history
+        checks = (
+            ("events", _event_faults(trace, request, own, history)),  # first: this fills the history
             ("rows", _row_faults(trace, request, history)),
             ("ledger", ledger_faults(trace, request, history.verdicts)),
         )
-        faults += [f"{table}: request {request.request_id} {said}" for table, some in found for said in some]
-    faults += (f"events: {said}" for said in _step_faults(trace))
-    faults += (f"rows: {said}" for said in numbering_faults(trace))
+        faults += [f"{table}: request {request.request_id} {fault}" for table, found in checks for fault in found]
+    faults += (f"events: {fault}" for fault in _step_faults(trace))
+    faults += (f"rows: {fault}" for fault in numbering_faults(trace))
     full = {r: [*trace.requests[r].prompt_token_ids, *trace.tokens[r]] for r in histories}
-    faults += (f"hypotheses: {said}" for said in hypothesis_faults(trace, full))
+    faults += (f"hypotheses: {fault}" for fault in hypothesis_faults(trace, full))
     if texts is not None:
         faults += _text_faults(trace, texts)
     tables = {
@@ -131,31 +131,31 @@ def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history:
     `history`.
     """
     proposals: list[int] = []
-    since = -1
+    last_step = -1
     has_logprobs = "log-probabilities" not in trace.missing
     finish = trace.meta["finish"][str(request.request_id)]
     for event in events.itertuples():
-        where, committed = f"step {event.step}:", _ints(event.committed_token_ids)
-        if event.step <= since:
-            yield f"{where} stands behind step {since}"
-        if any(since <= lost < event.step for lost in history.given_up):
+        label, committed = f"step {event.step}:", _ints(event.committed_token_ids)
+        if event.step <= last_step:
+            yield f"{label} stands behind step {last_step}"
+        if any(last_step <= lost < event.step for lost in history.given_up):
             proposals = []
-        since = event.step
+        last_step = event.step
         if has_logprobs and len(event.committed_logprobs_nats) != len(committed):
             given = len(event.committed_logprobs_nats)
-            yield f"{where} {given} log-probabilities for {len(committed)} committed tokens"
+            yield f"{label} {given} log-probabilities for {len(committed)} committed tokens"
         if has_logprobs and any(not x <= 0 for x in event.committed_logprobs_nats):
-            yield f"{where} a log-probability of a committed token is above 0 or no number"
+            yield f"{label} a log-probability of a committed token is above 0 or no number"
         proposals += _ints(event.proposed_token_ids)
         if pd.isna(event.draft_start):
-            said = [_null_fault(event, name) for name in ("num_accepted", "num_rolled_back", "recovered_token_id",
+            faults = [_null_fault(event, name) for name in ("num_accepted", "num_rolled_back", "recovered_token_id",
                                                           "bonus_token_id", "finish")]  # fmt: skip
-            yield from (f"{where} {fault}" for fault in said if fault)
+            yield from (f"{label} {fault}" for fault in faults if fault)
             if committed and event.phase != "prefill" and history.is_verified:
-                yield f"{where} tokens of a verified request are committed without a verdict"
+                yield f"{label} tokens of a verified request are committed without a verdict"
             history.roles += ["committed"] * len(committed)
         else:
-            yield from (f"{where} {said}" for said in _verdict_faults(event, history, proposals, committed, finish))
+            yield from (f"{label} {fault}" for fault in _verdict_faults(event, history, proposals, committed, finish))
             proposals = []
         history.text += committed
         history.lengths.append((int(event.step), len(history.text)))
@@ -199,12 +199,13 @@ def _verdict_faults(
         yield f"committed {committed}, the verdict allows {wanted}"
     elif len(committed) < len(wanted) and pd.isna(event.finish):
         yield f"committed {len(committed)} of {len(wanted)} tokens, though the request did not end"
-    own = committed[-1] if len(committed) > accepted else None
+    verifier_token = committed[-1] if len(committed) > accepted else None
     is_rollback = accepted < len(draft)
-    for name, value in (("recovered", own if is_rollback else None), ("bonus", None if is_rollback else own)):
-        given = _whole(getattr(event, f"{name}_token_id"))
-        if given != value:
-            yield f"{name}_token_id is {given}, the verdict gives {value}"
+    recovered, bonus = (verifier_token, None) if is_rollback else (None, verifier_token)
+    for name, value in (("recovered", recovered), ("bonus", bonus)):
+        recorded = _whole(getattr(event, f"{name}_token_id"))
+        if recorded != value:
+            yield f"{name}_token_id is {recorded}, the verdict gives {value}"
     if not pd.isna(event.finish) and event.finish != finish:
         yield f"finish is {event.finish}, the request ended by {finish}"
     roles = [*["accepted"] * max(accepted, 0), "recovered" if is_rollback else "bonus"]
@@ -220,36 +221,37 @@ def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[st
     """
     table = trace.row_table[trace.row_table.request_id == request.request_id]
     text, prompt = history.text, len(history.prompt)
-    fed: dict[int, list[tuple[int, int]]] = {}
+    verify_rows: dict[int, list[tuple[int, int]]] = {}
     for row in table.itertuples():
-        where = f"step {row.step} position {row.position}:"
-        wanted = history.expected_status(row.step, row.phase, row.position)
-        if (row.role, row.status) != wanted:
-            yield f"{where} role {row.role} and status {row.status}, the events give {wanted[0]} and {wanted[1]}"
+        label = f"step {row.step} position {row.position}:"
+        expected = history.expected_status(row.step, row.phase, row.position)
+        if (row.role, row.status) != expected:
+            yield f"{label} role {row.role} and status {row.status}, the events give {expected[0]} and {expected[1]}"
         elif row.status not in DISCARDED_DRAFT and row.token_id != text[row.position]:
-            yield f"{where} token {row.token_id}, the committed text has {text[row.position]}"
+            yield f"{label} token {row.token_id}, the committed text has {text[row.position]}"
         if (row.position < prompt) != (row.phase == "prefill"):
-            yield f"{where} a {row.phase} pass beside a prompt of {prompt} tokens"
+            yield f"{label} a {row.phase} pass beside a prompt of {prompt} tokens"
         if row.phase == "verify":
-            fed.setdefault(row.step, []).append((row.position, row.token_id))
+            verify_rows.setdefault(row.step, []).append((row.position, row.token_id))
     for step, (start, _, tokens) in history.verdicts.items():
         wanted_rows = [(start - 1 + i, token) for i, token in enumerate(tokens)]
-        if fed.get(step, []) != wanted_rows:
-            yield f"step {step}: its verify rows are {fed.get(step, [])}, the verdict was on {wanted_rows}"
+        if verify_rows.get(step, []) != wanted_rows:
+            yield f"step {step}: its verify rows are {verify_rows.get(step, [])}, the verdict was on {wanted_rows}"
     if not trace.tokens[request.request_id]:
-        return  # it ended before its prompt was read
-    held = table[table.status == "committed"].position.tolist()
-    first = min(held, default=0) if "cached" in trace.fingerprint else 0
-    if sorted(held) != list(range(first, len(text) - 1)):
-        missing = sorted(set(range(first, len(text) - 1)) - set(held))
-        yield f"has {len(held)} committed rows for positions {first} to {len(text) - 2}; missing {missing[:5]}"
+        return  # the request ended before its prompt was computed
+    committed_positions = table[table.status == "committed"].position.tolist()
+    first = min(committed_positions, default=0) if "cached" in trace.fingerprint else 0
+    if sorted(committed_positions) != list(range(first, len(text) - 1)):
+        missing = sorted(set(range(first, len(text) - 1)) - set(committed_positions))
+        count = len(committed_positions)
+        yield f"has {count} committed rows for positions {first} to {len(text) - 2}; missing {missing[:5]}"
 
 
 def _step_faults(trace: Trace) -> Iterator[str]:
     """Yields a sentence for each step whose requests or rows disagree on phase, batch shape or seconds."""
     events = trace.event_table
-    alike = events.groupby("step")[["phase", "batch_rows", "batch_slots", "seconds"]].nunique()
-    for step in alike.index[(alike > 1).any(axis=1)]:
+    distinct_values = events.groupby("step")[["phase", "batch_rows", "batch_slots", "seconds"]].nunique()
+    for step in distinct_values.index[(distinct_values > 1).any(axis=1)]:
         yield f"step {step}: its requests disagree about phase, shape or seconds"
     phases = dict(zip(events.step, events.phase, strict=True))
     rows = trace.row_table
@@ -263,11 +265,14 @@ def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> I
     if trace.hypothesis_table is not None:
         both = (("token_id", "token"), ("committed_token_id", "committed_token"))
         tables += [("hypotheses", trace.hypothesis_table.dropna(subset=[a]), a, b) for a, b in both]
-    for name, table, ids, said in tables:
-        distinct = table[[ids, said]].drop_duplicates()
-        for number, text, want in zip(distinct[ids], distinct[said], texts(distinct[ids].tolist()), strict=True):
-            if text != visible(want):
-                yield f"{name}: {said} of token {number} is {text!r}, the model's tokenizer gives {visible(want)!r}"
+    for name, table, id_column, text_column in tables:
+        distinct = table[[id_column, text_column]].drop_duplicates()
+        for number, text, expected in zip(
+            distinct[id_column], distinct[text_column], texts(distinct[id_column].tolist()), strict=True
+        ):
+            if text != visible(expected):
+                wanted = visible(expected)
+                yield f"{name}: {text_column} of token {number} is {text!r}, the model's tokenizer gives {wanted!r}"
 
 
 def _null_fault(event: Line, name: str) -> str | None:

@@ -23,30 +23,30 @@ def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[i
     """
     changes = trace.ledger_table[trace.ledger_table.request_id == request.request_id]
     wanted = _wanted_changes(trace, request, verdicts)
-    rebuilt = {step for number, step in trace.meta["preemptions"] if number == request.request_id}
-    edited = any(change == "edited" for change in changes.provenance) or "cached" in trace.fingerprint
-    held = 0
+    preempted_at = {step for number, step in trace.meta["preemptions"] if number == request.request_id}
+    is_edited = any(change == "edited" for change in changes.provenance) or "cached" in trace.fingerprint
+    length = 0
     for change in changes.itertuples():
-        where = f"step {change.step}: rows {change.start} to {change.end - 1} {change.provenance}:"
+        label = f"step {change.step}: rows {change.start} to {change.end - 1} {change.provenance}:"
         if change.provenance not in PROVENANCES or not 0 <= change.start < change.end:
-            yield f"{where} no such change"
+            yield f"{label} no such change"
         elif change.provenance == "free":
-            if change.end != held:
-                yield f"{where} it held {held}"
-            held = change.start
+            if change.end != length:
+                yield f"{label} it held {length}"
+            length = change.start
             continue
-        elif change.start > held:
-            yield f"{where} it held {held}, so rows before them were never written"
-        elif change.provenance == "verified" and change.step in verdicts and change.start != held:
-            yield f"{where} it still held {held}"
-        held = max(held, change.end)
+        elif change.start > length:
+            yield f"{label} it held {length}, so rows before them were never written"
+        elif change.provenance == "verified" and change.step in verdicts and change.start != length:
+            yield f"{label} it still held {length}"
+        length = max(length, change.end)
         key = (change.step, change.start, change.end, change.provenance)
         if wanted[key]:
             wanted[key] -= 1
-        elif not edited and not (rebuilt and change.step > min(rebuilt)):
-            yield f"{where} no pass wrote them"
+        elif not is_edited and not (preempted_at and change.step > min(preempted_at)):
+            yield f"{label} no pass wrote them"
     for (step, start, end, provenance), count in wanted.items():
-        if count and not edited:
+        if count and not is_edited:
             yield f"step {step}: rows {start} to {end - 1} {provenance}: the change is missing"
 
 
@@ -61,11 +61,11 @@ def _wanted_changes(
     wanted: Counter[tuple[int, int, int, str]] = Counter()
     read_at = events[events.phase == "prefill"].step
     prefill = rows[rows.phase == "prefill"]
-    own_steps = prefill[prefill.step.isin(read_at)]
-    if len(own_steps):
-        for step, some in own_steps.groupby("step"):
-            wanted[int(step), int(some.position.min()), int(some.position.max()) + 1, "prefill"] += 1
-    elif len(prefill) and len(read_at):  # its rows are another request's of the same prompt
+    own_prefill = prefill[prefill.step.isin(read_at)]
+    if len(own_prefill):
+        for step, of_step in own_prefill.groupby("step"):
+            wanted[int(step), int(of_step.position.min()), int(of_step.position.max()) + 1, "prefill"] += 1
+    elif len(prefill) and len(read_at):  # the prompt's keys and values were copied from a request with the same prompt
         wanted[int(read_at.iloc[0]), 0, request.num_prompt_tokens, "prefill"] += 1
     committed = {int(event.step): len(event.committed_token_ids) for event in events.itertuples()}
     for step, (start, _, _) in verdicts.items():
@@ -87,12 +87,13 @@ def numbering_faults(trace: Trace) -> Iterator[str]:
     rows = trace.row_table
     if rows.row.tolist() != list(range(len(rows))):
         yield "are not numbered from 0 without gaps: a row is missing or stands twice"
-    named = np.unique(rows.state_index[rows.state_index >= 0].to_numpy())
-    kept = len(trace.store.all_of(trace.store.sites[0], trace.store.layers[0])) if trace.store.sites else len(named)
-    if named.tolist() != list(range(kept)):
-        yield f"name {len(named)} stored vectors, there are {kept}: a row is missing, or a state_index is wrong"
-    fixed = rows[rows.phase != "decode"]
-    if fixed.num_layers.nunique() > 1:
+    indices = np.unique(rows.state_index[rows.state_index >= 0].to_numpy())
+    store = trace.store
+    num_stored = len(store.all_of(store.sites[0], store.layers[0])) if store.sites else len(indices)
+    if indices.tolist() != list(range(num_stored)):
+        yield f"name {len(indices)} stored vectors, there are {num_stored}: a row is missing, or a state_index is wrong"
+    full_passes = rows[rows.phase != "decode"]
+    if full_passes.num_layers.nunique() > 1:
         yield "of prefill and verify passes disagree about the number of layers"
 
 
@@ -107,7 +108,8 @@ def hypothesis_faults(trace: Trace, texts: Mapping[int, Sequence[int]]) -> Itera
     about = rows.set_index("row").reindex(table.row)
     for name in _COPIED:
         for line in _unequal(table[name], about[name]):
-            yield f"{_place(table, line)}: {name} is {table[name].iloc[line]}, its row has {about[name].iloc[line]}"
+            given, wanted = table[name].iloc[line], about[name].iloc[line]
+            yield f"{_reading_label(table, line)}: {name} is {given}, its row has {wanted}"
     next_token = [
         texts[r][p + 1] if p + 1 < len(texts[r]) else None
         for r, p in zip(table.request_id, table.position, strict=True)
@@ -115,17 +117,18 @@ def hypothesis_faults(trace: Trace, texts: Mapping[int, Sequence[int]]) -> Itera
     wanted = pd.Series(next_token, dtype="Int64")
     for line in _unequal(table.committed_token_id, wanted):
         given = table.committed_token_id.iloc[line]
-        yield f"{_place(table, line)}: committed_token_id is {given}, the text has {wanted[line]}"
+        yield f"{_reading_label(table, line)}: committed_token_id is {given}, the text has {wanted[line]}"
     is_same = table.token_id.to_numpy() == wanted.fillna(-1).to_numpy()
     agrees = pd.Series(is_same).astype("boolean").where(wanted.notna())
     for line in _unequal(table.agrees, agrees):
-        yield f"{_place(table, line)}: agrees is {table.agrees.iloc[line]}, the tokens give {agrees[line]}"
+        yield f"{_reading_label(table, line)}: agrees is {table.agrees.iloc[line]}, the tokens give {agrees[line]}"
     for ours, top in (("token_id", "top_token_ids"), ("logprob_nats", "top_logprob_nats")):
         first = pd.Series([values[0] for values in table[top]])
         for line in _unequal(table[ours], first):
-            yield f"{_place(table, line)}: {ours} is {table[ours].iloc[line]}, the first of {top} is {first[line]}"
+            given = table[ours].iloc[line]
+            yield f"{_reading_label(table, line)}: {ours} is {given}, the first of {top} is {first[line]}"
     for line in np.flatnonzero(table["rank"].isna().to_numpy() != wanted.isna().to_numpy()):
-        yield f"{_place(table, int(line))}: rank is {table['rank'].iloc[line]}"
+        yield f"{_reading_label(table, int(line))}: rank is {table['rank'].iloc[line]}"
     yield from _missing_readings(trace, table)
 
 
@@ -139,12 +142,12 @@ def _missing_readings(trace: Trace, table: pd.DataFrame) -> Iterator[str]:
             is_read &= rows[name[:-1]].isin(list(capture[name]))
     layers = np.asarray(capture["layers"])
     wanted = {int(r.row): int((layers < r.num_layers).sum()) for r in rows[is_read].itertuples()}
-    found = Counter(table.row.tolist())
+    counts = Counter(table.row.tolist())
     if table.duplicated(["row", "layer"]).any():
         yield "a reading stands twice"
     for row, count in wanted.items():
-        if found[row] != count:
-            yield f"row {row} has {found[row]} readings, {count} layers were read"
+        if counts[row] != count:
+            yield f"row {row} has {counts[row]} readings, {count} layers were read"
 
 
 def _unequal(ours: pd.Series, theirs: pd.Series) -> list[int]:
@@ -154,7 +157,7 @@ def _unequal(ours: pd.Series, theirs: pd.Series) -> list[int]:
     return np.flatnonzero(~same).tolist()
 
 
-def _place(table: pd.DataFrame, line: int) -> str:
+def _reading_label(table: pd.DataFrame, line: int) -> str:
     """Returns text that identifies a reading: its request, step, position and layer."""
     at = table.iloc[line]
     return f"request {at.request_id} step {at.step} position {at.position} layer {at.layer}"

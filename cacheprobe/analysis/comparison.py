@@ -35,25 +35,25 @@ def compare_requests(
     Tokens are compared only if the prompts are equal, and log-probabilities, bit for bit, only if the tokens are equal.
     ours, theirs: as `StoredRun.requests`.  our_events, their_events: as `Trace.events`.
     """
-    found = []
+    differences = []
     logprobs = [_logprobs(events) for events in (our_events, their_events)]
     for request_id in range(max(len(ours), len(theirs))):
         if request_id >= min(len(ours), len(theirs)):
-            found.append(RequestDifference(request_id, "missing"))
+            differences.append(RequestDifference(request_id, "missing"))
             continue
         a, b = ours[request_id], theirs[request_id]
         if a["prompt_token_ids"] != b["prompt_token_ids"]:
-            found.append(RequestDifference(request_id, "prompt"))
-        elif (place := first_difference(a["committed_token_ids"], b["committed_token_ids"])) is not None:
-            found.append(RequestDifference(request_id, "tokens", place))
+            differences.append(RequestDifference(request_id, "prompt"))
+        elif (index := first_difference(a["committed_token_ids"], b["committed_token_ids"])) is not None:
+            differences.append(RequestDifference(request_id, "tokens", index))
         else:
-            pair = [held.get(request_id, []) for held in logprobs]
+            pair = [by_request.get(request_id, []) for by_request in logprobs]
             if a["committed_token_ids"] and not all(pair):
-                found.append(RequestDifference(request_id, "tokens alone"))
+                differences.append(RequestDifference(request_id, "tokens alone"))
                 continue
-            place = first_difference(*pair)
-            found.append(RequestDifference(request_id, "equal" if place is None else "log-probabilities", place))
-    return found
+            index = first_difference(*pair)
+            differences.append(RequestDifference(request_id, "equal" if index is None else "log-probabilities", index))
+    return differences
 
 
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
@@ -61,9 +61,9 @@ def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | 
 
     An item that only the longer sequence has counts as a difference.
     """
-    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
-            return place
+            return index
     return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
 
 
@@ -86,7 +86,7 @@ def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[
 
 def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
     """Returns the log-probabilities of each request's committed tokens, in order, by request id."""
-    held: dict[int, list[float]] = {}
+    by_request: dict[int, list[float]] = {}
     for request_id, nats in zip(events.request_id, events.committed_logprobs_nats, strict=True):
-        held.setdefault(int(request_id), []).extend(float(x) for x in nats)
-    return held
+        by_request.setdefault(int(request_id), []).extend(float(x) for x in nats)
+    return by_request

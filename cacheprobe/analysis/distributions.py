@@ -44,7 +44,7 @@ def divergences(
     require_readable(lens, model, "S", chosen)
     table = predicting_rows(trace) if rows is None else rows
     for layer in chosen:
-        trace.vectors("S", layer, table[table.num_layers > layer])  # says what was not kept
+        trace.vectors("S", layer, table[table.num_layers > layer])  # raises an error that names what was not kept
     last = model.n_layers - 1
     needed = [*chosen, last] if last in trace.store.layers and last not in chosen else chosen
     kept = {layer: trace.store.all_of("S", layer) for layer in needed}
@@ -122,14 +122,14 @@ def rejected_tokens(trace: "Trace", lens: Lens, model: CachedLM | None = None) -
     table = trace.row_table[(trace.row_table.phase == "verify") & (trace.row_table.state_index >= 0)]
     rows = table.merge(drafted, on=["request_id", "step", "position"])
     token_of_row = dict(zip(rows.row, rows.rejected_token_id, strict=True))
-    committed = read_states(trace, lens, rows=rows, model=model)
-    lost = read_states(trace, lens, rows=rows, model=model, targets=token_of_row)
-    about = committed[["row", "request_id", "step", "position", "layer"]]
-    return about.assign(
-        rejected_token_id=lost.committed_token_id,
-        rejected_token=texts_of(lost.committed_token_id.to_numpy(dtype=int), model.token_texts),
-        rejected_rank=lost["rank"],
-        rejected_logprob_nats=lost.committed_logprob_nats,
-        **{name: committed[name] for name in ("committed_token_id", "committed_token", "rank")},
-        committed_logprob_nats=committed.committed_logprob_nats,
+    of_committed = read_states(trace, lens, rows=rows, model=model)
+    of_rejected = read_states(trace, lens, rows=rows, model=model, targets=token_of_row)
+    row_info = of_committed[["row", "request_id", "step", "position", "layer"]]
+    return row_info.assign(
+        rejected_token_id=of_rejected.committed_token_id,
+        rejected_token=texts_of(of_rejected.committed_token_id.to_numpy(dtype=int), model.token_texts),
+        rejected_rank=of_rejected["rank"],
+        rejected_logprob_nats=of_rejected.committed_logprob_nats,
+        **{name: of_committed[name] for name in ("committed_token_id", "committed_token", "rank")},
+        committed_logprob_nats=of_committed.committed_logprob_nats,
     )

@@ -33,7 +33,7 @@ def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
     """
     if hypotheses.empty:
         raise ValueError("there are no hypotheses; capture must include Z")
-    # what else is in _ROW follows from the row
+    # the other columns of _ROW are equal in all readings of a row
     table = hypotheses.sort_values(["request_id", "row", "layer"], ignore_index=True)
     is_change = (table.row != table.row.shift()) | (table.token_id != table.token_id.shift())
     changes = table[is_change].groupby("row", sort=False).token

@@ -55,7 +55,7 @@ def attribution(
     model = require_model(trace, model)
     if not hasattr(model, "output_parts"):
         raise ModelError(f"{model.name} has no `output_parts`, so its logits cannot be divided; see CachedLM")
-    about = _the_row(trace, request_id, position, row)
+    about = _find_row(trace, request_id, position, row)
     by_head = HEADS in trace.store.heads if heads is None else heads
     parts, last = _parts(trace, model, about, by_head)
     output = model.output_parts()
@@ -89,15 +89,15 @@ def attribution(
     return table.astype({"layer": "Int64", "head": "Int64"})
 
 
-def _the_row(
+def _find_row(
     trace: "Trace", request_id: SupportsIndex, position: SupportsIndex | None, row: SupportsIndex | None
 ) -> pd.Series:
     """Returns a request's row by its number, or its canonical row by position. Raises: ValueError if there is none."""
     if (position is None) == (row is None):
         raise ValueError("say which row: position= for the canonical one, or row= for any, such as a rolled-back one's")
-    mine = trace.rows(request_id)
-    is_it = mine.row == row if row is not None else (mine.position == position) & (mine.status == "committed")
-    found = mine[is_it]
+    rows = trace.rows(request_id)
+    is_wanted = rows.row == row if row is not None else (rows.position == position) & (rows.status == "committed")
+    found = rows[is_wanted]
     if found.empty:
         what = f"row {row}" if row is not None else f"canonical row at position {position}"
         raise ValueError(f"request {request_id} has no {what}; see trace.rows({request_id})")
@@ -152,13 +152,13 @@ def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attentio
         norm = FrozenNorm(writer.norm, written.sum(0) + bias)
         written, bias, through_norm = norm(written), norm(bias[None])[0], norm.bias
     bias = bias + through_norm
-    kept = getattr(torch, trace.meta["capture"]["dtype"] or trace.fingerprint["dtype"])
-    allowed = max(1e-4, 16 * torch.finfo(kept).eps) * float(attention.abs().max())
-    off = float((written.sum(0) + bias - attention).abs().max())
-    if not off <= allowed and not trace.meta.get("interventions"):
+    dtype = getattr(torch, trace.meta["capture"]["dtype"] or trace.fingerprint["dtype"])
+    allowed = max(1e-4, 16 * torch.finfo(dtype).eps) * float(attention.abs().max())
+    error = float((written.sum(0) + bias - attention).abs().max())
+    if not error <= allowed and not trace.meta.get("interventions"):
         raise ModelError(
-            f"layer {layer}: the heads' z through the output projection is not T (off by {off:.2g}); this architecture "
-            "does more between them, so pass heads=False"
+            f"layer {layer}: the heads' z through the output projection is not T (off by {error:.2g}); this "
+            "architecture does more between them, so pass heads=False"
         )
     parts: list[_Part] = [("T", layer, head, vector) for head, vector in enumerate(written)]
     return [*parts, ("T bias", layer, None, bias)] if bool(bias.any()) else parts
@@ -171,11 +171,13 @@ def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor
     """
     logits = (norm(last[None])[0] + norm.bias) @ output.weight.double().cpu().T
     logits = logits if output.bias is None else logits + output.bias.double().cpu()
-    own = model.read_out(last.to(model.device, model.dtype)[None])[0].double().cpu()
-    off = float((output.finish(logits[None])[0] - own).abs().max() / own.abs().max().clamp(min=1e-30))
-    if not off <= max(1e-4, 16 * torch.finfo(model.dtype).eps):
+    model_logits = model.read_out(last.to(model.device, model.dtype)[None])[0].double().cpu()
+    error = float(
+        (output.finish(logits[None])[0] - model_logits).abs().max() / model_logits.abs().max().clamp(min=1e-30)
+    )
+    if not error <= max(1e-4, 16 * torch.finfo(model.dtype).eps):
         raise ModelError(
-            f"{model.name}: its logits are not its final norm and unembedding (off by {off:.2g} of the largest), so "
+            f"{model.name}: its logits are not its final norm and unembedding (off by {error:.2g} of the largest), so "
             "they do not fall into parts here"
         )
     return logits

@@ -20,7 +20,7 @@ def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
     Source: the statistics of a prediction trajectory in Belrose et al. 2023 (arXiv 2303.08112), section 4.
     Twin: tests.twins.measures_slowly.by_layer_slowly, close(1e-9).
     """
-    _require(hypotheses)
+    _check_readings(hypotheses)
     numbers = hypotheses.assign(
         rank=hypotheses["rank"].astype(float).where(hypotheses["rank"].notna()),
         agrees=hypotheses.agrees.astype("Float64").astype(float),
@@ -47,17 +47,17 @@ def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
     """
     if not 0 <= margin <= 1:
         raise ValueError(f"margin is a difference of probabilities, from 0 to 1, got {margin}")
-    table = _require(hypotheses, choices=2).sort_values(["row", "layer"])
+    table = _check_readings(hypotheses, choices=2).sort_values(["row", "layer"])
     best = np.exp(np.stack(table.top_logprob_nats.to_numpy())[:, :2].astype(np.float64))
-    sure = table[best[:, 0] - best[:, 1] >= margin].groupby("row").head(1).set_index("row")
+    confident = table[best[:, 0] - best[:, 1] >= margin].groupby("row").head(1).set_index("row")
     ends = table.groupby("row").tail(1)
-    layer = ends.row.map(sure.layer).astype("Int64")
-    token = ends.row.map(sure.token_id).astype("Int64")
+    layer = ends.row.map(confident.layer).astype("Int64")
+    token = ends.row.map(confident.token_id).astype("Int64")
     agrees = (token == ends.committed_token_id).astype("boolean")
     return ends[ROW].assign(
         commitment_layer=layer,
         commitment_token_id=token,
-        commitment_token=ends.row.map(sure.token),
+        commitment_token=ends.row.map(confident.token),
         stays=(token == ends.token_id).astype("boolean"),
         agrees=agrees.where((token.notna() & ends.committed_token_id.notna()).to_numpy(dtype=bool)),
     ).reset_index(drop=True)  # fmt: skip
@@ -73,19 +73,19 @@ def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
     (arXiv 2410.20210), section 3.
     Twin: tests.twins.measures_slowly.saturation_slowly, ==.
     """
-    table = _require(hypotheses, choices=top).sort_values(["row", "layer"])
+    table = _check_readings(hypotheses, choices=top).sort_values(["row", "layer"])
     choices = np.stack(table.top_token_ids.to_numpy())[:, :top]
     row, layer = table.row.to_numpy(), table.layer.to_numpy()
     is_last = np.append(row[1:] != row[:-1], True)
-    run = np.cumsum(np.append(0, is_last[:-1]))  # number of the row's group
-    differs = choices != choices[is_last][run]
+    group = np.cumsum(np.append(0, is_last[:-1]))  # number of the row's group
+    differs = choices != choices[is_last][group]
     is_first = np.append(True, is_last[:-1])
     start = np.flatnonzero(is_first)
-    place = np.arange(len(row))[:, None]
-    latest = np.maximum.reduceat(np.where(differs, place, -1), start, axis=0)
-    settled = layer[np.where(latest < 0, start[:, None], latest + 1)]
-    columns = {f"saturation_layer_{k + 1}": settled[:, k] for k in range(top)}
-    in_order = (np.diff(settled, axis=1) >= 0).all(axis=1)
+    index = np.arange(len(row))[:, None]
+    latest = np.maximum.reduceat(np.where(differs, index, -1), start, axis=0)
+    saturation_layers = layer[np.where(latest < 0, start[:, None], latest + 1)]
+    columns = {f"saturation_layer_{k + 1}": saturation_layers[:, k] for k in range(top)}
+    in_order = (np.diff(saturation_layers, axis=1) >= 0).all(axis=1)
     return table.loc[is_last, ROW].assign(**columns, is_in_order=in_order).reset_index(drop=True)
 
 
@@ -105,7 +105,7 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
     """
     if window < 2:
         raise ValueError(f"a window of {window} rows verifies no draft; give at least 2")
-    known = _require(hypotheses)[lambda t: (t.status == "committed") & (t.role != "prompt") & t.agrees.notna()]
+    known = _check_readings(hypotheses)[lambda t: (t.status == "committed") & (t.role != "prompt") & t.agrees.notna()]
     if known.empty:
         raise ValueError("no canonical reading has a committed token to agree with")
     totals: dict[int, list[int]] = {}
@@ -134,7 +134,7 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def _require(hypotheses: pd.DataFrame, choices: int = 1) -> pd.DataFrame:
+def _check_readings(hypotheses: pd.DataFrame, choices: int = 1) -> pd.DataFrame:
     """Checks that a table of lens readings is not empty, has one reading per row and layer, and enough choices; returns
     it.
 
@@ -144,9 +144,9 @@ def _require(hypotheses: pd.DataFrame, choices: int = 1) -> pd.DataFrame:
         raise ValueError("there are no hypotheses; capture must include Z")
     if hypotheses.duplicated(["row", "layer"]).any():
         raise ValueError("a layer of a row has more than one reading; measure one lens and one site at a time")
-    held = hypotheses.top_token_ids.map(len).min()
-    if held < choices:
+    num_choices = hypotheses.top_token_ids.map(len).min()
+    if num_choices < choices:
         raise ValueError(
-            f"the readings hold {held} choices, {choices} are needed; run with CaptureConfig(top_k={choices})"
+            f"the readings hold {num_choices} choices, {choices} are needed; run with CaptureConfig(top_k={choices})"
         )
     return hypotheses

@@ -74,5 +74,5 @@ def to_activation_cache(trace: "Trace", request_id: SupportsIndex) -> object:
         raise ValueError("this run kept no states; run it with S, T or C in capture=")
     rows = trace.rows(request_id, "committed").sort_values("position")
     pairs = [(site, layer) for layer in trace.store.layers for site in (*trace.store.sites, *trace.store.heads)]
-    held = {p: trace.pattern(p[1], request_id) if p[0] == PATTERN else trace.vectors(*p, rows) for p in pairs}
-    return trace.model.to_activation_cache(held)
+    states = {p: trace.pattern(p[1], request_id) if p[0] == PATTERN else trace.vectors(*p, rows) for p in pairs}
+    return trace.model.to_activation_cache(states)

@@ -60,7 +60,7 @@ def read_states(
     require_readable(lens, model, site, chosen)
     table = predicting_rows(trace) if rows is None else rows
     for layer in chosen or (0,):
-        trace.vectors(site, layer, table[table.num_layers > layer])  # says what was not kept
+        trace.vectors(site, layer, table[table.num_layers > layer])  # raises an error that names what was not kept
     if not chosen or table.empty:
         raise ValueError("there is nothing to read: no layer, or no row, was asked for")
     reader = LensReader(model, lens, trace.meta["capture"]["top_k"])
@@ -71,11 +71,11 @@ def read_states(
         if ran:
             states = torch.stack([kept[layer][row.state_index] for layer in ran])
             target = following[row.row] if targets is None else targets[row.row]
-            own = (row.request_id, row.step)
-            reader.queue_resolved(Queued(row.row, row.position, states, torch.tensor(ran), target, *own))
+            request_and_step = (row.request_id, row.step)
+            reader.queue_resolved(Queued(row.row, row.position, states, torch.tensor(ran), target, *request_and_step))
     columns = reader.finish()
-    for why in reader.errors.values():
-        raise LensError(why)
+    for message in reader.errors.values():
+        raise LensError(message)
     table = hypotheses_table(columns, trace.row_table, lens.name, model.token_texts, site)
     lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
     table = with_verdicts(table, trace.event_table, lengths, _Texts(model))
@@ -108,8 +108,8 @@ def committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
     before.
     """
     texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
-    places = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
-    return {row: texts[request][min(place, len(texts[request]) - 1)] for row, request, place in places}
+    positions = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
+    return {row: texts[request][min(position, len(texts[request]) - 1)] for row, request, position in positions}
 
 
 def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:
@@ -121,14 +121,15 @@ def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:
     model = model or trace.model
     if model is None:
         raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
-    here, then = model.fingerprint()["weights_sha256"], trace.fingerprint["weights_sha256"]
-    if not then:
+    model_weights, run_weights = model.fingerprint()["weights_sha256"], trace.fingerprint["weights_sha256"]
+    if not run_weights:
         raise ValueError(
             "this trace was imported without a model, so nothing says whose states it holds; import it again with "
             "model=, which compares them"
         )
-    if here != then:
+    if model_weights != run_weights:
         raise ValueError(
-            f"the trace is of weights {then}, {model.name} has {here}; load {trace.fingerprint['model']} as it was run"
+            f"the trace is of weights {run_weights}, {model.name} has {model_weights}; load "
+            f"{trace.fingerprint['model']} as it was run"
         )
     return model

@@ -97,33 +97,33 @@ def replay(
     """
     require_run(trace)
     config, path = _schedule(trace, model, interventions)
-    asked = _verified_requests(trace, config, interventions)
+    verified = _verified_requests(trace, config, interventions)
     has_readings = trace.hypothesis_table is not None and trace.meta["lens"] == LogitLens.name
-    again = oracle(
+    reference = oracle(
         model,
-        [_as_asked(trace, request) for request in asked],
+        [_reference_request(trace, request) for request in verified],
         **{name: getattr(config, name) for name in _SHAPES},
         capture=_capture(trace, has_readings),
         path=path,
-        interventions=_renumbered(interventions, asked),
+        interventions=_renumbered(interventions, verified),
         progress=progress,
     )
     num_files, faults = _files(trace)
     checked = audit(trace, model.token_texts)
-    found = _Found(next(iter((*faults, *checked.faults)), None))
-    for number, request in enumerate(asked):
-        _compare_request(found, trace, again, model, request, number, has_readings)
+    comparison = _Comparison(next(iter((*faults, *checked.faults)), None))
+    for number, request in enumerate(verified):
+        _compare_request(comparison, trace, reference, model, request, number, has_readings)
     return Replay(
-        len(asked),
-        found.num_tokens,
-        found.num_states,
-        found.num_readings,
-        len(trace.requests) - len(asked),
-        found.difference,
-        found.num_logprobs,
+        len(verified),
+        comparison.num_tokens,
+        comparison.num_states,
+        comparison.num_readings,
+        len(trace.requests) - len(verified),
+        comparison.difference,
+        comparison.num_logprobs,
         num_files,
         checked.lines,
-        tuple(_not_compared(trace, asked, has_readings, num_files)),
+        tuple(_not_compared(trace, verified, has_readings, num_files)),
     )
 
 
@@ -186,18 +186,18 @@ def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
     )
 
 
-def _renumbered(interventions: Sequence[Intervention], asked: Sequence[Request]) -> list[Intervention]:
+def _renumbered(interventions: Sequence[Intervention], requests: Sequence[Request]) -> list[Intervention]:
     """Returns the interventions on the compared requests, with the request numbers of the reference run."""
     return [
         replace(one, request_id=number)
-        for number, request in enumerate(asked)
+        for number, request in enumerate(requests)
         for one in interventions
         if one.request_id == request.request_id
     ]
 
 
 @dataclass
-class _Found:
+class _Comparison:
     """Counts what was compared so far, and holds the first difference as text."""
 
     difference: str | None
@@ -208,26 +208,31 @@ class _Found:
 
 
 def _compare_request(
-    found: _Found, trace: Trace, again: Trace, model: CachedLM, request: Request, number: int, has_readings: bool
+    result: _Comparison,
+    trace: Trace,
+    reference: Trace,
+    model: CachedLM,
+    request: Request,
+    number: int,
+    has_readings: bool,
 ) -> None:
-    """Compares one request with request `number` of the reference run, and adds the counts and the first difference to
-    `found`.
+    """Compares one request with number `number` of the reference run; adds counts and first difference to `result`.
 
     After a difference, only tokens are still counted.
     """
-    found.difference = found.difference or _first_token_difference(trace, again, request, number)
-    found.num_tokens += len(trace.tokens[request.request_id])
-    found.difference = found.difference or _end_difference(trace, again, model, request, number)
-    if found.difference is not None or not request.is_deterministic:
+    result.difference = result.difference or _first_token_difference(trace, reference, request, number)
+    result.num_tokens += len(trace.tokens[request.request_id])
+    result.difference = result.difference or _end_difference(trace, reference, model, request, number)
+    if result.difference is not None or not request.is_deterministic:
         return
     if "log-probabilities" not in trace.missing:
-        found.num_logprobs += len(trace.tokens[request.request_id])
-    found.difference, compared = _first_state_difference(trace, again, request, number)
-    found.num_states += compared
-    found.difference = found.difference or _first_thought_difference(trace, again, request, number)
-    if found.difference is None and has_readings:
-        found.difference, compared = _first_reading_difference(trace, again, request, number)
-        found.num_readings += compared
+        result.num_logprobs += len(trace.tokens[request.request_id])
+    result.difference, compared = _first_state_difference(trace, reference, request, number)
+    result.num_states += compared
+    result.difference = result.difference or _first_thought_difference(trace, reference, request, number)
+    if result.difference is None and has_readings:
+        result.difference, compared = _first_reading_difference(trace, reference, request, number)
+        result.num_readings += compared
 
 
 def _files(trace: Trace) -> tuple[int, list[str]]:
@@ -235,18 +240,19 @@ def _files(trace: Trace) -> tuple[int, list[str]]:
     return damaged_files(trace.store.directory) if isinstance(trace.store, ShardStore) else (0, [])
 
 
-def _not_compared(trace: Trace, asked: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
+def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
     """Yields a sentence for each part of the run that was not compared with the reference."""
-    held = {request.request_id for request in asked}
-    if left := [r.request_id for r in trace.requests if r.request_id not in held]:
+    compared = {request.request_id for request in requests}
+    if left_out := [r.request_id for r in trace.requests if r.request_id not in compared]:
+        names = ", ".join(map(str, left_out[:8]))
         yield (
-            f"tokens of {len(left)} requests ({', '.join(map(str, left[:8]))}{', ...' if len(left) > 8 else ''}): they "
+            f"tokens of {len(left_out)} requests ({names}{', ...' if len(left_out) > 8 else ''}): they "
             "were never verified, ended without a token or with an error, or interventions changed them by step"
         )
-    if loose := [r.request_id for r in asked if not r.is_deterministic]:
-        yield f"log-probabilities, states and readings of {len(loose)} requests that are not deterministic"
+    if not_deterministic := [r.request_id for r in requests if not r.is_deterministic]:
+        yield f"log-probabilities, states and readings of {len(not_deterministic)} requests that are not deterministic"
     rows = trace.row_table
-    deterministic = [r.request_id for r in asked if r.is_deterministic]
+    deterministic = [r.request_id for r in requests if r.is_deterministic]
     others = int(((rows.status != "committed") & rows.request_id.isin(deterministic)).sum())
     if others:
         yield f"states and readings of {others} rows that are not committed: the fast path or a drafter computed them"
@@ -261,9 +267,9 @@ def _not_compared(trace: Trace, asked: Sequence[Request], has_readings: bool, nu
         yield "files: the run was stored before checksums were (trace format 3 or older)"
 
 
-def _end_difference(trace: Trace, again: Trace, model: CachedLM, request: Request, number: int) -> str | None:
+def _end_difference(trace: Trace, reference: Trace, model: CachedLM, request: Request, number: int) -> str | None:
     """Returns a sentence if the request's end or its text differs from the reference's; else None."""
-    ours, theirs = trace.meta["finish"][str(request.request_id)], again.meta["finish"][str(number)]
+    ours, theirs = trace.meta["finish"][str(request.request_id)], reference.meta["finish"][str(number)]
     if ours != theirs and ours != "cancelled":
         return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"
     if trace.texts[request.request_id] != model.decode(trace.committed(request.request_id)):
@@ -277,7 +283,7 @@ def require_run(trace: Trace) -> None:
         raise ValueError(f"this trace was {trace.meta['path_reason']}: it followed no schedule that could be replayed")
 
 
-def _as_asked(trace: Trace, request: Request) -> Request:
+def _reference_request(trace: Trace, request: Request) -> Request:
     """Returns the request to give to the reference: its token ids, without a task example.
 
     A cancelled request is limited to the tokens that it had committed.
@@ -288,33 +294,33 @@ def _as_asked(trace: Trace, request: Request) -> Request:
     return replace(request, prompt=request.prompt_token_ids, example=None, sampling=sampling, sample_of=None)
 
 
-def _first_token_difference(trace: Trace, again: Trace, request: Request, number: int) -> str | None:
+def _first_token_difference(trace: Trace, reference: Trace, request: Request, number: int) -> str | None:
     """Returns a sentence about the first token that differs from the reference, or about log-probabilities; None if
     equal.
     """
-    ours, theirs = trace.committed(request.request_id), again.committed(number)
+    ours, theirs = trace.committed(request.request_id), reference.committed(number)
     if ours == theirs:
         has_logprobs = request.is_deterministic and "log-probabilities" not in trace.missing
-        if not has_logprobs or trace.logprobs(request.request_id) == again.logprobs(number):
+        if not has_logprobs or trace.logprobs(request.request_id) == reference.logprobs(number):
             return None
         return f"request {request.request_id}: the log-probabilities of its committed tokens differ"
     at = first_difference(ours, theirs) or 0
     position = request.num_prompt_tokens + at
-    said = f"the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
-    return f"request {request.request_id} position {position}: {said}"
+    difference = f"the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
+    return f"request {request.request_id} position {position}: {difference}"
 
 
-def _first_state_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
+def _first_state_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
     """Returns a sentence about the first state that differs from the reference (None if equal), and the number
     compared.
     """
     compared = 0
     rows = trace.rows(request.request_id, "committed").sort_values("position")
     rows = rows[rows.state_index >= 0]
-    theirs = again.rows(number, "committed").set_index("position").loc[rows.position.to_numpy()].reset_index()
+    theirs = reference.rows(number, "committed").set_index("position").loc[rows.position.to_numpy()].reset_index()
     for layer in trace.store.layers:
         for site in (*trace.store.sites, *trace.store.heads):
-            a, b = (run.kept(site, layer, which) for run, which in ((trace, rows), (again, theirs)))
+            a, b = (run.kept(site, layer, which) for run, which in ((trace, rows), (reference, theirs)))
             for i, position in enumerate(rows.position):
                 if not bitwise(a[i], b[i]):
                     where = f"request {request.request_id} position {position}"
@@ -323,11 +329,11 @@ def _first_state_difference(trace: Trace, again: Trace, request: Request, number
     return None, compared
 
 
-def _first_thought_difference(trace: Trace, again: Trace, request: Request, number: int) -> str | None:
+def _first_thought_difference(trace: Trace, reference: Trace, request: Request, number: int) -> str | None:
     """Returns a sentence about the first thought that differs from the reference's; None if all are equal."""
     if trace.thought_table is None:
         return None
-    ours, theirs = trace.thoughts_said(request.request_id), again.thoughts_said(number)
+    ours, theirs = trace.thoughts_said(request.request_id), reference.thoughts_said(number)
     if (at := first_difference(ours, theirs)) is None:
         return None
     return (
@@ -335,15 +341,15 @@ def _first_thought_difference(trace: Trace, again: Trace, request: Request, numb
     )
 
 
-def _first_reading_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
+def _first_reading_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
     """Returns a sentence about the first lens reading that differs from the reference (None if equal), and the number
     compared.
 
     Compares first choices, log-probabilities, entropies and ranks.
     """
-    assert trace.hypothesis_table is not None and again.hypothesis_table is not None
+    assert trace.hypothesis_table is not None and reference.hypothesis_table is not None
     ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
-    theirs = again.hypothesis_table[again.hypothesis_table.request_id == number]
+    theirs = reference.hypothesis_table[reference.hypothesis_table.request_id == number]
     where = first_reading_difference(ours, theirs) or _first_choice_difference(ours, theirs)
     if where is None:
         return None, int((ours.status == "committed").sum())

@@ -49,9 +49,11 @@ def summary(trace: Trace) -> str:
 
     One fact a line; the readings are grouped by layer and verdict on the draft token.
     """
-    finger, note = trace.fingerprint, trace.meta["weights_note"]
-    platform = f"{finger['dtype']}, {finger['path']} on {finger['device']}, {finger['threads']} threads"
-    lines = [repr(trace), f"model {finger['model']}, {platform}" + (f" ({note})" if note else "")]
+    fingerprint, note = trace.fingerprint, trace.meta["weights_note"]
+    platform = (
+        f"{fingerprint['dtype']}, {fingerprint['path']} on {fingerprint['device']}, {fingerprint['threads']} threads"
+    )
+    lines = [repr(trace), f"model {fingerprint['model']}, {platform}" + (f" ({note})" if note else "")]
     for check in trace.meta["checks"]:
         lines.append(
             f"check: {check['name']} in {check['dtype']} on {check['num_rows']} rows, "
@@ -80,18 +82,18 @@ def thoughts_text(trace: Trace, request_id: int) -> str:
     A line has the chunk's text, the thought, and notes: whether the thought is true, and whether it was cut.
     """
     table = trace.thoughts()
-    mine = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
+    committed = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
     rows = trace.rows(request_id, "committed").set_index("position").token
     lines = []
-    for thought in mine.itertuples():
-        read = " ".join(str(rows[at]) for at in range(thought.start, thought.end + 1))
+    for thought in committed.itertuples():
+        chunk_text = " ".join(str(rows[at]) for at in range(thought.start, thought.end + 1))
         marks = []
         if not pd.isna(thought.true_state):  # of an empty thought, which says nothing, `agrees` is null
             is_true = not pd.isna(thought.agrees) and bool(thought.agrees)
             marks.append("true" if is_true else f"it is {thought.true_state}")
         if not thought.has_ended:
             marks.append("cut at the limit")
-        lines.append(f"  {read:<36} -> {thought.text}" + (f"  ({'; '.join(marks)})" if marks else ""))
+        lines.append(f"  {chunk_text:<36} -> {thought.text}" + (f"  ({'; '.join(marks)})" if marks else ""))
     return "\n".join([*lines, f"  answer: {trace.text(request_id)}"])
 
 

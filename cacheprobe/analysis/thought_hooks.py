@@ -48,9 +48,9 @@ def thought_activations(trace: "Trace", thought: int, model: CachedLM | None = N
     if thought not in table.index:
         raise KeyError(f"no thought {thought} in this trace; it has thoughts 0 to {len(table) - 1}")
     line = table.loc[thought]
-    config, said = lm.config, list(line.token_ids)
+    config, token_ids = lm.config, list(line.token_ids)
     hidden = trace.vectors("S", config.l_out - 1, rows_of(trace, line)).to(lm.device, lm.dtype)
-    ids = torch.tensor([[*said, *[config.pad_id] * (config.max_thought - len(said))]], device=lm.device)
+    ids = torch.tensor([[*token_ids, *[config.pad_id] * (config.max_thought - len(token_ids))]], device=lm.device)
     captured: dict[str, Tensor] = {}
 
     def capture(value: Tensor, hook: "HookPoint") -> None:
@@ -61,10 +61,10 @@ def thought_activations(trace: "Trace", thought: int, model: CachedLM | None = N
     with torch.inference_mode(), lm.model.hooks(fwd_hooks=[(name, capture) for name in names]):
         logits = captured["thinking.hook_logits"] = lm.model.think(hidden[None], ids)[0]
         lm.model.compress(ids)
-    again = [lowest_argmax(logits[i].float()) for i in range(len(said))]
-    if again != said:
+    chosen = [lowest_argmax(logits[i].float()) for i in range(len(token_ids))]
+    if chosen != token_ids:
         raise ValueError(
-            f"thought {thought} of request {line.request_id} at step {line.step} is {said}, and {lm.name} thinks "
-            f"{again} there; give the model that wrote the trace, without hooks or edits that it had not"
+            f"thought {thought} of request {line.request_id} at step {line.step} is {token_ids}, and {lm.name} thinks "
+            f"{chosen} there; give the model that wrote the trace, without hooks or edits that it had not"
         )
     return captured

@@ -64,9 +64,9 @@ def usable(model: CachedLM, path: str) -> CachedLM:
     chosen, _ = choose_path(model, path)
     if not hasattr(chosen, "editing"):
         raise ModelError(f"{chosen.name} has no `editing`, so nothing can be patched in it; see CachedLM")
-    if type(kept := chosen.new_cache(1, 1)) is not KVCache:
+    if type(cache := chosen.new_cache(1, 1)) is not KVCache:
         raise ModelError(
-            f"{chosen.name} keeps a {type(kept).__name__}, more than keys and values, which cells cannot share; use a "
+            f"{chosen.name} keeps a {type(cache).__name__}, more than keys and values, which cells cannot share; use a "
             "model whose only memory is keys and values"
         )
     return chosen

@@ -63,10 +63,10 @@ def is_idle(one: Cell, base: Run) -> bool:
 
     A cell without edits returns False.
     """
-    return bool(one.edits) and all(torch.equal(_there(edit, base), edit.vectors) for edit in one.edits)
+    return bool(one.edits) and all(torch.equal(_unpatched_states(edit, base), edit.vectors) for edit in one.edits)
 
 
-def _there(edit: Edit, base: Run) -> Tensor:
+def _unpatched_states(edit: Edit, base: Run) -> Tensor:
     """Returns the unpatched run's states at the layer, positions and head of an edit."""
     states = base.at(*edit.place)[list(edit.positions)]
     return states if edit.head is None else states[:, edit.head]
@@ -80,11 +80,11 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
     order.
     """
     (start,) = {one.start for one in cells}
-    order = sorted(range(len(cells)), key=lambda i: _height(cells[i].enters))
-    height = max(1, MOST_ROWS // (len(base.token_ids) - start))
+    order = sorted(range(len(cells)), key=lambda i: _forward_order(cells[i].enters))
+    batch_size = max(1, MOST_ROWS // (len(base.token_ids) - start))
     out: list[Tensor] = [base.logits] * len(cells)
-    for part in _parts(order, height):
-        for i, logits in zip(part, _run_together(model, base, start, [cells[i] for i in part]), strict=True):
+    for batch in _batches(order, batch_size):
+        for i, logits in zip(batch, _run_together(model, base, start, [cells[i] for i in batch]), strict=True):
             out[i] = logits
     return torch.stack(out)
 
@@ -100,16 +100,18 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell])
         changes.
         """
         nonlocal joined
-        here = (site, layer)
-        coming = sum(one.enters == here for one in cells)
-        if coming:
-            rows = base.at(*here)[start:].expand(coming, -1, -1)
-            value = torch.cat([value, rows]) if joined else rows.clone()  # the first ones take the carrier's place
-            joined += coming
-        edited = [(b, edit) for b, one in enumerate(cells[:joined]) for edit in one.edits if edit.place == here]
+        site_layer = (site, layer)
+        num_joining = sum(one.enters == site_layer for one in cells)
+        if num_joining:
+            rows = base.at(*site_layer)[start:].expand(num_joining, -1, -1)
+            value = (
+                torch.cat([value, rows]) if joined else rows.clone()
+            )  # the first cells replace the unpatched run at batch index 0
+            joined += num_joining
+        edited = [(b, edit) for b, one in enumerate(cells[:joined]) for edit in one.edits if edit.place == site_layer]
         if not edited:
-            return value if coming else None
-        value = value if coming else value.clone()
+            return value if num_joining else None
+        value = value if num_joining else value.clone()
         for b, edit in edited:
             slots = [position - start for position in edit.positions]
             if edit.head is None:
@@ -120,17 +122,17 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell])
 
     places = {one.enters for one in cells} | {edit.place for one in cells for edit in one.edits}
     slots = len(base.token_ids) - start
-    with model.editing(sorted(places, key=_height), change):
+    with model.editing(sorted(places, key=_forward_order), change):
         ids = torch.tensor([base.token_ids[start:]])
         cache = SharedPrefix(base.cache, start)
         return model.forward(ids, cache, [0], [start], logit_slots=[slots - 1])[:, 0]
 
 
-def _height(place: Place) -> tuple[int, int]:
+def _forward_order(place: Place) -> tuple[int, int]:
     """Returns a sort key of a (site, layer): the order in which a forward reaches the sites."""
     return place[1], ("pre", HEADS, "T", "C", "S").index(place[0])
 
 
-def _parts(order: list[int], height: int) -> Iterator[list[int]]:
+def _batches(order: list[int], batch_size: int) -> Iterator[list[int]]:
     """Yields the list in parts of at most `height` items."""
-    yield from (order[i : i + height] for i in range(0, len(order), height))
+    yield from (order[i : i + batch_size] for i in range(0, len(order), batch_size))

@@ -7,7 +7,7 @@ from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.arguments import GridConfig, as_answer
 from cacheprobe.patching.grid import Grid, difference, pair_meta, pair_table
-from cacheprobe.patching.parts import Parts
+from cacheprobe.patching.parts import CellStore
 from cacheprobe.patching.runs import Run, read, run_once
 from cacheprobe.patching.sweep import Group, sweep
 
@@ -43,11 +43,11 @@ def answers(model: CachedLM, answer: "Sequence[str | int] | None", clean: Run, c
     if isinstance(answer, str) or len(pair := tuple(answer)) != 2:
         raise ValueError(f"answer must be two tokens, the clean one and the other, got {answer!r}")
     first, second = (as_answer(model, one) for one in pair)
-    apart = [difference(read(run.logits[None], (first, second))[0]) for run in (clean, corrupt)]
-    if not abs(apart[0] - apart[1]) >= _LEAST_DIFFERENCE:
+    differences = [difference(read(run.logits[None], (first, second))[0]) for run in (clean, corrupt)]
+    if not abs(differences[0] - differences[1]) >= _LEAST_DIFFERENCE:
         raise ValueError(
-            f"both prompts put {apart[0]:.4f} between the answers {first} and {second}, so NLD has no scale; give an "
-            "answer=(a, b) that the prompts differ in"
+            f"both prompts put {differences[0]:.4f} between the answers {first} and {second}, so NLD has no scale; "
+            "give an answer=(a, b) that the prompts differ in"
         )
     return first, second
 
@@ -68,17 +68,18 @@ def grid_of_pair(
     axes: columns that index a cell, such as layer and position.
     """
     clean, corrupt = (run.token_ids for run in runs)
-    asked = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
-    results = dict(sorted(sweep(model, groups, answer, parts_of(config.store, model, asked), config.progress).items()))
+    settings = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
+    store = open_cell_store(config.store, model, settings)
+    results = dict(sorted(sweep(model, groups, answer, store, config.progress).items()))
     ends = (read(run.logits[None], answer)[0] for run in runs)
     table = pair_table(results, axes, [visible(text) for text in model.token_texts(corrupt)], *ends)
     return Grid(table, pair_meta(model, kind, site, runs, answer))
 
 
-def parts_of(store: "str | Path | None", model: CachedLM, asked: Mapping[str, object]) -> Parts:
+def open_cell_store(store: "str | Path | None", model: CachedLM, settings: Mapping[str, object]) -> CellStore:
     """Opens the store of finished cells for one grid; without a folder (`store` is None), it keeps nothing.
 
-    asked: settings of the grid; the model's fingerprint is added.
+    settings: of the grid; the model's fingerprint is added.
     Raises: ValueError if the folder contains cells of another grid, or other files.
     """
-    return Parts(store, {} if store is None else {**asked, "fingerprint": model.fingerprint()})
+    return CellStore(store, {} if store is None else {**settings, "fingerprint": model.fingerprint()})

@@ -7,30 +7,30 @@ from pathlib import Path
 from cacheprobe.core.files import write_json
 from cacheprobe.patching.runs import AnswerLogits
 
-_ASKED = "asked.json"
+_SETTINGS_FILE = "asked.json"
 
 
-class Parts:
+class CellStore:
     """Stores the results of finished groups of cells in a folder, so that a grid can resume; without a folder, keeps
     nothing.
     """
 
-    def __init__(self, folder: "str | Path | None", asked: Mapping[str, object]) -> None:
-        """Opens or creates the folder of finished cells. asked: everything that the cells' results depend on.
+    def __init__(self, folder: "str | Path | None", settings: Mapping[str, object]) -> None:
+        """Opens or creates the folder of finished cells. settings: everything that the cells' results depend on.
 
         Raises: ValueError for a folder that contains the cells of another grid, or other files.
         """
         self.folder = None if folder is None else Path(folder)
         if self.folder is None:
             return
-        wanted = json.loads(json.dumps(asked))
-        path = self.folder / _ASKED
+        wanted = json.loads(json.dumps(settings))
+        path = self.folder / _SETTINGS_FILE
         if path.exists():
-            held = _read(path)
-            if differing := [name for name in {**held, **wanted} if held.get(name) != wanted.get(name)]:
+            stored = _read(path)
+            if differing := [name for name in {**stored, **wanted} if stored.get(name) != wanted.get(name)]:
                 name = differing[0]
                 raise ValueError(
-                    f"{self.folder} holds the cells of another grid: {name} is {held.get(name)!r:.80} there and "
+                    f"{self.folder} holds the cells of another grid: {name} is {stored.get(name)!r:.80} there and "
                     f"{wanted.get(name)!r:.80} here; give another store=, or remove the folder"
                 )
         elif self.folder.exists() and any(self.folder.iterdir()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.cells import Cell, is_idle, run_cells
-from cacheprobe.patching.parts import Parts
+from cacheprobe.patching.parts import CellStore
 from cacheprobe.patching.runs import AnswerLogits, Run, read
 
 Index = tuple[int, ...]
@@ -28,9 +28,9 @@ class Group:
 
 
 def sweep(
-    model: CachedLM, groups: Sequence[Group], answer: tuple[int, int], parts: Parts, progress: bool
+    model: CachedLM, groups: Sequence[Group], answer: tuple[int, int], store: CellStore, progress: bool
 ) -> dict[Index, AnswerLogits]:
-    """Runs every cell of a patching grid, or reads finished groups from `parts`; returns the results by index.
+    """Runs every cell of a patching grid, or reads finished groups from `store`; returns the results by index.
 
     A cell whose edits change no bit takes the unpatched run's result.
     answer: the two answer tokens whose logits are measured.
@@ -38,10 +38,10 @@ def sweep(
     out: dict[Index, AnswerLogits] = {}
     with Progress(sum(group.count for group in groups), "patching", "cells", enabled=progress) as bar:
         for group in groups:
-            results = parts.get(group.name)
+            results = store.get(group.name)
             if results is None:
                 results = _run_group(model, group, answer)
-                parts.put(group.name, results)
+                store.put(group.name, results)
             out |= dict(zip(group.indices, results, strict=True))
             bar.advance(group.count)
     return out

@@ -24,7 +24,7 @@ from cacheprobe.patching.arguments import (
 )
 from cacheprobe.patching.cells import Cell, Edit, cell
 from cacheprobe.patching.grid import Grid, GridMeta
-from cacheprobe.patching.pair import parts_of
+from cacheprobe.patching.pair import open_cell_store
 from cacheprobe.patching.runs import AnswerLogits, Run, read, run_once
 from cacheprobe.patching.sweep import Group, Index, sweep
 
@@ -78,7 +78,7 @@ def causal_tracing(
     @cache
     def noisy(sample: int) -> Run:
         """Returns the run of the prompt with noise draw number `sample` on its subject: states, cache and logits."""
-        added = _draw_noise(sorted(noisy_at), scale, derive_seed(seed, sample))
+        added = _noise_adder(sorted(noisy_at), scale, derive_seed(seed, sample))
         return run_once(model, ids, (site,), after=(clean, min(noisy_at)), noise=added)
 
     restored = {layer: window_of(layer, window, model.n_layers) for layer in in_layers}
@@ -93,18 +93,19 @@ def causal_tracing(
         for i in range(samples)
         for p in at_positions
     ]  # fmt: skip
-    asked = dict(kind="causal tracing", site=site, window=window, answer=first, prompt=ids, subject=noisy_at)
-    asked |= dict(noise=noise, seed=seed, layers=in_layers)
-    both = (first, first)
-    results = sweep(model, groups, both, parts_of(config.store, model, asked), config.progress)
-    probabilities = [_probability(read(noisy(i).logits[None], both)[0]) for i in range(samples)]
+    settings = dict(kind="causal tracing", site=site, window=window, answer=first, prompt=ids, subject=noisy_at)
+    settings |= dict(noise=noise, seed=seed, layers=in_layers)
+    answer_pair = (first, first)
+    results = sweep(model, groups, answer_pair, open_cell_store(config.store, model, settings), config.progress)
+    probabilities = [_probability(read(noisy(i).logits[None], answer_pair)[0]) for i in range(samples)]
     texts = model.token_texts(ids)
     meta: GridMeta = {
         "kind": "causal tracing", "site": site, "window": window, "answer": first, "prompt": list(ids),
         "subject": list(noisy_at), "noise": noise, "seed": seed, "layers": list(in_layers), "value": "effect",
         "samples": samples, "model": model.name, "weights": model.weights_note, "clean_tokens": texts,
         "answer_ids": [first], "answer_tokens": model.token_texts([first]), "noise_standard_deviation": scale,
-        "clean_probability": _probability(read(clean.logits[None], both)[0]), "noisy_probabilities": probabilities,
+        "clean_probability": _probability(read(clean.logits[None], answer_pair)[0]),
+        "noisy_probabilities": probabilities,
         "fingerprint": model.fingerprint(),
     }  # fmt: skip
     return Grid(_table(dict(sorted(results.items())), texts, probabilities, first), meta)
@@ -116,7 +117,7 @@ def window_of(layer: int, window: int, n_layers: int) -> range:
     return range(max(0, low), min(n_layers, low + window))
 
 
-def _draw_noise(positions: Sequence[int], scale: float, seed: int) -> Callable[[Tensor], Tensor]:
+def _noise_adder(positions: Sequence[int], scale: float, seed: int) -> Callable[[Tensor], Tensor]:
     """Returns a function that adds noise to the input of block 0 at these positions. Equal seeds add equal noise.
 
     positions: sorted.  scale: standard deviation of the noise.
@@ -124,9 +125,9 @@ def _draw_noise(positions: Sequence[int], scale: float, seed: int) -> Callable[[
 
     def add(states: Tensor) -> Tensor:
         """Returns states with noise added. states: [n, m], of positions from the first noisy one on."""
-        drawn = torch.randn(len(positions), states.shape[1], generator=torch.Generator().manual_seed(seed % 2**63))
+        noise = torch.randn(len(positions), states.shape[1], generator=torch.Generator().manual_seed(seed % 2**63))
         out = states.clone()
-        out[[p - positions[0] for p in positions]] += (scale * drawn).to(states.device, states.dtype)
+        out[[p - positions[0] for p in positions]] += (scale * noise).to(states.device, states.dtype)
         return out
 
     return add

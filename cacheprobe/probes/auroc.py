@@ -11,8 +11,8 @@ def auroc(scores: np.ndarray, labels: np.ndarray) -> float:
     It is the probability that an example of class 1 scores higher than one of class 0; ties count half.
     Source: Hanley and McNeil 1982.  Twin: tests.twins.probes_slowly.auroc_slowly (every pair), ==.
     """
-    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]  # ties share their mean rank
+    _, index, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[index]  # ties share their mean rank
     positive = int(labels.sum())
     pairs = positive * (len(labels) - positive)
     if not pairs:

@@ -60,13 +60,14 @@ def require_above_chance(trace: Trace) -> dict[str, float]:
     If a model does not perform the task, a probe's result does not describe the model's own state.
     Raises: ProbeError unless the 95 % interval lies above chance, and for a run without a task.
     """
-    known = trace.meta["behaviour"]
-    if known is None:
+    behaviour = trace.meta["behaviour"]
+    if behaviour is None:
         raise ProbeError("the run has no accuracy: its prompts are of no task, or of tasks with different answers")
-    if known["accuracy_low"] <= known["chance"]:
+    low, chance = behaviour["accuracy_low"], behaviour["chance"]
+    if low <= chance:
         raise ProbeError(
-            f"{trace.fingerprint['model']} answers {known['accuracy']:.0%} of {known['num_examples']} prompts right "
-            f"(95 % from {known['accuracy_low']:.0%}), chance is {known['chance']:.0%}: what its states hold of the "
+            f"{trace.fingerprint['model']} answers {behaviour['accuracy']:.0%} of {behaviour['num_examples']} prompts "
+            f"right (95 % from {low:.0%}), chance is {chance:.0%}: what its states hold of the "
             "task cannot be asked; use a model that does it"
         )
-    return known
+    return behaviour

@@ -29,27 +29,27 @@ def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
     rows_of = dict(list(table.groupby("request_id")))
     prompts = {request.request_id: request.num_prompt_tokens for request in trace.requests}
     verified = trace.event_table[trace.event_table.phase == "verify"].sort_values(["request_id", "step"])
-    before: dict[int, int] = {}
+    last_verified_step: dict[int, int] = {}
     records = []
     for event in verified.itertuples():
-        since, before[event.request_id] = before.get(event.request_id, -1), event.step
+        last_verified, last_verified_step[event.request_id] = last_verified_step.get(event.request_id, -1), event.step
         length = len(event.draft_token_ids)
         rows = rows_of.get(event.request_id)
         if not length or rows is None:
             continue
         start, accepted = int(event.draft_start), int(event.num_accepted)
-        last = 0 if unit == "draft" else min(accepted, length - 1)
-        own = (rows.phase == "decode") & (rows.step > since)
-        known = rows[(rows.step < event.step) & (own | (rows.status == "committed"))]
-        for index in range(last + 1):
-            read = known[known.position < start + index]
-            if read.empty:
+        last_index = 0 if unit == "draft" else min(accepted, length - 1)
+        is_draft_row = (rows.phase == "decode") & (rows.step > last_verified)
+        earlier = rows[(rows.step < event.step) & (is_draft_row | (rows.status == "committed"))]
+        for index in range(last_index + 1):
+            before_token = earlier[earlier.position < start + index]
+            if before_token.empty:
                 continue
-            row = read.sort_values(["position", "step"]).iloc[-1]
-            lost = accepted < length if unit == "draft" else index == accepted
+            row = before_token.sort_values(["position", "step"]).iloc[-1]
+            is_rolled_back = accepted < length if unit == "draft" else index == accepted
             records.append(
                 (event.request_id, event.step, row.row, row.num_layers, start, start - prompts[event.request_id], index,
-                 length, lost)
+                 length, is_rolled_back)
             )  # fmt: skip
     columns = [
         "request_id", "step", "row", "num_layers", "position", "generated", "index", "length", "is_rolled_back",

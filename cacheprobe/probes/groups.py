@@ -39,11 +39,11 @@ def group_folds(groups: Iterable[Hashable], num_folds: int, seed: int = 0) -> np
     if len(keys) < num_folds:
         raise ValueError(f"{len(keys)} groups cannot be split into {num_folds} folds; give more prompts or fewer folds")
     shuffled = np.random.default_rng(seed).permutation(len(keys))
-    held = np.zeros(num_folds, dtype=int)
+    fold_sizes = np.zeros(num_folds, dtype=int)
     fold_of = np.zeros(len(keys), dtype=int)
     for group in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
-        fold_of[group] = int(held.argmin())
-        held[fold_of[group]] += sizes[group]
+        fold_of[group] = int(fold_sizes.argmin())
+        fold_sizes[fold_of[group]] += sizes[group]
     return fold_of[inverse]
 
 
@@ -63,7 +63,7 @@ def control_labels(words: Iterable[Hashable], labels: np.ndarray, number: int, s
     Source: Hewitt and Liang 2019 (arXiv 1909.03368), section 2.
     """
     words = list(words)
-    kinds = sorted(set(words), key=str)
-    place = {kind: i for i, kind in enumerate(kinds)}
-    drawn = np.random.default_rng(seed).choice(labels, size=(number, len(kinds)))
-    return drawn[:, [place[word] for word in words]]
+    distinct = sorted(set(words), key=str)
+    column = {kind: i for i, kind in enumerate(distinct)}
+    drawn = np.random.default_rng(seed).choice(labels, size=(number, len(distinct)))
+    return drawn[:, [column[word] for word in words]]

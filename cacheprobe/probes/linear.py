@@ -128,28 +128,29 @@ def _tables(examples: Examples, place: Hashable, config: ProbeConfig) -> Iterato
 
     Raises: ProbeError if the place has too few examples.
     """
-    here = np.flatnonzero((examples.about.place == place).to_numpy())
-    some = examples.about.iloc[here]
-    require_enough(some, place, config.folds, config.least)
-    known = _Place(some, config.folds, config.controls, config.seed)
+    indices = np.flatnonzero((examples.about.place == place).to_numpy())
+    of_place = examples.about.iloc[indices]
+    require_enough(of_place, place, config.folds, config.least)
+    place_data = _PlaceData(of_place, config.folds, config.controls, config.seed)
     embedding, baseline = examples.embedding, np.nan
     if embedding is not None:
-        baseline = known.accuracies(embedding[here][None])[0][0]
+        baseline = place_data.accuracies(embedding[indices][None])[0][0]
     for site in dict.fromkeys(site for site, _ in examples.states):
         at_site = [layer for s, layer in examples.states if s == site]
-        found = known.accuracies(_stacked(examples.states, site, at_site, here), with_controls=True)
-        without = np.full(len(at_site), np.nan)
+        accuracies = place_data.accuracies(_stacked(examples.states, site, at_site, indices), with_controls=True)
+        untrained_accuracy = np.full(len(at_site), np.nan)
         if examples.untrained is not None:
-            without = known.accuracies(_stacked(examples.untrained, site, at_site, here))[0]
-        yield known.lines(site, at_site, found, without, baseline).assign(place=place, at=examples.kind)
+            untrained_accuracy = place_data.accuracies(_stacked(examples.untrained, site, at_site, indices))[0]
+        lines = place_data.lines(site, at_site, accuracies, untrained_accuracy, baseline)
+        yield lines.assign(place=place, at=examples.kind)
 
 
-def _stacked(states: States, site: str, layers: list[int], here: np.ndarray) -> Tensor:
+def _stacked(states: States, site: str, layers: list[int], indices: np.ndarray) -> Tensor:
     """Returns the states [l, n, m] of some layers at one site, for the examples with these indices."""
-    return torch.stack([states[site, layer][here] for layer in layers])
+    return torch.stack([states[site, layer][indices] for layer in layers])
 
 
-class _Place:
+class _PlaceData:
     """Holds the examples of one place: true classes, groups, folds, and the labels of the control tasks."""
 
     def __init__(self, about: pd.DataFrame, folds: int, controls: int, seed: int) -> None:
@@ -162,10 +163,10 @@ class _Place:
                 raise ProbeError(f"every example of class {lost!r} is in one fold of groups; give more groups of it")
         words = about.word.tolist() if "word" in about and controls else []
         self.drawn = control_labels(words, self.truth, controls, seed) if words else np.zeros((0, len(about)), int)
-        homes: dict[Hashable, set[int]] = {}
+        folds_of_word: dict[Hashable, set[int]] = {}
         for word, fold in zip(words, self.folds, strict=False):
-            homes.setdefault(word, set()).add(int(fold))
-        self.is_seen = np.array([len(homes[word]) > 1 for word in words], dtype=bool)  # in training too
+            folds_of_word.setdefault(word, set()).add(int(fold))
+        self.is_seen = np.array([len(folds_of_word[word]) > 1 for word in words], dtype=bool)  # in training too
 
     def accuracies(self, states: Tensor, with_controls: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Fits the probes of all folds on states [l, n, m], and returns three arrays [l], one value for each layer.
@@ -174,22 +175,22 @@ class _Place:
         penalty.
         """
         sets = np.stack([self.truth, *(self.drawn if with_controls else ())])  # [t, n]
-        hot = np.eye(len(self.classes))[sets]
-        flat = torch.from_numpy(rearrange(hot, "t n k -> n (t k)"))
+        one_hot = np.eye(len(self.classes))[sets]
+        flat = torch.from_numpy(rearrange(one_hot, "t n k -> n (t k)"))
         widths = [len(self.classes)] * len(sets)
         scores, strengths = held_out_scores(states, flat, torch.from_numpy(self.folds), widths)
-        said = rearrange(scores, "l n (t k) -> l n t k", t=len(sets)).argmax(-1).numpy()
-        right = said == sets.T
+        predicted = rearrange(scores, "l n (t k) -> l n t k", t=len(sets)).argmax(-1).numpy()
+        right = predicted == sets.T
         control = np.full(len(states), np.nan)
         if with_controls and self.is_seen.any():
             control = right[:, self.is_seen, 1:].mean((1, 2))
         return right[:, :, 0].mean(1), control, strengths.median(0).values.numpy()
 
     def lines(
-        self, site: str, layers: list[int], found: tuple, untrained: np.ndarray, embedding: float
+        self, site: str, layers: list[int], accuracies: tuple, untrained: np.ndarray, embedding: float
     ) -> pd.DataFrame:
         """Returns the lines of `ProbeResult.table` for one site, one for each layer, from accuracies and baselines."""
-        accuracy, control, strength = found
+        accuracy, control, strength = accuracies
         number = effective_number(self.groups)
         low, high = zip(*(wilson(float(share), number) for share in accuracy), strict=True)
         majority = np.bincount(self.truth).max() / len(self.truth)

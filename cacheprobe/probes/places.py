@@ -41,9 +41,9 @@ def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: Cached
                 f"request {request.request_id} comes from no task, so its true state is not known; give fit() labels"
             )
         ids = tuple(request.prompt_token_ids or ())
-        known = request.example.states_after_tokens(model.tokenizer)
-        first = len(ids) - len(known)  # pads and special tokens stand in front
-        for place, token, label, word in _places(request, model.tokenizer, known, at):
+        states = request.example.states_after_tokens(model.tokenizer)
+        first = len(ids) - len(states)  # pads and special tokens stand in front
+        for place, token, label, word in _places(request, model.tokenizer, states, at):
             row = int(rows.loc[(request.request_id, first + token)])
             records.append((request.request_id, place, first + token, row, label, word))
             prompts.append(ids[first:])
@@ -53,7 +53,7 @@ def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: Cached
 
 
 def _places(
-    request: Request, tokenizer: LiveTokenizer, known: Sequence[str | None], at: "str | Sequence[int]"
+    request: Request, tokenizer: LiveTokenizer, states: Sequence[str | None], at: "str | Sequence[int]"
 ) -> Iterator[tuple[int, int, str, str]]:
     """Yields (place, token index in the text, true state, words of the newest operation) for each place of one request.
 
@@ -68,12 +68,12 @@ def _places(
         yield from zip(range(1, len(spans) + 1), completed, example.states[1:], words, strict=True)
         return
     for position in at:
-        token = position if position >= 0 else len(known) + position
-        if not 0 <= token < len(known):
+        token = position if position >= 0 else len(states) + position
+        if not 0 <= token < len(states):
             raise ValueError(
-                f"request {request.request_id} has no position {position}: its text has {len(known)} tokens"
+                f"request {request.request_id} has no position {position}: its text has {len(states)} tokens"
             )
-        state = known[token]
+        state = states[token]
         if state is None:
             raise ValueError(f"request {request.request_id}: no state holds yet at position {position}")
         newest = sum(index <= token for index in completed)
@@ -97,7 +97,7 @@ def embeddings(trace: Trace, table: pd.DataFrame, model: CachedLM | None = None)
     out: dict[int, Tensor] = {}
     for request_id in table.request_id.unique():
         ids = torch.tensor([by_request[request_id].prompt_token_ids])
-        entered = feed(model, ids, [("pre", 0)], num_layers=1).states["pre", 0][0].float().cpu()
-        so_far = entered.cumsum(0) / torch.arange(1, len(entered) + 1)[:, None]
-        out[request_id] = torch.cat([entered, so_far], dim=1)
+        inputs = feed(model, ids, [("pre", 0)], num_layers=1).states["pre", 0][0].float().cpu()
+        running_mean = inputs.cumsum(0) / torch.arange(1, len(inputs) + 1)[:, None]
+        out[request_id] = torch.cat([inputs, running_mean], dim=1)
     return torch.stack([out[line.request_id][line.position] for line in table.itertuples()])

@@ -62,12 +62,12 @@ def _of_layers(
     for fold in range(num_folds):
         test, inner = folds == fold, folds == (fold + 1) % num_folds
         rest = ~test & ~inner
-        tried = ridge_scores(states[:, rest], targets[rest], states[:, inner], penalties)
-        errors = (tried - targets[inner]).square().sum(2)  # [s, l, q]
+        inner_scores = ridge_scores(states[:, rest], targets[rest], states[:, inner], penalties)
+        errors = (inner_scores - targets[inner]).square().sum(2)  # [s, l, q]
         best = [part.sum(-1).argmin(0) for part in errors.split(list(widths), dim=2)]  # each [l]
         column = torch.cat([index[:, None].expand(-1, width) for index, width in zip(best, widths, strict=True)], 1)
-        said = ridge_scores(states[:, ~test], targets[~test], states[:, test], penalties)
-        scores[:, test] = said.gather(0, column[None, :, None].expand(1, -1, said.shape[2], -1))[0]
+        test_scores = ridge_scores(states[:, ~test], targets[~test], states[:, test], penalties)
+        scores[:, test] = test_scores.gather(0, column[None, :, None].expand(1, -1, test_scores.shape[2], -1))[0]
         chosen.append(penalties[best[0]])
     return HeldOut(scores, torch.stack(chosen))
 
@@ -85,14 +85,14 @@ def ridge_scores(
     """
     num_examples, num_features = train.shape[1:]
     mean, scale = train.mean(1, keepdim=True), train.std(1, correction=0, keepdim=True)
-    scale = torch.where(scale > 1e-12, scale, 1.0)  # of a feature that never varies nothing is learnt
+    scale = torch.where(scale > 1e-12, scale, 1.0)  # a feature that never varies gets weight 0
     train, test = (train - mean) / scale, (test - mean) / scale
     offset = targets.mean(0)
     wanted = (targets - offset).expand(len(train), -1, -1)
     is_wide = num_examples <= num_features
     gram = (train @ train.mT if is_wide else train.mT @ train) / num_features
-    right = wanted if is_wide else train.mT @ wanted / num_features
-    read = test @ train.mT / num_features if is_wide else test
-    same = torch.eye(gram.shape[-1], dtype=gram.dtype)
-    solved = [torch.cholesky_solve(right, torch.linalg.cholesky(gram + penalty * same)) for penalty in penalties]
-    return torch.stack([read @ weights for weights in solved]) + offset
+    right_side = wanted if is_wide else train.mT @ wanted / num_features
+    test_side = test @ train.mT / num_features if is_wide else test
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype)
+    factors = [torch.linalg.cholesky(gram + penalty * identity) for penalty in penalties]
+    return torch.stack([test_side @ torch.cholesky_solve(right_side, factor) for factor in factors]) + offset

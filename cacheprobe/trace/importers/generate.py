@@ -126,7 +126,8 @@ def _read(outputs: object, attention_mask: object) -> _Outputs:
     if lengths[1:] != [1] * (new - 1) or new < 1:
         raise ImportRefused(
             f"{sequences.shape[1]} tokens, and passes over {_lengths_text(lengths)} of them: expected the prompt and "
-            "then one token a pass; use generate with use_cache=True, without an assistant and without prefill_chunk_size"
+            "then one token a pass; use generate with use_cache=True, without an assistant and without "
+            "prefill_chunk_size"
         )
     if len(passes[0]) < 3:
         raise ImportRefused(f"{len(passes[0])} states a pass: a model of one block keeps none before its final norm")
