@@ -34,7 +34,7 @@ class Audit:
 
 @dataclass
 class History:
-    """Holds the course of one request, replayed from its events: text, roles, verdicts and drafts."""
+    """Holds the course of one request, replayed from its events for `audit`: text, roles, verdicts and drafts."""
 
     prompt: list[int]
     is_verified: bool
@@ -214,9 +214,9 @@ def _verdict_faults(
 
 
 def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[str]:
-    """Yields a sentence for each row of a request that contradicts its events, and for missing verify or committed
-    rows.
+    """Yields a sentence for each row of a request that contradicts the request's events.
 
+    Also yields a sentence for verify rows that differ from the verdict, and for committed rows that are missing.
     history: must already be filled by `_event_faults`.
     """
     table = trace.row_table[trace.row_table.request_id == request.request_id]
@@ -276,7 +276,7 @@ def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> I
 
 
 def _null_fault(event: Line, name: str) -> str | None:
-    """Returns a sentence if the named field of an event is not null, though the event has no verdict; else None."""
+    """Returns a sentence if the named field of an event without a verdict is not null; None if it is null."""
     value = getattr(event, name)
     return None if pd.isna(value) else f"{name} is {value} where no draft was verified"
 

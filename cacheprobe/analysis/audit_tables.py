@@ -14,7 +14,8 @@ _COPIED = ("request_id", "step", "phase", "role", "status", "position")
 
 
 def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[int, int, list[int]]]) -> Iterator[str]:
-    """Yields a sentence for each cache change of a request that no pass explains, and for each change that is missing.
+    """Yields a sentence for each cache change of a request that no pass explains or that leaves a gap, and for missing
+    changes.
 
     After the request was preempted, unexplained changes are accepted, because the passes that rebuild its cache leave
     no
@@ -53,9 +54,7 @@ def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[i
 def _wanted_changes(
     trace: Trace, request: Request, verdicts: Mapping[int, tuple[int, int, list[int]]]
 ) -> Counter[tuple[int, int, int, str]]:
-    """Returns how often each write (step, start, end, provenance) must be in the ledger, by a request's rows and
-    verdicts.
-    """
+    """Returns a Counter of the cache changes (step, start, end, provenance) that rows and verdicts imply."""
     rows = trace.row_table[trace.row_table.request_id == request.request_id]
     events = trace.event_table[trace.event_table.request_id == request.request_id]
     wanted: Counter[tuple[int, int, int, str]] = Counter()
@@ -79,8 +78,8 @@ def _wanted_changes(
 
 
 def numbering_faults(trace: Trace) -> Iterator[str]:
-    """Yields a sentence for gaps in the numbers of rows or of stored vectors, and for passes that ran different numbers
-    of layers.
+    """Yields a sentence if row numbers or stored-vector numbers have gaps, or if passes ran different numbers of
+    layers.
 
     Only prefill and verify passes must run equally many layers.
     """

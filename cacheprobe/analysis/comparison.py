@@ -68,11 +68,12 @@ def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | 
 
 
 def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """Returns (position, layer) of the first canonical lens reading whose numbers differ between two requests, or None.
+    """Returns (position, layer) of the first lens reading whose numbers differ between two requests; None if all are
+    equal.
 
-    ours, theirs: readings of one request each, as in `Trace.hypotheses`; all readings of `ours` are compared. Null
-    equals
-    null, because the last reading has no committed token to rank.
+    ours, theirs: readings of one request each, as in `Trace.hypotheses`. All readings of `ours` with status "committed"
+    are
+    compared. Null equals null, because the last reading has no committed token to rank.
     """
     keys = ["position", "layer"]
     a, b = (table[table.status == "committed"].set_index(keys)[_READING].sort_index() for table in (ours, theirs))
@@ -85,7 +86,7 @@ def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[
 
 
 def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
-    """Returns the log-probabilities of each request's committed tokens, in order, by request id."""
+    """Returns the log-probabilities of each request's committed tokens, in order: a dict of lists by request id."""
     by_request: dict[int, list[float]] = {}
     for request_id, nats in zip(events.request_id, events.committed_logprobs_nats, strict=True):
         by_request.setdefault(int(request_id), []).extend(float(x) for x in nats)

@@ -20,10 +20,12 @@ def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
 
 
 def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each row: its prediction depth, and its first choices up to that layer.
+    """Returns a DataFrame with one line for each row: its prediction depth, and the first choices of its layers in
+    order.
 
     prediction_depth: first layer from which the first choice stays that of the last layer read (Baldock et al. 2021).
-    num_flips: changes of first choice between adjacent layers.  path: the distinct first choices in order, as one text.
+    num_flips: changes of first choice between adjacent layers.  path: the first choices in order, as one text; a choice
+    that the next layer keeps is written once.
     final_token: the last layer's first choice.  agrees: whether that is the committed token; null if none was
     committed.
     hypotheses: as from `Trace.hypotheses`.

@@ -36,7 +36,9 @@ def attribution(
 ) -> pd.DataFrame:
     """Splits the logit of a token at one row into a sum: a DataFrame with one line for each layer, site and head.
 
-    position: of the canonical row.  row: any row's number, such as a rolled-back one's; give one of the two.
+    position: finds the request's row of status "committed" at this position.  row: any row's number, such as a
+    rolled-back
+    one's; give one of the two.
     token: a token id, or several, whose tables are concatenated. Default: the token committed at the next position; for
     a rolled-back row, its own first choice.
     heads: splits T by head, from z; by default if z was captured.
@@ -92,7 +94,10 @@ def attribution(
 def _find_row(
     trace: "Trace", request_id: SupportsIndex, position: SupportsIndex | None, row: SupportsIndex | None
 ) -> pd.Series:
-    """Returns a request's row by its number, or its canonical row by position. Raises: ValueError if there is none."""
+    """Returns one line of a request's rows table: the row with this number, or the committed row at this position.
+
+    Raises: ValueError if there is none, or unless exactly one of the two is given.
+    """
     if (position is None) == (row is None):
         raise ValueError("say which row: position= for the canonical one, or row= for any, such as a rolled-back one's")
     rows = trace.rows(request_id)
@@ -105,7 +110,8 @@ def _find_row(
 
 
 def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
-    """Returns all vectors written to the residual stream at one row, in order, and the stream after the last layer.
+    """Returns (site, layer, head, vector) of every write to the residual stream at one row, and the stream after the
+    last layer.
 
     Raises: ValueError if a state is missing.
     """
@@ -143,7 +149,9 @@ def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attentio
     """Splits the attention output T [m] of one layer into one part for each head, and a part for the bias if there is
     one.
 
-    Raises: ModelError if the heads do not sum to T, because the architecture computes more between the heads and T.
+    Raises: ModelError if the heads do not sum to T, because the architecture computes more between the heads and T. A
+    run
+    with interventions is not checked.
     """
     written = torch.einsum("hd,hdm->hm", z, writer.weight.double().cpu())
     bias = torch.zeros_like(attention) if writer.bias is None else writer.bias.double().cpu()

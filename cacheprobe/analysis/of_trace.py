@@ -63,9 +63,10 @@ def draft_agreement(trace: "Trace", window: int) -> pd.DataFrame:
 
 
 def to_activation_cache(trace: "Trace", request_id: SupportsIndex) -> object:
-    """Returns a request's canonical states as a TransformerLens ActivationCache, [1, position, m] by hook name.
+    """Returns a request's captured states as a TransformerLens ActivationCache, [1, position, m] by hook name.
 
-    Heads are [1, position, h, d], patterns [1, h, position, position].
+    The states are those of status "committed", one for each position. Heads are [1, position, h, d], patterns
+    [1, h, position, position].
     Raises: ValueError if the trace has no model or no states.
     """
     if trace.model is None:

@@ -171,9 +171,9 @@ def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequen
 
 
 def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
-    """Returns the CaptureConfig of the reference run: the states and readings that the run itself kept.
+    """Returns the CaptureConfig of the reference run: the same sites, layers and readings as the run itself kept.
 
-    Readings are equal for any selection of layers.
+    A reading does not depend on which other layers are read.
     """
     capture, sites = trace.meta["capture"], "".join(trace.store.sites) + ("Z" if has_readings else "")
     return CaptureConfig(
@@ -187,7 +187,7 @@ def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
 
 
 def _renumbered(interventions: Sequence[Intervention], requests: Sequence[Request]) -> list[Intervention]:
-    """Returns the interventions on the compared requests, with the request numbers of the reference run."""
+    """Returns copies of the interventions on the compared requests, with the request numbers of the reference run."""
     return [
         replace(one, request_id=number)
         for number, request in enumerate(requests)
@@ -198,7 +198,7 @@ def _renumbered(interventions: Sequence[Intervention], requests: Sequence[Reques
 
 @dataclass
 class _Comparison:
-    """Counts what was compared so far, and holds the first difference as text."""
+    """Counts the compared tokens, states and readings, and holds the first difference from the reference as text."""
 
     difference: str | None
     num_tokens: int = 0
@@ -284,7 +284,8 @@ def require_run(trace: Trace) -> None:
 
 
 def _reference_request(trace: Trace, request: Request) -> Request:
-    """Returns the request to give to the reference: its token ids, without a task example.
+    """Returns the request to give to the slow reference (`cp.reference`): its prompt as token ids, without a task
+    example.
 
     A cancelled request is limited to the tokens that it had committed.
     """
@@ -358,9 +359,9 @@ def _first_reading_difference(trace: Trace, reference: Trace, request: Request, 
 
 
 def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """Returns (position, layer) of the first canonical reading whose list of top choices differs, or None.
+    """Returns (position, layer) of the first lens reading whose list of top choices differs; None if all are equal.
 
-    All readings of `ours` are compared; `theirs`, of the reference, may have more.
+    All readings of `ours` with status "committed" are compared; `theirs`, of the reference, may have more.
     """
     a, b = (
         table[table.status == "committed"].set_index(["position", "layer"])[["top_token_ids", "top_logprob_nats"]]

@@ -68,7 +68,9 @@ def activation(
     count = model.head_shape[0] if heads else 1
 
     def indices(position: int) -> list[Index]:
-        """Returns the index (layer, position[, head]) of each cell at one position."""
+        """Returns a list with the index of each patched run of the grid at one position: (layer, position) or with a
+        head.
+        """
         return [(layer, position, *((head,) if heads else ())) for layer in in_layers for head in range(count)]
 
     groups = [
@@ -80,13 +82,15 @@ def activation(
 
 
 def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, Cell]:
-    """Returns the cells with these indices, by index: each copies one state of the clean run (`donor`)."""
+    """Returns a dict of patched runs (cells) by index; each copies one state of the clean run (`donor`)."""
     return {index: _cell(donor, site, *index) for index in indices}
 
 
 def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> Cell:
-    """Returns the cell that copies one state of the clean run (`donor`): of a layer, a position and, if given, one
+    """Returns the patched run (Cell) that copies one state of the clean run: of a layer, a position and, if given, one
     head.
+
+    donor: the clean run.
     """
     vectors = donor.at(site, layer)[position : position + 1]
     return cell([Edit((site, layer), (position,), vectors if head is None else vectors[:, head], head)])

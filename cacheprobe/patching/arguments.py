@@ -34,7 +34,7 @@ class GridOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class GridConfig:
-    """Holds the GridOptions of one call, with a default for each that was not given."""
+    """Holds the options of one patching grid (layers, positions, store, path, progress), with defaults."""
 
     layers: "Iterable[int] | None" = None
     positions: "Iterable[int] | None" = None

@@ -24,7 +24,7 @@ MOST_ROWS = 16384
 
 
 class Edit(NamedTuple):
-    """Holds the states that replace a cell's own at one site and layer, for given positions."""
+    """Holds states that replace those of a patched run (cell) at one site and layer, at given positions."""
 
     place: Place
     positions: tuple[int, ...]
@@ -48,7 +48,7 @@ class Cell:
 
 
 def cell(edits: Sequence[Edit], start: int | None = None) -> Cell:
-    """Returns a Cell with these edits, computed from its first edited position on.
+    """Returns a Cell (patched run) with these edits, computed from its first edited position on.
 
     start: an earlier position to compute from.
     """
@@ -58,8 +58,7 @@ def cell(edits: Sequence[Edit], start: int | None = None) -> Cell:
 
 
 def is_idle(one: Cell, base: Run) -> bool:
-    """Returns True if every edit of a cell writes the bits that the unpatched run has anyway, so that it need not be
-    run.
+    """Returns True if a patched run needs no computing: every edit writes the bits that the unpatched run has anyway.
 
     A cell without edits returns False.
     """
@@ -90,14 +89,17 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
 
 
 def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell]) -> Tensor:
-    """Runs cells in one forward, and returns their logits [len(cells), v]. cells: in the order in which they join the
-    batch.
+    """Runs patched runs (cells) in one forward, and returns their logits [len(cells), v] at the last position.
+
+    cells: in the order in which they join the batch.
     """
     joined = 0
 
     def change(site: str, layer: int, value: Tensor) -> Tensor | None:
-        """Adds the cells that join at this site and layer to the batch, and applies their edits; None if nothing
-        changes.
+        """Adds the cells that join at this site and layer to the batch `value`, and applies the edits of this site and
+        layer.
+
+        Returns None if nothing changes.
         """
         nonlocal joined
         site_layer = (site, layer)
@@ -134,5 +136,5 @@ def _forward_order(place: Place) -> tuple[int, int]:
 
 
 def _batches(order: list[int], batch_size: int) -> Iterator[list[int]]:
-    """Yields the list in parts of at most `height` items."""
+    """Yields the list `order` in parts of at most `batch_size` items."""
     yield from (order[i : i + batch_size] for i in range(0, len(order), batch_size))

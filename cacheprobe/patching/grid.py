@@ -88,7 +88,7 @@ class Grid:
 
     @classmethod
     def load(cls, path: "str | Path") -> "Grid":
-        """Reads a Grid from a file that `Grid.save` wrote. Raises: ValueError for another file."""
+        """Reads a Grid from the JSON file that `Grid.save` wrote. Raises: ValueError for another file."""
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if stored["format"] != _FORMAT:
@@ -110,7 +110,7 @@ def pair_table(
     clean: AnswerLogits,
     corrupt: AnswerLogits,
 ) -> pd.DataFrame:
-    """Returns the table of a grid of two prompts: a DataFrame with one line for each cell.
+    """Returns the table of a grid of two prompts: a DataFrame with one line for each cell (patched run).
 
     Columns: layer, position (and head), token (of the position), logit_difference (first answer minus second), nld (0
     as in

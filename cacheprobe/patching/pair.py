@@ -63,9 +63,10 @@ def grid_of_pair(
     groups: Sequence[Group],
     config: GridConfig,
 ) -> Grid:
-    """Runs the cells of a clean and a corrupted run, or reads finished cells from `config.store`; returns the Grid.
+    """Computes a patching grid of a clean and a corrupted run: runs its cells, or reads finished ones; returns the
+    Grid.
 
-    axes: columns that index a cell, such as layer and position.
+    axes: columns that index a cell, such as layer and position.  config.store: the folder of finished cells.
     """
     clean, corrupt = (run.token_ids for run in runs)
     settings = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
@@ -77,7 +78,7 @@ def grid_of_pair(
 
 
 def open_cell_store(store: "str | Path | None", model: CachedLM, settings: Mapping[str, object]) -> CellStore:
-    """Opens the store of finished cells for one grid; without a folder (`store` is None), it keeps nothing.
+    """Opens the folder of a patching grid's finished results as a CellStore; if `store` is None, results are not kept.
 
     settings: of the grid; the model's fingerprint is added.
     Raises: ValueError if the folder contains cells of another grid, or other files.

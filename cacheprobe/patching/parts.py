@@ -11,14 +11,12 @@ _SETTINGS_FILE = "asked.json"
 
 
 class CellStore:
-    """Stores the results of finished groups of cells in a folder, so that a grid can resume; without a folder, keeps
-    nothing.
-    """
+    """Stores results of a patching grid in a folder, so that the grid can resume; without a folder, keeps nothing."""
 
     def __init__(self, folder: "str | Path | None", settings: Mapping[str, object]) -> None:
-        """Opens or creates the folder of finished cells. settings: everything that the cells' results depend on.
+        """Opens or creates the folder of a grid's results. settings: everything that the results depend on.
 
-        Raises: ValueError for a folder that contains the cells of another grid, or other files.
+        Raises: ValueError for a folder that contains the results of another grid, or other files.
         """
         self.folder = None if folder is None else Path(folder)
         if self.folder is None:
@@ -39,18 +37,20 @@ class CellStore:
             write_json(path, wanted, indent=None)
 
     def get(self, name: str) -> list[AnswerLogits] | None:
-        """Returns the stored results of a group of cells; None if the group must still run."""
+        """Returns the stored results of a group of patched runs, as a list of AnswerLogits; None if the group must
+        still run.
+        """
         if self.folder is None or not (path := self._path(name)).exists():
             return None
         return [AnswerLogits(float(a), float(b), float(c), int(d)) for a, b, c, d in _read(path)]
 
     def put(self, name: str, results: Sequence[AnswerLogits]) -> None:
-        """Writes the results of a finished group of cells to the folder, if there is one."""
+        """Writes the results of a group of patched runs to the folder, if there is one."""
         if self.folder is not None:
             write_json(self._path(name), [list(one) for one in results], indent=None)
 
     def _path(self, name: str) -> Path:
-        """Returns the path of the file for a group of cells."""
+        """Returns the path of the JSON file with the results of a group."""
         assert self.folder is not None
         return self.folder / f"cells-{name}.json"
 

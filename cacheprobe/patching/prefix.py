@@ -53,7 +53,7 @@ def prefix(
     pair = answers(model, answer, *runs)
 
     def indices(position: int) -> list[Index]:
-        """Returns the index (layer, position) of each cell at one position."""
+        """Returns a list with the index (layer, position) of each patched run of the grid at one position."""
         return [(layer, position) for layer in in_layers]
 
     groups = [
@@ -65,12 +65,12 @@ def prefix(
 
 
 def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, Cell]:
-    """Returns the cells with these indices, by index, each made by `prefix_cell`."""
+    """Returns a dict of patched runs (cells) by index (layer, position), each made by `prefix_cell`."""
     return {(layer, position): prefix_cell(*runs, site, layer, position) for layer, position in indices}
 
 
 def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> Cell:
-    """Returns the cell (patched run) that has the clean run's states up to `position`, and then the corrupted run's, at
+    """Returns the patched run with the clean run's states up to `position` and the corrupted run's states after it, at
     one layer.
 
     If `position` is the last one, the cell has no edits, and the positions from the first different token on are

@@ -15,7 +15,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Group:
-    """Describes a group of patched runs (cells) that share their first computed position and run in one batch."""
+    """Describes a group of patched runs (cells) of one grid that are run and stored together."""
 
     name: str
     count: int
@@ -30,7 +30,8 @@ class Group:
 def sweep(
     model: CachedLM, groups: Sequence[Group], answer: tuple[int, int], store: CellStore, progress: bool
 ) -> dict[Index, AnswerLogits]:
-    """Runs every cell of a patching grid, or reads finished groups from `store`; returns the results by index.
+    """Runs every cell of a patching grid, or reads finished groups from `store`; returns a dict of AnswerLogits by
+    index.
 
     A cell whose edits change no bit takes the unpatched run's result.
     answer: the two answer tokens whose logits are measured.
@@ -48,7 +49,7 @@ def sweep(
 
 
 def _run_group(model: CachedLM, group: Group, answer: tuple[int, int]) -> list[AnswerLogits]:
-    """Runs the cells of one group, and returns their results in the order of `group.indices`.
+    """Runs one group of patched runs, and returns their AnswerLogits in the order of `group.indices`.
 
     Cells whose edits change no bit are not run: they get the unpatched run's result.
     """

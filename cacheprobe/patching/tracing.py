@@ -84,7 +84,7 @@ def causal_tracing(
     restored = {layer: window_of(layer, window, model.n_layers) for layer in in_layers}
 
     def indices(sample: int, position: int) -> list[Index]:
-        """Returns the index (layer, position, sample) of each cell of one noise draw and position."""
+        """Returns a list with the index (layer, position, sample) of each patched run for one draw and position."""
         return [(layer, position, sample) for layer in in_layers]
 
     groups = [
@@ -124,7 +124,7 @@ def _noise_adder(positions: Sequence[int], scale: float, seed: int) -> Callable[
     """
 
     def add(states: Tensor) -> Tensor:
-        """Returns states with noise added. states: [n, m], of positions from the first noisy one on."""
+        """Returns a copy of states [n, m] with noise added. The first of the n positions is the first noisy one."""
         noise = torch.randn(len(positions), states.shape[1], generator=torch.Generator().manual_seed(seed % 2**63))
         out = states.clone()
         out[[p - positions[0] for p in positions]] += (scale * noise).to(states.device, states.dtype)
@@ -134,7 +134,7 @@ def _noise_adder(positions: Sequence[int], scale: float, seed: int) -> Callable[
 
 
 def _cells(clean: Run, site: str, layers: Mapping[int, range], indices: Sequence[Index]) -> Mapping[Index, Cell]:
-    """Returns the cells with these indices, by index: each restores the clean state at one position, in a window of
+    """Returns a dict of patched runs (cells) by index; each restores the clean state of one position in a window of
     layers.
     """
 
@@ -146,7 +146,7 @@ def _cells(clean: Run, site: str, layers: Mapping[int, range], indices: Sequence
 
 
 def _probability(logits: AnswerLogits) -> float:
-    """Returns the probability of the first answer token."""
+    """Returns the probability of the first answer token, from its logit and the log-sum-exp."""
     return float(torch.tensor(logits.first - logits.logsumexp, dtype=torch.float64).exp())
 
 

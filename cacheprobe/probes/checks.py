@@ -33,9 +33,9 @@ def chosen_pairs(
 
 
 def require_enough(about: pd.DataFrame, place: Hashable, folds: int, least: int) -> None:
-    """Checks that the examples of one place suffice for a probe: two classes, `least` groups of each, and `folds`
-    groups.
+    """Checks that the examples of one place (operation or position) suffice for a probe.
 
+    There must be two classes, `least` groups of each class, and as many groups as folds.
     about: the lines of this place, with label and group.
     Raises: ProbeError if not.
     """

@@ -39,7 +39,9 @@ class ProbeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Holds the ProbeOptions of one call, with a default for each that was not given."""
+    """Holds the options of one call of `fit` (folds, controls, least, seed), with a default for each that was not
+    given.
+    """
 
     folds: int = 5
     controls: int = 10
@@ -124,7 +126,8 @@ def fit(
 
 
 def _tables(examples: Examples, place: Hashable, config: ProbeConfig) -> Iterator[pd.DataFrame]:
-    """Yields the result lines of one place: one table for each site, with a line for each layer.
+    """Fits the probes of one place (operation or position); yields a DataFrame for each site, with a line for each
+    layer.
 
     Raises: ProbeError if the place has too few examples.
     """
@@ -151,7 +154,7 @@ def _stacked(states: States, site: str, layers: list[int], indices: np.ndarray) 
 
 
 class _PlaceData:
-    """Holds the examples of one place: true classes, groups, folds, and the labels of the control tasks."""
+    """Holds the examples of one place (operation or position): classes, groups, folds, control tasks."""
 
     def __init__(self, about: pd.DataFrame, folds: int, controls: int, seed: int) -> None:
         self.classes, self.truth = np.unique(about.label.astype(str).to_numpy(), return_inverse=True)
@@ -189,7 +192,10 @@ class _PlaceData:
     def lines(
         self, site: str, layers: list[int], accuracies: tuple, untrained: np.ndarray, embedding: float
     ) -> pd.DataFrame:
-        """Returns the lines of `ProbeResult.table` for one site, one for each layer, from accuracies and baselines."""
+        """Returns the lines of `ProbeResult.table` for one site as a DataFrame, one line for each layer.
+
+        accuracies: from the method of this name.  untrained, embedding: accuracies of the baselines.
+        """
         accuracy, control, strength = accuracies
         number = effective_number(self.groups)
         low, high = zip(*(wilson(float(share), number) for share in accuracy), strict=True)

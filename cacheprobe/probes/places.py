@@ -17,7 +17,7 @@ from cacheprobe.trace.trace import Trace
 
 
 def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: CachedLM | None = None) -> pd.DataFrame:
-    """Returns a DataFrame of prompt rows with the task's true state: one line for each place of each request.
+    """Returns a DataFrame of prompt rows with the task's true state: one line for each place (operation or position).
 
     at: "event", the token that completes the words of the k-th operation, k = 1, 2, ...; or positions, counted from 0
     at the first token of the text, or from -1 at the last token of the prompt. The statement of the initial state is no

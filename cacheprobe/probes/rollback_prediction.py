@@ -101,7 +101,7 @@ def rollback_prediction(
 
 
 def _too_little(counts: dict[str, int], about: pd.DataFrame, is_rolled_back: np.ndarray, folds: int, least: int) -> str:
-    """Returns a sentence if there are too few rollbacks, or too few prompts for the folds; "" if there are enough."""
+    """Returns the reason, as a sentence, if there are too few rollbacks or too few prompts for the folds; else ""."""
     if counts["rollbacks"] < least:
         return f"{counts['rollbacks']} rollbacks, {least} are needed; run more prompts"
     if is_rolled_back.all():

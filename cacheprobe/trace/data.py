@@ -78,8 +78,8 @@ class TraceData:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Reasons, as text by name, for the data that this trace lacks because it was imported or stored by an older
-        version.
+        """Data that this trace lacks because it was imported or stored by an older version: a dict from name to reason,
+        as text.
         """
         return dict(self.meta.get("missing", {}))
 
@@ -93,7 +93,8 @@ class TraceData:
         return dict(zip(self.token_table.token_id.tolist(), self.token_table.token.tolist(), strict=True))
 
     def rows(self, request_id: SupportsIndex | None = None, status: str | None = None) -> pd.DataFrame:
-        """Returns a copy of the rows table: a DataFrame with one line for each token of each pass.
+        """Returns a copy of the rows table, a DataFrame. A row is one token of one forward pass; the table has one line
+        for each.
 
         request_id: only the rows of this request; None for all.  status: only rows with this status, such as
         "committed".
@@ -189,11 +190,13 @@ class TraceData:
         ]
 
     def _canonical_rows(self, request_id: SupportsIndex) -> pd.DataFrame:
-        """Returns the rows with status "committed" of a request, one for each position, sorted by position."""
+        """Returns the canonical rows of a request, a DataFrame sorted by position: those of status "committed", one a
+        position.
+        """
         return self.rows(request_id, "committed").sort_values("position")
 
     def _require_request(self, request_id: SupportsIndex) -> None:
-        """Checks that the trace has this request. Raises: KeyError if not."""
+        """Checks that the trace has a request of this number. Raises: KeyError if not."""
         if request_id not in self.tokens:
             raise KeyError(f"no request {request_id} in this trace; it has 0 to {len(self.requests) - 1}")
 

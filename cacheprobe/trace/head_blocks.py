@@ -30,7 +30,7 @@ class HeadBlock:
         return len(self.index) if site != PATTERN else int((self.positions + 1).sum())
 
     def keep(self, site: str, layer: int, value: Tensor) -> None:
-        """Copies the kept rows of one site and layer to the CPU.
+        """Copies the head activations of the kept rows, at one site and layer, into this block, on the CPU.
 
         value: [b, t, h, d]; for a pattern, [b, h, t, s] over all cache slots, of which only slots 0 to p are kept.
         """
@@ -83,7 +83,9 @@ class HeadBlocks:
         heads = 1 if site != PATTERN else len(example) // block.size(PATTERN)
 
         def absent(block: HeadBlock) -> Tensor:
-            """Returns NaN values for a pass that did not reach the layer."""
+            """Returns a tensor of NaN in the shape of one pass's head activations, for a pass that did not reach the
+            layer.
+            """
             return torch.full((heads * block.size(site), *shape), torch.nan, dtype=self.dtype)
 
         return torch.cat([absent(block) if tensor is None else tensor for block, tensor in by_pass])

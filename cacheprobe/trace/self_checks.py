@@ -94,7 +94,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def self_checks_text(meta: JsonDict) -> str:
-    """Returns text that says how often verify passes were computed twice and compared, and how many differed; "" if
+    """Returns text for a repr: how often verify passes were computed twice and compared, and how many differed; "" if
     never.
     """
     counts: JsonDict = meta.get("self_checks") or {"compared": 0}

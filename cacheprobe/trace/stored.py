@@ -63,7 +63,7 @@ class StoredRun:
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """Events table of the saved run: a DataFrame with one line for each request in each step."""
+        """Events table of the saved run: a DataFrame with one line for each request in each step (forward pass)."""
         return migrated_events(self._read_table("events"))
 
     @cached_property
@@ -133,7 +133,9 @@ class StoredRun:
         return texts
 
     def _read_readings(self, request_id: int) -> pa.Table:
-        """Reads the lens readings of one request from the Parquet file, without the row groups of other requests."""
+        """Reads the lens readings of one request, as a pyarrow Table, from the Parquet file; skips row groups of other
+        requests.
+        """
         path = self._table_path("hypotheses")
         if path is None:
             raise ValueError("this run read no lens; run it with 'Z' in capture=")

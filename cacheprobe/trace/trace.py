@@ -86,15 +86,16 @@ class Trace(TraceData):
         return [float(nats) for step in events.committed_logprobs_nats for nats in step]
 
     def events(self) -> pd.DataFrame:
-        """Returns a copy of the events table: a DataFrame with one line for each request in each step.
+        """Returns a copy of the events table: a DataFrame with one line for each request in each step (forward pass).
 
         Columns: as in `trace.tables.build.events_table`.
         """
         return self.event_table.copy()
 
     def ledger(self, request_id: SupportsIndex, step: SupportsIndex | None = None) -> pd.DataFrame:
-        """Returns the cached slots of a request after `step` as a DataFrame: position, provenance, step of the last
-        write.
+        """Returns the cached slots of a request after `step` as a DataFrame: position, provenance (which kind of pass
+        wrote the
+        slot, such as "verified"), step of the last write.
 
         step: None for the end of the run.
         Raises: ValueError for an unknown step, and for a trace without a ledger.
@@ -130,7 +131,7 @@ class Trace(TraceData):
         return self.vectors(site, layer, self._canonical_rows(request_id))
 
     def heads(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
-        """Returns q, k, v or z of every attention head at a request's canonical rows, [position, h, d], in order of
+        """Returns q, k, v or z of every attention head for a request, [position, h, d]: one row for each computed
         position.
 
         q and k are taken right after their projection: before any q/k norm and before the rotation. k and v have as

@@ -92,7 +92,8 @@ def text_maker(
 def imported_trace(
     generations: Sequence[Generation], origin: Origin, model: CachedLM | None, tokenizer: Decoder | None
 ) -> Trace:
-    """Builds the Trace of generations that another program made, one request for each, in their order.
+    """Builds the Trace of generations that another program made; each generation becomes one request, numbered in
+    order.
 
     A request's prompt is its text, special tokens included, if a tokenizer is known; else its token ids.
     """
@@ -135,8 +136,9 @@ def imported_trace(
 
 
 def _rows(number: int, generation: Generation, n_layers: int) -> list[RowRecord]:
-    """Returns the rows of one imported generation, all canonical: the prompt in step 0, then one generated token a
-    step.
+    """Returns the row records (one for each token with states) of one imported generation; all have status "committed".
+
+    The prompt is computed in step 0, then one generated token in each step.
     """
     prompt, token_ids = len(generation.prompt), (*generation.prompt, *generation.generated)
     rows = []
@@ -188,7 +190,7 @@ def _ledger(generations: Sequence[Generation]) -> list[LedgerChange]:
 def _meta(
     generations: Sequence[Generation], origin: Origin, capture: CaptureConfig, dtype: str, model: CachedLM | None
 ) -> JsonDict:
-    """Returns the metadata of an imported trace, with the reason for each kind of data that the import lacks."""
+    """Returns the metadata of an imported trace as a dict, with the reason for each kind of missing data."""
     heads = dict.fromkeys(HEAD_SITES, f"{origin.program} keeps no attention heads")
     unread = "no lens was read at the import; cp.analysis.read_states(trace, lens, model=model) reads one from S"
     return {

@@ -158,9 +158,10 @@ def _split(states: Tensor, prompt: Sequence[int], generated: Sequence[int], ids:
 
 @contextmanager
 def _complete_file(path: Path) -> Iterator[None]:
-    """Waits until vLLM has finished writing this file, if a lock file lies next to it; holds a shared lock in the
+    """Waits, as a context manager, until vLLM has finished writing a file; then holds a shared lock on it in the `with`
     block.
 
+    Without a lock file next to the file, does not wait.
     Raises: ImportRefused after SECONDS_TO_WAIT.
     """
     try:

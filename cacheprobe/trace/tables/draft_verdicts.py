@@ -151,8 +151,8 @@ def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
 
 
 def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each layer and verdict: how often the lens's first choice is the committed
-    token.
+    """Returns a DataFrame with one line for each layer and verdict: how often the first choice is the committed or
+    draft token.
 
     Columns: layer, verdict (accepted, rejected, never_judged, not_drafted), rows (their number); committed_first and
     drafted_first, the shares of rows whose most likely token is the committed or the draft token (null without one).

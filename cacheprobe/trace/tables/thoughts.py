@@ -22,8 +22,10 @@ def thoughts_table(
     tokens: Mapping[int, Sequence[int]],
     model: CachedLM,
 ) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each thought: each chunk that ended, in every pass that computed it.
+    """Returns a DataFrame with one line for each thought that a Thinking States model wrote after a whole chunk of
+    tokens.
 
+    A chunk that several passes computed has several lines.
     thought (its number, and its index among the thought states), request_id, step, phase, role, status and row (those
     of the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions
     of the chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit),

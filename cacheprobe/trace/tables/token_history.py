@@ -126,8 +126,9 @@ def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
 
 
 def fates_of_row(fates: Sequence[Fate], step: int) -> list[Fate]:
-    """Returns the tokens that one row's prediction concerns: drafted or judged in the row's step, or committed.
+    """Returns those of the given tokens that one row's prediction concerns, as a list of Fate.
 
+    These were drafted or judged in the row's step, or committed.
     fates: as from `fates_at`, of the position that the row predicts.  step: the step that computed the row.
     """
     return [fate for fate in fates if step in (fate.born, fate.decided_step) or fate.outcome in _KEPT]
