@@ -91,10 +91,10 @@ def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = N
     faults: list[str] = []
     histories: dict[int, History] = {}
     for request in trace.requests:
-        own = trace.event_table[trace.event_table.request_id == request.request_id]
-        history = histories[request.request_id] = _history(trace, request, own)
+        events = trace.event_table[trace.event_table.request_id == request.request_id]
+        history = histories[request.request_id] = _history(trace, request, events)
         checks = (
-            ("events", _event_faults(trace, request, own, history)),  # first: this fills the history
+            ("events", _event_faults(trace, request, events, history)),  # first: this fills the history
             ("rows", _row_faults(trace, request, history)),
             ("ledger", ledger_faults(trace, request, history.verdicts)),
         )

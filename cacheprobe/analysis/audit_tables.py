@@ -57,24 +57,24 @@ def _wanted_changes(
     """Returns a Counter of the cache changes (step, start, end, provenance) that rows and verdicts imply."""
     rows = trace.row_table[trace.row_table.request_id == request.request_id]
     events = trace.event_table[trace.event_table.request_id == request.request_id]
-    wanted: Counter[tuple[int, int, int, str]] = Counter()
+    changes: Counter[tuple[int, int, int, str]] = Counter()
     read_at = events[events.phase == "prefill"].step
     prefill = rows[rows.phase == "prefill"]
     own_prefill = prefill[prefill.step.isin(read_at)]
     if len(own_prefill):
         for step, of_step in own_prefill.groupby("step"):
-            wanted[int(step), int(of_step.position.min()), int(of_step.position.max()) + 1, "prefill"] += 1
+            changes[int(step), int(of_step.position.min()), int(of_step.position.max()) + 1, "prefill"] += 1
     elif len(prefill) and len(read_at):  # the prompt's keys and values were copied from a request with the same prompt
-        wanted[int(read_at.iloc[0]), 0, request.num_prompt_tokens, "prefill"] += 1
+        changes[int(read_at.iloc[0]), 0, request.num_prompt_tokens, "prefill"] += 1
     committed = {int(event.step): len(event.committed_token_ids) for event in events.itertuples()}
     for step, (start, _, _) in verdicts.items():
-        wanted[step, start - 1, start - 1 + committed[step], "verified"] += 1
+        changes[step, start - 1, start - 1 + committed[step], "verified"] += 1
     for row in rows[
         (rows.phase == "decode") | ((rows.phase == "verify") & ~rows.step.isin(list(verdicts)))
     ].itertuples():
         provenance = "decoded" if row.status == "committed" else "provisional"
-        wanted[row.step, row.position, row.position + 1, provenance] += 1
-    return wanted
+        changes[row.step, row.position, row.position + 1, provenance] += 1
+    return changes
 
 
 def numbering_faults(trace: Trace) -> Iterator[str]:
@@ -140,11 +140,11 @@ def _missing_readings(trace: Trace, table: pd.DataFrame) -> Iterator[str]:
         if capture[name] is not None:
             is_read &= rows[name[:-1]].isin(list(capture[name]))
     layers = np.asarray(capture["layers"])
-    wanted = {int(r.row): int((layers < r.num_layers).sum()) for r in rows[is_read].itertuples()}
+    expected = {int(r.row): int((layers < r.num_layers).sum()) for r in rows[is_read].itertuples()}
     counts = Counter(table.row.tolist())
     if table.duplicated(["row", "layer"]).any():
         yield "a reading stands twice"
-    for row, count in wanted.items():
+    for row, count in expected.items():
         if counts[row] != count:
             yield f"row {row} has {counts[row]} readings, {count} layers were read"
 

@@ -75,14 +75,14 @@ def _divergences_of(
     output = logprobs[layers.index(last)] if last in layers else None
     columns: dict[str, list[Tensor]] = {"entropy_nats": [], "kl_output_nats": [], "js_next_nats": []}
     for i, layer in enumerate(layers):
-        here = logprobs[i]
-        columns["entropy_nats"].append(_mean_under(here, -here))
-        columns["kl_output_nats"].append(missing if output is None else _mean_under(output, output - here))
+        of_layer = logprobs[i]
+        columns["entropy_nats"].append(_mean_under(of_layer, -of_layer))
+        columns["kl_output_nats"].append(missing if output is None else _mean_under(output, output - of_layer))
         has_next = i + 1 < len(layers) and layers[i + 1] == layer + 1
-        columns["js_next_nats"].append(_jensen_shannon(here, logprobs[i + 1]) if has_next else missing)
-    about = {key: np.tile(rows[key].to_numpy(), len(layers)) for key in _ABOUT}
+        columns["js_next_nats"].append(_jensen_shannon(of_layer, logprobs[i + 1]) if has_next else missing)
+    row_info = {key: np.tile(rows[key].to_numpy(), len(layers)) for key in _ABOUT}
     values = {name: torch.cat([part.cpu() for part in listed]).numpy() for name, listed in columns.items()}
-    return pd.DataFrame({**about, "layer": np.repeat(layers, len(rows)), **values})
+    return pd.DataFrame({**row_info, "layer": np.repeat(layers, len(rows)), **values})
 
 
 _ABOUT = ("row", "request_id", "step", "phase", "status", "position")

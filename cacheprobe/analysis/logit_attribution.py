@@ -57,13 +57,13 @@ def attribution(
     model = require_model(trace, model)
     if not hasattr(model, "output_parts"):
         raise ModelError(f"{model.name} has no `output_parts`, so its logits cannot be divided; see CachedLM")
-    about = _find_row(trace, request_id, position, row)
+    row_info = _find_row(trace, request_id, position, row)
     by_head = HEADS in trace.store.heads if heads is None else heads
-    parts, last = _parts(trace, model, about, by_head)
+    parts, last = _parts(trace, model, row_info, by_head)
     output = model.output_parts()
     norm = FrozenNorm(output.norm, last)
     logits = _logits(model, output, norm, last)
-    token_ids = _token_ids(trace, about, token, logits)
+    token_ids = _token_ids(trace, row_info, token, logits)
     directions = output.weight[token_ids].double().cpu()
     written = norm(torch.stack([vector for *_, vector in parts])) @ directions.T
     lines = [(site, layer, head, written[i]) for i, (site, layer, head, _) in enumerate(parts)]
@@ -76,7 +76,7 @@ def attribution(
     table = pd.DataFrame(
         [
             {
-                **{name: about[name] for name in names},
+                **{name: row_info[name] for name in names},
                 "token_id": token_id,
                 "token": text,
                 "layer": layer,
@@ -109,7 +109,7 @@ def _find_row(
     return found.iloc[0]
 
 
-def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
+def _parts(trace: "Trace", model: CachedLM, row_info: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
     """Returns (site, layer, head, vector) of every write to the residual stream at one row, and the stream after the
     last layer.
 
@@ -123,10 +123,10 @@ def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> 
 
     def state(site: str, layer: int) -> Tensor:
         """Returns the captured state of the row at a site and layer, in float64."""
-        return trace.vectors(site, layer, [int(about.row)])[0].double()
+        return trace.vectors(site, layer, [int(row_info.row)])[0].double()
 
     last = state("S", model.n_layers - 1)
-    parts: list[_Part] = [("embed", None, None, _embedding(model, about))]
+    parts: list[_Part] = [("embed", None, None, _embedding(model, row_info))]
     for layer in range(model.n_layers):
         attention = state("T", layer)
         if by_head:
@@ -138,10 +138,10 @@ def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> 
     return [*parts, ("rest", None, None, rest)], last
 
 
-def _embedding(model: CachedLM, about: pd.Series) -> Tensor:
+def _embedding(model: CachedLM, row_info: pd.Series) -> Tensor:
     """Returns the input of the first block [m] for a row: a function of its token and position."""
-    position = int(about.position)
-    token = torch.tensor([[int(about.token_id)]])
+    position = int(row_info.position)
+    token = torch.tensor([[int(row_info.token_id)]])
     return feed(model, token, start=position, num_layers=0).out[0, 0].double().cpu()
 
 
@@ -192,7 +192,7 @@ def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor
 
 
 def _token_ids(
-    trace: "Trace", about: pd.Series, token: "SupportsIndex | Sequence[int] | None", logits: Tensor
+    trace: "Trace", row_info: pd.Series, token: "SupportsIndex | Sequence[int] | None", logits: Tensor
 ) -> list[int]:
     """Returns the token ids to attribute: the given ones; by default the committed next token, or the row's first
     choice.
@@ -200,8 +200,8 @@ def _token_ids(
     Raises: ValueError for an id outside the vocabulary.
     """
     if token is None:
-        following = committed_after(trace, trace.row_table[trace.row_table.row == about.row])[about.row]
-        is_followed = about.status != "rolled_back" and following >= 0
+        following = committed_after(trace, trace.row_table[trace.row_table.row == row_info.row])[row_info.row]
+        is_followed = row_info.status != "rolled_back" and following >= 0
         return [following if is_followed else lowest_argmax(logits.float())]
     token_ids = [int(t) for t in token] if isinstance(token, Sequence) else [int(token)]
     if bad := [t for t in token_ids if not 0 <= t < len(logits)]:

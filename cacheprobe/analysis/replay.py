@@ -62,20 +62,20 @@ class Replay:
 
     def __str__(self) -> str:
         """Returns the complete result of the comparison as text, one fact a line."""
-        said = (
+        result = (
             f"equal to the oracle: {self.num_tokens} tokens of {self.num_requests} requests, and {self.num_logprobs} "
             f"log-probabilities, {self.num_states} states and {self.num_readings} readings of the deterministic ones "
             "bit for bit"
         )
         if self.first_difference is not None:
-            said = f"differs from the oracle or from itself: {self.first_difference}"
-        lines = [said]
+            result = f"differs from the oracle or from itself: {self.first_difference}"
+        lines = [result]
         if self.lines:
             tables = ", ".join(f"{count} of {name}" for name, count in self.lines.items())
             lines.append(f"checked against each other and the tokens: the tables' lines ({tables})")
         if self.num_files:
             lines.append(f"compared with their checksums: {self.num_files} files")
-        return "\n".join([*lines, *(f"not compared: {what}" for what in self.not_compared)])
+        return "\n".join([*lines, *(f"not compared: {reason}" for reason in self.not_compared)])
 
 
 def replay(
@@ -135,7 +135,7 @@ def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Interventio
     """
     config, path = EngineConfig(**trace.meta["config"]), str(trace.fingerprint["path"])
     path = path if path in PATHS else "auto"
-    here, _ = choose_path(model, path)
+    chosen_model, _ = choose_path(model, path)
     if trace.meta.get("interventions") and not interventions:
         raise ValueError(
             "this run was changed by interventions, which are not saved with it; make them again and pass them, "
@@ -143,7 +143,7 @@ def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Interventio
         )
     if "cached" in trace.fingerprint and all(request.cached is None for request in trace.requests):
         raise ValueError("this run went on from cache rows, which are not saved with it; replay it before it is saved")
-    schedule = schedule_fingerprint(here, config, LENS_TILE, interventions, trace.requests)
+    schedule = schedule_fingerprint(chosen_model, config, LENS_TILE, interventions, trace.requests)
     require_same(trace.fingerprint, schedule, "the run and this machine")
     return config, path
 
@@ -157,7 +157,7 @@ def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequen
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     is_by_equality = is_all_verified and config.acceptance == "equality"
     by_step = {one.request_id for one in interventions if one.steps is not None}
-    found = [
+    verified = [
         request
         for request in trace.requests
         if (is_by_equality or request.is_deterministic)
@@ -165,9 +165,9 @@ def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequen
         and trace.tokens[request.request_id]
         and request.request_id not in by_step
     ]
-    if not found:
+    if not verified:
         raise ValueError("no request of this run was verified: it had no drafter and none was deterministic")
-    return found
+    return verified
 
 
 def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
@@ -321,7 +321,7 @@ def _first_state_difference(trace: Trace, reference: Trace, request: Request, nu
     theirs = reference.rows(number, "committed").set_index("position").loc[rows.position.to_numpy()].reset_index()
     for layer in trace.store.layers:
         for site in (*trace.store.sites, *trace.store.heads):
-            a, b = (run.kept(site, layer, which) for run, which in ((trace, rows), (reference, theirs)))
+            a, b = (run.kept(site, layer, of_run) for run, of_run in ((trace, rows), (reference, theirs)))
             for i, position in enumerate(rows.position):
                 if not bitwise(a[i], b[i]):
                     where = f"request {request.request_id} position {position}"
@@ -351,10 +351,10 @@ def _first_reading_difference(trace: Trace, reference: Trace, request: Request, 
     assert trace.hypothesis_table is not None and reference.hypothesis_table is not None
     ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
     theirs = reference.hypothesis_table[reference.hypothesis_table.request_id == number]
-    where = first_reading_difference(ours, theirs) or _first_choice_difference(ours, theirs)
-    if where is None:
+    difference = first_reading_difference(ours, theirs) or _first_choice_difference(ours, theirs)
+    if difference is None:
         return None, int((ours.status == "committed").sum())
-    position, layer = where
+    position, layer = difference
     return f"request {request.request_id} position {position}: the reading of layer {layer} differs", 0
 
 

@@ -62,11 +62,11 @@ def summary(trace: Trace) -> str:
     if trace.hypothesis_table is not None:
         hypotheses = lens_readings(trace)
         table = agreement_by_layer(hypotheses)
-        shown = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
+        layers = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
         lines += [f"{parting(shares_by_verdict(hypotheses))}."]
         lines += [
             "share of readings with the committed token first, by layer and verdict of the draft:",
-            table.loc[shown].round(2).to_string(na_rep="-"),
+            table.loc[layers].round(2).to_string(na_rep="-"),
         ]
         lines += [
             "prediction depth, by verdict of the draft:",

@@ -90,5 +90,5 @@ def rows_of(trace: "Trace", thought: Chunk) -> pd.DataFrame:
     Of several rows at one position, it is the newest one at the thought's step.
     """
     table = trace.row_table
-    mine = table[(table.request_id == thought.request_id) & table.position.between(thought.start, thought.end)]
-    return mine[mine.step <= thought.step].sort_values(["position", "step"]).groupby("position").tail(1)
+    chunk_rows = table[(table.request_id == thought.request_id) & table.position.between(thought.start, thought.end)]
+    return chunk_rows[chunk_rows.step <= thought.step].sort_values(["position", "step"]).groupby("position").tail(1)

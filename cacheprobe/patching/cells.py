@@ -122,9 +122,9 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell])
                 value[b, slots, edit.head] = edit.vectors
         return value
 
-    places = {one.enters for one in cells} | {edit.place for one in cells for edit in one.edits}
+    hook_points = {one.enters for one in cells} | {edit.place for one in cells for edit in one.edits}
     slots = len(base.token_ids) - start
-    with model.editing(sorted(places, key=_forward_order), change):
+    with model.editing(sorted(hook_points, key=_forward_order), change):
         ids = torch.tensor([base.token_ids[start:]])
         cache = SharedPrefix(base.cache, start)
         return model.forward(ids, cache, [0], [start], logit_slots=[slots - 1])[:, 0]

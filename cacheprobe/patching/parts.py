@@ -21,20 +21,20 @@ class CellStore:
         self.folder = None if folder is None else Path(folder)
         if self.folder is None:
             return
-        wanted = json.loads(json.dumps(settings))
+        requested = json.loads(json.dumps(settings))
         path = self.folder / _SETTINGS_FILE
         if path.exists():
             stored = _read(path)
-            if differing := [name for name in {**stored, **wanted} if stored.get(name) != wanted.get(name)]:
+            if differing := [name for name in {**stored, **requested} if stored.get(name) != requested.get(name)]:
                 name = differing[0]
                 raise ValueError(
                     f"{self.folder} holds the cells of another grid: {name} is {stored.get(name)!r:.80} there and "
-                    f"{wanted.get(name)!r:.80} here; give another store=, or remove the folder"
+                    f"{requested.get(name)!r:.80} here; give another store=, or remove the folder"
                 )
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise ValueError(f"{self.folder} is not empty and holds no cells of a grid; give another store=")
         else:
-            write_json(path, wanted, indent=None)
+            write_json(path, requested, indent=None)
 
     def get(self, name: str) -> list[AnswerLogits] | None:
         """Returns the stored results of a group of patched runs, as a list of AnswerLogits; None if the group must

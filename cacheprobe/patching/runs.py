@@ -79,8 +79,8 @@ def run_once(
         """Changes the input of block 0 by `noise`, if given."""
         return None if noise is None else noise(value[0])[None].to(value.dtype)
 
-    wanted = {"S", *(site for site in sites if site in (*SITES, HEADS))}
-    places = [("pre", 0), *((site, layer) for layer in range(model.n_layers) for site in sorted(wanted))]
+    captured = {"S", *(site for site in sites if site in (*SITES, HEADS))}
+    places = [("pre", 0), *((site, layer) for layer in range(model.n_layers) for site in sorted(captured))]
     with model.editing([("pre", 0)], add_noise):
         ids = torch.tensor([list(token_ids[first:])])
         fed = feed(model, ids, places, start=first, cache=cache, logit_slots=[ids.shape[1] - 1])

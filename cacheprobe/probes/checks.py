@@ -32,26 +32,26 @@ def chosen_pairs(
     return [(site, layer) for site in sites for layer in layers]
 
 
-def require_enough(about: pd.DataFrame, place: Hashable, folds: int, least: int) -> None:
+def require_enough(lines: pd.DataFrame, place: Hashable, folds: int, least: int) -> None:
     """Checks that the examples of one place (operation or position) suffice for a probe.
 
     There must be two classes, `least` groups of each class, and as many groups as folds.
-    about: the lines of this place, with label and group.
+    lines: the examples of this place, with label and group.
     Raises: ProbeError if not.
     """
-    labels = about.label.astype(str)
+    labels = lines.label.astype(str)
     classes = labels.nunique()
     if classes < 2:
-        raise ProbeError(f"place {place}: all {len(about)} examples are of class {labels.iloc[0]!r}; nothing to tell")
-    groups = about.assign(label=labels).groupby("label").group.nunique()
+        raise ProbeError(f"place {place}: all {len(lines)} examples are of class {labels.iloc[0]!r}; nothing to tell")
+    groups = lines.assign(label=labels).groupby("label").group.nunique()
     if (groups < least).any():
         raise ProbeError(
-            f"place {place}: {len(about)} examples of {classes} classes; class {groups.idxmin()!r} has {groups.min()} "
+            f"place {place}: {len(lines)} examples of {classes} classes; class {groups.idxmin()!r} has {groups.min()} "
             f"groups of prompts, {least} are needed; give more prompts (those that begin alike are one group), or "
             "least= fewer"
         )
-    if about.group.nunique() < folds:
-        raise ProbeError(f"place {place}: {about.group.nunique()} groups cannot be split into {folds} folds")
+    if lines.group.nunique() < folds:
+        raise ProbeError(f"place {place}: {lines.group.nunique()} groups cannot be split into {folds} folds")
 
 
 def require_above_chance(trace: Trace) -> dict[str, float]:

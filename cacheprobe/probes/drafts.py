@@ -59,7 +59,7 @@ def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
 
 def margins(trace: Trace, rows: Iterable[int], layer: int, model: CachedLM | None = None) -> pd.Series:
     """Returns the gap in nats between the logit lens's two best tokens at `layer`, as a Series by row number."""
-    about = trace.row_table[trace.row_table.row.isin(set(rows))]
-    read = read_states(trace, LogitLens(), layers=[layer], rows=about, model=model)
+    row_table = trace.row_table[trace.row_table.row.isin(set(rows))]
+    read = read_states(trace, LogitLens(), layers=[layer], rows=row_table, model=model)
     best = read.top_logprob_nats.map(lambda nats: float(nats[0] - nats[1]))
     return pd.Series(best.to_numpy(), index=read.row.to_numpy())

@@ -56,12 +56,12 @@ def of_trace(
     Raises: ProbeError for a site or layer that was not captured, and for an untrained run of other prompts.
     """
     at = at if isinstance(at, str) else list(at)
-    about = labelled(trace, at)
-    wanted = chosen_pairs(trace.store.sites, trace.store.layers, sites, layers)
-    states = {pair: trace.vectors(*pair, about) for pair in wanted}
-    bare = None if untrained is None else _aligned(untrained, about, at, wanted)
-    embedding = embeddings(trace, about) if embedding is None else embedding
-    return Examples(about, states, "event" if isinstance(at, str) else "position", bare, embedding)
+    lines = labelled(trace, at)
+    pairs = chosen_pairs(trace.store.sites, trace.store.layers, sites, layers)
+    states = {pair: trace.vectors(*pair, lines) for pair in pairs}
+    bare = None if untrained is None else _aligned(untrained, lines, at, pairs)
+    embedding = embeddings(trace, lines) if embedding is None else embedding
+    return Examples(lines, states, "event" if isinstance(at, str) else "position", bare, embedding)
 
 
 def of_vectors(
@@ -104,7 +104,7 @@ def pooled_examples(examples: Examples) -> Examples:
 
 
 def _aligned(
-    untrained: "Trace | States", about: pd.DataFrame, at: "str | Iterable[int]", pairs: Sequence[tuple[str, int]]
+    untrained: "Trace | States", lines: pd.DataFrame, at: "str | Iterable[int]", pairs: Sequence[tuple[str, int]]
 ) -> States:
     """Returns the untrained model's states, by (site, layer), of the same examples.
 
@@ -113,10 +113,10 @@ def _aligned(
     if isinstance(untrained, Trace):
         same = labelled(untrained, at)
         columns = ["request_id", "place", "position", "label", "word"]
-        if len(same) != len(about) or not same[columns].equals(about[columns]):
+        if len(same) != len(lines) or not same[columns].equals(lines[columns]):
             raise ProbeError("the untrained model's run is of other prompts; run it on the same examples")
         untrained = {(site, layer): untrained.vectors(site, layer, same) for site, layer in pairs}
     for pair in pairs:
-        if pair not in untrained or len(untrained[pair]) != len(about):
+        if pair not in untrained or len(untrained[pair]) != len(lines):
             raise ProbeError(f"the untrained model's states have no {pair[0]} of layer {pair[1]} for every example")
     return untrained

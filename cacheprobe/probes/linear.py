@@ -156,16 +156,16 @@ def _stacked(states: States, site: str, layers: list[int], indices: np.ndarray) 
 class _PlaceData:
     """Holds the examples of one place (operation or position): classes, groups, folds, control tasks."""
 
-    def __init__(self, about: pd.DataFrame, folds: int, controls: int, seed: int) -> None:
-        self.classes, self.truth = np.unique(about.label.astype(str).to_numpy(), return_inverse=True)
-        self.groups = about.group.to_numpy()
+    def __init__(self, lines: pd.DataFrame, folds: int, controls: int, seed: int) -> None:
+        self.classes, self.truth = np.unique(lines.label.astype(str).to_numpy(), return_inverse=True)
+        self.groups = lines.group.to_numpy()
         self.folds = group_folds(self.groups, folds, seed)
         for fold in range(folds):
             if missing := set(range(len(self.classes))) - set(self.truth[self.folds != fold]):
-                lost = self.classes[missing.pop()]
-                raise ProbeError(f"every example of class {lost!r} is in one fold of groups; give more groups of it")
-        words = about.word.tolist() if "word" in about and controls else []
-        self.drawn = control_labels(words, self.truth, controls, seed) if words else np.zeros((0, len(about)), int)
+                absent = self.classes[missing.pop()]
+                raise ProbeError(f"every example of class {absent!r} is in one fold of groups; give more groups of it")
+        words = lines.word.tolist() if "word" in lines and controls else []
+        self.drawn = control_labels(words, self.truth, controls, seed) if words else np.zeros((0, len(lines)), int)
         folds_of_word: dict[Hashable, set[int]] = {}
         for word, fold in zip(words, self.folds, strict=False):
             folds_of_word.setdefault(word, set()).add(int(fold))

@@ -44,7 +44,7 @@ def held_out_scores(
     if num_folds < 3:
         raise ValueError(f"{num_folds} folds leave none to choose the penalty on; give at least 3")
     at_once = max(_NUMBERS_AT_ONCE // (states.shape[1] * states.shape[2]), 1)
-    parts = [_of_layers(some, targets, folds, num_folds, widths, strengths) for some in states.split(at_once)]
+    parts = [_of_layers(layers, targets, folds, num_folds, widths, strengths) for layers in states.split(at_once)]
     return HeldOut(torch.cat([part.scores for part in parts]), torch.cat([part.strengths for part in parts], 1))
 
 
@@ -88,10 +88,10 @@ def ridge_scores(
     scale = torch.where(scale > 1e-12, scale, 1.0)  # a feature that never varies gets weight 0
     train, test = (train - mean) / scale, (test - mean) / scale
     offset = targets.mean(0)
-    wanted = (targets - offset).expand(len(train), -1, -1)
+    centred = (targets - offset).expand(len(train), -1, -1)
     is_wide = num_examples <= num_features
     gram = (train @ train.mT if is_wide else train.mT @ train) / num_features
-    right_side = wanted if is_wide else train.mT @ wanted / num_features
+    right_side = centred if is_wide else train.mT @ centred / num_features
     test_side = test @ train.mT / num_features if is_wide else test
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype)
     factors = [torch.linalg.cholesky(gram + penalty * identity) for penalty in penalties]

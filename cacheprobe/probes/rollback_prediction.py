@@ -100,24 +100,26 @@ def rollback_prediction(
     return RollbackPrediction(names[0], unit, answer, sentence, **counts, table=table)
 
 
-def _too_little(counts: dict[str, int], about: pd.DataFrame, is_rolled_back: np.ndarray, folds: int, least: int) -> str:
+def _too_little(
+    counts: dict[str, int], drafts: pd.DataFrame, is_rolled_back: np.ndarray, folds: int, least: int
+) -> str:
     """Returns the reason, as a sentence, if there are too few rollbacks or too few prompts for the folds; else ""."""
     if counts["rollbacks"] < least:
         return f"{counts['rollbacks']} rollbacks, {least} are needed; run more prompts"
     if is_rolled_back.all():
         return f"all {counts['drafts']} were rolled back, so there is nothing to tell them from"
-    if about[about.is_rolled_back].group.nunique() < folds or about[~about.is_rolled_back].group.nunique() < folds:
+    if drafts[drafts.is_rolled_back].group.nunique() < folds or drafts[~drafts.is_rolled_back].group.nunique() < folds:
         return f"rollbacks or accepted drafts are in fewer than {folds} requests; run more prompts"
     return ""
 
 
-def _layers(traces: list[Trace], about: pd.DataFrame, site: str, layers: Sequence[int] | None) -> list[int]:
+def _layers(traces: list[Trace], drafts: pd.DataFrame, site: str, layers: Sequence[int] | None) -> list[int]:
     """Returns the layers to test, sorted: the requested ones, or all captured ones that ran for every draft.
 
     Raises: ProbeError if the site or a requested layer is missing.
     """
     kept = set.intersection(*(set(trace.store.layers) for trace in traces))
-    ran = sorted(layer for layer in kept if layer < about.num_layers.min())
+    ran = sorted(layer for layer in kept if layer < drafts.num_layers.min())
     if any(site not in trace.store.sites for trace in traces):
         raise ProbeError(f"site {site!r} was not kept; run with capture={site!r} or more")
     if unknown := [layer for layer in layers or () if layer not in ran]:
@@ -128,7 +130,7 @@ def _layers(traces: list[Trace], about: pd.DataFrame, site: str, layers: Sequenc
 
 
 def _compared(
-    traces: list[Trace], about: pd.DataFrame, labels: np.ndarray, site: str, layers: list[int], folds: int, seed: int,
+    traces: list[Trace], drafts: pd.DataFrame, labels: np.ndarray, site: str, layers: list[int], folds: int, seed: int,
     model: CachedLM | None,
 ) -> pd.DataFrame:  # fmt: skip
     """Returns the table of a RollbackPrediction: one line for each layer, with the AUROC of its states and of the
@@ -136,11 +138,11 @@ def _compared(
 
     All classifiers use the same folds and the same bootstrap samples.
     """
-    fold = group_folds(about.group, folds, seed)
-    rows = [(trace, about[about.trace == i].row) for i, trace in enumerate(traces)]
+    fold = group_folds(drafts.group, folds, seed)
+    rows = [(trace, drafts[drafts.trace == i].row) for i, trace in enumerate(traces)]
     margin = np.concatenate([own.map(margins(trace, own, layers[-1], model)).to_numpy() for trace, own in rows])
-    steps = np.eye(int(about["index"].max()) + 1)[about["index"]]
-    places = np.column_stack([about[["generated", "position", "length"]].to_numpy(dtype=float), steps])
+    steps = np.eye(int(drafts["index"].max()) + 1)[drafts["index"]]
+    places = np.column_stack([drafts[["generated", "position", "length"]].to_numpy(dtype=float), steps])
     control = {
         "position": _scores(_as_states(places), labels, fold)[0][0],
         "margin": _scores(_as_states(margin), labels, fold)[0][0],
@@ -154,7 +156,7 @@ def _compared(
         shuffled = [auroc(_scores(states[None], mixed, fold)[0][0], mixed) for mixed in shuffled_labels]
         scores = [state_scores[0], *control.values()]
         point = np.array([auroc(score, labels) for score in scores])
-        resampled = resampled_auroc(scores, labels, about.group.to_numpy(), _RESAMPLES, seed)
+        resampled = resampled_auroc(scores, labels, drafts.group.to_numpy(), _RESAMPLES, seed)
         gains = resampled[:, 0] - resampled[:, 1:].max(1)
         low, high = np.nanpercentile(resampled[:, 0], [2.5, 97.5])
         gain_low, gain_high = np.nanpercentile(gains, [2.5, 97.5])

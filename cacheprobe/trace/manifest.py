@@ -56,8 +56,8 @@ def runs_in(folder: Path) -> list[str]:
     If the folder contains none, returns the runs one level deeper, such as shards/x of a sweep; [] if there are none.
     """
     for pattern in (f"*/{MANIFEST}", f"*/*/{MANIFEST}"):
-        if found := sorted(path.parent.relative_to(folder).as_posix() for path in folder.glob(pattern)):
-            return found
+        if names := sorted(path.parent.relative_to(folder).as_posix() for path in folder.glob(pattern)):
+            return names
     return []
 
 

@@ -107,8 +107,8 @@ class StoredRun:
         if self._table_path("tokens") is None:
             readings = migrated_readings(readings, self.rows)
         readings = renamed_status(readings, self._manifest["stored_version"])
-        own = self.events[self.events.request_id == request_id]
-        readings = with_verdicts(readings, own, self._prompt_lengths, self.token_texts)
+        events = self.events[self.events.request_id == request_id]
+        readings = with_verdicts(readings, events, self._prompt_lengths, self.token_texts)
         return with_read_tokens(readings, self.rows)
 
     @property
@@ -128,8 +128,8 @@ class StoredRun:
                 ids = pq.read_table(path, columns=[number])[number].combine_chunks()
                 lacking = pa.array(set(pc.unique(ids).to_pylist()) - {None, *texts}, ids.type)
                 if len(lacking):  # the column of texts is a hundred times larger than that of ids, so read it last
-                    found = pq.read_table(path, columns=[text])[text].take(pc.index_in(lacking, value_set=ids))
-                    texts |= {t: visible(s) for t, s in zip(lacking.to_pylist(), found.to_pylist(), strict=True)}
+                    added = pq.read_table(path, columns=[text])[text].take(pc.index_in(lacking, value_set=ids))
+                    texts |= {t: visible(s) for t, s in zip(lacking.to_pylist(), added.to_pylist(), strict=True)}
         return texts
 
     def _read_readings(self, request_id: int) -> pa.Table:

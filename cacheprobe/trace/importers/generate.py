@@ -95,7 +95,7 @@ def _generation(outputs: _Outputs, row: int, stops: frozenset[int]) -> Generatio
         generated = generated[: stop_index + 1]
     num_rows = len(prompt) + len(generated) - 1
     states = {
-        layer: torch.cat([of_pass[layer + 1][row] for of_pass in outputs.states])[start : start + num_rows].clone()
+        layer: torch.cat([layers[layer + 1][row] for layers in outputs.states])[start : start + num_rows].clone()
         for layer in range(len(outputs.states[0]) - 2)
     }
     kept = outputs.logits or []
@@ -168,8 +168,8 @@ def _from_file(path: Path) -> SimpleNamespace:
         raise ImportRefused(f"{path} cannot be read as safetensors ({error!s:.120})") from error
     passes = 1 + max((int(key.split(".")[1]) for key in tensors if key.startswith("hidden_states.")), default=-1)
     blocks = sum(key.startswith("hidden_states.0.") for key in tensors)
-    wanted = ["sequences", *(f"hidden_states.{p}.{b}" for p in range(passes) for b in range(blocks))]
-    if missing := [key for key in wanted if key not in tensors] or ([] if passes else ["hidden_states.0.0"]):
+    required = ["sequences", *(f"hidden_states.{p}.{b}" for p in range(passes) for b in range(blocks))]
+    if missing := [key for key in required if key not in tensors] or ([] if passes else ["hidden_states.0.0"]):
         raise ImportRefused(
             f"{path} has no {missing[0]}; expected sequences, hidden_states.PASS.BLOCK and, where they were kept, "
             "logits.PASS and attention_mask"

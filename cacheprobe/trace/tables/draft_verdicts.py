@@ -144,10 +144,10 @@ def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
     follow a text that was never committed.
     Raises: ValueError if no reading remains.
     """
-    known = readings[readings.agrees.notna() & ~readings.status.isin(DISCARDED_DRAFT)]
-    if known.empty:
+    comparable = readings[readings.agrees.notna() & ~readings.status.isin(DISCARDED_DRAFT)]
+    if comparable.empty:
         raise ValueError("no hypothesis has a committed token to agree with; capture must include Z")
-    return known.assign(agrees=known.agrees.astype(float), verdict=known.verdict.fillna(NOT_DRAFTED))
+    return comparable.assign(agrees=comparable.agrees.astype(float), verdict=comparable.verdict.fillna(NOT_DRAFTED))
 
 
 def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
@@ -158,10 +158,10 @@ def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
     drafted_first, the shares of rows whose most likely token is the committed or the draft token (null without one).
     Twin: tests.twins.measures_slowly.shares_by_verdict_slowly, close(1e-9).
     """
-    known = by_verdict(readings)
-    is_drafted = known.drafted_token_id.notna()
-    drafted = (known.token_id == known.drafted_token_id).fillna(False).astype(float).where(is_drafted)
-    grouped = known.assign(drafted=drafted).groupby(["layer", "verdict"], as_index=False)
+    comparable = by_verdict(readings)
+    is_drafted = comparable.drafted_token_id.notna()
+    drafted = (comparable.token_id == comparable.drafted_token_id).fillna(False).astype(float).where(is_drafted)
+    grouped = comparable.assign(drafted=drafted).groupby(["layer", "verdict"], as_index=False)
     return grouped.agg(rows=("row", "size"), committed_first=("agrees", "mean"), drafted_first=("drafted", "mean"))
 
 

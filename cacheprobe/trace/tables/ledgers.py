@@ -33,10 +33,10 @@ def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
     Twin: `ledger_at` of each request and step, ==.
     """
     records = []
-    for request_id, own in changes.groupby("request_id", sort=True):
-        in_use = bytearray(int(own.end.max()))
+    for request_id, of_request in changes.groupby("request_id", sort=True):
+        in_use = bytearray(int(of_request.end.max()))
         counts: dict[int, int] = {}
-        columns = (own[name].tolist() for name in ("step", "start", "end", "provenance"))
+        columns = (of_request[name].tolist() for name in ("step", "start", "end", "provenance"))
         for step, start, end, provenance in zip(*columns, strict=True):
             in_use[start:end] = (b"\0" if provenance == "free" else b"\1") * (end - start)
             counts[step] = in_use.count(1)

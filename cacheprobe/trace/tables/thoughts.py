@@ -130,17 +130,17 @@ def _rank(logits: Tensor, token_id: int) -> int:
     return int((values > values[token_id]).sum() + (values[:token_id] == values[token_id]).sum())
 
 
-def says_state(said: str, true_state: str | None, example: Example | None) -> bool | None:
+def says_state(words: str, true_state: str | None, example: Example | None) -> bool | None:
     """Returns True if a thought's words end in the task's true state, or in the task's own thought for that state.
 
-    Returns None if `said` is empty or the state is unknown.
+    Returns None if `words` is empty or the state is unknown.
     """
-    if not said or true_state is None or example is None:
+    if not words or true_state is None or example is None:
         return None
     question = example.question
     pairs = zip(question.states, question.thoughts, strict=True) if question.thoughts else ()
     true_texts = {true_state, *(thought for state, thought in pairs if state == true_state)}
-    return any(said == text or said.endswith(f" {text}") for text in true_texts)
+    return any(words == text or words.endswith(f" {text}") for text in true_texts)
 
 
 def _true_states(request: Request, model: CachedLM) -> Sequence[str | None]:
@@ -151,8 +151,8 @@ def _true_states(request: Request, model: CachedLM) -> Sequence[str | None]:
     if request.example is None:
         return ()
     try:
-        known = request.example.states_after_tokens(model.tokenizer)
+        states = request.example.states_after_tokens(model.tokenizer)
     except ValueError:
         return ()
-    pads = request.num_prompt_tokens - len(known)
-    return [None] * pads + known if pads >= 0 else ()
+    pads = request.num_prompt_tokens - len(states)
+    return [None] * pads + states if pads >= 0 else ()
