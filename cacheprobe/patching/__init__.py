@@ -1,5 +1,6 @@
-"""Patching grids: puts states of one run into another, at each layer and position, and measures how the answer
-changes."""
+"""Computes patching grids: puts states of one run into another, at each layer and position, and measures how the answer
+changes.
+"""
 
 from cacheprobe.patching.activation import activation
 from cacheprobe.patching.grid import Grid

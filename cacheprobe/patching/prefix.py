@@ -1,4 +1,4 @@
-"""Prefix patching: patches every position up to one position, at one layer."""
+"""Runs prefix patching: patches every position up to one position, at one layer."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -35,11 +35,12 @@ def prefix(
     answer: "Sequence[str | int] | None" = None,
     **options: Unpack[GridOptions],
 ) -> Grid:
-    """Runs, for every layer and position p, the corrupted prompt with the clean run's states at all positions up to p.
+    """Runs the corrupted prompt once for each layer and position p, with the clean run's states at positions 0 to p.
 
+    Returns a Grid, with the columns of `activation`.
     Above the layer, the patched positions equal the clean run's, including keys and values. A cell is therefore
     computed from p + 1 on only: the clean run, continued with the corrupted run's states at that layer.
-    site: S, or "pre"; other arguments, columns and errors as in `activation`.
+    site: S, or "pre"; other arguments and errors as in `activation`.
     Source: Li, Guo and Andreas 2025 (arXiv 2503.02854), prefix patching.
     Twin: tests.twins.patching_slowly.naive_grid, close(1e-5) in float32.
     """
@@ -52,7 +53,7 @@ def prefix(
     pair = answers(model, answer, *runs)
 
     def indices(position: int) -> list[Index]:
-        """Returns the index of each cell at one position."""
+        """Returns a list with the index (layer, position) of each patched run of the grid at one position."""
         return [(layer, position) for layer in in_layers]
 
     groups = [
@@ -64,11 +65,13 @@ def prefix(
 
 
 def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, Cell]:
+    """Returns a dict of patched runs (cells) by index (layer, position), each made by `prefix_cell`."""
     return {(layer, position): prefix_cell(*runs, site, layer, position) for layer, position in indices}
 
 
 def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> Cell:
-    """Returns the cell that changes the clean run: from `position` + 1 on, states are those of the corrupted run.
+    """Returns the patched run with the clean run's states up to `position` and the corrupted run's states after it, at
+    one layer.
 
     If `position` is the last one, the cell has no edits, and the positions from the first different token on are
     recomputed from clean states.
