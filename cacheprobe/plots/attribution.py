@@ -1,4 +1,4 @@
-"""Draws the logit attribution of one token: by layer and site, and by head if the table has heads."""
+"""Draws the logit attribution of one token: bars by layer for T (attention) and C (MLP), and a map of the heads."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -14,11 +14,13 @@ _SPREAD = ["#bd3127", "#f4a59d", "#f3f0f9", "#9cc0ea", "#2b6cb0"]
 
 
 def attribution(table: pd.DataFrame) -> go.Figure:
-    """Returns a figure of one logit's parts: bars by layer for T, C and parts without a layer, and a map of the heads.
+    """Returns a plotly figure of the parts that sum to one token's logit: bars by layer for T (attention) and C (MLP),
+    and bars for the parts without a layer, such as the embedding. If the table has heads, a heat map by head and layer
+    is below.
 
-    table: from `cp.analysis.attribution`, of one row and one token. With two tokens, the figure shows the first one's
-    logit minus the second's. The bars sum to the logit; a layer's heads sum to its T, if T has no bias.
-    Raises: ValueError for an empty table, and for more tokens or rows.
+    table: from `cp.analysis.attribution`, of one row of the trace. With two tokens, the figure shows the first token's
+    logit minus the second token's. The heads of a layer sum to its T if T has no bias.
+    Raises: ValueError for an empty table, more than one row, or more than two tokens.
     """
     parts, what = _one_or_two(table)
     by_head = parts[parts["head"].notna()]
@@ -69,7 +71,8 @@ def attribution(table: pd.DataFrame) -> go.Figure:
 
 
 def _one_or_two(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Returns the parts of one logit, or of the difference of two, and its name in words, escaped."""
+    """Returns (parts, name): the table of one token's logit, or of the first token's logit minus the second's, and the
+    name of this number as escaped text. Raises: ValueError for no token, more than two tokens, or more than one row."""
     if table.empty:
         raise ValueError("the table is empty; cp.analysis.attribution(trace, request_id, position) fills it")
     if table.row.nunique() > 1:
@@ -84,12 +87,14 @@ def _one_or_two(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 
 def _places(names: list[str], last_layer: int) -> list[int]:
-    """Returns x positions: the embedding before the first layer, all other parts after the last."""
+    """Returns the x position of each part without a layer: -2 for the embedding; the others stand after the last layer,
+    two units apart."""
     behind = iter(range(last_layer + 2, last_layer + 2 + 2 * len(names), 2))
     return [-2 if name == "embed" else next(behind) for name in names]
 
 
 def _map(by_head: pd.DataFrame, where: str) -> go.Heatmap:
+    """Returns a plotly heat map of the heads' shares of the logit: heads upwards, layers across."""
     grid = by_head.pivot(index="head", columns="layer", values="logit").sort_index()
     return go.Heatmap(
         x=[int(layer) for layer in grid.columns],
@@ -105,6 +110,7 @@ def _map(by_head: pd.DataFrame, where: str) -> go.Heatmap:
 
 
 def _finding(parts: pd.DataFrame, what: str) -> str:
+    """Returns the figure's title: the row, the logit, and its largest part."""
     row, top = parts.iloc[0], parts.loc[parts.logit.idxmax()]
     status = row.status.replace("_", "-")
     where = "" if pd.isna(top.layer) else f" of layer {top.layer}"

@@ -1,4 +1,5 @@
-"""Draws how far a patch moves the answer, by layer and place, and the share of right answers under each change."""
+"""Draws how far a patched state moves the answer, by layer and place, and the share of right answers for each change of
+the model."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -18,10 +19,11 @@ _TREATMENTS = {  # colour, dash
 
 
 def carried_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns the mean normalised logit difference by layer, a panel for each place and a line for each treatment.
+    """Returns a plotly figure with one panel for each place in the prompt and one line for each treatment: the mean
+    normalised logit difference by layer. 0 is the unchanged answer, 1 the answer of the question whose state was
+    patched in.
 
-    table: from `cacheprobe_analyses.coin.coin_state_patch`: place, layer, treatment, n, nld, flips. 0 is the unchanged
-    answer, 1 the answer of the question whose state was patched in.
+    table: from `cacheprobe_analyses.coin.coin_state_patch`: place, layer, treatment, n, nld, flips.
     Raises: ValueError for an empty table.
     """
     if table.empty:
@@ -62,7 +64,8 @@ def carried_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def ways_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns the share of right answers for each change of the model, with 95 % intervals and a line at chance.
+    """Returns a plotly bar figure: the share of right answers for each change of the model (column `way`), with 95 %
+    intervals and a line at chance.
 
     table: from `cacheprobe_analyses.thinking.state_or_attention`: way, share, low, high, right, examples, chance.
     Raises: ValueError for an empty table.

@@ -1,4 +1,4 @@
-"""Draws figures of a whole run: agreement by layer for accepted and rejected drafts, and prediction depths."""
+"""Draws two figures of a whole run: agreement by layer for accepted and rejected drafts, and prediction depths."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -10,7 +10,7 @@ from cacheprobe.plots.text import markup, shorten
 from cacheprobe.trace.tables.draft_verdicts import NOT_DRAFTED, parting, shares_by_verdict
 
 _MOST_POINTS = 600
-"""Number of rows drawn one by one; with more rows, only the outliers are drawn."""
+"""Largest number of rows that are all drawn as points; with more rows, only the outliers are drawn."""
 _NARROW = dict(l=48, r=12, t=56, b=48)
 
 
@@ -20,15 +20,15 @@ _LINES = (
     ("rejected", "drafted_first", "draft rejected: the drafted token", "rolled_back", "dot"),
     (NOT_DRAFTED, "committed_first", "nothing drafted", "superseded", "dash"),
 )
-"""Verdict, column, name, style and dash of each line of `draft_verdicts`."""
+"""Verdict, column of the shares, name, style and dash of each line of `draft_verdicts`."""
 
 
 def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
-    """Returns, by layer, the share of readings whose most likely token is the committed or the drafted one.
+    """Returns a plotly figure with lines by layer: the share of lens readings whose most likely token is the committed
+    token, or the draft token. Accepted drafts have one line, rejected drafts two (committed token, draft token), and
+    positions without a draft one.
 
-    One line for positions whose draft was accepted, two for those whose draft was rejected (the committed token, and
-    the drafted one), and one for positions without a draft. Readings of the draft pass and of the verify pass count
-    alike. Drafts that were never judged are left out.
+    Readings of the draft pass and of the verify pass both count. Draft tokens without a verdict are left out.
     hypotheses: from `Trace.hypotheses`; lines of thoughts are left out.
     Raises: ValueError if no reading has a committed token.
     """
@@ -73,13 +73,14 @@ _BOXES = {
 
 
 def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
-    """Returns box plots of each row's prediction depth, by verdict and pass.
+    """Returns a plotly figure of horizontal box plots: the prediction depth of each row, grouped by the draft's verdict
+    and by the pass (draft or verify) that computed the row. The prediction depth is the first layer from which the most
+    likely token no longer changes.
 
-    The prediction depth is the first layer from which the most likely token stays that of the last layer.
     depths: from `cp.analysis.prediction_depth`. Rows of a draft pass have boxes of their own: a drafter may stop at an
-    early layer, which limits the depth. Left out are drafts that were never judged, and rows whose input was a draft
+    early layer, which limits the depth. Left out are draft tokens without a verdict, and rows that were fed a draft
     token that was never committed.
-    Raises: ValueError for a table without any other row.
+    Raises: ValueError if no row is left to draw.
     """
     known = depths[~depths.status.isin(DISCARDED_DRAFT) & (depths.verdict != "never_judged").fillna(True)]
     if known.empty:

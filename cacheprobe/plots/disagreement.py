@@ -1,4 +1,5 @@
-"""Draws, by layer, the drafted against the committed token, and when the most likely token is final."""
+"""Draws two figures by layer: when the most likely token is final, and how often a rejected draft token leads the
+committed one."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -14,9 +15,10 @@ _TIME = dict(template=layout_template(), height=400, margin=dict(l=48, r=12, t=9
 
 
 def final_choice_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns the share of rows whose most likely token at a layer is their last layer's, a line for each kind of row.
+    """Returns a plotly figure with one line for each kind of row: by layer, the share of rows whose most likely token
+    is already that of their last layer. A dotted line shows chance: the share that equals another row's last choice.
 
-    table: kind, layer, share, low, high (95 %), chance (share that equals another row's last choice).
+    table: kind, layer, share, low, high (95 %), chance. The first four kinds are drawn.
     Raises: ValueError for an empty table.
     """
     if table.empty:
@@ -47,9 +49,11 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def disagreement_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns, by layer, how often a rejected draft token is more likely than the token committed in its place.
+    """Returns a plotly figure with one panel for each drafter: by layer, the share of rejected draft tokens that are
+    more likely than the token committed in their place. A dotted line shows the same share for rejected tokens of other
+    rows.
 
-    table: drafter, layer, share, low, high (95 %), control (the same for rejected tokens of other rows).
+    table: drafter, layer, share, low, high (95 %), control (the dotted line).
     Raises: ValueError for an empty table.
     """
     if table.empty:

@@ -1,4 +1,5 @@
-"""Writes figures as PNG, SVG or PDF with kaleido; its Chromium is started once and kept until the program ends."""
+"""Writes figures as PNG, SVG or PDF with kaleido, which draws them in a Chromium browser; kaleido's browser starts once
+and runs until the program ends."""
 
 import os
 import subprocess
@@ -14,9 +15,9 @@ import plotly.graph_objects as go
 
 FORMATS = ("png", "svg", "pdf")
 SCALE = 2
-"""Pixels of a PNG for each pixel of a page."""
+"""Pixels of a PNG for each pixel of the figure."""
 SECONDS = 90
-"""Longest time for one picture, the start of the browser included."""
+"""Longest time in seconds for one picture, the start of the browser included."""
 _QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
           "--disable-background-networking", "--disable-component-update", "--no-pdf-header-footer")  # fmt: skip
 _TITLE_COLUMN, _TITLE_LINE = 8.2, 22
@@ -24,11 +25,13 @@ _TITLE_COLUMN, _TITLE_LINE = 8.2, 22
 
 
 class ImageError(RuntimeError):
-    """Raised if pictures cannot be drawn here; the message says what is missing and how to get it."""
+    """Raised if a picture cannot be drawn on this machine, because kaleido or Chromium is missing or fails. The message
+    says what to do."""
 
 
 def browser_path() -> str | None:
-    """Returns the Chromium or relative that kaleido would start; None if there is none, or no kaleido."""
+    """Returns the path of the Chromium (or related browser) that kaleido would start, as text. Returns None if this
+    machine has no such browser, or no choreographer, the package with which kaleido starts browsers."""
     if find_spec("choreographer") is None:
         return None
     from choreographer.browsers.chromium import Chromium
@@ -38,7 +41,8 @@ def browser_path() -> str | None:
 
 
 def require_browser() -> None:
-    """Checks that kaleido and a Chromium are installed. Raises: ImageError if not."""
+    """Checks that kaleido and a Chromium browser are installed. Raises: ImageError, with the command that installs the
+    missing one."""
     if find_spec("kaleido") is None:
         raise ImageError("pictures are drawn by kaleido, which is not here: pip install 'cacheprobe[dash]'")
     if browser_path() is None:
@@ -49,9 +53,9 @@ def require_browser() -> None:
 
 
 def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
-    """Returns the figure as the bytes of a file: kind is png, svg or pdf.
+    """Returns a plotly figure as the bytes of a file. kind: "png", "svg" or "pdf".
 
-    width: pixels; by default the figure's own, or 900.
+    width: pixels; by default the figure's own width, or 900.
     Raises: ImageError if the figure cannot be drawn; ValueError for another kind.
     """
     if kind not in FORMATS:
@@ -63,7 +67,7 @@ def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
     options = {"format": kind, "scale": SCALE if kind == "png" else 1}
 
     def draw() -> bytes:
-        """Returns the picture that kaleido draws."""
+        """Starts kaleido's browser if it does not run, and returns the drawn picture as bytes."""
         kaleido.start_sync_server(silence_warnings=True, mathjax=False, timeout=SECONDS)
         return kaleido.calc_fig_sync(shown.to_plotly_json(), opts=options)
 
@@ -71,9 +75,10 @@ def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
 
 
 def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
-    """Returns an SVG file as the bytes of a PNG, or of a PDF that keeps lines and letters.
+    """Returns an SVG file, given as text (`markup`), as the bytes of a PNG or a PDF. The PDF keeps lines and letters as
+    vectors.
 
-    width, height: of the SVG, in pixels.
+    width, height: of the SVG, in pixels.  kind: "png"; any other text gives a PDF.
     Raises: ImageError if the file cannot be drawn.
     """
     if kind == "png":
@@ -94,7 +99,7 @@ def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
 
 
 def _holding(markup: str, width: int, height: int) -> go.Figure:
-    """Returns a figure that shows only this SVG file."""
+    """Returns a plotly figure of this width and height in pixels that shows only the SVG file `markup`."""
     source = "data:image/svg+xml;base64," + b64encode(markup.encode()).decode()
     whole = dict(xref="paper", yref="paper", x=0, y=1, sizex=1, sizey=1, sizing="stretch", source=source)
     bare = dict(margin=dict(t=0, b=0, l=0, r=0), xaxis_visible=False, yaxis_visible=False)
@@ -102,7 +107,8 @@ def _holding(markup: str, width: int, height: int) -> go.Figure:
 
 
 def _for_paper(figure: go.Figure, width: int) -> go.Figure:
-    """Returns the figure on white, with its title wrapped."""
+    """Returns a copy of the figure on a white ground, `width` pixels wide. A long title is wrapped, and the copy is
+    higher by the added lines."""
     shown = go.Figure(figure)
     shown.update_layout(width=width, paper_bgcolor="white", plot_bgcolor="white")
     title = shown.layout.title.text
@@ -121,14 +127,15 @@ def _for_paper(figure: go.Figure, width: int) -> go.Figure:
 
 
 def _within(seconds: float, draw: Callable[[], bytes]) -> bytes:
-    """Returns the result of `draw`, run in a thread: if the browser dies, kaleido would wait without limit.
+    """Calls `draw` in a thread and returns the bytes of its picture. The time limit is needed because kaleido waits for
+    ever if its browser dies.
 
-    Raises: ImageError after `seconds`, and if `draw` fails.
+    Raises: ImageError if `draw` fails or takes more than `seconds`.
     """
     held: list[bytes | BaseException] = []
 
     def job() -> None:
-        """Keeps the picture or the error."""
+        """Calls `draw`, and appends its picture or its error to `results`."""
         try:
             held.append(draw())
         except BaseException as error:

@@ -1,4 +1,5 @@
-"""Draws a patching grid: layers up, positions across, with marks for changed answers."""
+"""Draws a patching grid as a heat map: layers upwards, positions across, with circles where the patch changed the
+answer."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -15,36 +16,37 @@ _SAID = {
 }
 _TURNED = {"flip": "the answer turns over", "is_top": "the answer is the first choice again"}
 _COLUMNS = 10
-"""Width of a token's label."""
+"""Largest width of a token's label, in columns of a monospaced font."""
 _MOST_TICKS = 16
 _LOWEST = 340
-"""Least height in pixels: the words beside the colour scale need it."""
+"""Least height of the figure in pixels: the words beside the colour scale need it."""
 
 
 @runtime_checkable
 class PatchingResult(Protocol):
-    """The parts of a `cp.patching` result that are drawn."""
+    """Describes the two parts of a `cp.patching` result that `patching_grid` draws: its table and its settings."""
 
     @property
     def table(self) -> pd.DataFrame:
-        """One line for each patched cell."""
+        """A DataFrame with one line for each patched cell: layer, position, token, and head or sample if there are
+        several."""
         ...
 
     @property
     def meta(self) -> Mapping[str, object]:
-        """Settings of the patching; `value` names the column to draw."""
+        """Settings of the patching; meta["value"] names the column to draw."""
         ...
 
 
 def patching_grid(
     grid: PatchingResult | pd.DataFrame, *, value: str | None = None, head: int | None = None
 ) -> go.Figure:
-    """Returns a heat map of one column of a grid, layers up, positions across.
+    """Returns a plotly heat map of one column of a patching grid: layers upwards, positions across. A circle marks a
+    cell if more than half of its patches changed the answer.
 
-    grid: a result of `cp.patching`, or its table, which may come from a file.  value: a column; by default nld or
-    effect.
-    head: one head of a grid by heads; by default the mean over heads. Samples of causal tracing are averaged too. A
-    cell is marked if the answer changed in more than half of the values that it averages.
+    grid: a result of `cp.patching`, or its table, which may come from a file.  value: a column; by default the one that
+    the result names, or nld or effect for a table.
+    head: one head of a grid by heads; by default the mean over heads. Samples of causal tracing are averaged too.
     Raises: ValueError for an unknown column or head, and for an empty table.
     """
     table, own = (grid, "") if isinstance(grid, pd.DataFrame) else (grid.table, str(grid.meta["value"]))
@@ -112,9 +114,8 @@ def patching_grid(
 
 
 def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
-    """Returns one line for each layer and position: the mean value, the share that changed the answer, and a hover
-    text.
-    """
+    """Returns a DataFrame with one line for each layer and position of a patching grid: the mean value, the share of
+    patches that changed the answer, and a hover text."""
     name = next((name for name in _TURNED if name in table.columns), None)
     turned = table[name].astype(float) if name else 0.0
     grouped = table.assign(value=table[value].astype(float), turned=turned).groupby(["layer", "position"])
@@ -132,6 +133,7 @@ def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
 
 
 def _finding(cells: pd.DataFrame, value: str) -> str:
+    """Returns the figure's title: the largest value, with its layer, position and token."""
     best = cells.loc[cells.value.idxmax()]
     where = f"layer {best.layer}, position {best.position} ({markup(visible(best.token))})"
     return f"Largest {markup(_SAID.get(value, (value,))[0])}: {best.value:.2f}, at {where}"

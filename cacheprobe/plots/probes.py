@@ -1,4 +1,4 @@
-"""Draws probes: accuracy by layer and place with its baselines, and how well states predict rollbacks."""
+"""Draws probes of hidden states: accuracy by layer and place with baselines, and how well states predict rollbacks."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -11,17 +11,18 @@ from cacheprobe.plots.text import markup, shorten
 _SITES = {"S": ("#7c5fbd", "circle", "S, residual stream"), "T": ("#2b8cbe", "diamond", "T, attention output"),
           "C": ("#c2702b", "square", "C, MLP output")}  # fmt: skip
 _PANEL_COLUMNS = 22
-"""Width of the name above a panel."""
+"""Largest width of the name above a panel, in columns of a monospaced font."""
 _BASELINES = {"untrained": ("#7b858f", "dash"), "embedding": ("#7b858f", "dot"), "majority": ("#7b858f", "solid")}
 _CONTROLS = {"position": ("position alone", "dash"), "margin": ("margin alone", "dot"),
              "shuffled": ("labels shuffled", "solid")}  # fmt: skip
 
 
 def probe_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns held-out accuracy by layer, a panel for each place and a line for each site, with 95 % intervals.
+    """Returns a plotly figure of the probes' accuracy on held-out examples by layer: a panel for each place in the
+    text, a line for each site (S, T, C), and 95 % intervals. Grey lines are baselines without the trained states.
 
-    table: from `cacheprobe.probes.ProbeResult`. Grey lines are baselines without the trained states: the untrained
-    model (of the first site), the word embeddings, and the most common class.
+    table: from `cacheprobe.probes.ProbeResult`. The baselines are the untrained model (of the first site), the word
+    embeddings, and the most common class.
     Raises: ValueError for an empty table.
     """
     if table.empty:
@@ -61,17 +62,19 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def _place(at: str, place: object, most: int = 200) -> str:
-    """Returns the name of a place, cut to `most` columns and escaped."""
+    """Returns the name of a probed place as escaped text, such as "operation 3", or "prompt's last token" for place -1.
+    Other names are cut to `most` columns."""
     if at == "event":
         return f"operation {place}"
     return "prompt's last token" if place == -1 else markup(shorten(f"{at} {place}", most))
 
 
 def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
-    """Returns the AUROC by layer of predicting a rollback from states, a panel for each drafter, with its controls.
+    """Returns a plotly figure of the AUROC by layer with which probes of hidden states predict a rollback: one panel
+    for each drafter. Grey lines are controls: position alone, margin alone, and shuffled labels.
 
-    table: from `cacheprobe.probes.RollbackPrediction`, of one or more drafters.  unit: lines to draw, draft or
-    candidate.
+    table: from `cacheprobe.probes.RollbackPrediction`, of one or more drafters.  unit: lines to draw: "draft" (whole
+    drafts) or "candidate" (single draft tokens).
     Raises: ValueError if the table has no line of this unit.
     """
     rows = table[table.unit == unit] if len(table) else table

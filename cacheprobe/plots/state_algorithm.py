@@ -1,4 +1,4 @@
-"""Draws how a model computes a state: what probes read by layer, and how long a patched prefix must be."""
+"""Draws how a model computes a state: which labels probes read by layer, and how long a patched prefix must be."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -16,11 +16,11 @@ _KINDS = {"same": "of the same parity", "other": "of the other parity"}
 
 
 def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Figure:
-    """Returns probes of state and parity by layer, and the mean effect of patched prefixes by layer and position.
+    """Returns a plotly figure: one panel with the accuracy of probes for state and parity by layer, and one heat map
+    for each kind of pair of texts, with the mean normalised logit difference (NLD) by layer and last patched position.
 
-    Each kind of pair has a panel.
     probes: label, layer, place, accuracy, low, high, majority, of one model; its largest place is drawn. Lines of the
-    label "halves", if any, are means with the worst and the best of several probes.
+    label "halves", if any, are means, with the worst and the best of several probes.
     patches: kind ("same" or "other": the parity of the action in which two texts differ), layer, position, nld; may be
     empty.
     Raises: ValueError for an empty table of probes.
@@ -65,6 +65,7 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
 
 
 def _finding(probes: pd.DataFrame) -> str:
+    """Returns the figure's title: the first layer from which a probe reads each label with 95 % accuracy."""
     best = probes.groupby("label").accuracy.max()
     half = {label: t[t.accuracy >= 0.95].layer.min() for label, t in probes.groupby("label")}
     said = [

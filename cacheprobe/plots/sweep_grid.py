@@ -1,4 +1,4 @@
-"""Draws a sweep as small multiples: one curve by layer for each pair of values of two axes."""
+"""Draws a sweep as small multiples: one panel, with one curve by layer, for each pair of values of two axes."""
 
 import re
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from cacheprobe.plots.style import STATUS_STYLES, Figure, layer_ticks, layout_te
 from cacheprobe.plots.text import markup, shorten
 
 MOST = 8
-"""Largest number of values of an axis that are drawn."""
+"""Largest number of values of one axis that are drawn."""
 _SAID = {
     "agrees_mean": "share of first choices that are the committed token",
     "rank_median": "median rank of the committed token",
@@ -21,14 +21,15 @@ _SAID = {
 }
 _SHARES = {"agrees_mean"}
 _NAME = 18
-"""Letters of the name beside a panel."""
+"""Largest width of the name beside a panel, in columns of a monospaced font."""
 NONE = "none"
 _PARTS = re.compile(r"\d+|\D+")
 T = TypeVar("T")
 
 
 def in_order(values: Iterable[T]) -> list[T]:
-    """Returns the values of an axis in drawing order: layer=9 before layer=10, numbers before texts."""
+    """Returns the values of a sweep's axis as a list in drawing order. Numbers in a text are compared as numbers:
+    layer=9 comes before layer=10."""
     return sorted(values, key=lambda value: [(*_number(part), part) for part in _PARTS.findall(str(value))])
 
 
@@ -37,10 +38,11 @@ def _number(part: str) -> tuple[bool, int]:
 
 
 def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agrees_mean") -> go.Figure:
-    """Returns a panel for each value of the axis `rows` (down) and `columns` (across), with `value` by layer.
+    """Returns a plotly figure of small multiples: a panel for each pair of values of two sweep axes, `rows` downwards
+    and `columns` across. A panel's curve is the column `value` by layer, as the mean over the sweep's cells with this
+    pair.
 
-    A curve is the mean over the cells of its panel, of committed rows.
-    layers: from `Sweep.layers`.  value: one of its numbers, by default agrees_mean.
+    Only committed rows count. layers: from `Sweep.layers`.  value: one of its numeric columns, by default agrees_mean.
     Raises: ValueError for an unknown column, one axis given twice, more than 8 values of an axis, and an empty table.
     """
     if rows == columns:

@@ -1,4 +1,5 @@
-"""Writes diagrams as SVG files without HTML, with colours written out, so that other programs can show them."""
+"""Writes diagrams as SVG files that need no HTML page: their colours are written out, so that other programs can show
+the files."""
 
 import re
 import textwrap
@@ -20,7 +21,7 @@ _OWN_CSS = f".cp text{{font:12px {SANS}}}.cp .title{{font-size:17px;font-weight:
 
 
 class Drawing(NamedTuple):
-    """A whole SVG file, with its size in pixels."""
+    """Holds a whole SVG file as text, with its width and height in pixels."""
 
     markup: str
     width: int
@@ -28,7 +29,10 @@ class Drawing(NamedTuple):
 
 
 def panels_alone(title: str, panels: Sequence[Panel], keys: Sequence[tuple[str, str]]) -> Drawing:
-    """Returns panels side by side under a title, above the legend of colours and signs; as in `diagram`."""
+    """Returns a `Drawing` (an SVG file) of panels side by side, with a title above and the legend below.
+
+    keys: (SVG elements, meaning) of each entry of the legend, from `diagram.keys`.
+    """
     gap, wide = 28, max(_size(panel.picture)[0] for panel in panels)
     heights = [_size(panel.picture)[1] for panel in panels]
     said = [_wrapped(_plain(panel.sentence), wide) for panel in panels]
@@ -50,9 +54,10 @@ def panels_alone(title: str, panels: Sequence[Panel], keys: Sequence[tuple[str, 
 def picture_alone(
     title: str, picture: str, keys: Sequence[tuple[str, str]], note: str, *, styles: str = "", textures: str = ""
 ) -> Drawing:
-    """Returns one picture under a title, above a note and its legend.
+    """Returns a `Drawing` (an SVG file) of one picture, with a title above, and a note and the legend below.
 
-    styles, textures: of this picture, beside those of every diagram.
+    picture: from `svg.picture`.  keys: (SVG elements, meaning) of each entry of the legend.
+    styles, textures: CSS rules and SVG definitions of this picture, used together with those of every diagram.
     """
     width, height = _size(picture)
     width += 2 * _MARGIN
@@ -91,7 +96,8 @@ def _whole(
 
 
 def _css(more: str) -> str:
-    """Returns the style rules for strokes on white, with every colour in place of its name."""
+    """Returns the CSS rules of an SVG file on white: each colour variable is replaced by its value, and rules for dark
+    mode and for pages are left out. more: rules of one picture, added to those of every diagram."""
     rules = [(s.strip(), body) for s, body in _RULE.findall(_DARK.sub("", DIAGRAM_CSS + more))]
     named = dict(pair for s, body in rules if s == ".cp" for pair in re.findall(r"(--[\w-]+):([^;]+)", body))
     kept = [(s, body) for s, body in rules if s != ".cp" and not _OF_PAGES.search(s)]
@@ -107,7 +113,7 @@ def _size(picture: str) -> tuple[float, float]:
 
 
 def _inner(picture: str) -> str:
-    """Returns the content of the outermost <svg>; "" for an empty text."""
+    """Returns the text inside the outermost <svg> element; "" for an empty text."""
     return picture.partition(">")[2].rpartition("</svg>")[0]
 
 
@@ -116,7 +122,7 @@ def _moved(x: float, y: float, strokes: str) -> str:
 
 
 def _plain(sentence: str) -> str:
-    """Returns the markup without its tags; escaped text stays escaped."""
+    """Returns the HTML text without its tags; escaped characters stay escaped."""
     return re.sub(r"<[^>]*>", "", sentence)
 
 
@@ -125,5 +131,5 @@ def _wrapped(text: str, width: float) -> list[str]:
 
 
 def _escaped(x: float, y: float, content: str, classes: str, anchor: str = "start") -> str:
-    """Returns an SVG text element whose content is markup already."""
+    """Returns an SVG text element at (x, y). content: text that is already escaped."""
     return f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}">{content}</text>'

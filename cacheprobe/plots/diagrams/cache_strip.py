@@ -1,4 +1,5 @@
-"""Draws the cache rows of one request, one by one, after a step; and names the memory that all requests hold."""
+"""Draws the cache slots of one request one by one after a step, and writes a sentence on the cache memory of all
+requests."""
 
 from itertools import groupby
 
@@ -19,11 +20,12 @@ def cache_strip(
     pending: int | None = None,
     per_line: int = 48,
 ) -> str:
-    """Returns SVG: a cell for each cache row in order of position, by provenance, in lines of `per_line`.
+    """Returns SVG text: a cell for each cache slot of one request in order of position, coloured by provenance (the
+    kind of pass that wrote the slot), in lines of `per_line` cells. Neighbouring slots that one step wrote in one way
+    are one shape; its hover text names the step.
 
-    ledger: as in `Trace.ledger`, after a step.  request_id: named in the tips.  step: rows that this step wrote are
-    underlined.  pending: position of the committed token whose row is not written yet, drawn hatched.
-    Neighbouring rows of one provenance and one step are one shape; its tip names the step.
+    ledger: from `Trace.ledger`, after a step.  request_id: named in the hover texts.  step: slots that this step wrote
+    are underlined.  pending: position of the committed token whose slot is not written yet, drawn hatched.
     """
     cells = list(zip(ledger.position.tolist(), ledger.provenance, ledger.step.tolist(), strict=True))
     if pending is not None:
@@ -55,9 +57,10 @@ def cache_strip(
 def memory_sentence(
     own_rows: int, all_rows: int, num_requests: int, capacity: int, row_bytes: int | None, *, has_ended: bool = False
 ) -> str:
-    """Returns a sentence, as markup, on the cache after a step: in rows and, if a row's size is known, in bytes.
+    """Returns a sentence, as escaped text, on the cache after a step: the slots in use by one request and by all
+    requests, and, if `slot_bytes` is known, their size in bytes.
 
-    has_ended: the request ended before this step; its rows are shown as they were at its end.
+    has_ended: the request ended before this step; `own_slots` is then the number at its end.
     """
     own = (
         f"This request has ended, and gave its {own_rows} rows back"
@@ -72,6 +75,7 @@ def memory_sentence(
 
 
 def _bytes(count: int) -> str:
+    """Returns a number of bytes as text with a unit, such as "1.5 MiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

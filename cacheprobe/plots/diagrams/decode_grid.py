@@ -1,4 +1,5 @@
-"""Draws the grid of requests by generated tokens after one step; textures show each token's top-two margin."""
+"""Draws the grid of requests by generated tokens after one step; a cell's texture shows the margin between the two most
+likely tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,7 +18,7 @@ TOKEN_PITCH = 56
 _CELL, _ROW, _TOP = 52, 30, 38
 _COLOURS = {"candidate": "yellow", "committed": "green", "pending": "green", "rolled_back": "red"}
 SIGNS = {"candidate": "◇", "committed": "", "pending": "○", "rolled_back": "✗"}
-"""Sign in a corner of a cell, by state; the texture shows the margin."""
+"""Sign in a corner of a cell, by the token's state; the texture shows the margin."""
 
 STATES_LEGEND = (
     ("yellow", None, f"{SIGNS['candidate']} candidate"),
@@ -33,7 +34,7 @@ GRID_LEGEND = (
 
 
 MOST_PLACES = 40
-"""Largest number of tokens of a request in one picture."""
+"""Largest number of generated tokens of a request in one picture."""
 _NOTE = (
     "Generated tokens by request. A column +4 → +5 holds the fifth one, which the row that reads the fourth predicts; "
     "+0 is the prompt's last token. Texture tells how close the two best tokens were when it was chosen. A bold edge: "
@@ -50,14 +51,14 @@ def decode_grid(
     places: range | None = None,
     chosen: tuple[int, int] | None = None,
 ) -> Markup:
-    """Returns generated tokens by request after one step: candidates, committed, rolled back by this step.
+    """Returns HTML of a grid after one step: a line for each request, a cell for each generated token. Colours show
+    draft tokens, committed tokens, and tokens rolled back by this step; textures show the margin, in nats, between the
+    two most likely tokens.
 
-    A cell's texture shows the margin between the two best tokens of its pass. Its tip names the step that brought the
-    token.
-    events: from `Trace.events`, of the whole run.  token_texts: from `token_texts`.  requests, places: which to draw;
-    by default the first 16 requests and the first 40 generated tokens (0 is the first).  chosen: (request, place) to
-    frame;
-    the title then describes that request, else all requests drawn.
+    The hover text of a cell names the step that drafted or committed the token.
+    events: from `Trace.events`, of the whole run.  token_texts: from `token_texts`.  requests, places: which requests
+    and generated tokens (0 is the first) to draw; by default the first 16 and the first 40.
+    chosen: (request, generated token) to frame; the title then describes this request, else all requests drawn.
     Raises: ValueError for an empty table, and for requests and steps that the table does not have.
     Source: figure of LLM-42 (arXiv 2601.17768), the decode grid.
     """
@@ -88,9 +89,8 @@ def decode_piece(
     verified: Mapping[int, bool],
     chosen: tuple[int, int] | None = None,
 ) -> Piece:
-    """Returns the parts of `decode_grid`. history: from `token_history`.  standing: from `standing_at`, after
-    the step.
-    """
+    """Returns the grid of `decode_grid` as a `Piece` (title, note, HTML body). history: from `token_history`.
+    standing: from `standing_at`, after the step.  verified: by request, whether the request is ever verified."""
     whose = list(requests) if chosen is None else [chosen[0]]
     own = standing[standing.request_id.isin(whose)].state.value_counts()
     done = int(own.get("committed", 0) + own.get("pending", 0))
@@ -117,10 +117,12 @@ def decode_picture(
     chosen: tuple[int, int] | None = None,
     step: int | None = None,
 ) -> str:
-    """Returns SVG of some requests and token places. Cells carry data-request and data-place.
+    """Returns SVG text of a grid: a line for each request, a cell for each generated token in `places` (0 is the
+    first). Cells carry data-request and data-place.
 
     standing: from `token_history.standing_at`.  verified: by request, whether its tokens are ever verified; the other
-    requests are grey.  chosen: (request, place) to frame.  step: tokens that this step brought have a bold edge.
+    requests are grey.  chosen: (request, generated token) to frame.  step: tokens that this step brought have a bold
+    edge.
     """
     shown = standing[standing.request_id.isin(list(requests)) & standing.place.isin(places)]
     width, height = LABEL_WIDTH + TOKEN_PITCH * len(places) + 4, _TOP + _ROW * len(requests) + 2

@@ -1,4 +1,5 @@
-"""Draws the decode panel: the newest committed token T0, the proposed tokens, and the grid of requests by tokens."""
+"""Draws the decode panel: the token T0, the tokens drafted or decoded after T0, and the grid of requests by these
+tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,17 +11,18 @@ from cacheprobe.plots.diagrams.cylinder import CACHE_HEIGHT, cylinder_strokes
 from cacheprobe.plots.diagrams.panels import WIDTH, Panel, abridged, step_note, token_tip
 
 SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5
-"""A choice is drawn solid from the first margin on, dotted below the second."""
+"""Margins in nats between the two most likely tokens: a cell is plain from the first number on, and dotted below the
+second."""
 _MOST_REQUESTS = 8
 
 
 class Drawn(NamedTuple):
-    """A token of the panel."""
+    """Holds one token of the decode panel: its name (such as T1), text, step and position."""
 
     name: str
     text: str
     step: int | None
-    """Step that proposed or committed the token; None for T0, whose step belongs to another window."""
+    """Step that drafted or committed the token; None if the token was committed before the window."""
     position: int
 
 
@@ -28,9 +30,10 @@ def decode_panel(
     events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: Drawn, columns: Sequence[Drawn],
     *, is_verified: bool = True,
 ) -> Panel:  # fmt: skip
-    """Returns the panel with the tokens proposed after T0, above the grid of requests by tokens.
+    """Returns the decode `Panel` of a request: the cache after the draft, the committed token T0 (`newest`), the tokens
+    drafted after T0 (`columns`), and below them a grid of requests by tokens, whose textures show the top-two margin.
 
-    newest: T0.  is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
+    is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
     """
     colour, texture = ("yellow", "provisional") if is_verified else ("grey", None)
     kind = "candidate" if is_verified else "committed as decoded"
@@ -74,8 +77,8 @@ def _grid(
     top: float,
     colour: str,
 ) -> tuple[list[str], float]:
-    """Returns the SVG elements of a grid of requests x tokens, textured by the top-two margin in nats, and the y
-    coordinate below it."""
+    """Returns (SVG elements, y of their lower end): a grid of requests by tokens, whose textures show each token's
+    top-two margin in nats, with a legend."""
     if not places:
         return [], top
     cells = events[events.step.isin([step for step in steps if step is not None])]
@@ -112,7 +115,8 @@ def _grid(
 
 
 def margin_texture(margin: float, colour: str) -> str | None:
-    """Returns the texture of a yellow, green or grey cell: None for a large margin, then crossed, then dotted."""
+    """Returns the name of a cell's texture for a top-two margin in nats: None from 2 nats on or for an unknown margin
+    (NaN), "crossed-COLOUR" from 0.5 nats on, else "dotted-COLOUR". colour: yellow, green or grey."""
     if pd.isna(margin) or margin >= SETTLED_NATS:
         return None
     return f"crossed-{colour}" if margin >= CONTESTED_NATS else f"dotted-{colour}"

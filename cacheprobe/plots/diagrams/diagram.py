@@ -1,4 +1,4 @@
-"""Draws one verify window of a run: prefill, decode, verify, then rollback or no rollback."""
+"""Draws one verify window of a run as panels: prefill, decode, verify, and the outcome (rollback or no rollback)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,9 +31,10 @@ def window_diagram(
     *,
     is_deterministic: bool = False,
 ) -> Markup:
-    """Returns one verify window as four panels, each an SVG of its own; on a narrow page they are stacked.
+    """Returns HTML of one verify window as four panels side by side: prefill, decode, verify, and the outcome (rollback
+    or no rollback). On a narrow page the panels are stacked.
 
-    Tips name request, position and step of every token, and the steps that wrote the cache rows.
+    Hover texts name request, position and step of every token, and the steps that wrote the cache slots.
     window: one of `find_windows(trace.events(), request_id)`.  events: the same table, for the other requests.
     ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: from `token_texts`.
     Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.
@@ -45,7 +46,8 @@ def window_diagram(
 def decoded_diagram(
     request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
 ) -> Markup:
-    """Returns a request that is never verified as two panels: prefill, and the tokens committed as decoded.
+    """Returns HTML of a never verified request as two panels: its prefill, and the tokens that were committed as they
+    were decoded.
 
     events: from `Trace.events`.  ledgers: trace.ledger(request_id, step) after its last prefill step, and at its end.
     token_texts: from `token_texts`.
@@ -62,7 +64,8 @@ def decoded_diagram(
 
 
 def window_finding(window: Window) -> str:
-    """Returns a sentence on a window's verdict."""
+    """Returns a sentence, as plain text, on the verdict of a verify window: how many of its draft tokens were accepted
+    or rolled back."""
     drafted, kept = len(window.draft_token_ids), window.num_accepted
     if window.is_rollback:
         said = f"{drafted - kept} of {drafted} candidates {'was' if drafted - kept == 1 else 'were'} rolled back"
@@ -74,7 +77,8 @@ def window_finding(window: Window) -> str:
 
 
 def decoded_finding(own: pd.DataFrame) -> str:
-    """Returns a sentence on a request that is never verified. own: its events."""
+    """Returns a sentence, as plain text: how many tokens a never verified request committed. own: the request's lines
+    of the events table."""
     count = int(own.committed_token_ids.map(len).sum())
     tokens = f"{count} token{'s' * (count != 1)}"
     return f"Request {own.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
@@ -88,7 +92,7 @@ def window_phases(
     *,
     is_deterministic: bool = False,
 ) -> list[Panel]:
-    """Returns the panels of `window_diagram`, in order."""
+    """Returns the four panels of `window_diagram` as a list: prefill, decode, verify, outcome."""
     after_prefill, after_decode, after_verify = ledgers
     drafted = [
         Drawn(token_name(i + 1, candidate=True), text_of(token_texts, token_id), step, window.start + i)
@@ -107,9 +111,9 @@ def window_phases(
 def decoded_phases(
     request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
 ) -> list[Panel]:
-    """Returns the prefill and decode panels of a request that is never verified.
+    """Returns the prefill and the decode panel of a never verified request, as a list.
 
-    ledgers: after its last prefill step, and at its end.
+    ledgers: the request's ledger after its last prefill step, and at its end.
     """
     after_prefill, after_decode = ledgers
     own = events[events.request_id == request_id]
@@ -134,23 +138,25 @@ def decoded_phases(
 
 
 def side_by_side(panels: Sequence[Panel]) -> str:
-    """Returns panels as HTML without styles and legend, for a page that has them."""
+    """Returns HTML of panels side by side, without styles and legend; the page must have the styles of the diagrams."""
     return f'<div class="panels">{"".join(panel.html for panel in panels)}</div>'
 
 
 def legend() -> str:
-    """Returns the meaning of each colour, texture and sign, as HTML."""
+    """Returns the legend of the diagrams as an HTML list: the meaning of each colour, texture and sign."""
     return key_list(keys())
 
 
 def key_list(listed: Sequence[tuple[str, str]], first: str = "") -> str:
-    """Returns drawn signs and their meanings as an HTML list, after the list items `first`."""
+    """Returns a legend as an HTML list. listed: (SVG elements, meaning) of each entry.  first: HTML of list items to
+    put before them."""
     items = [f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{said}</li>' for drawn, said in listed]
     return f'<ul class="legend">{first}{"".join(items)}</ul>'
 
 
 def keys() -> list[tuple[str, str]]:
-    """Returns (strokes within 26 x 18 px, meaning) for each colour, texture and sign."""
+    """Returns a list of (SVG elements within 26 x 18 px, meaning): the legend of the diagrams' colours, textures and
+    signs."""
     items = []
     for colour, texture, sign, meaning in _LEGEND:
         drawn = swatch(1, 2, colour, texture) + (svg.mark(10, 8.5, sign, 0.7) if sign else "")

@@ -1,4 +1,5 @@
-"""Draws the phases of one verify window, each as a panel: heading, picture, one sentence. See also `decode_panel`."""
+"""Draws the prefill, verify and outcome phases of a verify window as panels: heading, picture, one sentence.
+`decode_panel` draws the decode phase."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +21,8 @@ _VERDICTS = {  # colour, texture, sign of the verifier's token
 
 
 class Panel(NamedTuple):
-    """One phase. heading and note are plain; sentence is markup, with its tokens already escaped."""
+    """Holds one phase of a verify window: heading and note as plain text, picture as SVG, sentence as HTML with its
+    tokens escaped."""
 
     heading: str
     note: str
@@ -36,7 +38,8 @@ class Panel(NamedTuple):
 
 
 def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, name: str) -> Panel:
-    """Returns the panel of the prompt's passes: this request in blue, the others in grey."""
+    """Returns the prefill `Panel` of a request: the cache after prefill, the prompt in blue, and the other requests of
+    the run in grey. name: text on the prompt's box."""
     passes = events[(events.phase == "prefill") & events.step.isin(_steps(events, request_id, "prefill"))]
     beside = passes.request_id.nunique() - 1
     others = events.request_id.nunique() - 1
@@ -67,7 +70,8 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
 
 
 def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
-    """Returns the panel with the verifier's inputs, its own tokens, and the verdicts."""
+    """Returns the verify `Panel` of a window: for each position, the token fed to the verifier, the verifier's own
+    token, and the verdict."""
     inputs = (window.newest_token_id, *window.draft_token_ids)
     y = 34.0
     parts = [
@@ -105,7 +109,8 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
 
 
 def _compared(window: Window, index: int) -> str:
-    """Returns T1 (=T1′), T2 (≠T2′), or T3 if it is not compared."""
+    """Returns the verifier's token with its comparison to the draft, such as "T₁ (=T₁′)" or "T₂ (≠T₂′)"; only "T₃" for
+    a token that was not compared."""
     name = token_name(index + 1)
     if index > window.num_accepted or index >= len(window.draft_token_ids):
         return name
@@ -130,7 +135,8 @@ def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
 
 
 def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]) -> Panel:
-    """Returns the panel after the verdict, "No rollback" or "Rollback": the remaining sequence and cache."""
+    """Returns the `Panel` after the verdict, with the heading "No rollback" or "Rollback": the remaining cache, the
+    committed tokens, and the rolled-back draft tokens."""
     back = window.is_rollback
     title = (
         ["KV cache restored", "to the final", "accepted token"] if back else ["KV cache after", "accepting all tokens"]
@@ -182,7 +188,8 @@ class _Chip(NamedTuple):
 
 
 def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], float]:
-    """Returns the strokes of chips in rows of five, `limit` places in all, and the y where they end."""
+    """Returns (SVG elements, y of their lower end): token chips in lines of five. At most `limit` places are used; a
+    count replaces the chips that do not fit."""
     width, gap, places = 48, 6, abridged(len(chips), limit)
     parts = []
     for place, index in enumerate(places):
@@ -196,10 +203,9 @@ def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], fl
 
 
 def abridged(count: int, limit: int, around: int | None = None) -> list[int]:
-    """Returns which of `count` items to draw in `limit` places: the first, those next to `around`, the last.
-
-    A gap that hides n items takes a place and is given as -n.
-    """
+    """Returns a list: which of `count` items to draw in at most `limit` places. Numbers from 0 are indices of items:
+    the first, the last, and those next to `around` (by default those after the first). An entry -n is a gap that hides
+    n items and takes one place."""
     if count <= limit:
         return list(range(count))
     room = limit - 3 if around is None else limit - 4
@@ -215,12 +221,13 @@ def abridged(count: int, limit: int, around: int | None = None) -> list[int]:
 
 
 def token_tip(request_id: int, position: int, kind: str, step: int | None = None) -> str:
-    """Returns the part of a token's tip that follows its name and text."""
+    """Returns the end of a token's hover text, such as "accepted; request 0, position 12, step 5"."""
     return f"{kind}; request {request_id}, position {position}" + ("" if step is None else f", step {step}")
 
 
 def token_name(index: int, *, candidate: bool = False) -> str:
-    """Returns T1 for the verifier's first token, T1′ for the first candidate."""
+    """Returns the name of a token in the diagrams: "T₁" for the verifier's first token, "T₁′" for the first draft
+    token."""
     return f"T{subscript(index)}{'′' * candidate}"
 
 
@@ -237,7 +244,7 @@ def _steps(events: pd.DataFrame, request_id: int, phase: str) -> list[int]:
 
 
 def step_note(steps: Sequence[int] | pd.Series) -> str:
-    """Returns the steps that a panel shows, for its heading."""
+    """Returns text for a panel's heading: "step 4", or "steps 4–9" from the first to the last; "" without steps."""
     numbers = sorted({int(step) for step in steps})
     if not numbers:
         return ""

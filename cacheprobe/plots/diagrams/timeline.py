@@ -1,4 +1,4 @@
-"""Draws a run step by step: requests down, steps across, cells by phase and verdict."""
+"""Draws a run step by step: requests downwards, steps across, with a cell for each pass of a request."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,7 @@ MOST_STEPS, MOST_REQUESTS = 80, 16
 """Largest numbers of steps and of requests in one picture."""
 _ROW, _TOP = 30, 30
 _OWN = 8
-"""Height of the band of the verifier's own token, in pixels."""
+"""Height in pixels of the part of a cell that shows the verifier's own token."""
 
 TIMELINE_LEGEND = (
     ("blue", "ruled-blue", "prefill"),
@@ -28,7 +28,7 @@ TIMELINE_LEGEND = (
     ("grey", "dotted-grey", "other request, never verified: decode"),
 )
 _RARE = {"verified", "ruled-grey", "dotted-grey"}
-"""Textures that the legend explains only if they are drawn."""
+"""Textures that the legend explains only if the picture has them."""
 
 
 def timeline(
@@ -39,10 +39,11 @@ def timeline(
     chosen: int | None = None,
     step: int | None = None,
 ) -> Markup:
-    """Returns requests by step.
+    """Returns HTML of a run: requests downwards, steps across, and a cell for each pass of a request. Blue prefill,
+    yellow draft tokens, green accepted, red rolled back, hatched the verifier's own token, grey a never verified
+    request.
 
-    Blue prefill, yellow candidates, green accepted, red rolled back, hatched the verifier's own token, grey a request
-    that is never verified. Tips describe each pass.
+    Hover texts describe each pass.
     events: from `Trace.events`.  requests, steps: which to draw; by default the first 16 and the first 80.
     chosen: a request to name in bold.  step: a step to frame.
     Raises: ValueError for an empty table, and for requests and steps that the table does not have.
@@ -57,7 +58,8 @@ def timeline(
 
 
 def drawn_requests(events: pd.DataFrame, requests: Iterable[int] | None, *more: int) -> tuple[list[int], list[int]]:
-    """Returns all requests of the events, and those to draw: the named ones, or the first. more: requests to check too.
+    """Returns (ids of all requests in the events table, ids of the requests to draw): `requests`, or the first 16 if
+    `requests` is None. more: ids that must be in the table too.
 
     Raises: ValueError for an empty table, and for requests that the table does not have.
     """
@@ -83,10 +85,11 @@ def timeline_piece(
     width: float = 0,
     note: str = "",
 ) -> Piece:
-    """Returns the parts of `timeline`. events: all events of the requests that are drawn.
+    """Returns the picture of `timeline` as a `Piece` (title, note, HTML body). events: all events of the requests that
+    are drawn.
 
-    there, whole: all requests and steps of the run.  finding: from `timeline_finding`, of the whole run.  note: markup
-    that follows the description.
+    there, whole: all requests and steps of the run.  finding: the title, from `timeline_finding` of the whole run.
+    note: HTML that follows the description.
     """
     said = f"All {len(there)} requests, " if len(requests) == len(there) else (
         f"Requests {requests[0]} to {requests[-1]} of {len(there)}, " if len(requests) > 1 else
@@ -101,7 +104,8 @@ def timeline_piece(
 
 
 def timeline_finding(events: pd.DataFrame) -> str:
-    """Returns a sentence: the share of draft tokens that was accepted, and the request with most rollbacks."""
+    """Returns a sentence, as plain text, on an events table: the share of draft tokens that were accepted, and the
+    request with the most rolled-back tokens."""
     verdicts = events[events.phase == "verify"]
     lost = verdicts.groupby("request_id").num_rolled_back.sum()
     if verdicts.empty:
@@ -125,16 +129,17 @@ def timeline_picture(
     at: int | None = None,
     width: float = 0,
 ) -> str:
-    """Returns SVG of the given requests and steps.
+    """Returns SVG text of these requests (downwards) and steps (across), with a cell for each pass of a request. Cells
+    carry data-request and data-step.
 
-    Cells carry data-request and data-step. The frame at a step has class `cursor`; data-first, data-pitch and data-left
-    of the picture tell where steps are, so that a page can move the frame.
-    events: as in `Trace.events`, all of each request that is drawn: a request that is never verified is grey.
+    The frame at a step has class `cursor`. The attributes data-first, data-pitch and data-left of the picture say where
+    the steps are, so that a page can move the frame.
+    events: as in `Trace.events`, all of each request that is drawn: a never verified request is grey.
     chosen: the request to name in bold.  at: the step to frame.
     width: pixels to fill, if the steps can be stretched so far.
     A verify pass is one cell. Below, by their shares: the accepted part of the draft (green) and the rolled-back part
-    (red, crossed). Above, hatched: the verifier's own token, whose cache row the next pass writes. A preempted request
-    has verify passes without a verdict, which rebuild its cache rows.
+    (red, crossed). Above, hatched: the verifier's own token, whose cache slot the next pass writes. A preempted request
+    has verify passes without a verdict, which rebuild its cache.
     """
     shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
     spoken = set(events.request_id[events.phase == "verify"].tolist())
@@ -174,7 +179,7 @@ def timeline_picture(
 
 
 def key(items: Sequence[tuple[str, str | None, str]]) -> str:
-    """Returns an HTML list of swatches: (colour, texture, meaning)."""
+    """Returns a legend as an HTML list. items: (colour, texture, meaning) of each entry."""
     listed = "".join(
         f'<li><svg viewBox="0 0 22 17" aria-hidden="true">{swatch(1, 2, colour, texture)}</svg>{meaning}</li>'
         for colour, texture, meaning in items
@@ -183,7 +188,8 @@ def key(items: Sequence[tuple[str, str | None, str]]) -> str:
 
 
 def step_words(event: TableLine) -> str:
-    """Returns one event in a few words: its phase and its result."""
+    """Returns text on one line of the events table: its phase and its result, such as "verify: 2 of 4 accepted, 2
+    rolled back"."""
     if event.phase == "prefill":
         return "prefill" + (": first token committed" if len(event.committed_token_ids) else "")
     if event.phase == "decode":
@@ -204,7 +210,7 @@ def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool)
         tip += f"; positions {first} to {first + len(event.target_token_ids) - 1}"
 
     def drawn(top: float, tall: float, colour: str, texture: str | None) -> str:
-        """Returns a box of the cell with its tip."""
+        """Returns SVG of a box across the cell, from `top` downwards, with the cell's hover text."""
         return svg.box(x, top, width, tall, colour, texture, radius=3, tip=tip)
 
     if event.phase == "prefill":

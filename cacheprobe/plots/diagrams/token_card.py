@@ -1,4 +1,5 @@
-"""Draws the card of one row: each layer's most likely tokens, the prediction depth, and the verdict on the draft."""
+"""Draws the card of one row as HTML: each layer's most likely tokens, the prediction depth, and the verdict on the
+draft token at the next position."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +17,7 @@ from cacheprobe.plots.text import token_texts as known_texts
 from cacheprobe.trace.tables.token_history import Fate, fates_at, fates_of_row, token_history
 
 _COLUMNS = 7
-"""Width of a token in the table of layers."""
+"""Largest width of a token in the table of layers, in columns of a monospaced font."""
 _VERDICTS = {
     "accepted": "accepted", "rolled_back": "rolled back", "recovered": "recovered", "bonus": "bonus",
     "committed": "committed as computed", "given_up": "given up before a verdict",
@@ -33,11 +34,12 @@ def token_card(
     row: int | None = None,
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
-    """Returns the card of one position: each layer's most likely tokens, the prediction depth, and the draft's verdict.
+    """Returns HTML of one row's card: each layer's most likely tokens, the prediction depth (the first layer from which
+    the first choice stays), and the verdict on the draft token at the next position.
 
-    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: a superseded or a
-    rolled-back row of this position; by default the canonical row.  token_texts: from `token_texts`; tokens that no
-    table names are shown as "<id>".
+    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: number of a superseded,
+    rolled-back or given-up row of this position; by default the committed row.  token_texts: from `token_texts`; tokens
+    that no table names are shown as "<id>".
     Raises: ValueError if the row has no reading.
     """
     own = hypotheses[(hypotheses.request_id == request_id) & (hypotheses.position == position)]
@@ -70,11 +72,12 @@ def card_parts(
     token_texts: Mapping[int, str],
     input_token: str,
 ) -> tuple[str, str]:
-    """Returns the title as plain text, and the markup of one row's card. Its lines carry data-layer.
+    """Returns (title as plain text, HTML) of the card of one row of the trace. The HTML has a table with a line for
+    each layer, which carries data-layer.
 
-    readings: the row's lines of the hypotheses table.  depth: its line of
-    `analysis.layer_choices.prediction_depth_of`.  fates: the tokens drafted and committed at the next position, in
-    order.  token_texts: of all choices; a missing token is shown as "<id>".  input_token: the row's own.
+    readings: the row's lines of the hypotheses table.  depth: its line of `analysis.layer_choices.prediction_depth_of`.
+    fates: the tokens drafted and committed at the next position, in order.  token_texts: of all choices; a missing
+    token is shown as "<id>".  input_token: the text of the row's input token.
     Raises: ValueError for readings of more than one row, or of none.
     """
     if readings.row.nunique() != 1:
@@ -111,6 +114,7 @@ def _title(one: TableLine, depth: JsonDict) -> str:
 
 
 def _fate(fate: Fate, token_texts: Mapping[int, str]) -> str:
+    """Returns HTML on one token at the next position: its text, the step that drafted it, and its verdict."""
     token = f"<code>{markup(visible(text_of(token_texts, fate.token_id)))}</code>"
     if fate.decided_step is None:
         return f"{token} drafted in step {fate.born}, not decided"
@@ -124,6 +128,8 @@ def _fate(fate: Fate, token_texts: Mapping[int, str]) -> str:
 
 
 def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
+    """Returns HTML of a table: a line for each layer, the last layer on top, with the layer's most likely tokens from
+    left to right."""
     count = max(len(ids) for ids in table.top_token_ids)
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))
     one, lines = table.iloc[0], []
