@@ -37,13 +37,13 @@ def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int |
     summed["nld"] = summed.total / summed.n
     figure = Figure()
     for name, (colour, texture) in _TREATMENTS.items():
-        rows = summed[summed.treatment == name]
+        lines = summed[summed.treatment == name]
         figure.add_bar(
-            x=[markup(where) for where in rows["where"]],
-            y=rows.nld.tolist(),
+            x=[markup(where) for where in lines["where"]],
+            y=lines.nld.tolist(),
             name=name,
             marker=dict(color=colour, pattern=dict(shape=texture)),
-            customdata=[[int(row.flips), int(row.n)] for row in rows.itertuples()],
+            customdata=[[int(row.flips), int(row.n)] for row in lines.itertuples()],
             hovertemplate=f"%{{x}}, {name}: %{{y:.3f}}<br>%{{customdata[0]}} of %{{customdata[1]}} flip<extra></extra>",
         )
     figure.update_layout(

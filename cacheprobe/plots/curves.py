@@ -35,14 +35,14 @@ def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
     shares = shares_by_verdict(hypotheses[hypotheses.site != "thought"])
     figure = Figure()
     for verdict, column, name, style, dash in _LINES:
-        mine = shares[shares.verdict == verdict]
-        if mine.empty:
+        lines = shares[shares.verdict == verdict]
+        if lines.empty:
             continue
         figure.add_scatter(
-            x=mine.layer.tolist(),
-            y=mine[column].tolist(),
+            x=lines.layer.tolist(),
+            y=lines[column].tolist(),
             mode="lines+markers",
-            name=f"{name} ({mine.rows.max()} readings)",
+            name=f"{name} ({lines.rows.max()} readings)",
             line=dict(color=STATUS_STYLES[style]["color"], dash=dash, width=2),
             marker=dict(symbol=STATUS_STYLES[style]["symbol"], size=7),
             hovertemplate=f"{name}, layer %{{x}}: first choice in %{{y:.1%}} of the readings<extra></extra>",
@@ -122,16 +122,16 @@ def _box_name(verdict: str | None, phase: str) -> str:
 
 
 def _depth_finding(depths: pd.DataFrame, group: pd.Series) -> str:
-    said = []
-    for name, words in (
+    medians = []
+    for name, group_words in (
         ("draft accepted, verify pass", "accepted drafts"),
         ("draft rejected, verify pass", "rejected drafts"),
         ("nothing drafted", "positions without a draft"),
     ):
         rows = depths[group == name]
         if not rows.empty:
-            said.append(f"{words} at layer {rows.prediction_depth.median():g}")
-    return f"Median prediction depth: {', '.join(said)}" if said else "Prediction depth"
+            medians.append(f"{group_words} at layer {rows.prediction_depth.median():g}")
+    return f"Median prediction depth: {', '.join(medians)}" if medians else "Prediction depth"
 
 
 def _hover(row: TableLine) -> str:

@@ -36,8 +36,8 @@ def browser_path() -> str | None:
         return None
     from choreographer.browsers.chromium import Chromium
 
-    found = Chromium.find_browser(skip_local=False)
-    return found if found and os.access(found, os.X_OK) else None
+    path = Chromium.find_browser(skip_local=False)
+    return path if path and os.access(path, os.X_OK) else None
 
 
 def require_browser() -> None:
@@ -63,13 +63,13 @@ def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
     require_browser()
     import kaleido
 
-    shown = _for_paper(figure, width or figure.layout.width or 900)
+    on_paper = _for_paper(figure, width or figure.layout.width or 900)
     options = {"format": kind, "scale": SCALE if kind == "png" else 1}
 
     def draw() -> bytes:
         """Starts kaleido's browser if it does not run, and returns the drawn picture as bytes."""
         kaleido.start_sync_server(silence_warnings=True, mathjax=False, timeout=SECONDS)
-        return kaleido.calc_fig_sync(shown.to_plotly_json(), opts=options)
+        return kaleido.calc_fig_sync(on_paper.to_plotly_json(), opts=options)
 
     return _within(SECONDS + 10, draw)
 
@@ -82,23 +82,23 @@ def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
     Raises: ImageError if the file cannot be drawn.
     """
     if kind == "png":
-        return image(_holding(markup, width, height), kind)
+        return image(_figure_of_svg(markup, width, height), kind)
     require_browser()
     page = f"<style>@page{{size:{width}px {height}px;margin:0}}body{{margin:0}}svg{{display:block}}</style>{markup}"
     with TemporaryDirectory(prefix="cacheprobe-") as folder:
-        source, printed = Path(folder) / "page.html", Path(folder) / "page.pdf"
+        source, pdf = Path(folder) / "page.html", Path(folder) / "page.pdf"
         source.write_text(f'<!doctype html><meta charset="utf-8">{page}', encoding="utf-8")
-        options = [*_QUIET, f"--user-data-dir={folder}/profile", f"--print-to-pdf={printed}", source.as_uri()]
+        options = [*_QUIET, f"--user-data-dir={folder}/profile", f"--print-to-pdf={pdf}", source.as_uri()]
         try:
             subprocess.run([str(browser_path()), *options], capture_output=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
             pass
-        if not printed.exists():
+        if not pdf.exists():
             raise ImageError(f"{browser_path()} printed nothing within {SECONDS} s; does it start, with --headless?")
-        return printed.read_bytes()
+        return pdf.read_bytes()
 
 
-def _holding(markup: str, width: int, height: int) -> go.Figure:
+def _figure_of_svg(markup: str, width: int, height: int) -> go.Figure:
     """Returns a plotly figure of this width and height in pixels that shows only the SVG file `markup`."""
     source = "data:image/svg+xml;base64," + b64encode(markup.encode()).decode()
     whole = dict(xref="paper", yref="paper", x=0, y=1, sizex=1, sizey=1, sizing="stretch", source=source)
@@ -109,9 +109,9 @@ def _holding(markup: str, width: int, height: int) -> go.Figure:
 def _for_paper(figure: go.Figure, width: int) -> go.Figure:
     """Returns a copy of the figure on a white ground, `width` pixels wide. A long title is wrapped, and the copy is
     higher by the added lines."""
-    shown = go.Figure(figure)
-    shown.update_layout(width=width, paper_bgcolor="white", plot_bgcolor="white")
-    title = shown.layout.title.text
+    copy = go.Figure(figure)
+    copy.update_layout(width=width, paper_bgcolor="white", plot_bgcolor="white")
+    title = copy.layout.title.text
     if title:
         columns = max(int(width / _TITLE_COLUMN), 20)
         lines = [
@@ -120,10 +120,10 @@ def _for_paper(figure: go.Figure, width: int) -> go.Figure:
             for line in textwrap.wrap(part, columns, break_long_words=False, break_on_hyphens=False)
         ]
         more = _TITLE_LINE * (len(lines) - 1 - title.count("<br>"))
-        top = shown.layout.margin.t if shown.layout.margin.t is not None else 100
-        height = shown.layout.height or 450
-        shown.update_layout(title_text="<br>".join(lines), margin_t=top + more, height=height + more)
-    return shown
+        top = copy.layout.margin.t if copy.layout.margin.t is not None else 100
+        height = copy.layout.height or 450
+        copy.update_layout(title_text="<br>".join(lines), margin_t=top + more, height=height + more)
+    return copy
 
 
 def _within(seconds: float, draw: Callable[[], bytes]) -> bytes:
@@ -132,20 +132,20 @@ def _within(seconds: float, draw: Callable[[], bytes]) -> bytes:
 
     Raises: ImageError if `draw` fails or takes more than `seconds`.
     """
-    held: list[bytes | BaseException] = []
+    results: list[bytes | BaseException] = []
 
-    def job() -> None:
+    def draw_in_thread() -> None:
         """Calls `draw`, and appends its picture or its error to `results`."""
         try:
-            held.append(draw())
+            results.append(draw())
         except BaseException as error:
-            held.append(error)
+            results.append(error)
 
-    thread = Thread(target=job, daemon=True)
+    thread = Thread(target=draw_in_thread, daemon=True)
     thread.start()
     thread.join(seconds)
-    if not held:
+    if not results:
         raise ImageError(f"{browser_path()} drew nothing within {seconds:.0f} s; does it start, with --headless?")
-    if isinstance(held[0], BaseException):
-        raise ImageError(f"{browser_path()} could not draw the picture: {held[0]}") from held[0]
-    return held[0]
+    if isinstance(results[0], BaseException):
+        raise ImageError(f"{browser_path()} could not draw the picture: {results[0]}") from results[0]
+    return results[0]

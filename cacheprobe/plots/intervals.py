@@ -19,9 +19,9 @@ def interval_texts(table: pd.DataFrame, value: str, style: str, **counts: str) -
     value: the column of the value.  style: a number format, such as ".1%".  counts: column name -> the word for what
     the column counts; columns that the table lacks are left out.
     """
-    out = []
+    texts = []
     for line in table.to_dict("records"):
-        said = f"{line[value]:{style}}, 95 % {line['low']:{style}} to {line['high']:{style}}"
-        over = [f"{line[column]} {what}" for column, what in counts.items() if column in line]
-        out.append(f"{said}<br>{', '.join(over)}" if over else said)
-    return out
+        text = f"{line[value]:{style}}, 95 % {line['low']:{style}} to {line['high']:{style}}"
+        counted = [f"{line[column]} {what}" for column, what in counts.items() if column in line]
+        texts.append(f"{text}<br>{', '.join(counted)}" if counted else text)
+    return texts

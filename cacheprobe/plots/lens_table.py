@@ -60,11 +60,11 @@ def column_label(column: TableLine) -> tuple[str, str, str]:
     A dash replaces the next token if none was committed, or if none can be compared with the row.
     column: a line of the hypotheses table.
     """
-    is_none = pd.isna(column.committed_token) or column.status in DISCARDED_DRAFT
-    following = "—" if is_none else token_label(column.committed_token, TOKEN_COLUMNS)
-    arrow = "→ " if width_of(following) < TOKEN_COLUMNS else "→"
+    has_no_next = pd.isna(column.committed_token) or column.status in DISCARDED_DRAFT
+    next_token = "—" if has_no_next else token_label(column.committed_token, TOKEN_COLUMNS)
+    arrow = "→ " if width_of(next_token) < TOKEN_COLUMNS else "→"
     read = token_label(column.read_token, TOKEN_COLUMNS)
-    return f"{SIGNS[column.status]}{column.position}", read, f"{arrow}{following}"
+    return f"{SIGNS[column.status]}{column.position}", read, f"{arrow}{next_token}"
 
 
 class Scale(NamedTuple):
@@ -90,9 +90,9 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
     compared with the row.
     Raises: ValueError for another colour.
     """
-    is_known = rows["rank"].notna() & ~rows.status.isin(DISCARDED_DRAFT)
+    is_comparable = rows["rank"].notna() & ~rows.status.isin(DISCARDED_DRAFT)
     if colour == "logprob":
-        values = rows.committed_logprob_nats.astype(float).where(is_known)
+        values = rows.committed_logprob_nats.astype(float).where(is_comparable)
         ticks = ((_FLOOR_NATS, "≤ −12"), *((t, f"−{-t:g}") for t in (-9.0, -6.0, -3.0)), (0.0, "0"))
         return Scale("log p of the committed token (nats)", values, _FLOOR_NATS, 0.0, False, ticks)
     if colour == "entropy":
@@ -101,7 +101,7 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
         ticks = tuple((float(t), f"{t:g}") for t in np.linspace(0, np.floor(high), 3)) if high >= 2 else ((0.0, "0"),)
         return Scale("entropy (nats)", values, 0.0, high, True, ticks)
     if colour == "rank":
-        rank = rows["rank"].where(is_known).astype("Float64").to_numpy(dtype=float, na_value=np.nan)
+        rank = rows["rank"].where(is_comparable).astype("Float64").to_numpy(dtype=float, na_value=np.nan)
         ticks = tuple((float(np.log10(t + 1)), str(t)) for t in _RANKS)
         values = pd.Series(np.log10(rank + 1), index=rows.index)
         return Scale("rank of the committed token", values, 0.0, ticks[-1][0], True, ticks)
@@ -111,11 +111,11 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
 def finding(rows: pd.DataFrame, request_id: int) -> str:
     """Returns a sentence as plain text: the median, over a request's rows, of the first layer from which the most
     likely token stays the committed one. rows: readings of the request; only those of status "committed" count."""
-    known = rows[(rows.status == "committed") & rows.agrees.notna()]
-    if known.empty:
+    comparable = rows[(rows.status == "committed") & rows.agrees.notna()]
+    if comparable.empty:
         return f"Request {request_id}: no committed token to compare with"
-    firsts = sorted(_agrees_from(known))
-    median = firsts[len(firsts) // 2]
+    first_layers = sorted(_agrees_from(comparable))
+    median = first_layers[len(first_layers) // 2]
     if median == np.inf:
         return f"Request {request_id}: at most positions no layer settles on the committed token"
     return f"Request {request_id}: the committed token is the first choice from layer {int(median)} on (median)"
@@ -124,11 +124,11 @@ def finding(rows: pd.DataFrame, request_id: int) -> str:
 def _agrees_from(readings: pd.DataFrame) -> list[float]:
     """Returns a list with one number for each row: the first layer from which the most likely token is the committed
     one up to the last layer; infinity if the last layer has another token."""
-    since: dict[int, float] = {}
+    agrees_from: dict[int, float] = {}
     columns = (readings[name].tolist() for name in ("layer", "row", "agrees"))
     for layer, row, agrees in sorted(zip(*columns, strict=True)):
-        since[row] = min(since.get(row, np.inf), float(layer)) if agrees else np.inf
-    return list(since.values())
+        agrees_from[row] = min(agrees_from.get(row, np.inf), float(layer)) if agrees else np.inf
+    return list(agrees_from.values())
 
 
 def select(hypotheses: pd.DataFrame, request_id: int, include: Include, positions: range | None) -> pd.DataFrame:
@@ -137,19 +137,19 @@ def select(hypotheses: pd.DataFrame, request_id: int, include: Include, position
     `include`."""
     if include not in ("committed", "all"):
         raise ValueError(f"unknown include {include!r}; it is 'committed' or 'all'")
-    own = hypotheses[hypotheses.request_id == request_id]
-    rows = own if include == "all" else own[own.status == "committed"]
+    of_request = hypotheses[hypotheses.request_id == request_id]
+    rows = of_request if include == "all" else of_request[of_request.status == "committed"]
     if positions is not None:
         rows = rows[rows.position.isin(positions)]
     if not rows.empty:
         return rows
-    if own.empty:
-        there = f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
+    if of_request.empty:
+        available = f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
     else:
-        counts = own.drop_duplicates("row").status.value_counts().to_dict()
-        there = f"it has {counts} rows at positions {own.position.min()} to {own.position.max()}"
+        counts = of_request.drop_duplicates("row").status.value_counts().to_dict()
+        available = f"it has {counts} rows at positions {of_request.position.min()} to {of_request.position.max()}"
     wanted = "" if positions is None else f" at positions {positions.start} to {positions.stop - 1}"
-    raise ValueError(f"no {include} hypotheses of request {request_id}{wanted}; {there}")
+    raise ValueError(f"no {include} hypotheses of request {request_id}{wanted}; {available}")
 
 
 def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
@@ -160,7 +160,7 @@ def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
     return columns.reset_index(drop=True)
 
 
-def runs_of(layers: list[int]) -> list[tuple[int, int]]:
+def runs_of(numbers: list[int]) -> list[tuple[int, int]]:
     """Returns (first, last) of each unbroken run of numbers in a sorted list: [1, 2, 3, 7] gives [(1, 3), (7, 7)]."""
-    starts = [n for n in layers if n - 1 not in layers]
-    return list(zip(starts, [n for n in layers if n + 1 not in layers], strict=True))
+    starts = [n for n in numbers if n - 1 not in numbers]
+    return list(zip(starts, [n for n in numbers if n + 1 not in numbers], strict=True))

@@ -72,9 +72,9 @@ class Figure(go.Figure):
 def layer_ticks(layers: Iterable[SupportsInt], most: int = 8) -> dict[str, int]:
     """Returns plotly's settings (tick0, dtick) of an axis of layers as a dict: a tick at every layer, or at every
     second, fifth, tenth ..., so that at most `most` + 1 ticks are drawn."""
-    places = sorted({int(layer) for layer in layers})
-    span = places[-1] - places[0]
-    return {"tick0": places[0], "dtick": next(step for step in (1, 2, 5, 10, 20, 50, 10**6) if span <= step * most)}
+    numbers = sorted({int(layer) for layer in layers})
+    span = numbers[-1] - numbers[0]
+    return {"tick0": numbers[0], "dtick": next(step for step in (1, 2, 5, 10, 20, 50, 10**6) if span <= step * most)}
 
 
 def _configured(settings: Mapping[str, object]) -> dict[str, object]:
@@ -166,12 +166,12 @@ SHADES = 20
 
 
 def _shades(dark: bool) -> list[str]:
-    anchors = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in _SCALES[dark]]
+    rgb = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in _SCALES[dark]]
     colours = []
     for shade in range(SHADES):
-        place, share = divmod(shade * (len(anchors) - 1) / (SHADES - 1), 1)
-        low, high = anchors[int(place)], anchors[min(int(place) + 1, len(anchors) - 1)]
-        colours.append("#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(low, high, strict=True)))
+        anchor, fraction = divmod(shade * (len(rgb) - 1) / (SHADES - 1), 1)
+        low, high = rgb[int(anchor)], rgb[min(int(anchor) + 1, len(rgb) - 1)]
+        colours.append("#" + "".join(f"{round(a + (b - a) * fraction):02x}" for a, b in zip(low, high, strict=True)))
     return colours
 
 

@@ -13,7 +13,7 @@ from cacheprobe.plots.text import markup, shorten
 
 MOST = 8
 """Largest number of values of one axis that are drawn."""
-_SAID = {
+_VALUE_WORDS = {
     "agrees_mean": "share of first choices that are the committed token",
     "rank_median": "median rank of the committed token",
     "logprob_nats_mean": "mean log-probability of the committed token (nats)",
@@ -73,13 +73,13 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
             if (a, b) not in means.index.droplevel("layer"):
                 continue
             panel = means.loc[(a, b)]
-            where = markup(f"{rows}={a}, {columns}={b}")
+            panel_name = markup(f"{rows}={a}, {columns}={b}")
             figure.add_scatter(
                 x=panel.index.tolist(), y=panel["mean"].tolist(), customdata=panel["size"].tolist(),
                 row=i + 1, col=j + 1,
-                mode="lines+markers", name=where, showlegend=False, line=dict(color=style["color"], width=2),
+                mode="lines+markers", name=panel_name, showlegend=False, line=dict(color=style["color"], width=2),
                 marker=dict(symbol=style["symbol"], size=5),
-                hovertemplate=f"{where}<br>layer %{{x}}: %{{y:.3f}}, committed rows, mean of %{{customdata}} cells"
+                hovertemplate=f"{panel_name}<br>layer %{{x}}: %{{y:.3f}}, committed rows, mean of %{{customdata}} cells"
                 "<extra></extra>",
             )  # fmt: skip
         figure.update_yaxes(title=markup(shorten(f"{rows}={a}", _NAME)), row=i + 1, col=1)
@@ -87,14 +87,14 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
     figure.update_xaxes(title="layer", row=len(down))
     if value in _SHARES:
         figure.update_yaxes(range=[-0.04, 1.06])
-    last = means.groupby([rows, columns]).tail(1)["mean"]
-    (a, b, _), best = last.idxmax(), last.max()
-    where = f"{rows}={shorten(str(a), 32)}, {columns}={shorten(str(b), 32)}"
-    said = f"Last layer, largest {_SAID.get(value, value)}: {best:.2f} at {where}"
-    if len(last) > 1 and (last == best).all():
-        said = f"Last layer, {_SAID.get(value, value)}: {best:.2f} in every panel"
+    last_layer = means.groupby([rows, columns]).tail(1)["mean"]
+    (a, b, _), best = last_layer.idxmax(), last_layer.max()
+    panel_name = f"{rows}={shorten(str(a), 32)}, {columns}={shorten(str(b), 32)}"
+    title = f"Last layer, largest {_VALUE_WORDS.get(value, value)}: {best:.2f} at {panel_name}"
+    if len(last_layer) > 1 and (last_layer == best).all():
+        title = f"Last layer, {_VALUE_WORDS.get(value, value)}: {best:.2f} in every panel"
     figure.update_layout(
-        template=layout_template(), title=markup(said), height=120 + 150 * len(down), dragmode=False,
+        template=layout_template(), title=markup(title), height=120 + 150 * len(down), dragmode=False,
         margin=dict(l=64, r=12, t=84, b=48),
     )  # fmt: skip
     return figure

@@ -42,20 +42,22 @@ def cache_piece(
 ) -> Piece:
     """Returns the picture of `cache_picture` as a `Piece` (title, note, HTML body), for a page that has the styles.
     memory: HTML on the cache of all requests, added to the note; "" for none."""
-    whose = "the request" if request_id is None else f"request {request_id}"
+    owner = "the request" if request_id is None else f"request {request_id}"
     if ledger.empty:
-        raise ValueError(f"the ledger is empty: {whose} holds no cache rows then; give a step at which it does")
-    when = "" if step is None else f" after step {step}"
-    drawn = cylinder_strokes(["KV cache", *([f"after step {step}"] if when else [])], ledger, step=step,
+        raise ValueError(f"the ledger is empty: {owner} holds no cache rows then; give a step at which it does")
+    after_step = "" if step is None else f" after step {step}"
+    cylinder = cylinder_strokes(["KV cache", *([f"after step {step}"] if after_step else [])], ledger, step=step,
                              truncated=truncated)  # fmt: skip
-    picture = svg.picture(290, CACHE_HEIGHT + 8, f"KV cache of {whose}{when}", drawn, style="max-width:290px")
+    picture = svg.picture(290, CACHE_HEIGHT + 8, f"KV cache of {owner}{after_step}", cylinder, style="max-width:290px")
     strip = cache_strip(ledger, request_id=request_id, step=step, pending=pending)
     count = len(ledger)
-    owner = f"{whose[0].upper()}{whose[1:]}"
+    title_start = f"{owner[0].upper()}{owner[1:]}"
     parts = ", ".join(f"{number} {name}" for name, number in cache_counts(ledger).items())
-    note = " ".join(said for said in ("Underlined: written in this step." if when else "", memory) if said)
+    note = " ".join(
+        sentence for sentence in ("Underlined: written in this step." if after_step else "", memory) if sentence
+    )
     return Piece(
-        f"{owner} holds {count} cache row{'s' * (count != 1)}{when}: {parts}",
+        f"{title_start} holds {count} cache row{'s' * (count != 1)}{after_step}: {parts}",
         "",
         f"<div class='cylinder'>{picture}</div><h4>Row by row</h4>{strip}"
         + (f"<p class='note'>{note}</p>" if note else ""),

@@ -83,8 +83,8 @@ def swatch(x: float, y: float, colour: str, texture: str | None) -> str:
 
 
 def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:
-    """Returns the hover text of a band of the cylinder: the number of its slots, their positions, and the steps that
-    wrote them."""
+    """Returns the hover text of the cylinder's band with this provenance (`name`): the number of its slots, their
+    positions, and the steps that wrote them."""
     number = f"{count} cache row{'s' * (count != 1)}"
     if name == "truncated":
         return f"{number} cut off again in this step"

@@ -16,7 +16,7 @@ second."""
 _MOST_REQUESTS = 8
 
 
-class Drawn(NamedTuple):
+class PanelToken(NamedTuple):
     """Holds one token of the decode panel: its name (such as T1), text, step and position."""
 
     name: str
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
 
 
 def decode_panel(
-    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: Drawn, columns: Sequence[Drawn],
+    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: PanelToken, columns: Sequence[PanelToken],
     *, is_verified: bool = True,
 ) -> Panel:  # fmt: skip
     """Returns the decode `Panel` of a request: the cache after the draft, the committed token T0 (`newest`), the tokens
@@ -40,13 +40,13 @@ def decode_panel(
     shown = abridged(len(columns), 4)
     gap = 6
     width = min((WIDTH - 80 - 8 - gap * (len(shown) - 1)) / max(len(shown), 1), 60)
-    places = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
+    places_of_tokens = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
     top = CACHE_HEIGHT + 14
     parts = cylinder_strokes(["KV cache", "after decode"], ledger)
     parts.append(
         svg.chip(8, top, 64, "T₀", newest.text, "green", tip=token_tip(request_id, newest.position, "committed"))
     )
-    for x, index in places:
+    for x, index in places_of_tokens:
         if index < 0:
             parts.append(svg.text(x + width / 2, top + 24, f"+ {-index}", "muted", "middle"))
             continue
@@ -54,7 +54,7 @@ def decode_panel(
         tip = token_tip(request_id, token.position, kind, token.step)
         parts.append(svg.chip(x, top, width, token.name, token.text, colour, texture, tip=tip))
     steps = [columns[index].step if index >= 0 else None for index in shown]
-    grid, height = _grid(events, request_id, steps, [x for x, _ in places], width, top + 54, colour)
+    grid, height = _grid(events, request_id, steps, [x for x, _ in places_of_tokens], width, top + 54, colour)
     count = len(columns)
     if is_verified and count:
         candidates = f"{count} candidate{'s' * (count != 1)}"
@@ -81,9 +81,9 @@ def _grid(
     top-two margin in nats, with a legend."""
     if not places:
         return [], top
-    cells = events[events.step.isin([step for step in steps if step is not None])]
-    others = sorted(set(cells.request_id.tolist()) - {request_id})
-    margins = cells.set_index(["request_id", "step"]).margin_nats
+    passes = events[events.step.isin([step for step in steps if step is not None])]
+    others = sorted(set(passes.request_id.tolist()) - {request_id})
+    margins = passes.set_index(["request_id", "step"]).margin_nats
     parts, y = [], top
     for row in [request_id, *others[: _MOST_REQUESTS - 1]]:
         parts.append(svg.text(8, y + 13, f"request {row}", "small strong" if row == request_id else "small muted"))
@@ -93,8 +93,8 @@ def _grid(
                 continue
             margin = margins[row, step]
             is_known = bool(pd.notna(margin))
-            said = f"{margin:.2f} nats between its two best tokens" if is_known else "no model pass"
-            tip = f"request {row}, step {step}: {said}"
+            margin_words = f"{margin:.2f} nats between its two best tokens" if is_known else "no model pass"
+            tip = f"request {row}, step {step}: {margin_words}"
             parts.append(svg.box(x, y, width, 18, tint, margin_texture(margin, tint), radius=3, tip=tip))
         y += 22
     if more := len(others[_MOST_REQUESTS - 1 :]):

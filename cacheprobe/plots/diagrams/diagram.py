@@ -6,7 +6,7 @@ import pandas as pd
 
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import swatch
-from cacheprobe.plots.diagrams.decode_panel import Drawn, decode_panel
+from cacheprobe.plots.diagrams.decode_panel import PanelToken, decode_panel
 from cacheprobe.plots.diagrams.frame import Markup, Piece
 from cacheprobe.plots.diagrams.panels import Panel, outcome_panel, prefill_panel, token_name, verify_panel
 from cacheprobe.plots.diagrams.windows import Window
@@ -55,8 +55,8 @@ def decoded_diagram(
     """
     own = events[events.request_id == request_id]
     if own.empty or not own.committed_token_ids.map(len).any():
-        there = ", ".join(str(number) for number in sorted(events.request_id.unique()))
-        raise ValueError(f"there is no decoding of request {request_id}; the table has events of {there or 'none'}")
+        listed = ", ".join(str(number) for number in sorted(events.request_id.unique()))
+        raise ValueError(f"there is no decoding of request {request_id}; the table has events of {listed or 'none'}")
     if (own.phase == "verify").any():
         raise ValueError(f"request {request_id} is verified; draw one of its windows with window_diagram")
     panels = decoded_phases(request_id, events, ledgers, token_texts)
@@ -66,14 +66,15 @@ def decoded_diagram(
 def window_finding(window: Window) -> str:
     """Returns a sentence, as plain text, on the verdict of a verify window: how many of its draft tokens were accepted
     or rolled back."""
-    drafted, kept = len(window.draft_token_ids), window.num_accepted
+    drafted, accepted = len(window.draft_token_ids), window.num_accepted
     if window.is_rollback:
-        said = f"{drafted - kept} of {drafted} candidates {'was' if drafted - kept == 1 else 'were'} rolled back"
+        lost = drafted - accepted
+        result = f"{lost} of {drafted} candidates {'was' if lost == 1 else 'were'} rolled back"
     elif drafted:
-        said = f"all {drafted} candidates were accepted" if drafted > 1 else "its one candidate was accepted"
+        result = f"all {drafted} candidates were accepted" if drafted > 1 else "its one candidate was accepted"
     else:
-        said = "nothing was drafted"
-    return f"Request {window.request_id}, the window that ends in step {window.step}: {said}"
+        result = "nothing was drafted"
+    return f"Request {window.request_id}, the window that ends in step {window.step}: {result}"
 
 
 def decoded_finding(own: pd.DataFrame) -> str:
@@ -95,10 +96,10 @@ def window_phases(
     """Returns the four panels of `window_diagram` as a list: prefill, decode, verify, outcome."""
     after_prefill, after_decode, after_verify = ledgers
     drafted = [
-        Drawn(token_name(i + 1, candidate=True), text_of(token_texts, token_id), step, window.start + i)
+        PanelToken(token_name(i + 1, candidate=True), text_of(token_texts, token_id), step, window.start + i)
         for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True))
     ]
-    newest = Drawn("T₀", text_of(token_texts, window.newest_token_id), None, window.start - 1)
+    newest = PanelToken("T₀", text_of(token_texts, window.newest_token_id), None, window.start - 1)
     name = "deterministic request" if is_deterministic else f"request {window.request_id}"
     return [
         prefill_panel(events, window.request_id, after_prefill, name),
@@ -115,25 +116,27 @@ def decoded_phases(
 
     ledgers: the request's ledger after its last prefill step, and at its end.
     """
-    after_prefill, after_decode = ledgers
-    own = events[events.request_id == request_id]
+    after_prefill, at_end = ledgers
+    of_request = events[events.request_id == request_id]
+    prefills = of_request[of_request.phase == "prefill"]
     # a preempted request has a second prefill pass, which commits no token
-    first = next(int(ids[-1]) for ids in own[own.phase == "prefill"].committed_token_ids if len(ids))
+    first_generated = next(int(ids[-1]) for ids in prefills.committed_token_ids if len(ids))
     decoded = [
         (int(token_id), int(event.step))
-        for event in own[own.phase == "decode"].itertuples()
+        for event in of_request[of_request.phase == "decode"].itertuples()
         for token_id in event.committed_token_ids
     ]
-    count = int(own.committed_token_ids.map(len).sum())
-    start = int(after_decode.position.max()) + 3 - count  # of T1: the newest token has no row yet, all others have
+    num_generated = int(of_request.committed_token_ids.map(len).sum())
+    # the newest token has no slot yet: the text ends one position after the last slot
+    first_position = int(at_end.position.max()) + 1 - (num_generated - 1)
     columns = [
-        Drawn(token_name(i + 1), text_of(token_texts, token_id), step, start + i)
-        for i, (token_id, step) in enumerate(decoded)
+        PanelToken(token_name(i), text_of(token_texts, token_id), step, first_position + i)
+        for i, (token_id, step) in enumerate(decoded, start=1)
     ]
-    newest = Drawn("T₀", text_of(token_texts, first), int(own[own.phase == "prefill"].step.max()), start - 1)
+    newest = PanelToken("T₀", text_of(token_texts, first_generated), int(prefills.step.max()), first_position)
     return [
         prefill_panel(events, request_id, after_prefill, f"request {request_id}"),
-        decode_panel(events, request_id, after_decode, newest, columns, is_verified=False),
+        decode_panel(events, request_id, at_end, newest, columns, is_verified=False),
     ]
 
 
@@ -147,10 +150,12 @@ def legend() -> str:
     return key_list(keys())
 
 
-def key_list(listed: Sequence[tuple[str, str]], first: str = "") -> str:
+def key_list(entries: Sequence[tuple[str, str]], first: str = "") -> str:
     """Returns a legend as an HTML list. listed: (SVG elements, meaning) of each entry.  first: HTML of list items to
     put before them."""
-    items = [f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{said}</li>' for drawn, said in listed]
+    items = [
+        f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{meaning}</li>' for drawn, meaning in entries
+    ]
     return f'<ul class="legend">{first}{"".join(items)}</ul>'
 
 

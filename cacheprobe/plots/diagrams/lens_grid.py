@@ -137,14 +137,14 @@ def grid_of(
     pitch = int(min(max((width - LABEL_WIDTH - 4) // len(columns), PITCH), WIDEST))
     height = _TOP + _ROW * len(layers)
     heights = {layer: height - _ROW * (i + 1) for i, layer in enumerate(layers)}
-    own = _cells(rows, _shades(scale))
+    cells_of_row = _cells(rows, _shades(scale))
     every = 1 if len(layers) <= 16 else 2
     names = [("layer", _TOP - 1), *((str(layer), heights[layer] + 13) for layer in layers[::every])]
     names += [("position", height + 19), ("read", height + 34), ("→ next", height + 49)]
     parts = [svg.text(LABEL_WIDTH - 6, y, name, "small muted", "end") for name, y in names]
     for i, column in enumerate(columns[_ABOUT].itertuples()):
         x = LABEL_WIDTH + pitch * i
-        parts.append(_column(column, own[column.row], heights, x, pitch, height, has_tips))
+        parts.append(_column(column, cells_of_row[column.row], heights, x, pitch, height, has_tips))
     parts.append(f'<rect class="cursor" width="{pitch + 1}" height="{_ROW + 1}" rx="3" style="display:none"/>')
     note = (
         f"{SITE_WORDS.get(str(rows.site.iloc[0]), 'States')} of every layer through the "
@@ -175,11 +175,11 @@ def _shades(scale: Scale) -> list[int]:
 def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
     """Returns a dict from row number to the row's readings in order of layers. A reading is a tuple of the columns
     `_READ` and the shade."""
-    found: dict[int, list[tuple]] = {}
+    cells_of_row: dict[int, list[tuple]] = {}
     rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(DISCARDED_DRAFT))
     for row, *cell in zip(*(rows[name].tolist() for name in _READ), shades, strict=True):
-        found.setdefault(row, []).append(tuple(cell))
-    return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in found.items()}
+        cells_of_row.setdefault(row, []).append(tuple(cell))
+    return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in cells_of_row.items()}
 
 
 def _column(
@@ -187,24 +187,24 @@ def _column(
 ) -> str:
     """Returns SVG of one column of the grid: the cells of one row of the trace, outlines of agreeing layers, and the
     lines below."""
-    says = f"{column_words(column)}\nrequest {column.request_id} · step {column.step} · {column.phase}\n"
-    says += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
-    is_in_vain = column.status in DISCARDED_DRAFT
-    committed = None if pd.isna(column.committed_token) or is_in_vain else visible(column.committed_token)
-    none = NOTHING_TO_COMPARE if is_in_vain else "nothing was committed there"
+    column_tip = f"{column_words(column)}\nrequest {column.request_id} · step {column.step} · {column.phase}\n"
+    column_tip += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
+    was_fed_discarded = column.status in DISCARDED_DRAFT
+    committed = None if pd.isna(column.committed_token) or was_fed_discarded else visible(column.committed_token)
+    none = NOTHING_TO_COMPARE if was_fed_discarded else "nothing was committed there"
     about = f'data-row="{column.row}" data-position="{column.position}" data-born="{column.step}" data-x="{x}"'
-    of_column = "" if has_tips else f'data-says="{markup(says)}" '
-    parts = [f'<g class="column" {about} {of_column}transform="translate({x} 0)">']
+    column_data = "" if has_tips else f'data-says="{markup(column_tip)}" '
+    parts = [f'<g class="column" {about} {column_data}transform="translate({x} 0)">']
     middle = f'{pitch / 2:g}"'
     for layer, token, nats, entropy, rank, target_nats, _, shade in cells:
         target = f"committed {committed}, rank {rank}, log p {target_nats:.2f} nats"
-        said = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
-        said += f"{target if committed is not None else none}\nentropy {entropy:.2f} nats"
+        cell_tip = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
+        cell_tip += f"{target if committed is not None else none}\nentropy {entropy:.2f} nats"
         y = heights[layer]
-        says_cell = "" if has_tips else f' data-says="{markup(said)}"'
-        tip = f"<title>{markup(says)}\n{markup(said)}</title>" if has_tips else ""
+        cell_data = "" if has_tips else f' data-says="{markup(cell_tip)}"'
+        tip = f"<title>{markup(column_tip)}\n{markup(cell_tip)}</title>" if has_tips else ""
         parts.append(
-            f'<g class="pick v{shade}" data-layer="{layer}"{says_cell}>{tip}<rect x="1" y="{y + 1}" '
+            f'<g class="pick v{shade}" data-layer="{layer}"{cell_data}>{tip}<rect x="1" y="{y + 1}" '
             f'width="{pitch - 1}" height="{_ROW - 1}"/><text class="token" x="{middle} y="{y + 14}">'
             f"{markup(token_label(token, TOKEN_COLUMNS))}</text></g>"
         )

@@ -41,28 +41,28 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
     """Returns the prefill `Panel` of a request: the cache after prefill, the prompt in blue, and the other requests of
     the run in grey. name: text on the prompt's box."""
     passes = events[(events.phase == "prefill") & events.step.isin(_steps(events, request_id, "prefill"))]
-    beside = passes.request_id.nunique() - 1
+    num_in_batch = passes.request_id.nunique() - 1
     others = events.request_id.nunique() - 1
     y = CACHE_HEIGHT + 34
-    read_in = step_note(passes.step)
+    step_words = step_note(passes.step)
     parts = cylinder_strokes(["KV cache", "after prefill"], ledger)
     parts += [
         svg.arrow(54, y - 6, 54, CACHE_HEIGHT - 50),
-        svg.box(12, y, 200, 48, "blue", tip=f"request {request_id}: {len(ledger)} prompt tokens, read in {read_in}"),
+        svg.box(12, y, 200, 48, "blue", tip=f"request {request_id}: {len(ledger)} prompt tokens, read in {step_words}"),
         svg.text(112, y + 20, name, "strong halo on-blue", "middle"),
         svg.text(112, y + 37, f"{len(ledger)} prompt tokens", "halo on-blue", "middle"),
     ]
     if others:
         stack = min(others, 3)
         for i in reversed(range(stack)):  # the last one stands in front
-            tip = f"{_other_requests(others)} of this run; {beside} in these passes"
+            tip = f"{_other_requests(others)} of this run; {num_in_batch} in these passes"
             parts.append(svg.box(12 + 9 * i, y + 72 + 7 * (stack - 1 - i), 200, 44, "grey", tip=tip))
         label_y = y + 72 + 7 * (stack - 1) + 26
         parts.append(svg.text(112, label_y, _other_requests(others), "halo on-grey", "middle"))
     count = passes.step.nunique()
     up_to = "up to " if passes[["batch_rows", "batch_slots"]].drop_duplicates().shape[0] > 1 else ""
     shape = f"{up_to}{passes.batch_rows.max()} × {passes.batch_slots.max()}"
-    batch = f"{_other_requests(beside)} beside it" if beside else "no other request beside it"
+    batch = f"{_other_requests(num_in_batch)} beside it" if num_in_batch else "no other request beside it"
     sentence = f"The prompt was read in {count} pass{'es' * (count != 1)} of {shape} tokens, {batch}."
     height = y + (134 if others else 52)
     label = f"Prefill: {len(ledger)} prompt tokens of request {request_id}, {_other_requests(others)}"
@@ -119,19 +119,19 @@ def _compared(window: Window, index: int) -> str:
 
 def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
     accepted, drafted = window.num_accepted, len(window.draft_token_ids)
-    own = len(window.committed_token_ids) > accepted
-    said = (
+    has_own_token = len(window.committed_token_ids) > accepted
+    sentence = (
         f"{accepted} of {drafted} candidates equal the verifier's tokens."
         if drafted
         else "There was nothing to compare."
     )
-    if not own:
-        return said
+    if not has_own_token:
+        return sentence
     name, token = token_name(accepted + 1), _quoted(texts, window.committed_token_ids[-1])
     if window.is_rollback:
         wrong = _quoted(texts, window.draft_token_ids[accepted])
-        return f"{said} At the first mismatch its own {name}, {token}, replaces {wrong}."
-    return f"{said} Its own next token {name}, {token}, comes with them."
+        return f"{sentence} At the first mismatch its own {name}, {token}, replaces {wrong}."
+    return f"{sentence} Its own next token {name}, {token}, comes with them."
 
 
 def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]) -> Panel:
@@ -197,8 +197,8 @@ def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], fl
         if index < 0:
             parts.append(svg.text(x + width / 2, y + 24, f"+ {-index}", "muted", "middle"))
             continue
-        c = chips[index]
-        parts.append(svg.chip(x, y, width, c.name, c.token, c.colour, c.texture, sign=c.sign, tip=c.tip))
+        name, token, colour, texture, sign, tip = chips[index]
+        parts.append(svg.chip(x, y, width, name, token, colour, texture, sign=sign, tip=tip))
     return parts, top + (len(places) - 1) // 5 * 52 + 46
 
 

@@ -144,8 +144,8 @@ def cylinder(x: float, y: float, width: float, bands: list[Band]) -> str:
 
 
 def picture(width: float, height: float, label: str, parts: list[str], *, style: str = "") -> str:
-    """Returns one <svg> element with these parts. It takes the width of its place on the page, within the CSS rules
-    `style`. Screen readers read `label`."""
+    """Returns one <svg> element with these parts, for the page. The picture takes the width of its place, within
+    the CSS rules `style`. Screen readers read `label`."""
     limits = f' style="{style}"' if style else ""
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}"{limits} role="img" aria-label="{markup(label)}" '

@@ -78,27 +78,27 @@ def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
 
     events: as in `Trace.events`.  Raises: ValueError for a request that no event names.
     """
-    own = events[events.request_id == request_id].sort_values("step")
-    if own.empty:
-        there = ", ".join(str(number) for number in sorted(events.request_id.unique()))
-        raise ValueError(f"no events of request {request_id}; the table has {there or 'none'}")
+    of_request = events[events.request_id == request_id].sort_values("step")
+    if of_request.empty:
+        known = ", ".join(str(number) for number in sorted(events.request_id.unique()))
+        raise ValueError(f"no events of request {request_id}; the table has {known or 'none'}")
     windows: list[Window] = []
     prefill_steps: list[int] = []
-    proposed: list[int] = []
-    newest = -1
-    for event in own.itertuples():
+    draft_steps: list[int] = []
+    newest_token_id = -1
+    for event in of_request.itertuples():
         if event.phase == "prefill":
             prefill_steps.append(int(event.step))
-            proposed = []  # a preempted request is computed again, and drafts anew
+            draft_steps = []  # a preempted request is computed again, and drafts anew
         elif event.phase == "decode":
-            proposed += [int(event.step)] * len(event.proposed_token_ids)
+            draft_steps += [int(event.step)] * len(event.proposed_token_ids)
         elif pd.notna(event.num_accepted):  # null for a pass that only rebuilds cache rows
             # a draft of a failed pass was given up; its tokens come before those of the judged draft
-            given_up = len(proposed) - len(event.draft_token_ids)
-            windows.append(_window(event, newest, tuple(prefill_steps), tuple(proposed[given_up:])))
-            proposed = []
+            given_up = len(draft_steps) - len(event.draft_token_ids)
+            windows.append(_window(event, newest_token_id, tuple(prefill_steps), tuple(draft_steps[given_up:])))
+            draft_steps = []
         if len(event.committed_token_ids):
-            newest = int(event.committed_token_ids[-1])
+            newest_token_id = int(event.committed_token_ids[-1])
     return tuple(windows)
 
 
@@ -142,9 +142,9 @@ def pick_request(events: pd.DataFrame) -> int:
     def score(request_id: int) -> tuple[bool, int, bool, bool, int]:
         """Returns the sort key of a request; the request with the largest key is picked."""
         windows = find_windows(events, request_id)
-        full, back = accepted_whole(windows), rolled_back(windows)
+        full, rollback = accepted_whole(windows), rolled_back(windows)
         drafted = len(full.draft_token_ids) if full else 0
-        partial = back is not None and back.num_accepted > 0
-        return full is not None and back is not None, drafted, partial, bool(windows), -request_id
+        partial = rollback is not None and rollback.num_accepted > 0
+        return full is not None and rollback is not None, drafted, partial, bool(windows), -request_id
 
     return max((int(request_id) for request_id in events.request_id.unique()), key=score)
