@@ -65,15 +65,15 @@ class Book:
         return [(int(last[r]), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
 
     def events_of(self, request_id: int) -> pd.DataFrame:
-        """Returns the lines of the events table of one request; none for an unknown request."""
+        """Returns a DataFrame: the lines of the events table of one request; empty for an unknown request."""
         return self._by_request.get(request_id, self.run.events.iloc[:0])
 
     def events_of_all(self, requests: Sequence[int]) -> pd.DataFrame:
-        """Returns the lines of the events table of several requests."""
+        """Returns a DataFrame: the lines of the events table of several requests."""
         return pd.concat([self.run.events.iloc[:0], *(self.events_of(r) for r in requests)])
 
     def rows_of(self, request_id: int) -> pd.DataFrame:
-        """Returns the lines of the rows table of one request; none for an unknown request."""
+        """Returns a DataFrame: the lines of the rows table of one request; empty for an unknown request."""
         return self._rows_by_request.get(request_id, self.run.rows.iloc[:0])
 
     def ledger(self, request_id: int, step: int) -> pd.DataFrame:
@@ -100,8 +100,8 @@ class Book:
         return len(self.run.request(request_id)["prompt_token_ids"])
 
     def predicting_rows(self, request_id: int) -> pd.DataFrame:
-        """Returns the lines of the rows table of one request from the prompt's last token on: the rows that predict
-        generated tokens, and that have lens readings."""
+        """Returns a DataFrame: the lines of the rows table of one request from the prompt's last token on. These
+        rows predict generated tokens and have lens readings."""
         rows = self.rows_of(request_id)
         return rows[rows.position >= self.prompt_length(request_id) - 1]
 

@@ -25,7 +25,7 @@ def graphs(name: str, figures: Sequence[Figure], *, dark: bool) -> list[JsonDict
         title = figure.layout.title.text
         if i and title:
             components.append(html.H3(unescape(title).replace("<br>", " ")).to_plotly_json())
-        height = (figure.layout.height or 450) - 40
+        height = (figure.layout.height or 450) - 40  # without its title the figure needs 40 px less
         figure.update_layout(template=layout_template(dark=dark), height=None, autosize=True, title=None, margin_t=44)
         graph = dcc.Graph(
             id=f"{name}-{i}",

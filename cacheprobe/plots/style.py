@@ -85,25 +85,26 @@ def _configured(settings: Mapping[str, object]) -> dict[str, object]:
 def layout_template(*, dark: bool = False) -> go.layout.Template:
     """Returns the plotly template of all figures, for a light or a dark page. Heat maps are violet, because the other
     colours stand for phases and statuses."""
-    ink = _DARK if dark else _LIGHT
-    axis = {"gridcolor": ink["line"], "linecolor": ink["line"], "zeroline": False, "ticks": "", "automargin": True}
+    colours = _DARK if dark else _LIGHT
+    line = colours["line"]
+    axis = {"gridcolor": line, "linecolor": line, "zeroline": False, "ticks": "", "automargin": True}
     axis["title"] = {"font": {"size": 13}}
-    scale = [[i / (len(_SCALES[dark]) - 1), colour] for i, colour in enumerate(_SCALES[dark])]
+    scale = [[i / (len(_SCALES[dark]) - 1), shade] for i, shade in enumerate(_SCALES[dark])]
     return go.layout.Template(
         layout={
-            "font": {"family": SANS, "size": 13, "color": ink["ink"]},
+            "font": {"family": SANS, "size": 13, "color": colours["ink"]},
             "title": {"x": 0, "xref": "paper", "font": {"size": 16}},
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "xaxis": axis,
             "yaxis": axis,
             "hoverlabel": {
-                "bgcolor": ink["card"],
-                "bordercolor": ink["line"],
-                "font": {"color": ink["ink"]},
+                "bgcolor": colours["card"],
+                "bordercolor": colours["line"],
+                "font": {"color": colours["ink"]},
                 "align": "left",
             },
-            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": ink["muted"], "activecolor": ink["ink"]},
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": colours["muted"], "activecolor": colours["ink"]},
             "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"},
         },
         data={"heatmap": [{"colorscale": scale, "colorbar": {"outlinewidth": 0, "ticks": ""}}]},
@@ -162,7 +163,7 @@ DIAGRAM_CSS = f"""
 """
 
 SHADES = 20
-"""Number of violet shades, from lightest to darkest, of cells drawn without plotly: CSS classes v0 to v19."""
+"""Number of violet shades, from weakest to strongest, of cells drawn without plotly: CSS classes v0 to v19."""
 
 
 def _shades(dark: bool) -> list[str]:

@@ -88,15 +88,15 @@ def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:
     number = f"{count} cache row{'s' * (count != 1)}"
     if name == "truncated":
         return f"{number} cut off again in this step"
-    own = ledger[ledger.provenance == name]
-    spans = [
-        f"{what} {low}" if low == high else f"{what}s {low} to {high}"
-        for what, low, high in (
-            ("position", int(own.position.min()), int(own.position.max())),
-            ("step", int(own.step.min()), int(own.step.max())),
+    slots = ledger[ledger.provenance == name]
+    ranges = [
+        f"{unit} {low}" if low == high else f"{unit}s {low} to {high}"
+        for unit, low, high in (
+            ("position", int(slots.position.min()), int(slots.position.max())),
+            ("step", int(slots.step.min()), int(slots.step.max())),
         )
     ]
-    return f"{number}: {name}, {spans[0]}, written in {spans[1]}"
+    return f"{number}: {name}, {ranges[0]}, written in {ranges[1]}"
 
 
 def _band_height(name: str, slots: int) -> float:

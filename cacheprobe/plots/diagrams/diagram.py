@@ -53,14 +53,14 @@ def decoded_diagram(
     token_texts: from `token_texts`.
     Raises: ValueError for a request that decoded no token, and for one that has verify windows.
     """
-    own = events[events.request_id == request_id]
-    if own.empty or not own.committed_token_ids.map(len).any():
+    of_request = events[events.request_id == request_id]
+    if of_request.empty or not of_request.committed_token_ids.map(len).any():
         listed = ", ".join(str(number) for number in sorted(events.request_id.unique()))
         raise ValueError(f"there is no decoding of request {request_id}; the table has events of {listed or 'none'}")
-    if (own.phase == "verify").any():
+    if (of_request.phase == "verify").any():
         raise ValueError(f"request {request_id} is verified; draw one of its windows with window_diagram")
     panels = decoded_phases(request_id, events, ledgers, token_texts)
-    return Piece(decoded_finding(own), "", side_by_side(panels) + legend()).alone
+    return Piece(decoded_finding(of_request), "", side_by_side(panels) + legend()).alone
 
 
 def window_finding(window: Window) -> str:
@@ -77,12 +77,12 @@ def window_finding(window: Window) -> str:
     return f"Request {window.request_id}, the window that ends in step {window.step}: {result}"
 
 
-def decoded_finding(own: pd.DataFrame) -> str:
-    """Returns a sentence, as plain text: how many tokens a never verified request committed. own: the request's lines
-    of the events table."""
-    count = int(own.committed_token_ids.map(len).sum())
+def decoded_finding(of_request: pd.DataFrame) -> str:
+    """Returns a sentence, as plain text: how many tokens a never verified request committed. of_request: the
+    request's lines of the events table."""
+    count = int(of_request.committed_token_ids.map(len).sum())
     tokens = f"{count} token{'s' * (count != 1)}"
-    return f"Request {own.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
+    return f"Request {of_request.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
 
 
 def window_phases(

@@ -165,8 +165,8 @@ def grid_of(
 
 
 def _shades(scale: Scale) -> list[int]:
-    """Returns a list with a shade for each reading: 0 (lightest) to SHADES - 1 (darkest); -1 for a reading without a
-    number."""
+    """Returns a list with a shade for each reading: 0 (weakest) to SHADES - 1 (strongest); -1 for a reading without
+    a number."""
     share = ((scale.values - scale.low) / (scale.high - scale.low)).clip(0, 1)
     share = 1 - share if scale.is_reversed else share
     return [-1 if np.isnan(s) else min(int(s * SHADES), SHADES - 1) for s in share.to_numpy(dtype=float)]
@@ -230,10 +230,10 @@ def _bar(scale: Scale) -> str:
     cells = "".join(f'<g class="v{i}"><rect x="{i * 10}" width="10" height="12"/></g>' for i in range(SHADES))
     ticks = []
     for value, name in scale.ticks:
-        share = (value - scale.low) / (scale.high - scale.low)
-        share = 1 - share if scale.is_reversed else share
-        anchor = "start" if share < 0.05 else "end" if share > 0.95 else "middle"
-        ticks.append(svg.text(share * 10 * SHADES, 25, name, "small muted", anchor))
+        fraction = (value - scale.low) / (scale.high - scale.low)
+        fraction = 1 - fraction if scale.is_reversed else fraction
+        anchor = "start" if fraction < 0.05 else "end" if fraction > 0.95 else "middle"
+        ticks.append(svg.text(fraction * 10 * SHADES, 25, name, "small muted", anchor))
     return cells + "".join(ticks)
 
 

@@ -208,7 +208,7 @@ def abridged(count: int, limit: int, around: int | None = None) -> list[int]:
     n items and takes one place."""
     if count <= limit:
         return list(range(count))
-    room = limit - 3 if around is None else limit - 4
+    room = limit - 3 if around is None else limit - 4  # the first item, the last one, and one or two gaps take places
     start = 1 if around is None else min(max(around - room // 2, 1), count - 1 - room)
     shown: list[int] = []
     previous = -1

@@ -109,16 +109,16 @@ def card_parts(
     return _title(line, depth), f'<dl class="facts">{facts_html}</dl>{_layer_table(table, token_texts)}'
 
 
-def _title(one: TableLine, depth: JsonDict) -> str:
-    final_token = visible(one.token)
+def _title(line: TableLine, depth: JsonDict) -> str:
+    final_token = visible(line.token)
     depth_layer = depth["prediction_depth"]
-    if one.status in DISCARDED_DRAFT:
-        fed = "a rejected token" if one.status == "rolled_back" else "a draft that was given up"
-        return f"This row was fed {fed}; it predicted “{final_token}” from layer {depth_layer} on"
-    if pd.isna(one.committed_token_id):
+    if line.status in DISCARDED_DRAFT:
+        input_words = "a rejected token" if line.status == "rolled_back" else "a draft that was given up"
+        return f"This row was fed {input_words}; it predicted “{final_token}” from layer {depth_layer} on"
+    if pd.isna(line.committed_token_id):
         return f"“{final_token}” is the last word of a row after which nothing was committed"
-    committed = visible(one.committed_token)
-    if bool(one.agrees):
+    committed = visible(line.committed_token)
+    if bool(line.agrees):
         return f"“{committed}” was committed, and decided at layer {depth_layer}"
     return f"“{committed}” was committed; this row said “{final_token}” from layer {depth_layer} on"
 
@@ -142,9 +142,10 @@ def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
     left to right."""
     count = max(len(ids) for ids in table.top_token_ids)
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))
-    one, lines = table.iloc[0], []
-    where = f"request {one.request_id} · step {one.step} · {one.phase} · {one.status.replace('_', ' ')}"
-    where += f" · {reads_and_predicts(one.position)}"
+    first_line, lines = table.iloc[0], []
+    about_row = f"request {first_line.request_id} · step {first_line.step} · {first_line.phase}"
+    about_row += f" · {first_line.status.replace('_', ' ')}"
+    about_row += f" · {reads_and_predicts(first_line.position)}"
     for line in table.itertuples():
         cells = []
         for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
@@ -152,10 +153,10 @@ def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
             text = text_of(token_texts, int(token_id))
             is_known = not pd.isna(line.committed_token_id) and line.status not in DISCARDED_DRAFT
             is_committed = is_known and int(token_id) == line.committed_token_id
-            tip = f"{where} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
-            right = ' class="right"' if is_committed else ""
+            tip = f"{about_row} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
+            css_class = ' class="right"' if is_committed else ""
             label = markup(token_label(text, _COLUMNS))
-            cells.append(f'<td{right} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
+            cells.append(f'<td{css_class} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
         lines.append(f'<tr data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
     note = (
         "First choices by layer, the last layer on top; the stronger its ground, the likelier. "

@@ -99,6 +99,7 @@ def figure_block(figure: go.Figure, name: str, note: str) -> str:
     heading = figure.layout.title.text
     untitled = go.Figure(figure).update_layout(title=None)
     top = untitled.layout.margin.t or 0
+    # without its title the figure needs 40 px less at the top, where at least 28 px stay
     untitled.update_layout(
         margin_t=max(top - 40, 28), height=(untitled.layout.height or 400) - min(40, max(top - 28, 0))
     )

@@ -116,8 +116,8 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     parts = [head, note, legend()]
     for kind in ("accepted whole", "rolled back"):
         title, panels = panels_by_name.get(kind.replace(" ", "-"), (f"{kind}: none", ""))
-        none = f"<p class='note'>No window of request {request_id} was {kind}. {_elsewhere(trace, request_id)}</p>"
-        parts.append(f"<h3>{title.capitalize()}</h3>{panels or none}")
+        absent = f"<p class='note'>No window of request {request_id} was {kind}. {_elsewhere(trace, request_id)}</p>"
+        parts.append(f"<h3>{title.capitalize()}</h3>{panels or absent}")
     return "".join(parts)
 
 
@@ -182,10 +182,10 @@ def _controls(trace: "Trace") -> str:
         for check in trace.meta["checks"]
     ]
     columns = ["check", "dtype", "tolerance", "rows", "worst, as a share of the tolerance"]
-    shown = table(columns, checks) if checks else "<p class='note'>This run made no checks.</p>"
+    checks_table = table(columns, checks) if checks else "<p class='note'>This run made no checks.</p>"
     fingerprint = table(["setting", "value"], [[name, str(value)] for name, value in trace.fingerprint.items()])
     return (
         "<h2>Controls</h2><p class='note'>Identities that the captured states were held to while the run went on.</p>"
-        f"{shown}<details><summary>Schedule fingerprint: what the bits of this run depend on</summary>"
+        f"{checks_table}<details><summary>Schedule fingerprint: what the bits of this run depend on</summary>"
         f"{fingerprint}</details>"
     )

@@ -132,14 +132,14 @@ def _last(thoughts: pd.DataFrame, status: str | None = None) -> TableLine:
 def _num_filler(columns: Sequence[Column]) -> int:
     """Returns the number of leading columns that hold only one repeated prompt token and have no words in their
     thoughts."""
-    first, count = columns[0].tokens[0].text, 0
+    first_text, count = columns[0].tokens[0].text, 0
     for column in columns[:-1]:
-        if any(token.text != first or token.kind != "prompt" for token in column.tokens):
+        if any(token.text != first_text or token.kind != "prompt" for token in column.tokens):
             break
         if column.thought is not None and words_of(column.thought):
             break
         count += 1
-    return count if count > 1 or len(columns[0].tokens) > 1 else 0
+    return count if count > 1 or len(columns[0].tokens) > 1 else 0  # one token alone is not filler
 
 
 def words_of(thought: TableLine) -> tuple[str, ...]:
