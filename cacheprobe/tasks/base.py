@@ -220,7 +220,7 @@ class Example:
             cursor = start + len(question.text)
             if index < len(self.shots):
                 cursor = _find(text, question.answer.strip(), cursor) + len(question.answer.strip())
-                changes.append((cursor + 1, None))
+                changes.append((cursor + 1, None))  # the final state holds to the end of the answer
         operations = tuple((start + first, start + end) for first, end in self.question.spans[1:])
         return Rendering(text, operations, tuple(changes))
 

@@ -54,9 +54,9 @@ def from_dataset(rows: Dataset) -> list[Example]:
     missing = {"inputs", "targets"} - set(rows.column_names)
     if missing:
         raise ValueError(f"the set has no column {sorted(missing)}; it has {sorted(rows.column_names)}")
-    written = rows[EXAMPLE] if EXAMPLE in rows.column_names else repeat(None)
+    records = rows[EXAMPLE] if EXAMPLE in rows.column_names else repeat(None)
     examples = []
-    for index, (text, target, record) in enumerate(zip(rows["inputs"], rows["targets"], written, strict=False)):
+    for index, (text, target, record) in enumerate(zip(rows["inputs"], rows["targets"], records, strict=False)):
         if not isinstance(text, str) or not isinstance(target, str):
             raise ValueError(f"row {index}: inputs and targets must be texts, got {text!r} and {target!r}")
         try:

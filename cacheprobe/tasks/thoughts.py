@@ -213,8 +213,8 @@ def _closing_token(question: Question, encoding: Encoding) -> int:
     space = question.text.find(" ", end)
     if space < 0:
         raise ValueError(f"{question.text!r} has no words after its last operation, to set pads before; use phase=0")
-    holder = encoding.char_to_token(space)
-    closing = _token_of(encoding, space + 1) if holder is None else holder
+    token_of_space = encoding.char_to_token(space)  # None if no token contains the space
+    closing = _token_of(encoding, space + 1) if token_of_space is None else token_of_space
     return max(closing, _token_of(encoding, end - 1) + 1)
 
 
