@@ -1,4 +1,4 @@
-"""Checks the cells of a sweep before any runs: refuses impossible ones, and estimates the size of their shards."""
+"""Checks the cells (runs) of a sweep in advance: refuses impossible ones, and estimates the size of their shards."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -179,7 +179,7 @@ def _examples(cells: Sequence[JsonDict]) -> str:
 
 
 def estimated_bytes(axes: JsonDict, run: RunSettings, prompt_tokens: Iterable[int]) -> int:
-    """Returns a rough estimate of the bytes that a cell's shard takes on disk.
+    """Returns a rough estimate of the bytes that the shard (saved run) of a cell takes on disk.
 
     The estimate counts every generated token as computed twice. If most draft tokens of a long window are rejected, the
     shard is several times larger. A sweep with a disk budget stops when the budget is used up.

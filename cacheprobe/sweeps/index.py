@@ -50,7 +50,7 @@ code that made the shard; bytes; tables: names of its Parquet files; layers: `me
 
 
 def refresh(store: SweepStore) -> pa.Table:
-    """Returns an Arrow table with one line for each committed shard, up to date; also stores the table if possible."""
+    """Returns an Arrow table with one line for each committed shard (saved run). Also stores the table if possible."""
     committed = store.committed()
     stored = _stored(store)
     known = set(stored["digest"].to_pylist())

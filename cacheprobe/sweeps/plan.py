@@ -17,7 +17,7 @@ from cacheprobe.sweeps.storage.store import SweepStore
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the cells of a sweep in the order of the grid, with their settings and estimated sizes."""
+    """Holds the cells (runs) of a sweep in the order of the grid, with their settings and estimated sizes."""
 
     config: SweepConfig
     cells: Mapping[str, Cell]

@@ -47,12 +47,12 @@ class CoinFlipSparse(CoinTask):
         return CoinFlip(self.people, flip_probability=self.flip_probability, names=self.names, distinct=False)
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of the coin-flip texts with filler words, sorted; for `word_tokenizer`."""
+        """Returns the sorted tuple of all words of the coin-flip texts with filler words, for `word_tokenizer`."""
         words = f"A coin's state is {' '.join(STATES)}. flips does not flip. {CLOSING}"
         return vocabulary_of([words, *self.names, *FILLERS])
 
     def example(self, index: int, seed: int = 0) -> Example:
-        """Returns Example number `index` of seed `seed`: a question of `CoinFlip`, with filler words put between."""
+        """Returns Example number `index` of seed `seed`: a question of `CoinFlip`, with filler words put in."""
         question = self._coin().example(index, seed).question
         rng = Random(f"coin_flip_sparse/{seed}/{index}")
         num_chunks = max(round(self.people / self.density), self.people)

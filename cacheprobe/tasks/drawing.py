@@ -41,7 +41,7 @@ class Task(ABC):
 
     @abstractmethod
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of the task's questions, answers, states and thoughts, sorted; for `word_tokenizer`."""
+        """Returns the sorted tuple of all words of questions, answers, states and thoughts, for `word_tokenizer`."""
 
     @abstractmethod
     def example(self, index: int, seed: int = 0) -> Example:

@@ -1,4 +1,4 @@
-"""Runs the cells of a sweep on a Ray cluster, with one loaded model in each actor. Ray places and restarts actors.
+"""Runs the cells (runs) of a sweep on a Ray cluster, with one loaded model in each actor.
 
 Ray retries the cell of an actor as long as it may restart the actor, so only the number of restarts is limited. A limit
 on retries would not work: until Ray knows that a node is lost, it reports the node's actors as unavailable, and would
@@ -74,7 +74,7 @@ class _Watch:
 
 
 class _Slot:
-    """Runs cells on one Ray actor at a time. A cell of another model ends the actor and starts a new one."""
+    """Runs cells (runs of a sweep) on one Ray actor at a time. Another model needs a new actor."""
 
     def __init__(self, name: str, job: Job, watch: _Watch) -> None:
         self.name, self.job, self._watch = name, job, watch
@@ -113,7 +113,7 @@ class _Slot:
 
 @register("sweeps.backends", "ray")
 def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
-    """Runs the waiting cells on a Ray cluster, and yields an Event when a cell starts or ends, or an actor dies.
+    """Runs the waiting cells (runs) on a Ray cluster, and yields an Event when a cell starts or ends, or an actor dies.
 
     Joins the cluster at `job.address`, or starts one on this machine and stops it at the end. The results must be in a
     place to which every node can write: a shared folder, or an object store.

@@ -21,7 +21,7 @@ DIED = "worker died"
 
 
 class _Worker:
-    """Runs cells in one child process, one cell at a time."""
+    """Runs cells (runs of a sweep) in one child process, one cell at a time."""
 
     def __init__(self, name: str, job: Job) -> None:
         self.name = name
@@ -82,7 +82,7 @@ class _Worker:
 
 @register("sweeps.backends", "processes")
 def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
-    """Runs the waiting cells in child processes, and yields an Event when a cell starts or ends, or a process dies.
+    """Runs the waiting cells (runs) in child processes; yields an Event when a cell starts or ends, or a process dies.
 
     When the generator is closed, it ends every process.
     """

@@ -1,4 +1,4 @@
-"""Runs the cells of a sweep in this process, one after another."""
+"""Runs the cells (runs) of a sweep in this process, one after another."""
 
 from collections.abc import Iterator
 

@@ -91,7 +91,7 @@ class SweepStore:
         return frozenset(name.split("/")[-2] for name in listed if name.endswith(f"/{MANIFEST}"))
 
     def manifest(self, digest: str) -> JsonDict:
-        """Returns the manifest of a committed shard (saved run), as a dictionary. Raises: ValueError if there is none."""
+        """Returns the manifest of a committed shard (saved run). Raises: ValueError if there is no such shard."""
         content = self.read_json(f"{SHARDS}/{digest}/{MANIFEST}")
         if content is None:
             raise ValueError(f"{self.url} has no shard {digest}; its run was not committed: run the sweep again")
@@ -159,7 +159,7 @@ class SweepStore:
         return targets
 
     def clean(self) -> None:
-        """Removes the unfinished shards (saved runs) of killed workers. Only the process that has the lock may do so."""
+        """Removes the unfinished shards (saved runs) of killed workers. Only the process with the lock may do so."""
         if self.is_local:
             shutil.rmtree(self.path(STAGING), ignore_errors=True)
 

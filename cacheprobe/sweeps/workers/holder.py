@@ -31,7 +31,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the result of one cell: committed, or the cause of the failure."""
+    """Holds the result of one cell (run) of a sweep: committed, or the cause of the failure."""
 
     digest: str
     cause: str = ""
@@ -57,7 +57,7 @@ FULL = "no space left"
 
 
 class Holder:
-    """Runs and commits cells. Keeps one model loaded, and loads another when a cell needs another."""
+    """Runs and commits cells (runs). Keeps one model loaded, and loads another when a cell needs another."""
 
     def __init__(self, url: str) -> None:
         self.store = SweepStore(url)
@@ -65,7 +65,7 @@ class Holder:
         self._model: CachedLM | None = None
 
     def run(self, stored: JsonDict) -> Outcome:
-        """Runs a cell, given as `Cell.to_json`, and commits its shard; returns the Outcome.
+        """Runs a cell, given as `Cell.to_json`, and commits its shard (saved run); returns the Outcome.
 
         An exception of the cell is reported in the Outcome, not raised.
         """

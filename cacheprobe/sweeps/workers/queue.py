@@ -1,4 +1,4 @@
-"""Queues the cells of a sweep by model, so that a worker continues with its loaded model as long as possible."""
+"""Queues the cells (runs) of a sweep by model, so that a worker continues with its loaded model as long as possible."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from cacheprobe.sweeps.cells import Cell, ModelKey
 
 
 class Waiting:
-    """Holds the cells of a sweep that are not started yet, in a queue for each model."""
+    """Holds the cells (runs) of a sweep that are not started yet, in a queue for each model."""
 
     def __init__(self, cells: Iterable[Cell]) -> None:
         self._by_model: dict[ModelKey | None, deque[Cell]] = {}

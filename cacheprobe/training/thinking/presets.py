@@ -43,7 +43,7 @@ class Preset:
         return [changed(self.task(self.operations[-1]), settings) for settings in self.variants]
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of the texts of all variants of the task, sorted; for `word_tokenizer`."""
+        """Returns the sorted tuple of all words of the texts of all variants of the task, for `word_tokenizer`."""
         return tuple(sorted({word for task in self.tasks() for word in task.vocabulary()}))
 
     def loop_settings(self, arm: str, seed: int) -> LoopSettings:
