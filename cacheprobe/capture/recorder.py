@@ -36,6 +36,8 @@ class Unconfirmed:
     """Number of thoughts that are confirmed."""
     num_blocks: int = 0
     """Number of blocks of states that these passes opened."""
+    num_head_blocks: int = 0
+    """Number of blocks of head activations that these passes opened. Less than num_blocks if memory ran out between."""
     reads: list[tuple[RowRecord, Queued]] = field(default_factory=list)
     """Lens readings to queue once the step is confirmed."""
     masses: dict[int, tuple[float, ...]] = field(default_factory=dict)
@@ -113,6 +115,7 @@ class Recorder(Observer):
             if self.head_blocks is not None:
                 positions = [row.position for row, is_kept in zip(rows, kept, strict=True) if is_kept]
                 now.heads = self.head_blocks.open(now.keep_index, positions)
+                self._unconfirmed.num_head_blocks += 1
         if any(reads):
             size = (len(self.layers), len(now.lens_index), width)
             now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
@@ -215,7 +218,8 @@ class Recorder(Observer):
         first_row, first_thought = self._unconfirmed.first_row, self._unconfirmed.first_thought
         for _ in range(self._unconfirmed.num_blocks):
             self.blocks.drop_last()
-            if self.head_blocks is not None:
+        if self.head_blocks is not None:
+            for _ in range(self._unconfirmed.num_head_blocks):
                 self.head_blocks.drop_last()
         lost = {id(row) for row in self.rows[first_row:]}
         for request_id, rows in self._undecided.items():

@@ -4,7 +4,8 @@ Verdicts are not made here. A pass either happens whole or raises before anythin
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +22,9 @@ from cacheprobe.ops.attention.by_request import SPAN_STEP, Piece, Reach, reach_o
 
 PAD_TOKEN_ID = 0
 """Fed in pads and dummies. What it is cannot matter: nothing attends to them."""
+
+_CPU_REFUSAL = "can't allocate memory"
+"""Text of the RuntimeError that torch raises if the CPU's memory is used up; this error has no class of its own."""
 
 
 class EngineError(RuntimeError):
@@ -129,7 +133,8 @@ class ModelRunner:
         self.shape = (size, width)
         began = time.perf_counter()
         if not is_hidden:
-            self.observer.before_forward(self.step, phase, slots, self.shape)
+            with self._recording(phase, entries):
+                self.observer.before_forward(self.step, phase, slots, self.shape)
         if self.editor is not None:
             self.editor.aim(self.step, _aims(phase, entries, batch_index), is_hidden)
         reach = self._reach(phase, entries, batch_index, size, copy) if is_by_request else None
@@ -151,11 +156,7 @@ class ModelRunner:
                     copy = None  # told below: what is no number has no bits to compare
                 differs = None if copy is None else self.watch.difference(self.model, self.cache, copy, out, forward)
         except Exception as error:
-            names = ", ".join(str(entry.state.request_id) for entry in entries)
-            raise EngineError(
-                f"step {self.step}: the {phase} pass of requests {names}, {size} x {width}, failed with "
-                f"{type(error).__name__}: {error!s:.200}; nothing of it was committed"
-            ) from error
+            raise self._failed(phase, entries, error) from error
         finally:
             if self.editor is not None:
                 self.editor.rest()
@@ -169,10 +170,30 @@ class ModelRunner:
         if not is_hidden:
             logits = None if num_layers is not None or logit_slots is not None else out
             rewritten = {} if self.editor is None else self.editor.rewritten
-            self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers, rewritten))
+            with self._recording(phase, entries):
+                self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers, rewritten))
         self._pass_on_thoughts(phase, entries, is_hidden)
         self.seconds = time.perf_counter() - began
         return Outcome(out, batch_index)
+
+    def _failed(self, phase: str, entries: Sequence[Entry], error: Exception) -> EngineError:
+        """Returns an EngineError that names the pass, its requests and the error that the pass ended with."""
+        names = ", ".join(str(entry.state.request_id) for entry in entries)
+        batch, width = self.shape
+        return EngineError(
+            f"step {self.step}: the {phase} pass of requests {names}, {batch} x {width}, failed with "
+            f"{type(error).__name__}: {error!s:.200}; nothing of it was committed"
+        )
+
+    @contextmanager
+    def _recording(self, phase: str, entries: Sequence[Entry]) -> Iterator[None]:
+        """Turns an out-of-memory error of the observer into an EngineError of the pass. Other errors end the run."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and _CPU_REFUSAL not in str(error):
+                raise
+            raise self._failed(phase, entries, error) from error
 
     def _reach(
         self, phase: str, entries: Sequence[Entry], batch_index: Sequence[int], size: int, copy: Copy | None
