@@ -95,7 +95,7 @@ def run(
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
     with _progress_bar(plan, progress) as bar, cancelling(states, progress) as stop:
         trace = plan.execute(plan.start(drafter), states, bar, **meta)
-    if stop.is_asked:
+    if stop.was_pressed:
         raise Interrupted(trace)
     return _checked(plan, trace, progress)
 
