@@ -1,4 +1,5 @@
-"""The interface that the engine requires of a model: a forward over our KV cache, capture and edits of activations."""
+"""Defines CachedLM, the interface of a model that the engine runs: a forward over a KVCache, capture and edits of
+activations."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,20 +13,20 @@ from cacheprobe.models.errors import ModelError as ModelError
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]
-"""Called inside the forward with (site, layer, tensor [b, t, m]). The tensor belongs to the model: copy what you keep.
+"""Function that a forward calls with (site, layer, tensor [b, t, m]) for each captured activation. The tensor belongs
+to the model: copy what you keep.
 Site "pre" is the residual stream that enters block 0. At q, k, v and z the tensor is [b, t, h, d]; k and v have as many
-heads as the cache. At "pattern" the tensor is [b, h, t, s], over all cache slots.
-"""
+heads as the cache. At "pattern" the tensor is [b, h, t, s], over all cache slots."""
 
 StateEdit = Callable[[str, int, Tensor], Tensor | None]
-"""Called inside the forward like a StateSink. A returned tensor replaces the activation; None leaves the activation
+"""Function that a forward calls like a StateSink. A returned tensor replaces the activation; None leaves the activation
 unchanged."""
 
 
 @runtime_checkable
 class CachedLM(Protocol):
-    """A decoder that reads and writes a `KVCache`. The model never sees the phase (prefill, decode or verify): position
-    is an argument."""
+    """Describes a decoder-only language model that reads and writes a `KVCache` (a Protocol). A forward gets token ids
+    and positions as arguments, but never the phase (prefill, decode or verify)."""
 
     name: str
     weights_note: str
@@ -43,15 +44,17 @@ class CachedLM(Protocol):
     """Layers to whose input the model adds something (for example a thought state) besides the previous layer's
     output."""
     attends_by_request: bool
-    """Whether attention follows the cache's `reach`: one attention call for each request, over slots chosen by
-    position."""
+    """Whether attention runs request by request, over the slots in the cache's `reach`; otherwise one call covers the
+    batch."""
 
     def check_settings(self, window: int) -> None:
-        """Checks that the model supports a run with this verify window. Raises: ModelError if not."""
+        """Checks that the model supports verify passes with `window` tokens of each request. Raises: ModelError if the
+        model does not support them."""
         ...
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
-        """Returns an empty KVCache with this model's shapes: `rows` sequences of at most `capacity` tokens."""
+        """Returns an empty KVCache with this model's layer shapes: `num_rows` cache rows, one for each sequence, of
+        `capacity` token slots each."""
         ...
 
     def forward(
@@ -64,20 +67,22 @@ class CachedLM(Protocol):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """Runs token_ids [b, t] through the model; batch index i writes to cache row rows[i] from absolute position
-        starts[i] on.
+        """Runs token_ids [b, t] through the model and returns logits [b, t, v]. Batch index i writes keys and values to
+        cache row cache_rows[i], from absolute position starts[i] on.
 
-        Returns logits [b, t, v] of every token slot, or of `logit_slots` only ([b, len, v]). If `num_layers` is given,
-        returns the residual stream [b, t, m] after that many blocks and does not compute the later blocks.
+        logit_slots: return the logits of these token slots only, [b, len(logit_slots), v].
+        num_layers: run only the first `num_layers` blocks, and return the residual stream [b, t, m] after these blocks.
         """
         ...
 
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> AbstractContextManager[None]:
-        """Calls `sink` with the activations at these (site, layer) pairs in every forward inside the `with`."""
+        """Returns a context manager. Inside its `with`, every forward calls `sink(site, layer, activation)` for each
+        (site, layer) pair of `sites`."""
         ...
 
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> AbstractContextManager[None]:
-        """Lets `edit` replace activations at these (site, layer) pairs in every forward inside the `with`.
+        """Returns a context manager. Inside its `with`, every forward calls `edit(site, layer, activation)` for each
+        (site, layer) pair of `sites`. A returned tensor replaces the activation; None leaves the activation unchanged.
 
         A sink records the edited value only if `capturing` is entered after `editing`: enter `editing` first.
         Raises: ModelError for a site that this model has no hook for.
@@ -86,46 +91,53 @@ class CachedLM(Protocol):
 
     @property
     def unembedding(self) -> Tensor:
-        """Returns the matrix [v, m] that maps the normalised residual stream to logits. It is the model's own tensor:
-        do not edit it."""
+        """Unembedding matrix [v, m], which maps the normalised residual stream to logits. The tensor is the model's
+        own, not a copy: do not edit the tensor."""
         ...
 
     def output_parts(self) -> OutputParts:
-        """Returns the final norm, the unembedding and its bias separately."""
+        """Returns the steps from the last residual stream to the logits as OutputParts: final norm, unembedding matrix
+        [v, m], bias, and a last function of the logits (softcap or scale)."""
         ...
 
     def head_writer(self, layer: int) -> HeadWriter:
-        """Returns the output projection of a layer's heads, split by head, and the norm after the projection if the
-        model has one.
+        """Returns the steps from one layer's attention heads to the residual stream as a HeadWriter: output projection
+        split by head [h, d, m], bias, and the norm after the projection (None if the model has none).
 
         Raises: ModelError if the layer has no such projection.
         """
         ...
 
     def read_out(self, states: Tensor) -> Tensor:
-        """Returns logits [n, v] of residual states [n, m]: final norm, then unembedding."""
+        """Returns logits [n, v] of residual states [n, m]: final norm, unembedding, then the architecture's softcap or
+        scale. Records no gradients."""
         ...
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
-        """Returns the same numbers as `read_out`, for training: gradients flow back into `states`."""
+        """Returns the logits of `read_out`, up to one unit in the last place, and lets gradients flow back into
+        `states`."""
         ...
 
     def fingerprint(self) -> dict[str, str | int | float]:
-        """Returns every property of the model and its platform that may change the bits of a result."""
+        """Returns a dictionary of all properties of the model, the libraries and the process that may change the bits
+        of a result: weights hash, dtype, device, threads and others."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Returns the token ids of a text."""
+        """Returns the token ids of a text as a tuple. add_special_tokens: include the tokens that the tokenizer adds to
+        a text, such as a start token."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of token ids."""
+        """Returns the text of a sequence of token ids; text such as "<17> <4>" if the model has no tokenizer."""
         ...
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token by itself; "<17>" for token 17 if there is no tokenizer."""
+        """Returns a list with the text of each token id, decoded alone; "<17>" for token 17 if the model has no
+        tokenizer."""
         ...
 
     def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> object:
-        """Returns TransformerLens' ActivationCache of states [p, m], keyed by (site, layer)."""
+        """Returns the given states as TransformerLens' ActivationCache. states: (site, layer) -> tensor [p, m] of p
+        positions."""
         ...

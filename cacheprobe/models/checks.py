@@ -1,5 +1,5 @@
-"""Checks a newly loaded model: one short text through our cache in parts must give the logits of one uncached
-forward."""
+"""Checks a newly loaded model: the logits of a short text, fed in parts through the KVCache, must agree with the logits
+of one forward without a cache."""
 
 import torch
 
@@ -12,8 +12,8 @@ from cacheprobe.models.settings import product_dtype
 _PROBE_TEXT = "The coin lies on the table. Alice flips it, and then Bob looks at it"
 _PROBE_LENGTH = 24
 _LONGEST_PROBE = 96
-"""Longest probe in tokens. A small sliding window is tested beyond its end; for a large one that would cost seconds per
-load."""
+"""Longest probe text in tokens. A small sliding window is tested beyond its end; for a large one, the test would cost
+seconds per load."""
 _SPARE_SLOTS = 24
 LEAST_COSINE = 0.9
 """In 16 bits, two correct computations of the same logits agree to a cosine of about .99; a wrong mask gives less than
@@ -21,20 +21,19 @@ LEAST_COSINE = 0.9
 
 
 def check_model(model: BridgeLM) -> None:
-    """Checks that a text fed in three parts through our cache gives the same logits as the whole text without the
-    cache.
+    """Checks a newly loaded model: a short text, fed in three parts through the KVCache, must give the logits of one
+    forward without a cache. Also checks that the hooks of every layer fire with the right shape.
 
-    In float32 and float64 the tolerance is 1e-3 of the largest logit (sums are reordered); in 16 bits the centred
-    logits must have a cosine of at least LEAST_COSINE. Also checks that every layer's hooks fire with the right shape.
-    Raises: ModelError naming what differs.
+    In float32 and float64 the tolerance is 1e-3 of the largest logit (sums are reordered). In 16 bits the centred
+    logits must have a cosine of at least LEAST_COSINE. Raises: ModelError naming what differs.
     """
     token_ids = probe_ids(model)
-    seen: set[tuple[str, int]] = set()
+    fired: set[tuple[str, int]] = set()
 
     def note(site: str, layer: int, value: torch.Tensor) -> None:
-        """Notes that this hook fired with the right shape."""
+        """Adds (site, layer) to the set of hooks that fired, if the activation has shape [b, t, d_model]."""
         if value.shape[-1] == model.d_model and value.dim() == 3:
-            seen.add((site, layer))
+            fired.add((site, layer))
 
     wanted = [("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in "STC"]
     try:
@@ -51,7 +50,7 @@ def check_model(model: BridgeLM) -> None:
             f"{model.name}: {kind} does not run on our KV cache ({type(error).__name__}: {error!s:.120}); use a "
             "decoder with plain full attention"
         ) from error
-    if silent := sorted(set(wanted) - seen):
+    if silent := sorted(set(wanted) - fired):
         raise ModelError(f"{model.name}: the hook for site {silent[0][0]} of layer {silent[0][1]} does not fire")
     if not bool(torch.isfinite(cached).all()):
         raise ModelError(f"{model.name} gives NaN or infinite logits; load it in float32 or check its weights")
@@ -64,13 +63,14 @@ def check_model(model: BridgeLM) -> None:
 
 
 def probe_cache(model: CachedLM, token_ids: torch.Tensor) -> KVCache:
-    """Returns a cache with room for a probe and its pads. Call it before you add hooks: a model's first cache costs a
-    forward."""
+    """Returns a KVCache with two cache rows, each with room for the probe text `token_ids` [1, t] and 24 pads. Call
+    this function before adding hooks, because a model runs one short forward to make its first cache."""
     return model.new_cache(2, token_ids.shape[1] + _SPARE_SLOTS)
 
 
 def cached_logits(model: CachedLM, token_ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Returns float32 logits [t, v] of a text that is fed in three parts."""
+    """Returns float32 logits [t, v] of token_ids [1, t], which the model reads in three passes over cache row 0: the
+    first half, the rest except one token, the last token."""
     n = token_ids.shape[1]
     parts = ((0, n // 2), (n // 2, n - 1), (n - 1, n))
     pieces = [model.forward(token_ids[:, start:end], cache, [0], [start]) for start, end in parts if end > start]
@@ -78,20 +78,23 @@ def cached_logits(model: CachedLM, token_ids: torch.Tensor, cache: KVCache) -> t
 
 
 def agrees(cached: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether logits [t, v] of two computations agree within the tolerance of `check_model`."""
+    """Returns True if two computations of the same logits [t, v] agree: within 1e-3 of the largest logit in float32 and
+    float64, or with a cosine of at least LEAST_COSINE in 16 bits."""
     if product_dtype(dtype) in (torch.float32, torch.float64):
         return bool((cached - whole).abs().max() <= 1e-3 * whole.abs().max().clamp(min=1.0))
     return cosine(cached, whole) >= LEAST_COSINE
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the cosine similarity of two float32 tensors [t, v], after centring each row."""
+    """Returns the cosine similarity of two float32 tensors [t, v] as one number: the mean of each row is subtracted,
+    then each tensor is flattened to one vector."""
     a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
     return float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0))
 
 
 def probe_ids(model: BridgeLM) -> torch.Tensor:
-    """Returns token ids [1, t] of a real sentence if the model has a tokenizer: in 16 bits, random tokens are unstable.
+    """Returns token ids [1, t] of a short English text, for checks of a model. Without a tokenizer, returns a fixed
+    pattern of ids. (In 16 bits, random tokens give unstable results.)
 
     The text is longer than the model's sliding window if that window is small.
     """

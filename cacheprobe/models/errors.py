@@ -1,5 +1,5 @@
-"""ModelError, in a file that does not import torch, so that model names are checked before torch is loaded."""
+"""Defines ModelError without importing torch, so that model names can be checked before torch is loaded."""
 
 
 class ModelError(ValueError):
-    """A model cannot be used as requested; the message says what to do."""
+    """Signals that a model cannot be loaded or used as requested; the message says what to do instead."""

@@ -1,4 +1,5 @@
-"""Reads facts from a wrapped model: its dtype, the tokens that end its texts, and its weights' hash and checksum."""
+"""Reads facts from a wrapped model: its dtype, the tokens that end its texts, and a hash and a checksum of its
+weights."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from cacheprobe.models.base import ModelError
 
 
 def one_dtype(bridge: LiveModule, name: str) -> torch.dtype:
-    """Returns the single dtype of a model's weights. Raises: ModelError for mixed or unsupported dtypes."""
+    """Returns the torch.dtype that all weights of `bridge` have. Raises: ModelError for mixed or unsupported dtypes."""
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in bridge.parameters()})
     if len(dtypes) != 1:
         raise ModelError(
@@ -25,42 +26,46 @@ def one_dtype(bridge: LiveModule, name: str) -> torch.dtype:
 
 
 def stop_token_ids(bridge: LiveModule) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids: from the generation config, else the config, else the tokenizer."""
+    """Returns a tuple of the token ids that end a model's texts, from the generation config, else the config, else the
+    tokenizer; () if none of the three names an end-of-sequence token."""
     model = bridge.original_model
-    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), bridge.tokenizer):
-        eos = getattr(holder, "eos_token_id", None)
+    for source in (getattr(model, "generation_config", None), getattr(model, "config", None), bridge.tokenizer):
+        eos = getattr(source, "eos_token_id", None)
         if eos is not None:
             return tuple(sorted(eos)) if isinstance(eos, list | tuple) else (int(eos),)
     return ()
 
 
 def checksum_of(named: Sequence[tuple[str, Tensor]], has_bytes_here: bool | None = None) -> str:
-    """Returns a 128-bit checksum of every weight's name, shape and bytes; fast enough to be computed before each run.
+    """Returns a 128-bit checksum, as hex text, of the name, shape, dtype and bytes of each weight in `named`. Fast
+    enough to be computed before each run.
 
-    An edit through `weight.data` changes neither the address nor the version counter, so only the bytes reveal it.
-    has_bytes_here: hash the bytes themselves; if False, hash sums of them that are computed on the weight's device.
+    An edit through `weight.data` changes neither the address nor the version counter, so only the bytes reveal the
+    edit.
+    has_bytes_here: True hashes the bytes themselves; False hashes sums of the bytes, computed on the weight's device.
     Default: True for weights on the CPU.
     """
     digest = xxhash.xxh3_128()
     for name, weight in named:
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         flat = weight.detach().contiguous().view(-1).view(torch.uint8)
-        is_here = flat.device.type == "cpu" if has_bytes_here is None else has_bytes_here
-        for part in [flat] if is_here else _sums(flat):
+        hashes_bytes = flat.device.type == "cpu" if has_bytes_here is None else has_bytes_here
+        for part in [flat] if hashes_bytes else _sums(flat):
             digest.update(part.cpu().view(torch.uint8).numpy().data.cast("B"))
     return digest.hexdigest()
 
 
 def _sums(flat: Tensor) -> Iterator[Tensor]:
-    """Yields sums of 8-byte words over rows of 512 words and over columns, then the remaining bytes. Moving data within
-    the tensor changes at least one sum."""
-    in_rows = len(flat) // 4096 * 4096
+    """Yields three tensors that summarise a byte tensor: sums of 8-byte words along rows of 512 words, sums along
+    columns, and the remaining bytes. Sums in one direction alone would miss words exchanged in that direction."""
+    in_rows = len(flat) // 4096 * 4096  # bytes in whole rows of 512 words
     words = flat[:in_rows].view(torch.int64).view(-1, 512)
     yield from (words.sum(1), words.sum(0), flat[in_rows:])
 
 
 def sha256_of(named: list[tuple[str, torch.nn.Parameter]]) -> str:
-    """Returns 16 hex digits of the SHA-256 over the names, shapes and bytes of the weights, in the given order."""
+    """Returns the first 16 hex digits of a SHA-256 over the names, shapes and bytes of the weights in `named`, in this
+    order."""
     digest = hashlib.sha256()
     for name, weight in named:
         digest.update(f"{name} {tuple(weight.shape)}".encode())

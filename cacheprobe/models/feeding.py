@@ -1,7 +1,7 @@
-"""Feeds tokens to a model outside the engine: one pass over known tokens, or a continuation of prompts.
+"""Runs a model on tokens outside the engine: one pass over known tokens, or a continuation of prompts.
 
-Imports, lens training, adapter evaluation, probes and patching run their models here. Runs that draft and verify are
-the engine's (`cacheprobe.engine`).
+Imports, lens training, adapter evaluation, probes and patching run their models with these functions. Runs that draft
+and verify belong to `cacheprobe.engine`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 
 Choose = Callable[[list[int], Tensor], list[int]]
-"""Returns the next token of each text, from the texts' indices and their logits [n, v]."""
+"""Function that returns the next token id of each text, from the texts' indices and their logits [n, v]."""
 
 
 class Fed(NamedTuple):
-    """What one pass over known tokens computed."""
+    """Holds the results of one pass over known tokens: the output, copies of activations, and the KVCache."""
 
     out: Tensor
-    """What `CachedLM.forward` returned: logits [b, t, v], or the residual stream [b, t, m]."""
+    """Output of `CachedLM.forward`: logits [b, t, v], or the residual stream [b, t, m] if `num_layers` was given."""
     states: dict[tuple[str, int], Tensor]
     """Copies of the captured activations, [b, t, m] or [b, t, h, d], keyed by (site, layer)."""
     cache: KVCache
@@ -37,10 +37,11 @@ def feed(
     num_layers: int | None = None,
     logit_slots: Sequence[int] | None = None,
 ) -> Fed:
-    """Runs token_ids [b, t] through the model in one pass from absolute position `start` on, and copies activations.
+    """Runs token_ids [b, t] through the model in one pass, from absolute position `start` on. Returns Fed: the output,
+    copies of the activations at `sites`, and the KVCache.
 
     sites: the (site, layer) pairs to copy; changes made by an enclosing `model.editing` are included.
-    cache: holds the positions before `start` of each text, in cache rows 0 to b - 1; an empty one by default.
+    cache: holds the positions before `start` of each text, in cache rows 0 to b - 1; a new empty cache by default.
     num_layers, logit_slots: as in `CachedLM.forward`.
     """
     b, t = token_ids.shape
@@ -48,7 +49,7 @@ def feed(
     states: dict[tuple[str, int], Tensor] = {}
 
     def keep(site: str, layer: int, value: Tensor) -> None:
-        """Copies an activation."""
+        """Stores a copy of an activation under its site and layer."""
         states[site, layer] = value.clone()
 
     with model.capturing(sites, keep):
@@ -57,23 +58,25 @@ def feed(
 
 
 def continue_texts(model: CachedLM, prompts: Sequence[Sequence[int]], length: int, choose: Choose) -> list[list[int]]:
-    """Returns the prompts, each continued to `length` tokens. Every pass feeds the newest token of each text.
+    """Returns the token ids of each prompt followed by generated tokens, `length` tokens in all. `choose` picks every
+    next token from the logits; end tokens do not end a text.
 
-    Prompts of the same length are read in one pass. End tokens do not end a text.
+    Prompts of the same length are read in one pass. Every later pass feeds the newest token of each text.
     """
     cache = model.new_cache(len(prompts), length)
     texts = [list(prompt) for prompt in prompts]
 
-    def extend(rows: list[int], width: int) -> None:
-        """Feeds the last `width` tokens of these texts, and appends the next token of each."""
-        newest = torch.tensor([texts[row][-width:] for row in rows])
-        starts = [len(texts[row]) - width for row in rows]
-        logits = model.forward(newest, cache, rows, starts, logit_slots=[width - 1])[:, 0]
-        for row, token_id in zip(rows, choose(rows, logits), strict=True):
-            texts[row].append(token_id)
+    def extend(indices: list[int], width: int) -> None:
+        """Feeds the last `width` tokens of the texts with these indices in one pass, and appends the next token to each
+        of these texts."""
+        newest = torch.tensor([texts[i][-width:] for i in indices])
+        starts = [len(texts[i]) - width for i in indices]
+        logits = model.forward(newest, cache, indices, starts, logit_slots=[width - 1])[:, 0]
+        for i, token_id in zip(indices, choose(indices, logits), strict=True):
+            texts[i].append(token_id)
 
     for width in sorted({len(prompt) for prompt in prompts if len(prompt) < length}):
-        extend([row for row, prompt in enumerate(prompts) if len(prompt) == width], width)
-    while rows := [row for row, text in enumerate(texts) if len(text) < length]:
-        extend(rows, 1)
+        extend([i for i, prompt in enumerate(prompts) if len(prompt) == width], width)
+    while unfinished := [i for i, text in enumerate(texts) if len(text) < length]:
+        extend(unfinished, 1)
     return texts

@@ -19,8 +19,8 @@ REFUSED = "local or chunked attention, recurrent states, encoder-decoders: their
 
 
 def smollm2_state() -> str:
-    """Returns where SmolLM2 is: "converted", "installed" (converted at its first use), "hub" (in the local hub cache),
-    or "absent"."""
+    """Returns a word that says where the weights of SmolLM2 are: "converted" (ready), "installed" (converted at first
+    use), "hub" (in the local Hugging Face cache), or "absent"."""
     try:
         target = converted_directory()
     except FileNotFoundError:
@@ -29,7 +29,8 @@ def smollm2_state() -> str:
 
 
 class Shipped(NamedTuple):
-    """A model that comes with the package."""
+    """Describes a model that comes with the package: name, number of parameters, and the command that trained the
+    model."""
 
     name: str
     parameters: int
@@ -38,16 +39,17 @@ class Shipped(NamedTuple):
 
 
 def shipped_models() -> list[Shipped]:
-    """Returns the shipped Thinking States models and their plain baseline, as their training records describe them."""
-    found = []
+    """Returns a list with one Shipped (name, number of parameters, training command) for each Thinking States model and
+    plain baseline that comes with the package."""
+    models = []
     for name in shipped_names("checkpoints"):
         folder = shipped_folder("checkpoints", name)
         record = read_config(folder)["record"] if folder is not None else {}
-        found.append(Shipped(name, int(record.get("parameters", 0)), str(record.get("command", "not recorded"))))
-    return found
+        models.append(Shipped(name, int(record.get("parameters", 0)), str(record.get("command", "not recorded"))))
+    return models
 
 
 def shipped_adapters() -> list[tuple[str, str]]:
-    """Returns (task, model) of every adapter that comes with the package."""
+    """Returns a list of (task name, model name), one for each LoRA adapter for SmolLM2 that comes with the package."""
     folders = sorted(path.parent.name for path in SHIPPED_ADAPTERS.glob(f"*/{CONFIG}"))
     return [(name.removesuffix(f"-{SMOLLM2}"), SMOLLM2) for name in folders if name.endswith(SMOLLM2)]

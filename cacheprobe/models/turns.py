@@ -1,4 +1,5 @@
-"""Lets one run compute at a time: other threads wait, and a second run inside a run's step is refused."""
+"""Lets one thread compute at a time, and refuses a run that is started inside a step of another run of the same
+model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,24 +11,26 @@ from cacheprobe.models.settings import plain_settings
 
 
 class _Computing:
-    """A lock that its holder may enter again, and may lend to a thread that the holder waits for."""
+    """Locks the computation of all models for one thread. The thread that has the lock may enter again, and may lend
+    the lock to a thread for whose result it waits."""
 
     def __init__(self) -> None:
-        self._lock, self._lent, self._held = RLock(), set[int](), local()
+        self._lock, self._lent, self._of_thread = RLock(), set[int](), local()
 
     def __enter__(self) -> None:
         is_lent = get_ident() in self._lent
         if not is_lent:
             self._lock.acquire()
-        self._held.__dict__.setdefault("locks", []).append(not is_lent)
+        self._of_thread.__dict__.setdefault("took_lock", []).append(not is_lent)
 
     def __exit__(self, *exc: object) -> None:
-        if self._held.locks.pop():
+        if self._of_thread.took_lock.pop():
             self._lock.release()
 
     @contextmanager
     def lent_to(self, thread: int | None) -> Iterator[None]:
-        """Lets another thread compute inside the `with`, while the caller only waits for it. None: no thread."""
+        """Lets the thread with id `thread` compute inside the `with`, while the caller, which has the lock, only waits
+        for that thread. Does nothing if `thread` is None."""
         if thread is None:
             yield
             return
@@ -47,8 +50,8 @@ _in_step: set[int] = set()
 
 
 def live_model(model: object) -> LiveModule:
-    """Returns the module that computes: the transformers model that a bridge, its fast forward and other wrappers
-    share."""
+    """Returns the module that computes: for a BridgeLM and its fast forward, the one transformers model that both
+    share; for a ThinkingLM, its ThinkingModel."""
     origin = getattr(model, "origin", model)
     if (bridge := getattr(origin, "bridge", None)) is not None:
         return bridge.original_model
@@ -56,7 +59,8 @@ def live_model(model: object) -> LiveModule:
 
 
 def require_idle(model: CachedLM) -> None:
-    """Raises: ModelError if this thread is inside a step of another run of this model."""
+    """Checks that no run of `model` is in the middle of a step in this thread. Raises: ModelError if one is, which
+    means that a hook, a lens or a drafter started a run of its own."""
     with computing:
         if id(live_model(model)) in _in_step:
             raise ModelError(
@@ -67,7 +71,8 @@ def require_idle(model: CachedLM) -> None:
 
 @contextmanager
 def turn(model: CachedLM) -> Iterator[None]:
-    """Runs the steps inside the `with` without interruption: no other thread computes, and settings are plain.
+    """Locks the computation of all models for this thread inside the `with`: other threads wait. Autocast is off and
+    float32 is the default dtype.
 
     Raises: ModelError inside a step of another run of the same model.
     """
@@ -84,6 +89,7 @@ def turn(model: CachedLM) -> Iterator[None]:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Decorates a function so that it waits until no other thread computes, and runs in plain settings."""
+    """Decorates a function, as @one_at_a_time(): the function waits until no other thread computes, then runs with
+    autocast off and float32 as the default dtype."""
     with computing, plain_settings():
         yield

@@ -105,7 +105,7 @@ def test_any_split_with_rollbacks_reads_the_same(variant: str) -> None:
     prompts = [20, 18, 9]
     lm, cache = opened(model, 0, rows=3)
     cache.prompt_lengths[:] = torch.tensor(prompts)
-    cache.states.normal_(), cache.h_rows.normal_()  # what lies there may not matter
+    cache.chunk_states.normal_(), cache.layer_outputs.normal_()  # what lies there may not matter
     at, pieces, said = [0, 0, 0], [[], [], []], [{}, {}, {}]
     while any(start < len(ids) for start, ids in zip(at, texts, strict=True)):
         sizes = [min(dice.randint(1, 6), len(ids) - start) for start, ids in zip(at, texts, strict=True)]

@@ -35,7 +35,8 @@ def held(cache: ThinkingCache, length: int, chunk: int) -> list[torch.Tensor]:
     and to that of the next where a chunk has just ended."""
     reach = (length // chunk + 1) * chunk
     slots = [kept[0, :, :length] for kept in (*cache.keys, *cache.values)]
-    return [*slots, cache.h_rows[0, :length], cache.states[0, chunk:reach], cache.ledger.codes[0], cache.lengths]
+    of_thoughts = cache.layer_outputs[0, :length], cache.chunk_states[0, chunk:reach]
+    return [*slots, *of_thoughts, cache.ledger.codes[0], cache.lengths]
 
 
 def assert_same_thoughts(mine: list[RowThought], wanted: list[RowThought]) -> None:
@@ -58,7 +59,7 @@ def test_a_rollback_restores_states_thoughts_and_half_filled_chunks(variant: str
     dice = random.Random(to)
     _, lost = read(lm, cache, [dice.choice(VOCABULARY) for _ in range(DRAFT)], GROWN, "provisional")
     if variant == "while-decoding":
-        assert len(lost) == 2 and cache.states[0, GROWN + DRAFT - 1].any()  # the draft did think
+        assert len(lost) == 2 and cache.chunk_states[0, GROWN + DRAFT - 1].any()  # the draft did think
     cache.truncate(0, to)
     assert cache.take_thoughts() == []
 
@@ -85,8 +86,8 @@ def test_what_a_draft_left_beyond_the_length_matters_to_nobody() -> None:
         one_by_one(lm, cache, ids, 0, 10)
         read(lm, cache, text(DRAFT, 5), 10, "provisional")
         cache.truncate(0, 10)
-        cache.h_rows[0, 10:] += poison
-        cache.states[0, 12:] += poison  # the half-filled chunk is 8 to 11: its state was made from committed tokens
+        cache.layer_outputs[0, 10:] += poison
+        cache.chunk_states[0, 12:] += poison  # the half-filled chunk is 8 to 11: its state is of committed tokens
         found.append(one_by_one(lm, cache, ids, 10, 26))
     assert bitwise(found[0][0], found[1][0])
     assert_same_thoughts(found[0][1], found[1][1])

@@ -1,1 +1,2 @@
-"""The fast forward of Hugging Face models, which records and does not edit."""
+"""Implements the fast forward of Hugging Face models (`HookedHF`): fused attention on the bridge's weights, without the
+bridge's hooks."""

@@ -1,4 +1,4 @@
-"""Lists what the fast forward takes unchanged from the bridge whose weights it shares."""
+"""Lists the members of CachedLM that the fast forward takes unchanged from its bridge."""
 
 from operator import attrgetter
 
@@ -6,7 +6,8 @@ from cacheprobe.models.hf.bridge import BridgeLM
 
 
 class BridgeMembers:
-    """Members of CachedLM that are read from the bridge at every access."""
+    """Reads members of CachedLM (name, dtype, tokenizer, new_cache and others) from `origin`, a BridgeLM, at every
+    access. Base class of HookedHF, the fast forward."""
 
     origin: BridgeLM
 

@@ -1,4 +1,5 @@
-"""Runs the forward of llama-like decoders without their modules: the same operations, in the same order, on our cache.
+"""Computes the forward of llama-like decoders without calling their modules: the same operations, in the same order, on
+our KVCache.
 
 For a small model, modules, decorators, keyword arguments and a cache interface cost more time than the arithmetic. This
 file does not register hooks: the caller passes functions that receive the activations.
@@ -22,12 +23,12 @@ from cacheprobe.ops.compiled.block import CompiledBlock
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Computes values weight^T + bias."""
+"""Function (values, weight, bias) -> values weight^T + bias."""
 
 Affine = Callable[[Tensor], Tensor]
 
-Turn = tuple[Tensor, Tensor]
-"""Cosines and sines by which queries and keys are rotated."""
+Rotation = tuple[Tensor, Tensor]
+"""(cosines, sines) by which queries and keys are rotated at their positions."""
 
 Listeners = Mapping[tuple[str, int], Sequence[Callable[[Tensor], object]]]
 """Functions to call with an activation, keyed by (site, layer); sites are pre, S, T and C."""
@@ -52,25 +53,28 @@ class _Block(NamedTuple):
 
 
 class FunctionalForward(ABC):
-    """Runs a model's forward over a KVCache without its modules; each subclass computes the blocks of some families.
+    """Computes a model's forward over a KVCache without calling the model's modules (abstract). Each subclass computes
+    the blocks of some model families.
 
     Twin: the model's own modules (`HookedHF` with functional=False), bitwise, for logits, states, keys and values.
     """
 
     kinds: Sequence[str]
-    """Each block's mask kind, as the config lists kinds of layers."""
+    """Mask kind of each block, such as "full_attention", as the config lists kinds of layers."""
     norm: Affine
-    """The final norm."""
+    """Final norm."""
     unembed: Affine
 
     @staticmethod
     @abstractmethod
     def takes(model: LiveModule) -> bool:
-        """Returns whether the model belongs to a family that this class computes, with fused attention."""
+        """Returns True if this class can compute `model`: the class supports the model's family, and the model uses
+        cacheprobe's attention."""
 
     @abstractmethod
-    def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Turn | None]:
-        """Returns the residual stream [b, t, m] that enters block 0, and the rotations of these positions."""
+    def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Rotation | None]:
+        """Returns (residual stream [b, t, m] that enters block 0, rotation). The rotation is the cosines and sines of
+        the rotary embedding at these positions, None if the model has no rotary embedding."""
 
     def __call__(
         self,
@@ -82,20 +86,20 @@ class FunctionalForward(ABC):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """Returns logits [b, t, v] (of `logit_slots` only, if given), or the residual stream [b, t, m] after
-        `num_layers` blocks.
+        """Runs the model on token_ids [b, t] and returns logits [b, t, v], of `logit_slots` only if these are given. If
+        `num_layers` is given, returns the residual stream [b, t, m] after that many blocks.
 
-        Writes keys and values at the positions staged on the cache.
+        Writes keys and values at the positions staged on `cache`, and calls the `listeners` with the activations.
         """
-        stream, turn = self.embed(token_ids, position_ids)
+        stream, rotation = self.embed(token_ids, position_ids)
         if num_layers == 0:
-            tell(listeners, "pre", 0, stream)
+            call_listeners(listeners, "pre", 0, stream)
             return stream
         for layer, kind in enumerate(self.kinds[:num_layers]):
-            tell(listeners, "pre", layer, stream)
+            call_listeners(listeners, "pre", layer, stream)
             mask = masks if isinstance(masks, Tensor) else masks[kind]
-            stream = self._block(layer, stream, cache, turn, mask, listeners)
-            tell(listeners, "S", layer, stream)
+            stream = self._block(layer, stream, cache, rotation, mask, listeners)
+            call_listeners(listeners, "S", layer, stream)
         if num_layers is not None:
             return stream
         last = self.norm(stream)
@@ -105,23 +109,20 @@ class FunctionalForward(ABC):
 
     @abstractmethod
     def _block(
-        self, layer: int, stream: Tensor, cache: KVCache, turn: Turn | None, mask: Tensor, listeners: Listeners
+        self, layer: int, stream: Tensor, cache: KVCache, rotation: Rotation | None, mask: Tensor, listeners: Listeners
     ) -> Tensor:
-        """Returns the residual stream after one block."""
+        """Returns the residual stream [b, t, m] after block `layer`; writes the block's keys and values to `cache`."""
 
 
 class FunctionalLlama(FunctionalForward):
-    """Runs the forward of a llama-like model."""
+    """Computes the forward of Llama, Mistral, Qwen2 and Qwen3 models without calling their modules."""
 
     def __init__(self, model: LiveModule, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
-        """product: function that computes values weight^T + bias.  compiled: computes norms and rotations instead of
-        torch.
-
-        The model's tensors are not copied.
-        """
+        """Takes the tensors of `model` without copying. product: function that computes values weight^T + bias.
+        compiled: computes norms and rotations instead of torch."""
         self.model = model
         self._rms_norm = partial(_compiled_norm, compiled) if compiled else _rms_norm
-        self._turned = partial(_compiled_turn, compiled) if compiled else _turned
+        self._rotated = partial(_compiled_rotated, compiled) if compiled else _rotated
         config, decoder = model.config, model.model
         self.kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
         self.blocks = [_block(layer, product) for layer in decoder.layers]
@@ -132,76 +133,81 @@ class FunctionalLlama(FunctionalForward):
 
     @staticmethod
     def takes(model: LiveModule) -> bool:
-        """Returns whether the model belongs to one of FAMILIES, with fused attention."""
+        """Returns True if `model` belongs to one of FAMILIES and uses cacheprobe's attention."""
         return type(model).__name__ in FAMILIES and model.config._attn_implementation == ATTENTION
 
-    def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Turn]:
-        """Returns the embedded tokens, and the rotations of these positions."""
+    def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Rotation]:
+        """Returns (embedded tokens [b, t, m], rotation). The rotation is the cosines and sines of the rotary embedding
+        at these positions."""
         stream = self.model.model.embed_tokens(token_ids)
-        return stream, _turn(*self.model.model.rotary_emb(stream, position_ids=position_ids))
+        return stream, _rotation(*self.model.model.rotary_emb(stream, position_ids=position_ids))
 
     def _block(
-        self, layer: int, stream: Tensor, cache: KVCache, turn: Turn | None, mask: Tensor, listeners: Listeners
+        self, layer: int, stream: Tensor, cache: KVCache, rotation: Rotation | None, mask: Tensor, listeners: Listeners
     ) -> Tensor:
-        assert turn is not None
+        assert rotation is not None
         block, heads = self.blocks[layer], (*stream.shape[:2], -1, self.d_head)
-        read = self._rms_norm(stream, block.before_attention)
-        q, k, v = (project(read).view(heads) for project in block.qkv)
+        normed = self._rms_norm(stream, block.before_attention)
+        q, k, v = (project(normed).view(heads) for project in block.qkv)
         if block.q_norm is not None and block.k_norm is not None:
             q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
-        q, k = self._turned(q, k, turn)
+        q, k = self._rotated(q, k, rotation)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         attended = block.o(attend_over_cache(cache, layer, q, k, v, mask, self.scale))
-        tell(listeners, "T", layer, attended)
+        call_listeners(listeners, "T", layer, attended)
         stream = stream + attended
-        read = self._rms_norm(stream, block.before_mlp)
-        written = block.down(block.activation(block.gate(read)) * block.up(read))
-        tell(listeners, "C", layer, written)
-        return stream + written
+        normed = self._rms_norm(stream, block.before_mlp)
+        mlp_out = block.down(block.activation(block.gate(normed)) * block.up(normed))
+        call_listeners(listeners, "C", layer, mlp_out)
+        return stream + mlp_out
 
 
-def tell(listeners: Listeners, site: str, layer: int, value: Tensor) -> None:
-    """Calls every listener registered for this (site, layer) with the value."""
+def call_listeners(listeners: Listeners, site: str, layer: int, value: Tensor) -> None:
+    """Calls every listener that is registered for (site, layer) with the activation `value`."""
     for listener in listeners.get((site, layer), ()):
         listener(value)
 
 
 def affine(product: Product, module: LiveModule) -> Affine:
-    """Returns a linear layer as a function, which holds the layer's tensors."""
+    """Returns a linear layer as a function of its input. The function keeps the layer's present weight and bias
+    tensors."""
     weight, bias = module.weight, module.bias
     return lambda values: product(values, weight, bias)
 
 
 def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
-    """Applies RMSNorm: mean square in float32 (in float64 for float64 input), product with the weight in the model's
-    dtype."""
+    """Returns RMSNorm of `values`: the mean square is computed in float32 (in float64 for float64 input), the product
+    with the weight in the dtype of `values`."""
     wide = values if values.dtype == torch.float64 else values.float()
     scale = wide.pow(2).mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
     scaled = wide.mul_(scale) if wide is not values else wide * scale
     return norm.weight * scaled.to(values.dtype)
 
 
-def _turn(cos: Tensor, sin: Tensor) -> Turn:
-    """Returns (cos, sin), [b, t, 1, d] each. The first half of sin is negated: (-x) s equals x (-s), bit for bit."""
+def _rotation(cos: Tensor, sin: Tensor) -> Rotation:
+    """Returns (cos, sin) for `_rotated`, [b, t, 1, d] each. The first half of sin is negated here instead of half of
+    the values: (-x) s equals x (-s), bit for bit."""
     first, second = sin.chunk(2, -1)
     return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
 
 
-def _turned(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], turn: Turn) -> Sequence[Tensor]:
-    cos, sin = turn
+def _rotated(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], rotation: Rotation) -> Sequence[Tensor]:
+    """Returns queries [b, t, h, d] and keys [b, t, g, d] after the rotary embedding. rotation: from `_rotation`."""
+    cos, sin = rotation
     both = torch.cat((q, k), 2)
     first, second = both.chunk(2, -1)
-    turned = (both * cos).add_(torch.cat((second, first), -1).mul_(sin))
-    return turned.split((q.shape[2], k.shape[2]), 2)
+    rotated = (both * cos).add_(torch.cat((second, first), -1).mul_(sin))
+    return rotated.split((q.shape[2], k.shape[2]), 2)
 
 
 def _compiled_norm(compiled: CompiledBlock, values: Tensor, norm: _Norm) -> Tensor:
     return compiled.rms_norm(values, *norm)
 
 
-def _compiled_turn(compiled: CompiledBlock, q: Tensor, k: Tensor, turn: Turn) -> Sequence[Tensor]:
-    """Rotates in place: q and k are fresh tensors that no other code holds."""
-    return compiled.turn_(q.contiguous(), *turn), compiled.turn_(k.contiguous(), *turn)
+def _compiled_rotated(compiled: CompiledBlock, q: Tensor, k: Tensor, rotation: Rotation) -> Sequence[Tensor]:
+    """Rotates queries and keys with compiled code and returns both. Overwrites the arguments, which are new tensors
+    that no other code uses."""
+    return compiled.turn_(q.contiguous(), *rotation), compiled.turn_(k.contiguous(), *rotation)
 
 
 def _norm(module: LiveModule) -> _Norm:

@@ -1,4 +1,4 @@
-"""Runs the forward of GPT-2 and GPT-NeoX without their modules: the same operations in the same order."""
+"""Computes the forward of GPT-2 and GPT-NeoX without calling their modules: the same operations in the same order."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,15 @@ from torch.nn.functional import layer_norm, linear
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.functional import Affine, FunctionalForward, Listeners, Product, Turn, affine, tell
+from cacheprobe.models.fast.functional import (
+    Affine,
+    FunctionalForward,
+    Listeners,
+    Product,
+    Rotation,
+    affine,
+    call_listeners,
+)
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
 from cacheprobe.ops.compiled.block import CompiledBlock
 
@@ -17,7 +25,7 @@ from cacheprobe.ops.compiled.block import CompiledBlock
 class _Block(NamedTuple):
     before_attention: Affine
     joint: Affine
-    """Computes queries, keys and values in one product."""
+    """Projection that computes queries, keys and values in one product."""
     out: Affine
     before_mlp: Affine
     up: Affine
@@ -27,14 +35,12 @@ class _Block(NamedTuple):
 
 
 class FunctionalGPT(FunctionalForward):
-    """Runs the forward of GPT-2 or GPT-NeoX."""
+    """Computes the forward of GPT-2 and GPT-NeoX models without calling their modules."""
 
     def __init__(self, model: LiveModule, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
-        """product: function that computes values weight^T + bias for the model's linear layers.  compiled: not used; it
-        computes no norm of these families.
-
-        The model's tensors are not copied.
-        """
+        """Takes the tensors of `model` without copying. product: function that computes values weight^T + bias, for all
+        linear layers of GPT-NeoX and the unembedding of GPT-2. compiled: not used, because it computes no norm of these
+        families."""
         config = model.config
         self.heads = int(config.num_attention_heads)
         self.is_neox = type(model).__name__ == "GPTNeoXForCausalLM"
@@ -55,36 +61,38 @@ class FunctionalGPT(FunctionalForward):
 
     @staticmethod
     def takes(model: LiveModule) -> bool:
-        """Returns whether the model belongs to a family that this class computes, with fused attention."""
+        """Returns True if `model` is a GPT-NeoX, or a GPT-2 without cross-attention, and uses cacheprobe's
+        attention."""
         config, name = model.config, type(model).__name__
         is_plain = name == "GPTNeoXForCausalLM" or (name == "GPT2LMHeadModel" and not config.add_cross_attention)
         return is_plain and config._attn_implementation == ATTENTION
 
-    def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Turn | None]:
-        """Returns the embedded tokens, and the rotations of these positions if the model rotates."""
+    def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Rotation | None]:
+        """Returns (embedded tokens [b, t, m], rotation). The rotation is the cosines and sines of the rotary embedding
+        at these positions; None for GPT-2, which adds a position table to the tokens instead."""
         stream = self.embedding(token_ids)
         if self.positions is not None:
             stream = stream + self.positions(position_ids)
         return stream, self.rotary(stream, position_ids=position_ids) if self.rotary is not None else None
 
     def _block(
-        self, layer: int, stream: Tensor, cache: KVCache, turn: Turn | None, mask: Tensor, listeners: Listeners
+        self, layer: int, stream: Tensor, cache: KVCache, rotation: Rotation | None, mask: Tensor, listeners: Listeners
     ) -> Tensor:
         block = self.blocks[layer]
         q, k, v = self._heads(block.joint(block.before_attention(stream)))
-        if turn is not None:
-            q, k = _turned(q, *turn), _turned(k, *turn)
+        if rotation is not None:
+            q, k = _rotated(q, *rotation), _rotated(k, *rotation)
         attended = block.out(attend_over_cache(cache, layer, q, k, v, mask, block.scale))
-        tell(listeners, "T", layer, attended)
-        behind = attended + stream
-        read = block.before_mlp(stream if self.is_parallel else behind)
-        written = block.down(block.activation(block.up(read)))
-        tell(listeners, "C", layer, written)
-        return written + attended + stream if self.is_parallel else written + behind
+        call_listeners(listeners, "T", layer, attended)
+        after_attention = attended + stream
+        normed = block.before_mlp(stream if self.is_parallel else after_attention)
+        mlp_out = block.down(block.activation(block.up(normed)))
+        call_listeners(listeners, "C", layer, mlp_out)
+        return mlp_out + attended + stream if self.is_parallel else mlp_out + after_attention
 
     def _heads(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values, [b, h, t, d] each. GPT-NeoX stores the three side by side within each
-        head."""
+        """Returns (queries, keys, values), [b, h, t, d] each, from the output of the joint projection. GPT-NeoX stores
+        the three side by side within each head."""
         if self.is_neox:
             q, k, v = joint.unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
         else:
@@ -121,7 +129,7 @@ def _gpt2_block(layer: LiveModule) -> _Block:
 
 
 def _conv(module: LiveModule) -> Affine:
-    """Returns GPT-2's Conv1D as a function; its weights are stored [inputs, outputs]."""
+    """Returns GPT-2's linear layer (Conv1D) as a function of its input; its weights are stored [inputs, outputs]."""
     return lambda values: torch.addmm(module.bias, values.view(-1, values.shape[-1]), module.weight).view(
         *values.shape[:-1], -1
     )
@@ -131,9 +139,10 @@ def _norm(module: LiveModule) -> Affine:
     return lambda values: layer_norm(values, module.normalized_shape, module.weight, module.bias, module.eps)
 
 
-def _turned(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first numbers of each head by position and leaves the others unchanged (partial rotary embedding)."""
+def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns queries or keys [b, h, t, d] with the first numbers of each head rotated by position and the others
+    unchanged (partial rotary embedding)."""
     cos, sin = cos[:, None], sin[:, None]
-    turned, rest = values[..., : cos.shape[-1]], values[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, -1)
-    return torch.cat((turned * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+    to_rotate, rest = values[..., : cos.shape[-1]], values[..., cos.shape[-1] :]
+    first, second = to_rotate.chunk(2, -1)
+    return torch.cat((to_rotate * cos + torch.cat((-second, first), -1) * sin, rest), -1)

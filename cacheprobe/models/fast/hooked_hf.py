@@ -1,4 +1,4 @@
-"""The plain Hugging Face model as a CachedLM: fused attention, the bridge's own weights, the bridge's hook names.
+"""Runs the plain Hugging Face model as a CachedLM: fused attention, the bridge's own weights, the bridge's hook names.
 
 Hooks on the bridge have no effect here; `models.paths` decides which of the two forwards runs. Interventions use hooks
 on this model.
@@ -32,18 +32,19 @@ from cacheprobe.ops.compiled.block import CompiledBlock
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
-"""Forwards without modules; each supports some families."""
+"""Classes that compute a forward without calling modules; each supports some model families."""
 
 
 class HookedHF(BridgeMembers):
-    """Runs the Hugging Face model inside a bridge directly, on the same weights and the same KVCache.
+    """Runs the Hugging Face model that is inside a bridge, without the bridge, on the same weights and the same
+    KVCache. This is the fast forward.
 
     Twin: BridgeLM: logits, S, T, C, keys and values close(1e-4) in float32, since fused attention reorders sums.
     """
 
     def __init__(self, origin: BridgeLM, functional: bool = True) -> None:
-        """functional: skip the modules when no hook needs them and the family is supported; results have the same bits
-        either way.
+        """Builds the plain model around the weights of the BridgeLM `origin`. functional: skip the modules if no hook
+        needs them and the family is supported; results have the same bits either way.
 
         Raises: ModelError if the bridge's weights were processed, or if a hook of the bridge matches no module of the
         model.
@@ -73,12 +74,13 @@ class HookedHF(BridgeMembers):
         return f"HookedHF({repr(self.origin).removeprefix('BridgeLM(')}"
 
     def _replace_products(self) -> None:
+        """Makes every linear layer of the plain model compute with the chosen matrix product."""
         for module in self.model.modules():
             if type(module) is nn.Linear:
                 vars(module)["forward"] = partial(_linear_by, self._product, module)
 
     def _replace_norms(self, block: CompiledBlock) -> None:
-        """Replaces the norms of llama-like models, which are all of one kind."""
+        """Makes every RMSNorm of the plain model, which is llama-like, compute with compiled code."""
         for module in self.model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 vars(module)["forward"] = partial(_norm_by, block, module)
@@ -95,7 +97,8 @@ class HookedHF(BridgeMembers):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """Runs one forward, as CachedLM.forward describes, without modules if no hook needs them."""
+        """Runs one forward, without calling modules if no hook needs them. Arguments and results are those of
+        CachedLM.forward: logits [b, t, v], or the residual stream after `num_layers` blocks."""
         if not self.weights.is_current:
             self.weights.bind()
             self._functional = None
@@ -107,14 +110,15 @@ class HookedHF(BridgeMembers):
             stack.enter_context(keeping_float64(self.dtype))
             token_ids = token_ids.to(self.device)
             if functional is not None:
-                where = inputs["position_ids"], inputs["attention_mask"]
-                return functional(token_ids, cache, *where, self._listeners, num_layers, logit_slots)
+                positions_and_masks = inputs["position_ids"], inputs["attention_mask"]
+                return functional(token_ids, cache, *positions_and_masks, self._listeners, num_layers, logit_slots)
             stack.enter_context(attending(cache.reach, self.n_layers if num_layers is None else num_layers))
             return self._run_modules(token_ids, inputs, num_layers, logit_slots)
 
     def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
-        """Returns the forward without modules; None if the family has none, or a hook or a head mask needs modules."""
-        if self._functional_class is None or not self._nothing_acts or cache.head_masks.concern(cache_rows):
+        """Returns the forward that calls no modules; None if the model's family has none, if a hook needs the modules,
+        or if cache surgery hides slots in single layers or heads."""
+        if self._functional_class is None or not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
             return None
         if self._functional is None:
             self._functional = self._functional_class(self.model, self._product, self._compiled_block)
@@ -123,15 +127,15 @@ class HookedHF(BridgeMembers):
     def _run_modules(
         self, token_ids: Tensor, inputs: ForwardInputs, num_layers: int | None, logit_slots: Sequence[int] | None
     ) -> Tensor:
-        """Runs the plain model: all blocks and the logits, of these slots if given; or the first `num_layers` blocks
-        alone."""
+        """Runs the plain model and returns its logits, of `logit_slots` only if given. If `num_layers` is given, runs
+        only that many blocks and returns the residual stream."""
         if num_layers is None:
             choice = self.logit_choice(logit_slots)
             logits = self.model(token_ids, use_cache=True, **inputs, **choice).logits
             return logits if logit_slots is None or choice else logits[:, list(logit_slots)]
 
         def stop(value: Tensor) -> None:
-            """Ends the forward with this residual stream."""
+            """Ends the forward by raising _Stopped with this residual stream."""
             raise _Stopped(value)
 
         # registered last, so that the capture hooks at that block run first
@@ -146,8 +150,8 @@ class HookedHF(BridgeMembers):
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
-        """Calls `sink` with activations inside the `with`, as CachedLM.capturing describes; then removes only the hooks
-        added here."""
+        """Returns a context manager. Inside its `with`, every forward calls `sink(site, layer, activation)` for each
+        (site, layer) pair of `sites`. At the end only these hooks are removed."""
         missing = [one for one in sites if one not in self._places.of_sites and one[0] not in HEAD_SITES]
         if missing:
             raise ModelError(f"{self.name} has no site {missing[0][0]} at layer {missing[0][1]}")
@@ -165,23 +169,27 @@ class HookedHF(BridgeMembers):
             yield
 
     @property
-    def _nothing_acts(self) -> bool:
-        """Whether the only hooks are capture hooks at sites that the forward without modules also reports."""
+    def _has_capture_hooks_only(self) -> bool:
+        """True if all PyTorch hooks on the plain model are capture hooks at sites that the forward without modules also
+        reports (pre, S, T, C)."""
         num_hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules)
         return num_hooks == sum(map(len, self._listeners.values()))
 
     def _forget(self, site: tuple[str, int], listener: Callable[[Tensor], object]) -> None:
+        """Removes a listener from the list of its (site, layer)."""
         self._listeners[site].remove(listener)
         if not self._listeners[site]:
             del self._listeners[site]
 
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
-        """Lets `edit` replace activations inside the `with`, as CachedLM.editing describes; then removes only the hooks
-        added here."""
+        """Returns a context manager. Inside its `with`, every forward calls `edit(site, layer, activation)` for each
+        (site, layer) pair of `sites`. A returned tensor replaces the activation. At the end only these hooks are
+        removed."""
 
         def edit_heads(site: str, layer: int, value: Tensor) -> Tensor | None:
-            """Calls `edit`; z of the heads is split by head before and joined after the call."""
+            """Calls `edit` and returns its result. At site z, the activation is split by head before the call, and the
+            result is joined again."""
             if site != HEADS:
                 return edit(site, layer, value)
             edited = edit(site, layer, value.unflatten(-1, self.head_shape))
@@ -194,7 +202,8 @@ class HookedHF(BridgeMembers):
             yield
 
     def fingerprint(self) -> dict[str, str | int | float]:
-        """Returns the bridge's fingerprint with the entries that differ here: the path and the attention in use."""
+        """Returns the bridge's fingerprint (a dictionary), changed for this forward: path "fast", the attention in use,
+        and how products and norms are computed."""
         compiled = self.origin.compiled
         return {
             **self.origin.fingerprint(),
@@ -207,12 +216,13 @@ class HookedHF(BridgeMembers):
 
     @property
     def attends_by_request(self) -> bool:
-        """Whether attention runs request by request, over slots chosen by position (see CachedLM)."""
+        """Whether attention runs request by request, over the slots in the cache's `reach`; otherwise one call covers
+        the batch."""
         return self.model.config._attn_implementation == ATTENTION
 
 
 class _Stopped(Exception):
-    """Ends a forward early; carries the residual stream at that block."""
+    """Ends a forward early: an exception that carries the residual stream [b, t, m] of the block reached."""
 
     def __init__(self, residual: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""PyTorch hooks on a module that pass its input or output to a function, or let the function replace it."""
+"""Registers PyTorch hooks on a module that pass its input or output to a function, or let the function replace it."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,13 @@ _Inputs = tuple[tuple[ModuleValue, ...], dict[str, ModuleValue]]
 
 
 def change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Registers a hook that lets `edit` replace a module's input or output."""
+    """Registers a PyTorch hook at `place`, a module's input or output: `edit` gets the tensor, and a tensor that `edit`
+    returns replaces it. Returns the handle that removes the hook."""
     module, point = place
     if point == OUTPUT_POINT:
 
         def on_output(module: nn.Module, args: tuple[ModuleValue, ...], output: ModuleValue) -> ModuleValue:
-            """Returns the edited output, None if unchanged."""
+            """Returns the module's output with its first tensor edited; None if `edit` changed nothing."""
             if not isinstance(output, tuple):
                 return edit(output)
             edited = edit(output[0])
@@ -27,7 +28,7 @@ def change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableHa
         return module.register_forward_hook(on_output)
 
     def on_input(module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]) -> _Inputs | None:
-        """Returns the edited input, None if unchanged."""
+        """Returns the module's arguments with the first tensor edited; None if `edit` changed nothing."""
         edited = edit(args[0] if args else kwargs["hidden_states"])
         if edited is None:
             return None
@@ -37,10 +38,11 @@ def change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableHa
 
 
 def listen(place: Place, listener: Callable[[Tensor], object]) -> RemovableHandle:
-    """Registers a hook that calls `listener` with a module's input or output; the hook changes no values."""
+    """Registers a PyTorch hook that calls `listener` with a module's input or output and changes no values. Returns the
+    handle that removes the hook."""
 
     def keep(value: Tensor) -> None:
-        """Calls the listener, and ignores what it returns."""
+        """Calls the listener and returns None, so that the tensor stays unchanged."""
         listener(value)
 
     return change(place, keep)

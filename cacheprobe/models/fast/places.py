@@ -1,4 +1,5 @@
-"""Finds the module of the plain model that computes a site, and how to split its tensor by head for q, k, v and z."""
+"""Finds the module of the plain Hugging Face model that computes a site, and how to split the module's tensor by head
+for q, k, v and z."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,18 +20,19 @@ _JOINT = "qkv"
 """The bridge's name for one joint projection of q, k and v."""
 
 Cut = Callable[[Tensor], Tensor]
-"""Splits a module's tensor [b, t, w] into a site's tensor [b, t, h, d]."""
+"""Function that splits a module's tensor [b, t, w] into a site's tensor [b, t, h, d]."""
 
 
 Place = tuple[nn.Module, str]
-"""A module of the plain model, and whether its input or its output is read."""
+"""(module of the plain model, side): the side says whether the module's input or its output is read."""
 
 
 class Places:
-    """Finds modules of the plain model by the bridge's hook names."""
+    """Finds, by the bridge's hook names, the modules of the plain Hugging Face model that compute the sites."""
 
     def __init__(self, origin: BridgeLM, weights: SharedWeights) -> None:
-        """Raises: ModelError if the hook of a site matches no module of the plain model."""
+        """Finds the modules of sites pre, S, T and C at all layers. Raises: ModelError if the hook of a site matches no
+        module of the plain model."""
         self._origin, self._weights = origin, weights
         points = origin.bridge.hook_dict  # made anew at every access
         self.of_sites: dict[tuple[str, int], Place] = {
@@ -40,12 +42,13 @@ class Places:
         }
 
     def of_hook(self, site: str, layer: int) -> Place:
-        """Returns the module that the bridge's hook of a site reads. Raises: ModelError if there is no such hook or
-        module."""
+        """Returns (module of the plain model, side) at which the bridge's hook of a site reads. Raises: ModelError if
+        there is no such hook or module."""
         return self._place(self._point(site, layer), hook_name(site, layer))
 
     def of_heads(self, site: str, layer: int) -> tuple[Place, Cut]:
-        """Returns the module that computes q, k, v or z of a layer, and the function that splits its tensor into heads.
+        """Returns ((module, side), cut): where the plain model computes site q, k, v or z of a layer, and the function
+        that splits the module's tensor into heads.
 
         Raises: ModelError for the site of attention patterns, which only the bridge has, and if there is no such hook.
         """
@@ -67,7 +70,8 @@ class Places:
         return points[name]
 
     def _place(self, point: HookPoint, name: str) -> Place:
-        """Returns the module and side of a hook: alias -> canonical name -> component -> its HF module."""
+        """Returns (module of the plain model, side) of a hook point: the hook point names a component of the bridge,
+        and the component wraps a Hugging Face module."""
         component, _, end = str(point.name).rpartition(".")
         original = self._origin.bridge.get_submodule(component)._modules.get(WRAPPED)
         path = self._weights.path_of(original)
@@ -79,15 +83,16 @@ class Places:
 
 
 def head_cut(origin: BridgeLM, site: str, layer: int) -> Cut:
-    """Returns the function that splits the input or output of a projection that computes this site alone into heads."""
+    """Returns the function that splits a projection's tensor [b, t, w] into heads [b, t, h, d], for a projection that
+    computes only `site` (q, k, v or z)."""
     (heads, _), (kv_heads, key_width, value_width) = origin.head_shape, origin.layer_shapes[layer]
     shapes = {"q": (heads, key_width), "k": (kv_heads, key_width), "v": (kv_heads, value_width)}
     return partial(_unflatten, {**shapes, HEADS: (heads, value_width)}[site])
 
 
 def joint_place(origin: BridgeLM, weights: SharedWeights, site: str, layer: int) -> tuple[str, Cut]:
-    """Returns the path of the plain model's joint q, k, v projection, and the function that extracts this site from its
-    output.
+    """Returns (path of the plain model's joint projection of q, k and v; function that extracts `site`, one of the
+    three, from its output).
 
     Finds the layout by comparing the joint weight with the weight that the bridge split off: all of q, then k, then v
     (GPT-2), or q, k and v of each head together (GPT-NeoX).
@@ -101,12 +106,12 @@ def joint_place(origin: BridgeLM, weights: SharedWeights, site: str, layer: int)
     whole = output_rows(weights.plain.get_submodule(path))
     own = output_rows(getattr(attention, site)._modules[WRAPPED])
     heads, width = origin.head_shape
-    number = _PARTS.index(site)
+    part_index = _PARTS.index(site)
     if whole.shape[0] == 3 * heads * width and own.shape == (heads * width, whole.shape[1]):
-        if torch.equal(whole.reshape(3, heads, width, -1)[number].flatten(0, 1), own):
-            return path, partial(_third, (3, heads, width), 2, number)
-        if torch.equal(whole.reshape(heads, 3, width, -1)[:, number].flatten(0, 1), own):
-            return path, partial(_third, (heads, 3, width), 3, number)
+        if torch.equal(whole.reshape(3, heads, width, -1)[part_index].flatten(0, 1), own):
+            return path, partial(_third, (3, heads, width), 2, part_index)
+        if torch.equal(whole.reshape(heads, 3, width, -1)[:, part_index].flatten(0, 1), own):
+            return path, partial(_third, (heads, 3, width), 3, part_index)
     raise ModelError(f"{origin.name}: {path} of the plain model holds q, k and v in an order that is not known here")
 
 
@@ -114,5 +119,5 @@ def _unflatten(shape: tuple[int, int], value: Tensor) -> Tensor:
     return value.unflatten(-1, shape)
 
 
-def _third(shape: tuple[int, int, int], dim: int, number: int, value: Tensor) -> Tensor:
-    return value.unflatten(-1, shape).select(dim, number)
+def _third(shape: tuple[int, int, int], dim: int, part_index: int, value: Tensor) -> Tensor:
+    return value.unflatten(-1, shape).select(dim, part_index)

@@ -1,1 +1,2 @@
-"""Hugging Face models through TransformerBridge: hooks may edit, and results are the reference."""
+"""Runs Hugging Face models through TransformerLens' TransformerBridge: hooks may edit activations, and the results are
+the reference for the fast forward."""

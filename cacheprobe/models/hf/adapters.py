@@ -1,7 +1,7 @@
 """Finds LoRA adapters in peft's format, checks that they fit the model, and merges them into its weights.
 
-The adapter (two matrices a layer in a safetensors file) is read without peft. Adapters with more than that are refused
-by name.
+The adapter (two matrices a layer in a safetensors file) is read without peft. An adapter with other trained parts is
+refused, and the error names the setting.
 """
 
 import json
@@ -17,7 +17,8 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.facts import sha256_of
 
 SHIPPED_ADAPTERS = Path(__file__).resolve().parents[2] / "data" / "adapters"
-"""Inside the package, so that an installed wheel contains them. A folder is named TASK-MODEL."""
+"""Folder of the shipped adapters, inside the package, so that an installed wheel contains them. Each adapter's folder
+is named TASK-MODEL."""
 
 WEIGHTS, CONFIG, TRAINING = "adapter_model.safetensors", "adapter_config.json", "training.json"
 
@@ -32,7 +33,7 @@ _HARMLESS = frozenset(
 
 
 class LoraConfig(TypedDict, total=False):
-    """The fields of adapter_config.json that are read here."""
+    """Holds the fields of peft's adapter_config.json that cacheprobe reads (a TypedDict)."""
 
     peft_type: str
     r: Required[int]
@@ -41,7 +42,8 @@ class LoraConfig(TypedDict, total=False):
 
 
 def adapter_directory(adapter: "str | Path", model: str) -> Path:
-    """Returns the directory of an adapter, given a path or the task name of a shipped adapter.
+    """Returns the directory of a LoRA adapter for the model called `model`. adapter: a directory, or the task name of a
+    shipped adapter, such as "coin-flip".
 
     Raises: ModelError naming the shipped adapters.
     """
@@ -51,15 +53,16 @@ def adapter_directory(adapter: "str | Path", model: str) -> Path:
         return shipped
     if Path(name).is_dir() and name:
         return Path(name)
-    there = sorted(path.name for path in SHIPPED_ADAPTERS.glob("*/") if path.is_dir())
+    shipped_names = sorted(path.name for path in SHIPPED_ADAPTERS.glob("*/") if path.is_dir())
     raise ModelError(
         f"unknown adapter {name!r} for {model}: it is no directory, and the shipped ones (TASK-MODEL) are "
-        f"{', '.join(there) or 'none'}; train one with: cacheprobe train lora --model {model} --out DIR"
+        f"{', '.join(shipped_names) or 'none'}; train one with: cacheprobe train lora --model {model} --out DIR"
     )
 
 
 def merge_adapter(live: nn.Module, name: str, directory: Path) -> str:
-    """Adds scale * B @ A to the weights of a plain float32 model, in place. Returns a note for `weights_note`.
+    """Merges a LoRA adapter into a plain float32 model, in place: adds scale * B @ A to each adapted weight. Returns
+    one line of text for `weights_note`.
 
     Raises: ModelError for an adapter of another base model, other shapes or another kind, before any weight is changed.
     Source: Hu et al. 2021, arXiv 2106.09685, section 4.1.  Twin: peft's own layers, unmerged, close(1e-5) in float32.
@@ -86,8 +89,8 @@ def merge_adapter(live: nn.Module, name: str, directory: Path) -> str:
 
 
 def read_config(directory: Path) -> LoraConfig:
-    """Returns adapter_config.json of a plain LoRA adapter. Raises: ModelError for a broken file or another kind of
-    adapter."""
+    """Returns the content of a plain LoRA adapter's adapter_config.json as a dictionary. Raises: ModelError for a
+    broken file or another kind of adapter."""
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         rank, alpha = config["r"], config["lora_alpha"]
@@ -97,49 +100,53 @@ def read_config(directory: Path) -> LoraConfig:
         raise ModelError(f"{directory} is a {config.get('peft_type')} adapter; only LORA is merged here")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
         raise ModelError(f"{directory}: rank {rank!r} and lora_alpha {alpha!r} are not a rank and a number")
-    more = [key for key, value in config.items() if key not in _HARMLESS and value and (key, value) != ("bias", "none")]
-    if more:
+    used = [key for key, value in config.items() if value and (key, value) != ("bias", "none")]
+    unsupported = [key for key in used if key not in _HARMLESS]
+    if unsupported:
         raise ModelError(
-            f"{directory} sets {more[0]}={config[more[0]]!r}, which is more than LoRA's two matrices; merge it with "
-            "peft and load the merged model's directory"
+            f"{directory} sets {unsupported[0]}={config[unsupported[0]]!r}, which is more than LoRA's two matrices; "
+            "merge it with peft and load the merged model's directory"
         )
     return config
 
 
 def check_base(live: nn.Module, name: str, directory: Path, config: LoraConfig) -> None:
-    """Checks that an adapter was trained on this base model: by the weight hash in training.json, or else by name.
+    """Checks that a LoRA adapter was trained on the base model `live`: by the weights' hash in the adapter's
+    training.json, or by the model's name if that file is absent.
 
     live: the base model in float32, before any adapter.
-    Raises: ModelError for another base model.
+    Raises: ModelError for another base model, for a broken training.json, and for adapter weights other than those that
+    training.json records.
     """
     base = config.get("base_model_name_or_path") or "an unnamed model"
     training = directory / TRAINING
     if training.is_file():
         try:
-            told = json.loads(training.read_text(encoding="utf-8"))
-            expected, content = told["base_weights_sha256"], told["adapter_sha256"]
+            training_record = json.loads(training.read_text(encoding="utf-8"))
+            expected, adapter_sha256 = training_record["base_weights_sha256"], training_record["adapter_sha256"]
         except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{training} is broken ({error!s:.120}); train again, or remove it") from error
-        if content != file_sha256(directory / WEIGHTS):
+        if adapter_sha256 != file_sha256(directory / WEIGHTS):
             raise ModelError(f"{directory}: {WEIGHTS} is not the file that {TRAINING} speaks of; train again")
-        held = base_sha256(live)
-        if held != expected:
-            kind = told.get("base_weights_note") or "its weights as they were"
+        own_sha256 = base_sha256(live)
+        if own_sha256 != expected:
+            kind = training_record.get("base_weights_note") or "its weights as they were"
             raise ModelError(
-                f"{directory} was trained on {base} (weights {expected}), not on {name} (weights {held}); load {base}, "
-                f"{kind}, with it"
+                f"{directory} was trained on {base} (weights {expected}), not on {name} (weights {own_sha256}); load "
+                f"{base}, {kind}, with it"
             )
     elif Path(str(base)).name != Path(name).name:
         raise ModelError(f"{directory} was trained on {base}, not on {name}; load {base} with it")
 
 
 def base_sha256(live: nn.Module) -> str:
-    """Returns the hash of a plain model's parameters, including their names."""
+    """Returns the first 16 hex digits of a SHA-256 over a plain model's parameters (names, shapes and bytes), sorted by
+    name."""
     return sha256_of(sorted(live.named_parameters(), key=lambda item: item[0]))
 
 
 def file_sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file. Raises: ModelError if the file cannot be read."""
+    """Returns the SHA-256 of a file as hex text. Raises: ModelError if the file cannot be read."""
     try:
         return sha256_of_file(path)
     except OSError as error:
@@ -147,7 +154,8 @@ def file_sha256(path: Path) -> str:
 
 
 def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns (A [rank, in], B [out, rank]) of every adapted layer, keyed by module path."""
+    """Returns the LoRA matrices of an adapter's safetensors file as a dictionary: module path -> (A [rank, in], B [out,
+    rank]). Raises: ModelError for a missing or broken file, or for other tensors in the file."""
     path = directory / WEIGHTS
     if not path.is_file():
         pickled = (

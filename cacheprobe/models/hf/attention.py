@@ -1,4 +1,5 @@
-"""Registers our attention with transformers, and offers the same attention to forwards without modules.
+"""Registers cacheprobe's attention with transformers, and offers the same attention to forwards that do not call
+modules.
 
 If the cache's `reach` is set, attention runs request by request, so that results are batch-invariant; otherwise the
 whole batch runs in one call.
@@ -24,7 +25,8 @@ _UNKNOWN_TERMS = ("s_aux", "sinks", "position_bias", "cache", "head_mask")
 
 
 class _Calls:
-    """The reach of the current forward, and how many layers have used this attention in it."""
+    """Holds, for the current forward, the `reach` (slots that each request's attention covers) and the number of layers
+    that have used cacheprobe's attention."""
 
     def __init__(self, reach: Reach | None) -> None:
         self.reach, self.count = reach, 0
@@ -33,17 +35,19 @@ class _Calls:
 _calls: ContextVar[_Calls | None] = ContextVar("cacheprobe_attention", default=None)
 
 
-def can_attend_here(model_class: type[object]) -> bool:
-    """Returns whether a transformers class looks its attention up in the table of attention functions."""
+def uses_attention_table(model_class: type[object]) -> bool:
+    """Returns True if a transformers model class looks up its attention in transformers' table of attention functions,
+    so that cacheprobe's attention can be set by name."""
     return bool(getattr(model_class, "_supports_attention_backend", False))
 
 
 @contextmanager
 def attending(reach: Reach | None, num_layers: int) -> Iterator[None]:
-    """Sets how the layers of a transformers model attend, for one forward inside the `with`.
+    """Makes a transformers model attend as `reach` says, for one forward inside the `with`: request by request over the
+    slots in `reach`, or the whole batch in one call if `reach` is None.
 
-    Raises: ModelError if a number of layers other than `num_layers` used this attention; the other layers computed all
-    requests in one call.
+    Raises: ModelError, if `reach` is given, unless exactly `num_layers` layers used this attention: any other layer
+    computed all requests in one call.
     """
     calls = _Calls(reach)
     token = _calls.set(calls)
@@ -61,8 +65,8 @@ def attending(reach: Reach | None, num_layers: int) -> Iterator[None]:
 def attend_over_cache(
     cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
-    """Returns attention outputs [b, t, h * d] of new queries [b, h, t, d], after storing new keys and values [b, g, t,
-    d]."""
+    """Stores new keys and values [b, g, t, d] at the positions that `cache.stage` set, and returns the attention
+    outputs [b, t, h * d] of new queries [b, h, t, d] over the cached slots."""
     if cache.reach is None:
         keys, values = cache.write(layer, k, v)
         return attend_together(q, keys, values, mask, scale)
@@ -81,8 +85,9 @@ def _interface(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Implements transformers.AttentionInterface: queries [b, h, t, d], keys and values [b, g, s, d] -> [b, t, h,
-    d]."""
+    """Computes attention for transformers (AttentionInterface) from queries [b, h, t, d] and keys and values [b, g, s,
+    d]. Returns (outputs [b, t, h, d], None). Raises: ModelError without a mask, and for terms that are not
+    supported."""
     if unknown := [name for name in _UNKNOWN_TERMS if others.get(name) is not None]:
         raise ModelError(f"{type(module).__name__} attends with {unknown[0]}, which is not computed here")
     if attention_mask is None:

@@ -1,4 +1,4 @@
-"""TransformerLens' TransformerBridge as a CachedLM.
+"""Wraps TransformerLens' TransformerBridge as a CachedLM, the interface of a model that the engine runs.
 
 This file contains no code for requests, phases or the storage of captured states.
 """
@@ -29,12 +29,12 @@ from cacheprobe.ops.compiled.readout import Compiled
 from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
 
 _WRAPPED = "_cacheprobe_bridge"
-"""Key in a live model's own dictionary for the bridge that wraps the model, and the checksum of its weights at that
-time."""
+"""Key in a live model's `vars` under which (the bridge that wraps the model, the checksum of its weights at that time)
+is kept."""
 
 
 class BridgeLM(HookedLM):
-    """A TransformerBridge that runs on our KV cache.
+    """Runs a TransformerBridge on our KVCache, as a CachedLM. Hooks on the bridge may edit activations.
 
     Twin: the bridge's own uncached forward, close(1e-5) in float32: `models.checks` compares them at load.
     """
@@ -43,7 +43,7 @@ class BridgeLM(HookedLM):
         self.bridge = self.hooked_module = bridge
         self.name, self.weights_note = name, weights_note
         self.adapter = ""  # what load_model merged into the weights
-        self.compiled: Compiled | None = None  # where load_model was asked for it
+        self.compiled: Compiled | None = None  # set by load_model(products="compiled")
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
         self.n_ctx = int(cfg.n_ctx)
@@ -64,8 +64,8 @@ class BridgeLM(HookedLM):
 
     @classmethod
     def wrap(cls, model: LiveModule, tokenizer: LiveTokenizer, name: str, weights_note: str = "") -> "BridgeLM":
-        """Wraps a live transformers model in place: the bridge replaces its submodules. A model wrapped before reuses
-        its bridge.
+        """Returns a BridgeLM around a live transformers model. Changes the model in place: the bridge replaces its
+        submodules. A model that was wrapped before keeps its first bridge.
 
         Raises: ModelError for an architecture without a bridge, and for a model inside a bridge that was created
         elsewhere.
@@ -96,18 +96,21 @@ class BridgeLM(HookedLM):
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
-        """(heads, key width, value width) of each layer's cache."""
+        """(number of key and value heads, key width, value width) of each layer's cache, as a list. The first access
+        runs a short forward."""
         return [self._layers_seen.layer_shapes[layer] for layer in range(self.n_layers)]
 
     @property
     def layer_devices(self) -> list[torch.device]:
-        """The device on which each layer computes its keys and values, and therefore stores its part of the cache."""
+        """Device of each layer's keys and values, as a list: the device on which the layer computes them. The first
+        access runs a short forward."""
         return [self._layers_seen.devices[layer] for layer in range(self.n_layers)]
 
     @cached_property
     @one_at_a_time()
     def _layers_seen(self) -> ShapeProbe:
-        """Each layer's cache shape and device, found in one short forward."""
+        """Shapes and devices of all layers' keys and values (a ShapeProbe), from one short forward at the first access.
+        Raises: ModelError if a layer has no keys and values."""
         probe = ShapeProbe()
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
@@ -125,10 +128,11 @@ class BridgeLM(HookedLM):
     attends_by_request = False
 
     def check_settings(self, window: int) -> None:
-        """Accepts every window."""
+        """Does nothing: a BridgeLM supports verify passes of every window."""
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
-        """Returns an empty KVCache for `rows` sequences of at most `capacity` tokens."""
+        """Returns an empty KVCache with this model's layer shapes: `num_rows` cache rows, one for each sequence, of
+        `capacity` token slots each."""
         return KVCache(num_rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
 
     @one_at_a_time()
@@ -143,19 +147,20 @@ class BridgeLM(HookedLM):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """Runs one forward through the bridge, as CachedLM.forward describes."""
+        """Runs one forward through the bridge. Arguments and results are those of CachedLM.forward: logits [b, t, v],
+        or the residual stream after `num_layers` blocks."""
         if num_layers == self.n_layers:  # the bridge would go on to the logits
             return self._last_residual(token_ids, cache, cache_rows, starts)
-        stop: dict[str, LiveModule] = {"stop_at_layer": num_layers}
-        choice = self.logit_choice(logit_slots) if num_layers is None else stop
-        placed = staged(cache, cache_rows, starts, token_ids.shape[1], self.config, self.n_ctx)
-        with placed as inputs, keeping_float64(self.dtype), evaluating(self.bridge.original_model):
+        stop_early: dict[str, LiveModule] = {"stop_at_layer": num_layers}
+        choice = self.logit_choice(logit_slots) if num_layers is None else stop_early
+        forward_inputs = staged(cache, cache_rows, starts, token_ids.shape[1], self.config, self.n_ctx)
+        with forward_inputs as inputs, keeping_float64(self.dtype), evaluating(self.bridge.original_model):
             out = self.bridge.forward(token_ids.to(self.device), return_type="logits", **inputs, **choice)
         return out if logit_slots is None or choice else out[:, list(logit_slots)]
 
     def logit_choice(self, logit_slots: Sequence[int] | None) -> dict[str, LiveModule]:
-        """Returns the argument by which the wrapped model computes the logits of these slots alone; {} if no slots are
-        given or it has no such argument."""
+        """Returns the keyword argument {"logits_to_keep": slots} that makes the wrapped model compute logits of these
+        token slots only; {} if `logit_slots` is None or the model has no such argument."""
         if logit_slots is None or not self._can_choose_logits:
             return {}
         return {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)}
@@ -163,6 +168,7 @@ class BridgeLM(HookedLM):
     def _last_residual(
         self, token_ids: Tensor, cache: KVCache, cache_rows: Sequence[int], starts: Sequence[int]
     ) -> Tensor:
+        """Returns the residual stream [b, t, m] after the last block, captured during a full forward."""
         kept: list[Tensor] = []
         with self.capturing([("S", self.n_layers - 1)], lambda site, layer, value: kept.append(value.clone())):
             self.forward(token_ids, cache, cache_rows, starts, logit_slots=[0])
@@ -170,7 +176,7 @@ class BridgeLM(HookedLM):
 
     @property
     def config(self) -> LiveConfig:
-        """The wrapped model's own config."""
+        """Config of the wrapped transformers model."""
         return self.bridge.original_model.config
 
     @cached_property
@@ -178,14 +184,15 @@ class BridgeLM(HookedLM):
         return "logits_to_keep" in inspect.signature(type(self.bridge.original_model).forward).parameters
 
     def output_parts(self) -> OutputParts:
-        """Returns the final norm, the unembedding and its bias separately."""
+        """Returns the steps from the last residual stream to the logits as OutputParts: final norm, unembedding matrix
+        [v, m], bias, and the architecture's softcap or scale."""
         finish = self.bridge.adapter.apply_output_logits_transform
         unembed = self.bridge.unembed
         return OutputParts(self.bridge.ln_final.original_component, unembed.W_U.T, unembed.b_U, finish)
 
     def head_writer(self, layer: int) -> HeadWriter:
-        """Returns the output projection of a layer's heads, split by head, and the norm after the projection if there
-        is one.
+        """Returns the steps from one layer's attention heads to the residual stream as a HeadWriter: output projection
+        split by head [h, d, m], bias, and the norm after the projection (None if the model has none).
 
         Raises: ModelError if the layer has no such projection.
         """
@@ -193,32 +200,36 @@ class BridgeLM(HookedLM):
         projection: LiveModule = getattr(getattr(attention, "o", None), "original_component", None)
         if not hasattr(projection, "weight"):
             raise ModelError(f"{self.name}: the heads of layer {layer} have no output projection to be told apart by")
-        place, _, _ = str(self.bridge.hook_dict[hook_name("T", layer)].name).rpartition(".")
-        behind: LiveModule = self.bridge.get_submodule(place)
-        norm = None if behind is attention else behind.original_component
+        component_path, _, _ = str(self.bridge.hook_dict[hook_name("T", layer)].name).rpartition(".")
+        component: LiveModule = self.bridge.get_submodule(component_path)
+        norm = None if component is attention else component.original_component
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, norm)
 
     @one_at_a_time()
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
         """Returns logits [n, v] of residual states [n, m], including the architecture's softcaps and logit scales.
+        Records no gradients.
 
+        If at least `float32_from_rows` rows are computed, the product of a 16-bit model is in float32.
         Twin: read_out_with_gradients, equal, but to one unit in the last place if many rows are computed in float32.
         """
-        from_rows = wide_rows(self.dtype, self.device)
-        if from_rows is None:
+        float32_from_rows = wide_rows(self.dtype, self.device)
+        if float32_from_rows is None:
             return self.read_out_with_gradients(states)
         _, weight, bias, finish = self.output_parts()
-        return finish(wide_product(self.bridge.ln_final(states[None]), weight, bias, from_rows))[0]
+        return finish(wide_product(self.bridge.ln_final(states[None]), weight, bias, float32_from_rows))[0]
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
-        """Returns the same numbers as `read_out`, for training: gradients flow back into `states`."""
+        """Returns the logits of `read_out`, up to one unit in the last place, and lets gradients flow back into
+        `states`."""
         with keeping_float64(self.dtype):
             logits = self.bridge.unembed(self.bridge.ln_final(states[None]))
             return self.bridge.adapter.apply_output_logits_transform(logits)[0]
 
     def fingerprint(self) -> dict[str, str | int | float]:
-        """Returns every property of the model and its platform that may change the bits of a result."""
+        """Returns a dictionary of all properties of the model, the libraries and the process that may change the bits
+        of a result: weights hash, dtype, device, threads and others."""
         return {
             "model": self.name,
             **({"adapter": self.adapter} if self.adapter else {}),
@@ -237,14 +248,15 @@ class BridgeLM(HookedLM):
 
 
 def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -> None:
-    """Rounds rotated queries and keys to the model's dtype, as transformers does.
+    """Adds permanent hooks that round queries and keys to the model's dtype after the rotary embedding, as transformers
+    does. points: the bridge's hook points by name.
 
-    If the rotary table is in float32 (Olmo2), the bridge leaves them in float32, and products with our 16-bit values
-    fail.
+    If the rotary table is in float32 (Olmo2), the bridge leaves queries and keys in float32, and products with our
+    16-bit values fail.
     """
 
     def rounded(tensor: Tensor, *, hook: HookPoint) -> Tensor | None:
-        """Returns the value in the model's dtype, None if unchanged."""
+        """Returns the tensor in the model's dtype; None if its dtype is right already."""
         return tensor.to(dtype) if tensor.dtype != dtype else None
 
     for name, point in points.items():

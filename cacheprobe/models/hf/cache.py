@@ -1,4 +1,4 @@
-"""Our KV cache behind Hugging Face's cache interface, so that unmodified attention reads and writes it.
+"""Offers our KVCache through Hugging Face's cache interface, so that unmodified attention modules read and write it.
 
 Positions are staged on the KVCache before each forward. The two methods from which transformers would guess a position
 or build a mask raise an error, so a forgotten mask or position cannot stay unnoticed.
@@ -17,7 +17,7 @@ from cacheprobe.models.hf.masks import attention_masks
 
 
 class RowsLayer(CacheLayerMixin):
-    """One layer's view of a KVCache, as transformers' cache layer."""
+    """Presents one layer of a KVCache as a cache layer of transformers (CacheLayerMixin)."""
 
     is_compileable = True
     is_croppable = False
@@ -32,30 +32,31 @@ class RowsLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the KVCache is preallocated."""
+        """Does nothing: the KVCache allocated its tensors when it was created."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes keys and values [b, h, t, d] at the staged positions; returns those of the whole span, [b, h, s,
-        d]."""
+        """Writes new keys and values [b, h, t, d] at the positions that `KVCache.stage` set. Returns all keys and
+        values of these cache rows in the slots that attention covers, [b, h, s, d] each."""
         return self._cache.write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> NoReturn:
-        """Raises: RuntimeError always, because sequences in one batch have different lengths."""
+        """Raises: RuntimeError always, because sequences of one batch have different lengths: callers must pass
+        position_ids."""
         raise RuntimeError("position_ids must be passed with a RowsCache: rows have lengths of their own")
 
     def get_mask_sizes(self, query_length: int) -> NoReturn:
-        """Raises: RuntimeError always, because the mask must be passed explicitly."""
+        """Raises: RuntimeError always, because callers must pass a 4-D attention mask."""
         raise RuntimeError("a 4-D attention mask must be passed with a RowsCache")
 
     def get_max_length(self) -> int:
-        """Returns the capacity of the cache in tokens."""
+        """Returns the capacity of a cache row in tokens."""
         return self._cache.capacity
 
 
 class RowsCache(Cache):
-    """A KVCache behind the interface that transformers' models expect."""
+    """Presents a KVCache as transformers' Cache, for the argument `past_key_values` of a model."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(layers=[RowsLayer(cache, layer) for layer in range(len(cache.keys))])
@@ -67,7 +68,8 @@ LiveMasks: TypeAlias = Any
 
 
 class ForwardInputs(TypedDict):
-    """Keyword arguments of a Hugging Face forward over our cache."""
+    """Holds the keyword arguments of a Hugging Face forward over our KVCache: cache, mask and positions (a
+    TypedDict)."""
 
     past_key_values: RowsCache
     attention_mask: LiveMasks
@@ -78,11 +80,8 @@ class ForwardInputs(TypedDict):
 def staged(
     cache: KVCache, cache_rows: Sequence[int], starts: Sequence[int], width: int, config: LiveConfig, n_ctx: int
 ) -> Iterator[ForwardInputs]:
-    """Yields the keyword arguments (cache, mask, positions) for one forward of `width` token slots per sequence over
-    our cache.
-
-    The positions are staged inside the `with` and cleared afterwards.
-    """
+    """Sets the positions of one forward on `cache` and yields the keyword arguments for a Hugging Face model: cache,
+    mask, position ids. Clears the positions after the `with`. width: token slots of each batch index."""
     positions = cache.stage(cache_rows, starts, width)
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
     try:
@@ -97,7 +96,8 @@ def staged(
 
 
 class ShapeProbe(Cache):
-    """Notes each layer's (heads, key width, value width) and device in one short forward; caches no keys or values."""
+    """Records each layer's (heads, key width, value width) and device, as the cache argument of one short forward.
+    Stores no keys or values."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -107,11 +107,11 @@ class ShapeProbe(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Notes the layer's shapes and device, and returns the given keys and values."""
+        """Records the layer's shape and device, and returns the given keys and values unchanged."""
         self.layer_shapes[layer_idx] = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
         self.devices[layer_idx] = key_states.device
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0: the probe caches no tokens."""
+        """Returns 0: this cache stores no tokens."""
         return 0

@@ -13,13 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 
 def keeping_float64(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Keeps float64 tensors in float64 during forwards inside the `with`, for a float64 model; does nothing for other
-    dtypes."""
+    """Returns a context manager. Inside its `with`, libraries cannot convert float64 tensors to float32. Does nothing
+    if `dtype` is not float64."""
     return _KeepingFloat64() if dtype == torch.float64 else nullcontext()
 
 
 class _KeepingFloat64(TorchFunctionMode):
-    """Ignores requests to convert a float64 tensor, or a sum or softmax of one, to float32."""
+    """Changes torch calls inside its `with`: a conversion of a float64 tensor to float32, or a sum or softmax of one in
+    float32, stays in float64."""
 
     def __torch_function__(
         self,

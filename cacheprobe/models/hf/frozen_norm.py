@@ -1,6 +1,6 @@
-"""RMSNorm or LayerNorm linearised with a frozen scale, for logit attribution.
+"""Linearises RMSNorm or LayerNorm by freezing its scale, for logit attribution.
 
-A norm divides by a scale that depends on its whole input. With the scale of one input held fixed, the norm is linear,
+A norm divides by a scale that depends on its whole input. If the scale of one input is kept fixed, the norm is linear,
 so the norm of a sum is the sum of the norms of its terms.
 """
 
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from cacheprobe.models.base import ModelError
 
 _LINEAR_TO = 1e-5
+"""Largest accepted error, relative to the norm's largest output."""
 _PROBE = 64.0
 """Large compared with any norm's epsilon, and exact in every dtype."""
 
 
 class FrozenNorm:
-    """A norm with its scale frozen at one input: maps parts [n, m] to [n, m] linearly, without the bias.
+    """Applies a norm whose scale is frozen at one input: a linear function of parts [n, m] -> [n, m], without the
+    norm's bias.
 
     Weight, bias and centring are measured on a float64 copy of the module, so they do not depend on how a family
     implements its norm.
@@ -27,7 +29,8 @@ class FrozenNorm:
     """
 
     def __init__(self, module: nn.Module, at: Float[Tensor, "m"]) -> None:
-        """at: the input whose scale is frozen. Raises: ModelError for a norm that is not linear at a fixed scale."""
+        """Measures the norm `module` and freezes its scale at the input `at` [m]. Raises: ModelError for a norm that is
+        not linear at a fixed scale."""
         own = copy.deepcopy(module).double()
         at = at.double()
         with torch.inference_mode():
@@ -35,16 +38,18 @@ class FrozenNorm:
             signs[1::2] = -1
             zero, flat, alternating, out = own(torch.stack([0 * at, signs.abs() * _PROBE, signs * _PROBE, at]))
             self.bias = zero
+            # a norm that subtracts the mean maps equal numbers to its bias
             self.is_centred = bool((flat - zero).abs().max() < 1e-3 * (alternating - zero).abs().max())
             probe = self._centred(signs * _PROBE)
             self._weight = (alternating - zero) * probe.square().mean().sqrt() / probe
             scaled = self._centred(at) * self._weight
+            # the scale that fits scaled / scale best to the output without bias, by least squares
             self.scale = float(scaled.dot(scaled) / scaled.dot(out - zero))
-            far = float((scaled / self.scale - (out - zero)).abs().max() / (out - zero).abs().max())
-        if not far <= _LINEAR_TO:
+            error = float((scaled / self.scale - (out - zero)).abs().max() / (out - zero).abs().max())
+        if not error <= _LINEAR_TO:
             raise ModelError(
-                f"{type(module).__name__} is no norm that is linear at a fixed scale (off by {far:.1g} of its output), "
-                "so a logit does not fall into parts behind it; read the states with a lens instead"
+                f"{type(module).__name__} is no norm that is linear at a fixed scale (off by {error:.1g} of its "
+                "output), so a logit does not fall into parts behind it; read the states with a lens instead"
             )
 
     def __call__(self, parts: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:

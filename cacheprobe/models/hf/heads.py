@@ -1,4 +1,5 @@
-"""Checks which attention-head activations a model can record, with one short forward before the run."""
+"""Checks that a model can record attention-head activations (sites q, k, v, z, pattern), with one short forward before
+the run."""
 
 from collections.abc import Sequence
 
@@ -12,14 +13,15 @@ _TOKENS, _CAPACITY = 4, 8
 
 
 def require_heads(model: CachedLM, sites: Sequence[str], layers: Sequence[int]) -> None:
-    """Checks in one short forward that each head site is captured at each layer with the right shape.
+    """Checks with one short forward that each head site of `sites` is captured at each layer of `layers`, with the
+    right shape.
 
-    Raises: ModelError for a site without a hook, or whose hook does not fire or gives another shape.
+    Raises: ModelError for a site without a hook, or if the hook does not fire or gives another shape.
     """
     wanted = [(site, layer) for layer in layers for site in sites]
     token_ids = torch.zeros(1, _TOKENS, dtype=torch.long)
     fed = feed(model, token_ids, wanted, cache=model.new_cache(1, _CAPACITY))
-    seen = {place: tuple(value.shape) for place, value in fed.states.items()}
+    shapes = {site_layer: tuple(value.shape) for site_layer, value in fed.states.items()}
     for layer in layers:
         key, value = fed.cache.keys[layer].shape, fed.cache.values[layer].shape
         heads, kv_heads = model.head_shape[0], key[1]
@@ -31,9 +33,9 @@ def require_heads(model: CachedLM, sites: Sequence[str], layers: Sequence[int]) 
             PATTERN: (1, heads, _TOKENS, _CAPACITY),
         }
         for site in sites:
-            if seen.get((site, layer)) != expected[site]:
-                found = seen.get((site, layer))
-                what = "does not fire" if found is None else f"has {list(found)}, not {list(expected[site])}"
+            if shapes.get((site, layer)) != expected[site]:
+                shape = shapes.get((site, layer))
+                what = "does not fire" if shape is None else f"has {list(shape)}, not {list(expected[site])}"
                 raise ModelError(
                     f"{model.name}: {hook_name(site, layer)} {what}; leave {site!r} out of heads=, this architecture's "
                     "attention has other parts"

@@ -1,4 +1,4 @@
-"""Re-exports the parts of TransformerLens from which our own modules are built. Only this file and bridge.py import
+"""Re-exports TransformerLens' ActivationCache, HookedRootModule and HookPoint. Only this file and bridge.py import
 TransformerLens."""
 
 from transformer_lens import ActivationCache, HookedRootModule

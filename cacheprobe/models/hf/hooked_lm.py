@@ -1,4 +1,5 @@
-"""The parts of CachedLM that are the same for every module with TransformerLens' hook points."""
+"""Implements the parts of CachedLM that all models with TransformerLens' hook points share: capture, edits, weight
+hashes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -20,27 +21,30 @@ from cacheprobe.models.turns import computing, live_model
 
 
 class HookedLM(TokenText, ABC):
-    """Captures and edits activations at hook points, names them for TransformerLens, and hashes the weights."""
+    """Captures and edits activations at TransformerLens' hook points, and hashes the weights. Base class of BridgeLM
+    and ThinkingLM."""
 
     hooked_module: LiveModule
     """The TransformerBridge or HookedRootModule that has the hook points."""
     n_layers: int
     injected_layers: tuple[int, ...] = ()
     _hashed = "", ""
-    """The weights' checksum, and their hash at that time."""
+    """(checksum of the weights, SHA-256 of the weights at that checksum); empty texts before the first use."""
 
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> AbstractContextManager[None]:
-        """Calls `sink` with activations inside the `with`, as CachedLM.capturing describes; then removes only the hooks
-        added here."""
+        """Returns a context manager. Inside its `with`, every forward calls `sink(site, layer, activation)` for each
+        (site, layer) pair of `sites`. At the end only these hooks are removed."""
 
         def keep(site: str, layer: int, value: Tensor) -> None:
-            """Passes the activation to the sink, and ignores what it returns."""
+            """Calls the sink and returns None, so that the activation stays unchanged."""
             sink(site, layer, value)
 
         return self._hooked(sites, keep)
 
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> AbstractContextManager[None]:
-        """Lets `edit` replace activations inside the `with`, as CachedLM.editing describes."""
+        """Returns a context manager. Inside its `with`, every forward calls `edit(site, layer, activation)` for each
+        (site, layer) pair of `sites`. A returned tensor replaces the activation; None leaves the activation
+        unchanged."""
         return self._hooked(sites, edit)
 
     @contextmanager
@@ -57,15 +61,19 @@ class HookedLM(TokenText, ABC):
 
     @abstractmethod
     def output_parts(self) -> OutputParts:
-        """Returns the final norm, the unembedding and its bias separately."""
+        """Returns the steps from the last residual stream to the logits as OutputParts: final norm, unembedding matrix
+        [v, m], bias, and the architecture's softcap or scale."""
 
     @property
     def unembedding(self) -> Tensor:
-        """The matrix [v, m] that maps the normalised residual stream to logits."""
+        """Unembedding matrix [v, m], which maps the normalised residual stream to logits. The tensor is the model's
+        own, not a copy."""
         return self.output_parts().weight
 
     def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> ActivationCache:
-        """Returns TransformerLens' ActivationCache of states [p, m], keyed by (site, layer)."""
+        """Returns the given states as TransformerLens' ActivationCache. states: (site, layer) -> tensor [p, m] of p
+        positions. The residual stream after a block (site S) also appears as the input of the next block, unless the
+        model adds something there."""
         named = {hook_name(site, layer): value[None] for (site, layer), value in states.items()}
         for (site, layer), value in states.items():
             if site == "S" and layer + 1 < self.n_layers and layer + 1 not in self.injected_layers:
@@ -74,12 +82,13 @@ class HookedLM(TokenText, ABC):
 
     @property
     def weights_checksum(self) -> str:
-        """Checksum of the parameters; changes after any edit of any parameter."""
+        """Checksum of all parameters as hex text, computed at every access; changes after any edit of any parameter."""
         return checksum_of(self._named_weights())
 
     @property
     def weights_sha256(self) -> str:
-        """Hash of every parameter's bytes, in the order of their names; recomputed after any edit."""
+        """First 16 hex digits of a SHA-256 over all parameters, sorted by name; computed again if the checksum has
+        changed."""
         if self._hashed[0] != (checksum := self.weights_checksum):
             self._hashed = checksum, sha256_of(self._named_weights())
         return self._hashed[1]

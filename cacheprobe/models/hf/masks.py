@@ -1,4 +1,5 @@
-"""Builds the attention mask that a model's config requires, over the slots that attention runs over.
+"""Builds the attention mask that a model's config requires: causal, and limited to a sliding window if the model has
+one.
 
 A sliding window needs no special cache: every position stays in its slot, and the mask hides positions that have left
 the window. Rollback works as for full attention.
@@ -15,8 +16,9 @@ from cacheprobe.kvcache.cache import KVCache
 def attention_masks(
     config: LiveConfig, cache: KVCache, positions: Int[Tensor, "b t"], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor | dict[str, Tensor]:
-    """Returns the additive `attention_mask`, [b, 1, t, s], for new tokens at `positions`; a dict by kind of layer if
-    kinds differ.
+    """Returns the additive mask [b, 1, t, s] for new tokens at `positions`, over all cache slots up to `span`. If the
+    config lists kinds of layers and some slide, returns a dictionary of two masks, "full_attention" and
+    "sliding_attention".
 
     The mask is [b, h, t, s] if cache surgery hides slots in some layers or heads only.
     The mask is causal; windowed if every layer slides (Mistral); one mask for each kind of layer if the config lists
@@ -36,7 +38,8 @@ def attention_masks(
 
 
 def sliding_window(config: LiveConfig) -> int | None:
-    """Returns how many tokens a sliding layer of this model sees, including its own; None if no layer slides."""
+    """Returns the width of the model's sliding attention window in tokens, the token itself included; None if no layer
+    has a sliding window."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)

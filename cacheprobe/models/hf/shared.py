@@ -1,4 +1,4 @@
-"""Rebuilds the plain Hugging Face model inside a TransformerBridge around the same tensors.
+"""Rebuilds the plain Hugging Face model that is inside a TransformerBridge, with the same tensors.
 
 The bridge wraps a model in place: each component replaces an HF module and keeps it as a child. Walking both module
 trees together finds the wrapped module for every module of a fresh model without weights.
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.hf.attention import ATTENTION, can_attend_here
+from cacheprobe.models.hf.attention import ATTENTION, uses_attention_table
 
 WRAPPED = "_original_component"
 """The name under which a bridge component keeps the HF module that it replaced."""
@@ -21,8 +21,9 @@ _TENSORS = ("_parameters", "_buffers")
 
 
 def empty_model(wrapped: nn.Module) -> nn.Module:
-    """Returns a model of the same class without weights, with its own copy of the config, and fused attention if
-    supported.
+    """Returns a transformers model of the class of `wrapped`, with a copy of its config, on the "meta" device (tensors
+    without memory). Its attention is cacheprobe's if the class supports that, otherwise torch's fused attention,
+    otherwise eager.
 
     Raises: ModelError if the class cannot be built from its config.
     """
@@ -31,7 +32,7 @@ def empty_model(wrapped: nn.Module) -> nn.Module:
         config.output_attentions = config.output_hidden_states = False  # set by some bridges; fused attention has none
         with torch.device("meta"):
             try:
-                config._attn_implementation = ATTENTION if can_attend_here(type(wrapped)) else "sdpa"
+                config._attn_implementation = ATTENTION if uses_attention_table(type(wrapped)) else "sdpa"
                 plain = type(wrapped)(config)
             except (ValueError, ImportError):  # not with this architecture's attention
                 config._attn_implementation = "eager"
@@ -45,7 +46,8 @@ class SharedWeights:
     """Puts every tensor of a wrapped model into a plain model of the same class, without copying."""
 
     def __init__(self, wrapped: nn.Module, plain: nn.Module) -> None:
-        """Raises: ModelError if the two models differ in more than the bridge's wrappers."""
+        """Puts the tensors of `wrapped` into `plain` at once. Raises: ModelError if the two models differ in more than
+        the bridge's wrappers."""
         self.wrapped, self.plain = wrapped, plain
         self._taken: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         """(a wrapped module's dictionary, name, the tensor found there)"""
@@ -53,7 +55,8 @@ class SharedWeights:
         self.bind()
 
     def bind(self) -> None:
-        """Takes the wrapped model's current tensors: parameters, buffers and plain attributes."""
+        """Puts the wrapped model's current parameters, buffers and tensor attributes into the plain model. Call `bind`
+        again if `is_current` is False."""
         self._taken.clear()
         self._path_of.clear()
         for path, source, target in _pairs(self.wrapped, self.plain):
@@ -66,18 +69,20 @@ class SharedWeights:
 
     @property
     def is_current(self) -> bool:
-        """Whether the wrapped modules still hold the same tensor objects. Cheap: checked in every forward."""
-        return all(held.get(name) is tensor for held, name, tensor in self._taken)
+        """True if the wrapped modules still have the tensor objects that the last `bind` took. Cheap: read before every
+        forward."""
+        return all(tensors.get(name) is tensor for tensors, name, tensor in self._taken)
 
     def path_of(self, original: nn.Module | None) -> str | None:
-        """Returns the path, in the plain model, of the module that corresponds to a wrapped one; None for an unknown
-        module."""
+        """Returns the dotted path, inside the plain model, of the module that corresponds to the wrapped module
+        `original`; None for an unknown module."""
         return self._path_of.get(id(original))
 
     def kept_apart(self) -> list[str]:
-        """Returns the names of parameters that the bridge computes with but that share no storage with the model's own.
+        """Returns the names of the bridge's parameters that share no memory with the parameters of the model inside the
+        bridge.
 
-        GPT-NeoX: the bridge splits the interleaved joint projection into copies, so an edit of one does not reach the
+        GPT-NeoX: the bridge splits the joint projection of q, k and v into copies, so an edit of one does not reach the
         other.
         """
         shared = {tensor.untyped_storage().data_ptr() for _, _, tensor in self._taken}
@@ -86,30 +91,37 @@ class SharedWeights:
 
 
 def plain_path(name: str) -> str:
-    """Returns a name inside a wrapped model without the wrappers' name parts."""
+    """Returns the dotted name of a module without the parts "_original_component" that the bridge's wrappers add."""
     return ".".join(part for part in name.split(".") if part != WRAPPED)
 
 
 def _take_tensors(
     source: nn.Module, target: nn.Module, path: str
 ) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Gives the target every parameter and buffer of the source. Raises: ModelError if the names do not match."""
-    held = [(vars(source)[kind], name, tensor) for kind in _TENSORS for name, tensor in vars(source)[kind].items()]
-    held = [entry for entry in held if entry[2] is not None]
+    """Puts every parameter and buffer of module `source` into module `target`, without copying. Returns (dictionary of
+    `source` that contains the tensor, name, tensor) for each. Raises: ModelError if the names do not match."""
+    source_tensors = [
+        (vars(source)[kind], name, tensor)
+        for kind in _TENSORS
+        for name, tensor in vars(source)[kind].items()
+        if tensor is not None
+    ]
     own = {name: tensor for kind in _TENSORS for name, tensor in vars(target)[kind].items()}
-    names, needed = {name for _, name, _ in held}, {name for name, tensor in own.items() if tensor is not None}
+    names = {name for _, name, _ in source_tensors}
+    needed = {name for name, tensor in own.items() if tensor is not None}
     if not needed <= names <= set(own):  # a layer's optional bias is None, and the bridge may fill it with zeros
         raise ModelError(f"{path or 'the model'} holds {sorted(names)}, its class {sorted(needed)}")
     for kind in _TENSORS:
         absent = {name: None for name in vars(target)[kind] if name not in names}
-        taken = {name: tensor for dictionary, name, tensor in held if dictionary is vars(source)[kind]}
+        taken = {name: tensor for dictionary, name, tensor in source_tensors if dictionary is vars(source)[kind]}
         vars(target)[kind].clear()
         vars(target)[kind].update({**taken, **absent})
-    return held
+    return source_tensors
 
 
 def _pairs(source: LiveModule, target: LiveModule, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yields (path, wrapped module, plain module), from the top down."""
+    """Yields (path, wrapped module, plain module) for all modules of a wrapped model and its plain copy, parents first.
+    Raises: ModelError if the two trees differ."""
     while WRAPPED in source._modules:
         source = source._modules[WRAPPED]
     if type(source) is not type(target):

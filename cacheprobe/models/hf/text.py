@@ -1,4 +1,4 @@
-"""Translates between text and token ids with a model's tokenizer."""
+"""Converts between text and token ids with a model's tokenizer."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -8,13 +8,14 @@ from cacheprobe.models.base import ModelError
 
 
 class TokenText:
-    """A model's text functions. Without a tokenizer, token 17 is shown as "<17>" and text cannot be encoded."""
+    """Converts between text and token ids for a model. Without a tokenizer, token 17 becomes "<17>", and text cannot be
+    encoded."""
 
     name: str
     tokenizer: LiveTokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Returns the token ids of a text. Raises: ModelError if the model has no tokenizer."""
+        """Returns the token ids of a text as a tuple. Raises: ModelError if the model has no tokenizer."""
         return tuple(self._required_tokenizer()(text, add_special_tokens=add_special_tokens).input_ids)
 
     def _required_tokenizer(self) -> LiveTokenizer:
@@ -23,13 +24,14 @@ class TokenText:
         return self.tokenizer
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of token ids; "<17> <4>" if there is no tokenizer."""
+        """Returns the text of a sequence of token ids; text such as "<17> <4>" if the model has no tokenizer."""
         if self.tokenizer is None:
             return " ".join(self.token_texts(token_ids))
         return self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token by itself; "<17>" for token 17 if there is no tokenizer."""
+        """Returns a list with the text of each token id, decoded alone; "<17>" for token 17 if the model has no
+        tokenizer."""
         if self.tokenizer is None:
             return [f"<{token_id}>" for token_id in token_ids]
         for t in set(token_ids) - self._texts.keys():
@@ -38,5 +40,5 @@ class TokenText:
 
     @cached_property
     def _texts(self) -> dict[int, str]:
-        """Text by token id, filled as tokens are asked for."""
+        """Decoded texts by token id; `token_texts` fills this dictionary."""
         return {}

@@ -1,4 +1,5 @@
-"""Builds real architectures with small random weights that run in milliseconds, for stress runs and tests.
+"""Builds transformers models of real architectures with small random weights, which run in milliseconds, for stress
+runs and tests.
 
 A real architecture can have faults that a mock cannot have. The weights are scaled so that outputs vary.
 """
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Size:
-    """Dimensions of a model, and the standard deviation of its weights."""
+    """Holds the dimensions of a tiny model, and the standard deviation of its random weights."""
 
     vocab: int
     hidden: int
@@ -72,7 +73,8 @@ def tiny_model(
     window: int | None = None,
     size: Size = TINY,
 ) -> PreTrainedModel:
-    """Returns a fresh model in eval mode. window: width of the sliding layers, for families that have them."""
+    """Returns a transformers model with small random weights, in eval mode. family: one of FAMILIES, such as "llama".
+    window: width in tokens of the sliding layers, for families that have them."""
     name, settings = _FAMILIES[family]
     settings = {**_shape(family, size), **settings}
     if window is not None:
@@ -94,6 +96,7 @@ def tiny_model(
 
 
 def _make_near_ties(model: PreTrainedModel) -> None:
+    """Sets every second token's unembedding to its neighbour's, except for the last bits, in place."""
     with torch.no_grad():
         weight = cast(nn.Embedding, model.get_output_embeddings()).weight
         first = weight[0::2].float() if weight.dtype != torch.float32 else weight[0::2].double()
@@ -102,6 +105,7 @@ def _make_near_ties(model: PreTrainedModel) -> None:
 
 
 def _shape(family: str, size: Size) -> _Fields:
+    """Returns the config fields of `family` that give the model its dimensions."""
     if family == "gpt2":
         shape = dict(vocab_size=size.vocab, n_embd=size.hidden, n_layer=size.layers, n_head=size.heads)
         return {**shape, "n_positions": 128}

@@ -1,1 +1,1 @@
-"""Thinking States models: blocks, cache, tokenizer and files."""
+"""Implements Thinking States models: blocks, cache, tokenizer and files."""

@@ -1,8 +1,8 @@
-"""A pre-norm decoder layer with TransformerLens' hook points, used in the backbone, the thinking block and the
+"""Defines a pre-norm decoder layer with TransformerLens' hook points, used in the backbone, the thinking block and the
 compression block.
 
 This file contains no code for chunks or thoughts. A `Memory` supplies keys and values: those of the current tokens, or
-of our cache.
+of our KVCache.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,17 @@ from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.ops.attention.by_request import Reach, attend_by_request, first_slots
 
 Remembered = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor, Reach | None]
-"""All keys and values [b, g, s, d], and an additive mask [b, h or 1, t, s]. If the mask is None, attention is causal
-over the current tokens. With a Reach, each request attends by itself, so that its bits do not depend on its batch
-index."""
+"""All keys and values [b, g, s, d] that a layer attends to, and an additive mask [b, h or 1, t, s]. If the mask is
+None, attention is causal over the current tokens. With a Reach, each request attends by itself, so that its bits do not
+depend on its batch index."""
 
 Memory = Callable[[int, Tensor, Tensor], Remembered]
-"""(layer, keys, values [b, g, t, d] of the current tokens) -> what these tokens attend to."""
+"""Function (layer, keys, values [b, g, t, d] of the current tokens) -> Remembered: what these tokens attend to."""
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm. Source: Zhang and Sennrich 2019 (arXiv 1910.07467)."""
+    """Computes the root-mean-square norm with a learned weight, and has a hook point on its output. Source: Zhang and
+    Sennrich 2019 (arXiv 1910.07467)."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -36,20 +37,21 @@ class RMSNorm(nn.Module):
         self.hook_normalized = HookPoint()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the normalised input [..., m]."""
+        """Returns the normalised input [..., m], after the hook."""
         return self.hook_normalized(F.rms_norm(x, (x.shape[-1],), self.w, self.eps))
 
 
 def alibi_slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """Returns the slopes [h], 2^(-8 i / h).  Source: Press et al. 2022 (arXiv 2108.12409), section 3."""
+    """Returns the ALiBi slopes of `n_heads` heads, [h]: 2^(-8 i / h) for i = 1 to h. Source: Press et al. 2022 (arXiv
+    2108.12409), section 3."""
     return 2.0 ** (-8.0 * torch.arange(1, n_heads + 1, device=device) / n_heads)
 
 
 def attention_bias(config: ThinkingConfig, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Returns the additive bias [b, h or 1, t, s] of causal attention, from query positions [b, t] and key positions [b
-    or 1, s].
+    """Returns the additive bias [b, h or 1, t, s] of causal attention (mask, and ALiBi if configured), from query
+    positions [b, t] and key positions [b or 1, s].
 
-    window: number of positions that a token sees, including its own.
+    window: number of positions that a token sees, including its own; None for all up to its own.
     """
     distance = queries[:, :, None] - keys[:, None, :]
     hidden = distance < 0
@@ -64,18 +66,20 @@ def attention_bias(config: ThinkingConfig, queries: Tensor, keys: Tensor, window
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Returns x [b, h, t, d] rotated by positions [b or 1, t].  Source: Su et al. 2021 (arXiv 2104.09864)."""
+    """Returns queries or keys x [b, h, t, d] after the rotary embedding at positions [b or 1, t]. Source: Su et al.
+    2021 (arXiv 2104.09864)."""
     half = x.shape[-1] // 2
-    wide = torch.promote_types(x.dtype, torch.float32)
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angle = positions[:, None, :, None].to(wide) * frequency
+    angle_dtype = torch.promote_types(x.dtype, torch.float32)
+    frequency = theta ** (-torch.arange(half, device=x.device, dtype=angle_dtype) / half)
+    angle = positions[:, None, :, None].to(angle_dtype) * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class Attention(nn.Module):
-    """Multi-head attention."""
+    """Computes multi-head attention over the keys and values that a Memory supplies, with TransformerLens' hook
+    points."""
 
     def __init__(self, config: ThinkingConfig, layer: int) -> None:
         super().__init__()
@@ -87,7 +91,8 @@ class Attention(nn.Module):
         self.hook_pattern, self.hook_z = HookPoint(), HookPoint()
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
-        """Returns the attention output [b, t, m] of x [b, t, m]."""
+        """Returns the attention output [b, t, m] of x [b, t, m]. memory: receives the new keys and values, and returns
+        all keys and values to attend to."""
         config = self.config
         q, k, v = rearrange(self.qkv(x), "b t (part h d) -> part b t h d", part=3, h=config.n_heads)
         q, k, v = (rearrange(part, "b t h d -> b h t d") for part in (self.hook_q(q), self.hook_k(k), self.hook_v(v)))
@@ -103,13 +108,13 @@ class Attention(nn.Module):
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """(heads, key width, value width) of the cached keys and values."""
+        """(number of heads, key width, value width) of the cached keys and values."""
         return self.config.n_heads, self.config.d_head, self.config.d_head
 
 
 def attend(q: Tensor, remembered: Remembered, hook_pattern: HookPoint) -> Tensor:
-    """Returns attention outputs [b, t, h, d] of queries [b, h, t, d]; forms the pattern explicitly only if its hook is
-    used."""
+    """Returns attention outputs [b, t, h, d] of queries [b, h, t, d] over `remembered`: keys, values and mask. The
+    attention pattern is computed explicitly only if `hook_pattern` has hooks."""
     keys, values, bias, *reach = remembered
     if bias is not None and reach and reach[0] is not None and not hook_pattern.fwd_hooks:
         joined = attend_by_request(q, partial(first_slots, keys, values), bias, reach[0], None)
@@ -126,6 +131,7 @@ def attend(q: Tensor, remembered: Remembered, hook_pattern: HookPoint) -> Tensor
 
 
 def _pattern(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the attention pattern [b, h, t, s] of queries and keys; causal if `bias` is None."""
     scores = q @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
     if bias is None:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -134,7 +140,7 @@ def _pattern(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU feed-forward layer. Source: Shazeer 2020 (arXiv 2002.05202)."""
+    """Computes the SwiGLU feed-forward layer. Source: Shazeer 2020 (arXiv 2002.05202)."""
 
     def __init__(self, config: ThinkingConfig) -> None:
         super().__init__()
@@ -148,7 +154,8 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Computes x + attention(norm(x)), then + mlp(norm(.)), with hook points named as in TransformerLens.
+    """Computes one pre-norm decoder layer: x + attention(norm(x)), then + mlp(norm(.)). The hook points are named as in
+    TransformerLens.
 
     attn: called with (x, positions, memory), like Attention.
     """
@@ -167,5 +174,6 @@ class Block(nn.Module):
 
 
 def new_block(config: ThinkingConfig, layer: int) -> Block:
-    """Returns a block with new weights. `layer` is its number in the memory."""
+    """Returns a Block with new random weights. layer: the layer number that the block passes to its Memory, the
+    function that supplies keys and values."""
     return Block(RMSNorm(config.d_model), Attention(config, layer), RMSNorm(config.d_model), GatedMLP(config))

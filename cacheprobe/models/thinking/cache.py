@@ -1,5 +1,5 @@
-"""A KV cache that also stores what a Thinking States model needs: H, the state to add at each position, and new
-thoughts.
+"""Defines ThinkingCache, a KVCache that also stores, by position, the layer outputs H and the chunk states of a
+Thinking States model, and new thoughts.
 
 Every tensor is indexed by position, like keys and values. A rollback only shortens the sequence; values beyond its
 length are stale until computed again. Half-filled chunks need no further record.
@@ -17,7 +17,8 @@ from cacheprobe.models.thinking.config import ThinkingConfig
 
 
 class ThinkingCache(KVCache):
-    """Cache of keys, values, H and chunk states for several sequences."""
+    """Stores keys, values, layer outputs H (of layer l_out - 1) and chunk states for several sequences, one in each
+    cache row."""
 
     can_compute_twice = False
 
@@ -32,41 +33,43 @@ class ThinkingCache(KVCache):
         chunk: int,
     ) -> None:
         super().__init__(rows, capacity, layer_shapes, dtype, device)
-        self.h_rows = torch.zeros(rows, capacity, d_model, dtype=dtype, device=device)
-        self.states = torch.zeros(rows, capacity + chunk, d_model, dtype=dtype, device=device)
-        """The state to add at each position; the thought of the last chunk may write beyond the capacity."""
+        self.layer_outputs = torch.zeros(rows, capacity, d_model, dtype=dtype, device=device)
+        self.chunk_states = torch.zeros(rows, capacity + chunk, d_model, dtype=dtype, device=device)
+        """Chunk state to add at each position. The thought of the last chunk may be written after the capacity, so
+        there are `chunk` more positions."""
         self._thoughts: list[RowThought] = []
 
     @property
     def cache_bytes(self) -> int:
-        """Size of all cached tensors in bytes."""
-        return super().cache_bytes + sum(t.numel() * t.element_size() for t in (self.h_rows, self.states))
+        """Size in bytes of all cached tensors: keys, values, layer outputs H and chunk states."""
+        return super().cache_bytes + sum(t.numel() * t.element_size() for t in (self.layer_outputs, self.chunk_states))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` slots, with H and states, from one cache row to another."""
+        """Copies the first `length` slots of keys and values, and all layer outputs H and chunk states, from cache row
+        `source` to cache row `target`."""
         super().copy_row(source, target, length)
-        self.h_rows[target] = self.h_rows[source]
-        self.states[target] = self.states[source]
+        self.layer_outputs[target] = self.layer_outputs[source]
+        self.chunk_states[target] = self.chunk_states[source]
 
     def scrub(self, row: int, start: int) -> None:
-        """Sets keys, values, H and states of a cache row to zero from slot `start` on."""
+        """Zeroes keys, values, layer outputs H and chunk states of a cache row, from slot `start` on."""
         super().scrub(row, start)
-        self.h_rows[row, start:] = 0
-        self.states[row, start:] = 0
+        self.layer_outputs[row, start:] = 0
+        self.chunk_states[row, start:] = 0
 
     def note(self, thought: RowThought) -> None:
-        """Keeps a new thought until `take_thoughts` returns it."""
+        """Stores a new thought, which the next `take_thoughts` returns."""
         self._thoughts.append(thought)
 
     def take_thoughts(self) -> list[RowThought]:
-        """Returns the thoughts noted since the last call, and forgets them."""
+        """Returns the list of thoughts noted since the last call, and forgets these thoughts."""
         taken, self._thoughts = self._thoughts, []
         return taken
 
 
 def cache_memory(config: ThinkingConfig, cache: KVCache, positions: Tensor) -> Memory:
-    """Returns the Memory of a pass over a cache: a layer writes its new keys and values, and attends to all cached
-    ones."""
+    """Returns the Memory of one forward over a KVCache: a function by which each layer writes its new keys and values,
+    and gets all cached keys and values and the mask. positions: of the new tokens, [b, t]."""
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
     slots = torch.arange(cache.span)[None]
     bias = attention_bias(config, positions, slots, config.attention_window)
@@ -77,7 +80,8 @@ def cache_memory(config: ThinkingConfig, cache: KVCache, positions: Tensor) -> M
     bias = cache.mask_by_layer(bias, config.n_heads)
 
     def memory(layer: int, keys: Tensor, values: Tensor) -> Remembered:
-        """Writes keys and values to the cache; returns the cached ones, the mask and the pass's Reach."""
+        """Writes a layer's new keys and values to the cache. Returns all cached keys and values, the mask, and the
+        `reach` of this forward."""
         return *cache.write(layer, keys, values), bias, cache.reach
 
     return memory

@@ -1,4 +1,4 @@
-"""The configuration of a Thinking States model: one frozen record, stored beside its weights."""
+"""Defines ThinkingConfig, the configuration of a Thinking States model, which is stored beside its weights."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,8 @@ _COUNTS = (
 
 
 class TrainingRecord(TypedDict, total=False):
-    """How a model was trained; the fields that are read here. A stored record may have more."""
+    """Holds the fields of a model's training record that cacheprobe reads: command, number of parameters, CPU seconds.
+    A stored record may have more."""
 
     command: str
     parameters: int
@@ -27,13 +28,13 @@ class TrainingRecord(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ThinkingConfig:
-    """Shapes and choices of a Thinking States model. Defaults follow the paper; choices that the paper leaves open are
-    fields.
+    """Holds the shapes and design choices of a Thinking States model. Defaults follow the paper; choices that the paper
+    leaves open are fields. T is the thinking block, C the compression block (not the sites T and C of a trace).
 
     Source: Thinking States (arXiv 2602.08332), section 3 and appendix A.1.
 
-    T is the thinking block, C the compression block, H the residual stream that T reads, and S a chunk state. Choices
-    on which the sources are silent or disagree, one a line; those that are fields are documented there too:
+    H is the residual stream that T reads, the output of layer l_out - 1; S is a chunk state. Choices on which the
+    sources are silent or disagree, one a line; those that are fields are documented there too:
 
     - L_in: S is added to the output of block 0, before block 1 (`l_in`), without norm, gate or scale.
     - L_out: H is the residual stream after the last block but one (`l_out`), before any norm.
@@ -135,8 +136,8 @@ class ThinkingConfig:
         return self.d_model // self.n_heads
 
     def check_window(self, name: str, window: int) -> None:
-        """Raises: ModelError if the model thinks while decoding and the engine's window is not a multiple of the chunk
-        size."""
+        """Checks that a model called `name` can verify windows of `window` tokens. Raises: ModelError if the model
+        thinks while decoding and the window is not a multiple of the chunk size."""
         if self.thinks and self.think_while_decoding and window % self.chunk:
             raise ModelError(
                 f"{name} thinks while it decodes, in chunks of {self.chunk} tokens, which do not divide the window of "
@@ -144,18 +145,18 @@ class ThinkingConfig:
             )
 
     def to_json(self) -> dict[str, object]:
-        """Returns the config as a dictionary for JSON, with the format number."""
+        """Returns the config as a dictionary for JSON, with the number of the file format."""
         return {"format": self.format, **asdict(self)}
 
     @classmethod
-    def from_json(cls, held: Mapping[str, Any]) -> "ThinkingConfig":
-        """Returns the config that `to_json` described.
+    def from_json(cls, stored: Mapping[str, Any]) -> "ThinkingConfig":
+        """Returns the ThinkingConfig that a dictionary from `to_json` describes.
 
         Raises: ModelError for another format, an unknown field, or a missing field that has no default.
         """
-        given = dict(held)
-        if (found := given.pop("format", None)) != cls.format:
-            raise ModelError(f"a Thinking States config of format {found!r}; this version reads format {cls.format}")
+        given = dict(stored)
+        if (number := given.pop("format", None)) != cls.format:
+            raise ModelError(f"a Thinking States config of format {number!r}; this version reads format {cls.format}")
         if unknown := sorted(set(given) - {field.name for field in fields(cls)}):
             raise ModelError(f"unknown field {unknown[0]!r} in a Thinking States config; it is of another version")
         required = [field.name for field in fields(cls) if field.default is MISSING]

@@ -1,4 +1,5 @@
-"""Wraps a layer of a Hugging Face decoder as a `Block`: live modules, our memory, TransformerLens' hook names.
+"""Wraps a layer of a live Hugging Face decoder as a `Block`, with TransformerLens' hook names and keys and values from
+a Memory.
 
 This file defines only the order of the steps; every weight, norm, rotation and activation belongs to the wrapped layer.
 """
@@ -13,7 +14,7 @@ from cacheprobe.models.thinking.blocks import Block, Memory, attend
 
 
 class HFNorm(nn.Module):
-    """A norm of the model with a hook point."""
+    """Computes a norm of a Hugging Face model, and has a hook point on its output."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -21,12 +22,13 @@ class HFNorm(nn.Module):
         self.hook_normalized = HookPoint()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the normalised input [..., m]."""
+        """Returns the normalised input [..., m], after the hook."""
         return self.hook_normalized(self.source(x))
 
 
 class HFAttention(nn.Module):
-    """Grouped-query attention; `rotary` returns the cosines and sines of positions [b or 1, t]."""
+    """Computes grouped-query attention with the weights of a Hugging Face layer, over the keys and values that a Memory
+    supplies. rotary: returns the cosines and sines of positions [b or 1, t]."""
 
     def __init__(self, source: LiveModule, rotary: nn.Module, layer: int) -> None:
         super().__init__()
@@ -35,7 +37,8 @@ class HFAttention(nn.Module):
         self.hook_pattern, self.hook_z = HookPoint(), HookPoint()
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
-        """Returns the attention output [b, t, m] of x [b, t, m]."""
+        """Returns the attention output [b, t, m] of x [b, t, m]. memory: receives the new keys and values, and returns
+        all keys and values to attend to."""
         source = self.source
         q, k, v = (rearrange(project(x), "b t (h d) -> b t h d", d=source.head_dim) for project in self._projections())
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
@@ -56,14 +59,14 @@ class HFAttention(nn.Module):
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """(heads, key width, value width) of the cached keys and values."""
+        """(number of key and value heads, key width, value width) of the cached keys and values."""
         config, width = self.source.config, self.source.head_dim
         return config.num_key_value_heads, width, width
 
 
 def hf_block(source: LiveModule, rotary: nn.Module, layer: int) -> Block:
-    """Returns a Block around a pre-norm layer of the Llama kind. `layer` is its number in the memory; any number if
-    used alone.
+    """Returns a Block around a pre-norm Hugging Face layer of the Llama kind; the weights are shared. layer: the layer
+    number that the block passes to its Memory, the function that supplies keys and values; any number if used alone.
 
     Twin: the layer's own forward, close(1e-5) in float32.
     """

@@ -1,4 +1,5 @@
-"""A Thinking States model as a CachedLM: thoughts are written inside the forward, in every phase."""
+"""Runs a Thinking States model as a CachedLM: the forward itself writes thoughts, in prefill, decode and verify
+passes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,8 @@ from cacheprobe.tasks.words import encode_strictly
 
 
 class ThinkingLM(HookedLM):
-    """Runs a ThinkingModel on our cache.
+    """Runs a ThinkingModel on our KVCache, as a CachedLM. Each forward also writes the thoughts of the chunks that end
+    in it.
 
     Text prompts are padded in front to whole chunks. If a prompt of token ids does not fill its last chunk, that chunk
     writes no thought. Each thought is decoded by itself in one fixed shape, so its bits depend only on its chunk.
@@ -51,14 +53,14 @@ class ThinkingLM(HookedLM):
         """How the model was trained; empty if it was not loaded from a folder."""
         self.num_rounds = 0
         """Number of rounds of the last forward."""
-        self._made_with = config.think_while_decoding
+        self._stored_think_while_decoding = config.think_while_decoding
         self._chunk_states = ChunkStates(model)
         self._captures: list[tuple[dict[tuple[str, int], Tensor], StateSink]] = []
         """For each `capturing`: the activations of the current forward, and the sink that receives them."""
 
     @property
     def chunk(self) -> int:
-        """Tokens in a chunk; a thought is written at the end of each."""
+        """Number of tokens in a chunk; the model writes a thought at the end of each chunk."""
         return self.config.chunk
 
     def __repr__(self) -> str:
@@ -67,7 +69,8 @@ class ThinkingLM(HookedLM):
     attends_by_request = True
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
-        """Returns an empty ThinkingCache; a plain KVCache for a backbone without thoughts."""
+        """Returns an empty ThinkingCache with `num_rows` cache rows of `capacity` token slots each; a plain KVCache if
+        the model writes no thoughts."""
         c = self.config
         shapes = self.model.layer_shapes
         if not c.thinks:
@@ -77,7 +80,7 @@ class ThinkingLM(HookedLM):
     def set_think_while_decoding(self, wanted: object) -> None:
         """Sets whether chunks that hold generated tokens also write thoughts, overriding the stored setting.
 
-        Raises: ModelError for a model without thoughts.
+        Raises: ModelError for a model without thoughts, and for a value other than True or False.
         """
         if not isinstance(wanted, bool):
             raise ModelError(f"think_while_decoding must be True or False, got {wanted!r}")
@@ -86,7 +89,8 @@ class ThinkingLM(HookedLM):
         self.config = self.model.config = replace(self.config, think_while_decoding=wanted)
 
     def check_settings(self, window: int) -> None:
-        """Raises: ModelError if the model thinks while decoding and the window is not a multiple of the chunk size."""
+        """Checks that the model supports verify windows of `window` tokens. Raises: ModelError if the model thinks
+        while decoding and the window is not a multiple of the chunk size."""
         self.config.check_window(self.name, window)
 
     @one_at_a_time()
@@ -101,7 +105,8 @@ class ThinkingLM(HookedLM):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """Runs one forward, as CachedLM.forward describes, and notes new thoughts in the cache."""
+        """Runs one forward and notes its new thoughts in the cache. Arguments and results are those of
+        CachedLM.forward: logits [b, t, v], or the residual stream after `num_layers` blocks."""
         self._chunk_states.forget_old()
         cache.take_thoughts()  # of a pass that failed
         for captured, _ in self._captures:
@@ -131,17 +136,18 @@ class ThinkingLM(HookedLM):
         return model.read_out(x if logit_slots is None else x[:, list(logit_slots)])
 
     def state_of(self, thought_ids: tuple[int, ...]) -> Tensor:
-        """Returns the state [c, m] that C computes from one thought."""
+        """Returns the chunk state [c, m] that the compression block C computes from one thought."""
         return self._chunk_states.of(thought_ids)
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
-        """Calls `sink` inside the `with`, as CachedLM.capturing describes. For a layer that runs in rounds, captures
-        the last round."""
+        """Returns a context manager. Inside its `with`, every forward calls `sink(site, layer, activation)` for each
+        (site, layer) pair of `sites`, after its last block. Layers that run in several rounds give the last round's
+        activation."""
         captured: dict[tuple[str, int], Tensor] = {}
 
         def capture(site: str, layer: int, value: Tensor) -> None:
-            """Keeps the newest activation of this site and layer."""
+            """Stores the newest activation of this site and layer."""
             captured[site, layer] = value
 
         with self._hooked(sites, capture):
@@ -153,17 +159,21 @@ class ThinkingLM(HookedLM):
                 self._captures = [other for other in self._captures if other is not own]
 
     def _check_sites(self, sites: Sequence[tuple[str, int]]) -> None:
+        """Raises: ModelError for a site without a hook, and for the site of attention patterns, whose capture would
+        change bits."""
         if any(site == PATTERN for site, _ in sites):  # it would be computed apart, and other bits with it
             raise ModelError(f"{self.name} attends without forming a pattern, so none can be kept; leave out 'pattern'")
         super()._check_sites(sites)
 
     def output_parts(self) -> OutputParts:
-        """Returns the final norm, the unembedding and its bias separately."""
+        """Returns the steps from the last residual stream to the logits as OutputParts: final norm, unembedding matrix
+        [v, m], bias, and a last function that changes nothing."""
         unembed: LiveModule = self.model.unembed
         return OutputParts(self.model.ln_final, unembed.weight, unembed.bias, lambda logits: logits)
 
     def head_writer(self, layer: int) -> HeadWriter:
-        """Returns the output projection of a layer's heads, split by head."""
+        """Returns the steps from one layer's attention heads to the residual stream as a HeadWriter: output projection
+        split by head [h, d, m], bias, and no norm."""
         block: LiveModule = self.model.blocks[layer]
         projection = block.attn.projection
         return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, None)
@@ -171,15 +181,16 @@ class ThinkingLM(HookedLM):
     @one_at_a_time()
     @torch.inference_mode()
     def read_out(self, states: Tensor) -> Tensor:
-        """Returns logits [n, v] of residual states [n, m]: final norm, then unembedding."""
+        """Returns logits [n, v] of residual states [n, m]: final norm, then unembedding. Records no gradients."""
         return self.model.read_out(states)
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
-        """Returns the same numbers as `read_out`, for training: gradients flow back into `states`."""
+        """Returns the logits of `read_out`, and lets gradients flow back into `states`."""
         return self.model.read_out(states)
 
     def fingerprint(self) -> dict[str, str | int | float]:
-        """Returns every property of the model and its platform that may change the bits of a result."""
+        """Returns a dictionary of all properties of the model, the libraries and the process that may change the bits
+        of a result: weights hash, dtype, device, threads and others."""
         now = self.config.think_while_decoding
         self._chunk_states.forget_other_weights(weights := self.weights_sha256)
         return {
@@ -190,12 +201,13 @@ class ThinkingLM(HookedLM):
             "attention": BY_REQUEST,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
-            **({"think_while_decoding": now} if now != self._made_with else {}),  # `verify` sets it as it was
+            # only if the caller changed the setting, so that `cacheprobe verify` loads the model with the same one
+            **({"think_while_decoding": now} if now != self._stored_think_while_decoding else {}),
             **numeric_settings(),
         }
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Returns the token ids of a text; with special tokens, pads in front complete the first chunk.
+        """Returns the token ids of a text as a tuple. If `add_special_tokens`, pads in front fill the first chunk.
 
         Raises: ModelError for a word outside the model's vocabulary, or if there is no tokenizer.
         """

@@ -1,4 +1,5 @@
-"""The Thinking States model: a decoder in which each chunk of input writes a thought that is added to the next chunk.
+"""Defines the Thinking States model: a decoder in which each chunk of input writes a thought that is added to the next
+chunk.
 
     S_1 = 0;  X~_i = X_i + S_i at l_in;  H_i = output of block l_out - 1;  Z_{i+1} = T(H_i);  S_{i+1} = C(Z_{i+1})
 
@@ -22,7 +23,8 @@ from cacheprobe.models.thinking.config import ThinkingConfig
 
 
 class ThinkingBlock(nn.Module):
-    """T, the thinking block: decoder layers over H of one chunk and the thought so far, with its own unembedding.
+    """Implements T, the thinking block: decoder layers that read one chunk's layer outputs H (of layer l_out - 1) and
+    the thought so far, and predict the next thought token. T has its own unembedding.
 
     The first thought token is predicted at the last position of H: there is no start token. T sees only its own chunk.
     Source: Thinking States (arXiv 2602.08332), Eq. 4.
@@ -35,7 +37,8 @@ class ThinkingBlock(nn.Module):
         self.hook_in, self.hook_logits = HookPoint(), HookPoint()
 
     def forward(self, hidden: Float[Tensor, "n c m"], thought: Float[Tensor, "n r m"]) -> Float[Tensor, "n r1 v"]:
-        """Returns logits of thought tokens 0..r, given the embeddings of tokens 0..r-1."""
+        """Returns logits [n, r + 1, v] of thought tokens 0 to r. hidden: layer outputs H of n chunks, [n, c, m].
+        thought: embeddings of thought tokens 0 to r - 1, [n, r, m]."""
         x = self.hook_in(torch.cat([hidden, thought], dim=1))
         positions = torch.arange(x.shape[1], device=x.device)[None]
         memory = self._memory(hidden.shape[1], positions)
@@ -44,6 +47,8 @@ class ThinkingBlock(nn.Module):
         return self.hook_logits(self.unembed(self.ln_final(x[:, hidden.shape[1] - 1 :])))
 
     def _memory(self, prefix: int, positions: Tensor) -> Memory:
+        """Returns the Memory, a function that supplies keys, values and mask, for the layers of T. prefix: number of
+        positions that belong to H."""
         if self.config.positions != "alibi" and not self.config.bidirectional_prefix:
             return at_hand
         bias = attention_bias(self.config, positions, positions, None)
@@ -53,7 +58,8 @@ class ThinkingBlock(nn.Module):
 
 
 class Compression(nn.Module):
-    """C, the compression block: an encoder layer over a thought, pooled to the c positions of a state.
+    """Implements C, the compression block: an encoder layer over a thought, whose outputs are pooled to a chunk state
+    of c positions.
 
     The pads stand in front and no token attends to them, so pads do not dilute a short thought.
     Source: Thinking States (arXiv 2602.08332), Eq. 5 and appendix A.1: the last c outputs, shorter thoughts padded.
@@ -68,8 +74,8 @@ class Compression(nn.Module):
             self.queries = nn.Parameter(torch.randn(config.chunk, config.d_model) * config.d_model**-0.5)
 
     def forward(self, thought: Float[Tensor, "n l m"], is_real: Int[Tensor, "n l"]) -> Float[Tensor, "n c m"]:
-        """Returns states. thought: embeddings, padded in front to at least c positions; is_real: 1 at thought tokens, 0
-        at pads."""
+        """Returns chunk states [n, c, m]. thought: embeddings [n, l, m], padded in front to at least c positions;
+        is_real: 1 at thought tokens, 0 at pads."""
         if self.config.pooling == "query":
             thought = torch.cat([thought, self.queries.expand(len(thought), -1, -1)], dim=1)
             is_real = torch.cat([is_real, is_real.new_zeros(len(is_real), self.config.chunk)], dim=1)
@@ -79,7 +85,7 @@ class Compression(nn.Module):
         hidden = (is_real == 0)[:, None, None, :].expand(-1, 1, x.shape[1], -1)
         if self.config.compression_is_causal:
             later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-            # a pad in front has nothing real behind it; it sees itself
+            # a pad in front precedes all real tokens; it sees itself, so that every query has a key
             own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
             hidden = (hidden | later) & ~own
         bias = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device).masked_fill_(hidden, lowest)
@@ -92,7 +98,8 @@ class Compression(nn.Module):
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of a Thinking States model. A model without thoughts has no thinking and no compression block."""
+    """Holds the modules of a Thinking States model: embedding, blocks, final norm, unembedding, thinking block,
+    compression block. The last two are None in a model without thoughts."""
 
     embed: nn.Embedding
     blocks: nn.ModuleList
@@ -103,7 +110,7 @@ class Parts:
 
 
 def new_parts(config: ThinkingConfig) -> Parts:
-    """Returns modules with random weights, for a model that is trained from scratch."""
+    """Returns the Parts of a new model: modules with random weights, for training from scratch."""
     parts = Parts(
         nn.Embedding(config.d_vocab, config.d_model),
         *_new_decoder(config, config.n_layers),
@@ -117,13 +124,14 @@ def new_parts(config: ThinkingConfig) -> Parts:
 
 
 def _new_decoder(config: ThinkingConfig, num_layers: int) -> tuple[nn.ModuleList, RMSNorm, nn.Linear]:
+    """Returns (blocks, final norm, unembedding) of a decoder with new weights."""
     blocks = nn.ModuleList([new_block(config, i) for i in range(num_layers)])
     return blocks, RMSNorm(config.d_model), nn.Linear(config.d_model, config.d_vocab, bias=False)
 
 
 def _scale(part: nn.Module, config: ThinkingConfig) -> None:
-    """Initialises weights like GPT-2: normal with std 0.02 x sqrt(768 / m), divided by sqrt(2 depth) for layers that
-    write to the residual stream."""
+    """Initialises the weights of `part` in place, like GPT-2: normal with std 0.02 x sqrt(768 / d_model), divided by
+    sqrt(2 n_layers) for layers that write to the residual stream."""
     std = 0.02 * (768 / config.d_model) ** 0.5
     for name, weight in part.named_parameters():
         if weight.dim() == 2 and not name.endswith("queries"):
@@ -132,8 +140,8 @@ def _scale(part: nn.Module, config: ThinkingConfig) -> None:
 
 
 class ThinkingModel(HookedRootModule):
-    """Backbone, thinking block (T) and compression block (C). Hook points of the backbone have TransformerLens' names;
-    those of T and C start with `thinking.` and `compression.`.
+    """Computes a Thinking States model: backbone, thinking block (T) and compression block (C). Hook points of the
+    backbone have TransformerLens' names; those of T and C start with `thinking.` and `compression.`.
 
     `hook_state` is the added state S, [b, t, m]; `hook_h` is H; `thinking.hook_logits` holds the logits of thoughts.
     Source: Thinking States (arXiv 2602.08332), section 3.  Twin: tests.twins.thinking_slowly.read_slowly.
@@ -142,7 +150,8 @@ class ThinkingModel(HookedRootModule):
     def __init__(
         self, config: ThinkingConfig, seed: int = 0, make: Callable[[ThinkingConfig], Parts] = new_parts
     ) -> None:
-        """seed: of the random weights.  make: builds the modules from the config; it is called under this seed."""
+        """Builds the modules by calling `make(config)`, under the random seed `seed`; by default with new random
+        weights."""
         super().__init__()
         self.config = config
         with torch.random.fork_rng(devices=[]):
@@ -163,50 +172,54 @@ class ThinkingModel(HookedRootModule):
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable numbers in the model."""
+        """Number of trainable numbers in the model: the sum of the sizes of all parameters."""
         return sum(weight.numel() for weight in self.parameters())
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
-        """(heads, key width, value width) of each block's cache."""
+        """(number of key and value heads, key width, value width) of each backbone block's cache, as a list."""
         blocks: LiveModule = self.blocks
         return [block.attn.cache_shape for block in blocks]
 
     # -- the parts
 
     def enter(self, token_ids: Int[Tensor, "b t"], positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
-        """Runs the blocks below l_in, which no state reaches."""
+        """Embeds token_ids [b, t], runs the blocks before l_in, to which no chunk state is added, and returns the
+        residual stream [b, t, m]."""
         return self.run_blocks(self.hook_embed(self.embed(token_ids)), 0, self.config.l_in, positions, memory)
 
     def loop(self, x: Tensor, states: Tensor | None, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
-        """Adds the states and runs the blocks from l_in to l_out; returns H."""
+        """Adds the chunk states [b, t, m] to the residual stream x and runs the blocks from l_in up to l_out - 1.
+        Returns H, the output of block l_out - 1."""
         if states is not None:
             x = x + self.hook_state(states)
         return self.hook_h(self.run_blocks(x, self.config.l_in, self.config.l_out, positions, memory))
 
     def leave(self, hidden: Tensor, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
-        """Runs the blocks from l_out on; returns the residual stream for the unembedding."""
+        """Runs the blocks from l_out on, from H (the output of block l_out - 1), and returns the last residual stream
+        [b, t, m], before the final norm."""
         return self.run_blocks(hidden, self.config.l_out, self.config.n_layers, positions, memory)
 
     def run_blocks(self, x: Tensor, first: int, last: int, positions: Tensor, memory: Memory) -> Tensor:
-        """Returns the residual stream after the blocks from `first` up to, but not including, `last`."""
+        """Returns the residual stream [b, t, m] after running the blocks from number `first` up to, but not including,
+        `last`."""
         for block in self.blocks[first:last]:
             x = block(x, positions, memory)
         return x
 
     def read_out(self, x: Tensor) -> Tensor:
-        """Returns logits [..., v] of residual states [..., m]."""
+        """Returns logits [..., v] of residual states [..., m]: final norm, then unembedding."""
         return self.unembed(self.ln_final(x))
 
     def think(self, hidden: Float[Tensor, "n c m"], thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n r1 v"]:
-        """Returns T's logits for thought tokens 0..r, given tokens 0..r-1. Uses the backbone's embedding; excludes the
-        pad token."""
+        """Returns T's logits [n, r + 1, v] of thought tokens 0 to r, given the layer outputs H of n chunks [n, c, m]
+        and thought tokens 0 to r - 1. The pad token gets the lowest logit, so it is never chosen."""
         logits = self.thinking(hidden, self.embed(thought_ids))
         logits[..., self.config.pad_id] = torch.finfo(logits.dtype).min
         return logits
 
     def compress(self, thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n c m"]:
-        """Returns C's states of thoughts, which are padded at their end."""
+        """Returns C's chunk states [n, c, m] of thoughts, given as token ids [n, r] padded at the end."""
         padded = pad_in_front(thought_ids, max(self.config.chunk, thought_ids.shape[1]), self.config.pad_id)
         return self.compression(self.embed(padded), (padded != self.config.pad_id).long())
 
@@ -219,8 +232,8 @@ class ThinkingModel(HookedRootModule):
         positions: Int[Tensor, "b t"] | None = None,
         bias: Float[Tensor, "b 1 t t"] | None = None,
     ) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "b k r v"] | None]:
-        """Runs all chunks in one pass with given thoughts; returns the text's logits and T's logits of every thought
-        token.
+        """Runs all chunks in one pass with given thoughts, for training. Returns (logits [b, t, v] of the text, T's
+        logits [b, k, r, v] of every thought token; None for a model without T).
 
         thoughts: one for each of the first k chunks, including its end token, padded at the end; thought i is computed
         from chunk i and acts on chunk i + 1. None for a model without T.  positions: 0, 1, ... by default.
@@ -246,6 +259,8 @@ class ThinkingModel(HookedRootModule):
         return logits, rearrange(thought_logits, "(b k) r v -> b k r v", b=b)
 
     def _check_shape(self, thoughts: Int[Tensor, "b k r"], length: int) -> None:
+        """Raises: ModelError for thoughts with more tokens than max_thought, or more chunks than a text of `length`
+        tokens has."""
         _, k, r = thoughts.shape
         c, longest = self.config.chunk, self.config.max_thought
         if r > longest:
@@ -260,7 +275,7 @@ class ThinkingModel(HookedRootModule):
             )
 
     def states_of(self, thoughts: Int[Tensor, "b k r"], length: int) -> Float[Tensor, "b t m"]:
-        """Returns the states [b, t, m] that given thoughts add at each of `length` positions.
+        """Returns the chunk states [b, t, m] that given thoughts add at each of the first `length` positions of a text.
 
         The thought of chunk i acts on chunk i + 1. The first chunk gets zeros, or the learned first state if the model
         has one; positions after the last thought's chunk get zeros.
@@ -272,11 +287,13 @@ class ThinkingModel(HookedRootModule):
             out[:, :c] = self.first_state
         if self.config.feeds_back:
             # few thoughts are distinct, and each is compressed once
-            distinct, place = torch.unique(rearrange(thoughts, "b k r -> (b k) r"), dim=0, return_inverse=True)
-            out[:, c : (k + 1) * c] = rearrange(self.compress(distinct)[place], "(b k) c m -> b (k c) m", b=b)
+            distinct, index = torch.unique(rearrange(thoughts, "b k r -> (b k) r"), dim=0, return_inverse=True)
+            out[:, c : (k + 1) * c] = rearrange(self.compress(distinct)[index], "(b k) c m -> b (k c) m", b=b)
         return out[:, :length]
 
     def _whole(self, positions: Tensor, bias: Tensor | None) -> Memory:
+        """Returns the Memory of the parallel pass, a function that supplies keys, values and mask: those of the text
+        itself, with a mask that includes `bias`."""
         if self.config.positions != "alibi" and self.config.attention_window is None and bias is None:
             return at_hand
         own = attention_bias(self.config, positions, positions, self.config.attention_window)
@@ -285,12 +302,12 @@ class ThinkingModel(HookedRootModule):
 
 
 def at_hand(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Returns the current tokens' keys and values, and no mask: causal attention over these tokens."""
+    """Returns (keys, values, None): a Memory without a cache, in which attention is causal over the current tokens."""
     return keys, values, None
 
 
 def pad_in_front(ids: Int[Tensor, "n r"], width: int, pad_id: int) -> Int[Tensor, "n w"]:
-    """Returns ids that are padded at the end, padded in front instead, to `width`."""
+    """Returns token ids [n, width] whose pads stand in front, from ids [n, r] whose pads stand at the end."""
     r = ids.shape[1]
     lengths = (ids != pad_id).sum(1, keepdim=True)
     source = torch.arange(width, device=ids.device)[None] - (width - lengths)
@@ -299,7 +316,8 @@ def pad_in_front(ids: Int[Tensor, "n r"], width: int, pad_id: int) -> Int[Tensor
 
 
 def thought_table(thoughts: Sequence[Sequence[Sequence[int]]], pad_id: int) -> Int[Tensor, "b k r"]:
-    """Returns the thoughts of each chunk of each text as one tensor, padded at the end; a missing chunk is all pads."""
+    """Returns the thoughts of each chunk of each text as one tensor of token ids [texts, chunks, tokens], padded at the
+    end; a missing chunk is all pads."""
     k = max(map(len, thoughts))
     r = max((len(thought) for chunks in thoughts for thought in chunks), default=1)
     table = torch.full((len(thoughts), k, max(r, 1)), pad_id)

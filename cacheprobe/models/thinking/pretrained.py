@@ -1,4 +1,4 @@
-"""Thinking States on a pretrained decoder: T and C are added to a live Hugging Face model, as copies of its own layers.
+"""Adds Thinking States to a pretrained decoder: T and C join a live Hugging Face model, as copies of its own layers.
 
 Passes, losses, hook points and ThinkingLM are those of ThinkingModel.
 """
@@ -22,17 +22,19 @@ ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 
 class ThinkingPretrained(ThinkingModel):
-    """A pretrained backbone with a thinking block (T) and a compression block (C).
+    """Adds a thinking block (T) and a compression block (C) to a pretrained backbone. The backbone is not copied:
+    training changes the caller's model.
 
     T is a copy of the backbone's last layers (one, as in the paper), its final norm and its unembedding; C is a copy of
     its first layer. The copies share no weights with the backbone; the embedding is the backbone's. T and C rotate
-    positions like the backbone, from 0. The backbone is not copied: training changes the caller's model.
+    positions like the backbone, from 0.
     Source: Thinking States (arXiv 2602.08332), sections 3 and 4.
     Twin: tests.twins.thinking_pretrained_slowly.read_slowly, thoughts ==, logits close(1e-5) in float32.
     """
 
     def __init__(self, backbone: LiveModule, config: ThinkingConfig, seed: int = 0) -> None:
-        """config: from `config_of`, or one that agrees with the backbone. seed: for learned pooling vectors, if used.
+        """Adds T and C to `backbone`. config: from `config_of`, or one that agrees with the backbone. seed: for learned
+        pooling vectors, if used.
 
         Raises: ModelError for an unsupported backbone, or a config of another backbone.
         """
@@ -54,19 +56,22 @@ class ThinkingPretrained(ThinkingModel):
         )
 
     def added_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters that the backbone does not have: those of T and C, and S_1 if it is learned."""
+        """Returns a list of the parameters that the backbone does not have: those of T and C, and the first state S_1
+        if learned."""
         added = ("thinking.", "compression.", "first_state")
         return [weight for name, weight in self.named_parameters() if name.startswith(added)]
 
     def train_backbone(self, is_trained: bool) -> None:
-        """Sets whether the backbone, including its embedding, is trained too. The paper trains all parts together."""
+        """Sets whether training changes the backbone and its embedding too (requires_grad), or T and C only. The paper
+        trains all parts together."""
         added = set(self.added_parameters())
         for weight in self.parameters():
             weight.requires_grad_(is_trained or weight in added)
 
 
 def config_of(backbone: LiveModule, *, eos_id: int, pad_id: int, chunk: int = 8, **choices: object) -> ThinkingConfig:
-    """Returns the config of a backbone with T and C; fills in the backbone's shapes.
+    """Returns the ThinkingConfig for adding T and C to `backbone`, a live Hugging Face model whose shapes are filled
+    in.
 
     eos_id: ends a thought and an answer.  pad_id: another token, which no thought contains.  choices: other fields of
     ThinkingConfig. By default l_in is 1, and all blocks but the last are in the loop (l_out = n_layers - 1).
@@ -81,7 +86,8 @@ def config_of(backbone: LiveModule, *, eos_id: int, pad_id: int, chunk: int = 8,
 
 
 def check_backbone(backbone: LiveModule) -> None:
-    """Raises: ModelError unless the model's layers can be called one by one over our memory."""
+    """Checks that T and C can be added to a Hugging Face model: a supported family and rotary embedding, no sliding
+    window, no attention dropout. Raises: ModelError otherwise."""
     name = type(backbone).__name__
     if name not in KINDS:
         raise ModelError(f"T and C cannot be added to a {name}; give one of {', '.join(KINDS)}, adapters merged")
@@ -97,7 +103,7 @@ def check_backbone(backbone: LiveModule) -> None:
 
 
 def _shapes_of(config: LiveConfig) -> dict[str, LiveConfig]:
-    """Returns the fields of a ThinkingConfig that the backbone determines."""
+    """Returns the fields of a ThinkingConfig that a Hugging Face config determines, as a dictionary."""
     return {
         "d_vocab": config.vocab_size,
         "d_model": config.hidden_size,
@@ -110,6 +116,8 @@ def _shapes_of(config: LiveConfig) -> dict[str, LiveConfig]:
 
 
 def _check_config(backbone: LiveModule, config: ThinkingConfig) -> None:
+    """Raises: ModelError if a config disagrees with its backbone, or if T would copy more layers than the backbone
+    has."""
     for field, wanted in _shapes_of(backbone.config).items():
         if (given := getattr(config, field)) != wanted:
             raise ModelError(f"{field} is {wanted!r} in {type(backbone).__name__} and {given!r} in the config")
@@ -118,10 +126,11 @@ def _check_config(backbone: LiveModule, config: ThinkingConfig) -> None:
 
 
 def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> Parts:
+    """Returns the Parts of a ThinkingPretrained: the backbone's own modules, and copies of its layers for T and C."""
     decoder = backbone.model
 
     def wrapped(layers: Iterable[LiveModule]) -> nn.ModuleList:
-        """Returns a Block around each of these Hugging Face layers, numbered from 0."""
+        """Returns a list of Blocks around these Hugging Face layers, with layer numbers from 0."""
         return nn.ModuleList([hf_block(layer, decoder.rotary_emb, i) for i, layer in enumerate(layers)])
 
     thinking, compression = None, None

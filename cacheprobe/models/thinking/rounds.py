@@ -1,4 +1,4 @@
-"""The blocks of a Thinking States model between l_in and l_out, in one pass that may hold several chunks.
+"""Runs the blocks of a Thinking States model between l_in and l_out, in one pass that may hold several chunks.
 
 A chunk's state is known only after the previous chunk was read. Therefore these blocks run in rounds. An unknown state
 is first assumed to be that of the empty thought. T then reads the chunks that end in the pass, up to the first whose
@@ -22,18 +22,20 @@ from cacheprobe.ops.sampling import lowest_argmax
 
 
 @dataclass(frozen=True)
-class _End:
-    """A chunk that ends in the current pass."""
+class _ChunkEnd:
+    """Names the last token of a chunk that ends in the current pass: its cache row, token slot and position."""
 
     cache_row: int
     slot: int
-    end: int
-    """Absolute position of its last token."""
+    """Token slot of the last token in the pass."""
+    position: int
+    """Absolute position of the last token."""
 
 
 @dataclass
 class Rounds:
-    """Runs the rounds of one pass, and writes the thoughts of the chunks that end in it."""
+    """Runs the blocks from l_in to l_out of one pass in rounds, and writes the thoughts of the chunks that end in the
+    pass: each new thought changes the state of the next chunk, so the blocks run again."""
 
     model: ThinkingModel
     config: ThinkingConfig
@@ -44,16 +46,17 @@ class Rounds:
     """[b, t]"""
     memory: Memory
     count: int = 0
-    """Number of rounds that ran."""
+    """Number of rounds that have run."""
 
     def run(self, x: Tensor, last: int) -> Tensor:
-        """Returns H [b, t, m] of x, the input of block l_in. Notes the new thoughts in the cache.
+        """Returns H [b, t, m], the output of block l_out - 1, from x, the input of block l_in. Notes the new thoughts
+        in the cache.
 
         Runs the blocks from l_in up to `last` once, and once more for every thought that is not empty. If `last` is
         below l_out, no thought is written.
         """
         config, cache, row_index = self.config, self.cache, torch.tensor(list(self.cache_rows))[:, None]
-        open_ends = self._ends()
+        open_ends = self._chunk_ends()
         empty = (config.eos_id,)
         written: list[RowThought] = []
         for end in (end for ends in open_ends for end in ends):
@@ -66,14 +69,13 @@ class Rounds:
             h = self.model.hook_h(h)
             if last < config.l_out:
                 return h
-            cache.h_rows[row_index, self.positions] = h
+            cache.layer_outputs[row_index, self.positions] = h
             is_final = True
             for ends in open_ends:
                 while ends:
                     end = ends.pop(0)
-                    written.append(
-                        self._think(end, cache.h_rows[end.cache_row, end.end - config.chunk + 1 : end.end + 1])
-                    )
+                    chunk = slice(end.position + 1 - config.chunk, end.position + 1)
+                    written.append(self._think(end, cache.layer_outputs[end.cache_row, chunk]))
                     if written[-1].token_ids != empty:  # what was read after it was read under another state
                         self._set_state(end, written[-1].state)
                         is_final &= end.slot + 1 == self.positions.shape[1]
@@ -82,40 +84,42 @@ class Rounds:
             cache.note(thought)
         return h
 
-    def _ends(self) -> list[list[_End]]:
-        """Returns the chunks that end in this pass and must write a thought, for each batch index, in order; none for
-        unused rows."""
+    def _chunk_ends(self) -> list[list[_ChunkEnd]]:
+        """Returns, for each batch index with a request, the ends of the chunks that must write a thought in this pass,
+        in order."""
         thinks = (self.positions + 1) % self.config.chunk == 0
         if not self.config.think_while_decoding:
             thinks &= self.positions < self.cache.prompt_lengths[list(self.cache_rows)][:, None]
         return [
-            [_End(cache_row, t, int(self.positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
+            [_ChunkEnd(cache_row, t, int(self.positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
             for b, cache_row in enumerate(self.cache_rows)
             if not self.cache.is_free(cache_row)
         ]
 
     def _added_states(self, row_index: Tensor) -> Tensor:
-        """Returns the state to add at each position, [b, t, m]: the previous chunk's; S_1 in the first chunk; zero if
-        there is no thought."""
-        config, positions, held = self.config, self.positions, self.cache.states
+        """Returns the chunk state to add at each position, [b, t, m]: the state of the previous chunk's thought; S_1 in
+        the first chunk; zero if there is no thought."""
+        config, positions, stored = self.config, self.positions, self.cache.chunk_states
         if not config.feeds_back:
-            return held.new_zeros(*positions.shape, config.d_model)
-        states = held[row_index, positions]
+            return stored.new_zeros(*positions.shape, config.d_model)
+        states = stored[row_index, positions]
         start = positions // config.chunk * config.chunk
         is_known = start > 0
         if not config.think_while_decoding:
-            is_known &= start <= self.cache.prompt_lengths[row_index]
+            is_known &= start <= self.cache.prompt_lengths[row_index]  # the previous chunk lies within the prompt
         states = states * is_known[..., None].to(states.dtype)
         if config.learned_first_state:
             first = self.model.first_state[positions % config.chunk]
             states = torch.where((start == 0)[..., None], first, states)
         return states
 
-    def _set_state(self, end: _End, state: Tensor) -> None:
-        self.cache.states[end.cache_row, end.end + 1 : end.end + 1 + self.config.chunk] = state
+    def _set_state(self, end: _ChunkEnd, state: Tensor) -> None:
+        """Stores `state` at the positions of the chunk after this one."""
+        self.cache.chunk_states[end.cache_row, end.position + 1 : end.position + 1 + self.config.chunk] = state
 
-    def _think(self, end: _End, hidden: Tensor) -> RowThought:
-        """Writes one thought from H [c, m], greedily, in one fixed shape for every length."""
+    def _think(self, end: _ChunkEnd, hidden: Tensor) -> RowThought:
+        """Writes the thought of one chunk, greedily, and returns it as a RowThought. hidden: the chunk's layer outputs
+        H, [c, m]. All calls have one shape for every length of a thought."""
         config = self.config
         ids: list[int] = []
         logprobs: list[float] = []
@@ -133,5 +137,5 @@ class Rounds:
         assert first is not None
         has_ended = ids[-1] == config.eos_id
         return RowThought(
-            end.cache_row, end.end, tuple(ids), has_ended, tuple(logprobs), first, self.chunk_states.of(tuple(ids))
+            end.cache_row, end.position, tuple(ids), has_ended, tuple(logprobs), first, self.chunk_states.of(tuple(ids))
         )

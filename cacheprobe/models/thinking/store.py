@@ -35,7 +35,8 @@ KEEP = (
 
 
 class StoredModel(TypedDict):
-    """The content of a model folder's config file."""
+    """Holds the content of a model folder's config.json: kind, ThinkingConfig, hashes, training record (a
+    TypedDict)."""
 
     kind: str
     config: dict[str, object]
@@ -49,7 +50,8 @@ class StoredModel(TypedDict):
 def save_thinking(
     folder: Path, model: "ThinkingModel", tokenizer: "PreTrainedTokenizerFast", record: Mapping[str, object]
 ) -> Path:
-    """Writes a model into a folder. record: task, preset, arm, seed, command and training results.
+    """Writes a Thinking States model into `folder` and returns the folder. record: task, preset, arm, seed, command and
+    training results.
 
     Raises: ModelError for a model that cannot be rebuilt from its config, such as a ThinkingPretrained.
     """
@@ -64,21 +66,21 @@ def save_thinking(
     save_file({name: w.detach().contiguous() for name, w in model.named_parameters()}, folder / WEIGHTS)
     save_tokenizer(tokenizer, folder / TOKENIZER)
     config = model.config.to_json()
-    held = {
+    content = {
         "kind": KIND,
         "config": config,
         CONFIG_HASH: config_hash(config),
         "sha256": {name: sha256_of_file(folder / name) for name in (WEIGHTS, TOKENIZER)},
         "record": record,
     }
-    write_json(folder / CONFIG, held)
+    write_json(folder / CONFIG, content)
     return folder
 
 
 def load_thinking(
     folder: Path, name: str | None = None, dtype: "torch.dtype | None" = None, device: "torch.device | str" = "cpu"
 ) -> "ThinkingLM":
-    """Returns a ThinkingLM from a folder that `save_thinking` wrote.
+    """Returns a ThinkingLM loaded from a folder that `save_thinking` wrote.
 
     Raises: ModelError if a file is missing, does not match its hash in the config, or does not fit the config.
     """
@@ -88,8 +90,8 @@ def load_thinking(
     from cacheprobe.models.thinking.model import ThinkingModel
     from cacheprobe.tasks.words import load_tokenizer
 
-    held = read_config(folder)
-    config = checked_config(folder, held)
+    stored = read_config(folder)
+    config = checked_config(folder, stored)
     tokenizer = load_tokenizer(folder / TOKENIZER)
     if len(tokenizer) != config.d_vocab:
         raise ModelError(f"{folder}: a vocabulary of {len(tokenizer)} words for a model of {config.d_vocab}")
@@ -99,7 +101,7 @@ def load_thinking(
         odd = sorted(set(shapes.items()) ^ {(n, tuple(w.shape)) for n, w in weights.items()})[0]
         raise ModelError(f"{folder}: the weights do not fit the config, for instance {odd[0]} of shape {odd[1]}")
     model.load_state_dict(weights, strict=False)
-    record = held["record"]
+    record = stored["record"]
     note = f"trained from scratch here: {record.get('command', 'no command recorded')}"
     lm = ThinkingLM((model if dtype is None else model.to(dtype)).to(device), tokenizer, name or folder.name, note)
     lm.record = record
@@ -107,73 +109,75 @@ def load_thinking(
 
 
 def read_config(folder: Path) -> "StoredModel":
-    """Returns the content of a model folder's config file.
+    """Returns the content of a model folder's config.json as a StoredModel (a dictionary).
 
     Raises: ModelError for another kind of config, a missing field, or an edited config.
     """
     path = folder / CONFIG
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{path} cannot be read ({error}); give the folder of a saved Thinking States model"
         ) from error
-    if not is_thinking_config(held):
+    if not is_thinking_config(stored):
         raise ModelError(f"{path} is no config of a Thinking States model")
     for name in ("config", "sha256", "record"):
-        if not isinstance(held.get(name), dict):
-            raise ModelError(f"{path} has no field {name!r}; {_remedy(held)}")
-    if lacking := [file for file in (WEIGHTS, TOKENIZER) if file not in held["sha256"]]:
-        raise ModelError(f"{path} has no hash of {lacking[0]} in its field 'sha256'; {_remedy(held)}")
-    if CONFIG_HASH not in held:
-        raise ModelError(f"{path} has no field {CONFIG_HASH!r}, so nobody can say what was trained; {_remedy(held)}")
-    found = config_hash(held["config"])
-    if (wanted := held["config_sha256"]) != found:
+        if not isinstance(stored.get(name), dict):
+            raise ModelError(f"{path} has no field {name!r}; {_remedy(stored)}")
+    if lacking := [file for file in (WEIGHTS, TOKENIZER) if file not in stored["sha256"]]:
+        raise ModelError(f"{path} has no hash of {lacking[0]} in its field 'sha256'; {_remedy(stored)}")
+    if CONFIG_HASH not in stored:
+        raise ModelError(f"{path} has no field {CONFIG_HASH!r}, so nobody can say what was trained; {_remedy(stored)}")
+    actual = config_hash(stored["config"])
+    if (recorded := stored["config_sha256"]) != actual:
         raise ModelError(
-            f"the field 'config' of {path} has the hash {found[:12]}, and {CONFIG_HASH} says {wanted!s:.12}: it was "
-            f"edited after the training; {_remedy(held)}"
+            f"the field 'config' of {path} has the hash {actual[:12]}, and {CONFIG_HASH} says {recorded!s:.12}: it was "
+            f"edited after the training; {_remedy(stored)}"
         )
-    return held
+    return stored
 
 
-def checked_config(folder: Path, held: "StoredModel") -> ThinkingConfig:
-    """Returns the ThinkingConfig of a content from `read_config`, after checking the hashes of all files.
+def checked_config(folder: Path, stored: "StoredModel") -> ThinkingConfig:
+    """Returns the ThinkingConfig in `stored`, the result of `read_config`, after checking the hashes of all files of
+    `folder`.
 
     Raises: ModelError for an invalid config, and for a file that is missing or does not match its hash.
     """
-    for file, wanted in held["sha256"].items():
+    for file, recorded in stored["sha256"].items():
         path = folder / file
         if not path.exists():
-            raise ModelError(f"{folder} has no {file}; {_remedy(held)}")
-        if (found := sha256_of_file(path)) != wanted:
+            raise ModelError(f"{folder} has no {file}; {_remedy(stored)}")
+        if (actual := sha256_of_file(path)) != recorded:
             raise ModelError(
-                f"{path} has the hash {found[:12]}, and {CONFIG} speaks of {wanted!s:.12}; {_remedy(held)}"
+                f"{path} has the hash {actual[:12]}, and {CONFIG} speaks of {recorded!s:.12}; {_remedy(stored)}"
             )
     try:
-        return ThinkingConfig.from_json(held["config"])
+        return ThinkingConfig.from_json(stored["config"])
     except ModelError as error:
-        raise ModelError(f"{folder / CONFIG}: {error}; {_remedy(held)}") from error
+        raise ModelError(f"{folder / CONFIG}: {error}; {_remedy(stored)}") from error
 
 
 def config_hash(config: Mapping[str, object]) -> str:
-    """Returns the SHA-256 of a config's content, independent of the order of its fields."""
+    """Returns the SHA-256 of a config's content as hex text, independent of the order of its fields."""
     return sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
-def is_thinking_config(held: object) -> TypeGuard[StoredModel]:
-    """Returns whether a JSON value is the config of a Thinking States model."""
-    return isinstance(held, dict) and held.get("kind") == KIND
+def is_thinking_config(stored: object) -> TypeGuard[StoredModel]:
+    """Returns True if a JSON value is the content of a Thinking States model's config.json."""
+    return isinstance(stored, dict) and stored.get("kind") == KIND
 
 
 def is_thinking_folder(folder: Path) -> bool:
-    """Returns whether a folder holds a Thinking States model rather than a Hugging Face model."""
+    """Returns True if `folder` holds a Thinking States model rather than a Hugging Face model."""
     try:
         return is_thinking_config(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return False
 
 
-def _remedy(held: Mapping[str, object]) -> str:
-    record = held.get("record")
+def _remedy(stored: Mapping[str, object]) -> str:
+    """Returns text for an error message: restore the file, or train again with the recorded command."""
+    record = stored.get("record")
     command = record.get("command") if isinstance(record, dict) else None
     return f"restore it, or train the model again: {command or 'cacheprobe train thinking-states'}"
