@@ -20,7 +20,7 @@ imports = App(name="import", help="Make a run of what another program kept.", he
 
 
 @dataclass(frozen=True)
-class ModelFlags:
+class ImportFlags:
     """Holds the flags of `cacheprobe import` about the model that generated; the docstrings of the fields are the
     flags' help."""
 
@@ -42,7 +42,7 @@ def generate(
     out: Path,
     overwrite: bool = False,
     stop: Annotated[tuple[int, ...] | None, SEVERAL] = None,
-    origin: ModelFlags,
+    origin: ImportFlags,
 ) -> None:
     """Save what Hugging Face's generate returned with hidden states as a run.
 
@@ -74,7 +74,7 @@ def vllm(
     out: Path,
     overwrite: bool = False,
     num_prompt_tokens: int | None = None,
-    origin: ModelFlags,
+    origin: ImportFlags,
 ) -> None:
     """Save hidden states that vLLM's ExampleHiddenStatesConnector wrote as a run.
 
@@ -111,7 +111,7 @@ class _Keywords(TypedDict, total=False):
     tokenizer: "PreTrainedTokenizerBase"
 
 
-def _keywords(origin: ModelFlags) -> _Keywords:
+def _keywords(origin: ImportFlags) -> _Keywords:
     """Returns keywords for an import: the model's name, and the loaded model, or the tokenizer if only a tokenizer is
     given."""
     import cacheprobe as cp

@@ -10,7 +10,7 @@ from flask import Flask, Response, abort, request
 
 from cacheprobe.dashboard import facts, shell
 from cacheprobe.dashboard.questions import PageAnswer, PageQuestion, answered
-from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import cache, card, compare, decode, lens, results, thoughts, timeline
 
@@ -35,11 +35,11 @@ def make_app(shelf: Shelf) -> Dash:
     app.index_string = shell.index(shelf)
     app.layout = shell.layout(shelf)
     app.clientside_callback(ClientsideFunction("cacheprobe", "heard"), *(Input(name, "value") for name in CONTROLS))
-    _answer(app.server, _views(shelf, Reader(shelf)))
+    _answer(app.server, _views(shelf, RunReader(shelf)))
     return app
 
 
-def _views(shelf: Shelf, reader: Reader) -> Views:
+def _views(shelf: Shelf, reader: RunReader) -> Views:
     return {
         "facts": partial(facts.run_facts, shelf, reader),
         "story": partial(facts.request_story, shelf),

@@ -3,7 +3,7 @@
 from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.questions import PageQuestion
-from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.prompt_block import prompt_block
 
@@ -11,7 +11,7 @@ MOST_LETTERS = 44
 """Number of letters of a prompt's end in the menu of requests."""
 
 
-def run_facts(shelf: Shelf, reader: Reader, question: PageQuestion) -> JsonDict:
+def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDict:
     """Returns a dict of what the page needs to fill its controls for a run: name, a sentence, request labels, first
     and last step, what to show first, layers, sites, menu of lenses, and why states cannot be read."""
     book = shelf.book(question["run"])

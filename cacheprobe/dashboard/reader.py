@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RECORDED, NOW = "recorded", "logit"
 
 
-class Reader:
+class RunReader:
     """Loads each run's model once, and reads the run's kept states through a lens. A lock allows one computation at
     a time."""
 

@@ -21,7 +21,7 @@ class CannotShow(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OpenRun:
     """Holds one run of the menu: its name, and its `Book`, or the reason why the run cannot be opened."""
 
     name: str
@@ -34,7 +34,7 @@ class Shelf:
     """Holds the runs and result files that the command line named. The browser knows each by a number only: no path
     comes from a browser."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[OpenRun, ...]
     results: tuple[Path, ...] = ()
     model: str | None = None
     """Name or directory of the model of the command line; its weights read the states instead of the run's own
@@ -49,7 +49,7 @@ class Shelf:
     def of(cls, paths: Iterable[Path], model: str | None = None, lenses: Sequence[Path] = ()) -> "Shelf":
         """Returns a `Shelf` of these paths: a directory is a run, or has runs and result files in it; a .json file
         is a result. model, lenses: as the command line names them."""
-        entries: list[Entry] = []
+        entries: list[OpenRun] = []
         results: list[Path] = []
         more: list[Path] = []
         for path in paths:
@@ -91,7 +91,7 @@ def whole(value: object, what: str, count: int) -> int:
     return value
 
 
-def _sort_in(path: Path, entries: list[Entry], results: list[Path], more: list[Path]) -> None:
+def _sort_in(path: Path, entries: list[OpenRun], results: list[Path], more: list[Path]) -> None:
     """Adds a path of the command line to `entries` (runs), `results` (files) and `more` (later cells of a sweep),
     which are changed in place."""
     if path.is_file() and path.suffix == ".json":
@@ -114,14 +114,14 @@ def _sort_in(path: Path, entries: list[Entry], results: list[Path], more: list[P
 
 
 @lru_cache(maxsize=32)
-def _open_cached(path: Path) -> Entry:
+def _open_cached(path: Path) -> OpenRun:
     return _open(path)
 
 
-def _open(path: Path) -> Entry:
-    """Returns an `Entry` of a run's directory; with the reason, if the run cannot be opened."""
+def _open(path: Path) -> OpenRun:
+    """Returns an `OpenRun` of a run's directory; with the reason, if the run cannot be opened."""
     try:
-        return Entry(path.name, Book(StoredRun(path)))
+        return OpenRun(path.name, Book(StoredRun(path)))
     except (TraceError, OSError, KeyError, TypeError) as error:
         reason = f"its manifest lacks {error}" if isinstance(error, KeyError) else str(error)
-        return Entry(path.name, None, reason)
+        return OpenRun(path.name, None, reason)

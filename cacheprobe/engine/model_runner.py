@@ -18,7 +18,7 @@ from cacheprobe.interventions.editor import Editor, Slot, token_phase
 from cacheprobe.kvcache.cache import Copy, KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.attention.by_request import SPAN_STEP, Piece, Reach, reach_of_pass, reach_of_positions
+from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, SlotSpan, reach_of_pass, reach_of_positions
 
 PAD_TOKEN_ID = 0
 """Token id that pads and dummies feed. Its value has no effect, because no real token attends to them."""
@@ -55,7 +55,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PassOutcome:
     """Holds the output tensor of a pass, and the batch index of each Entry."""
 
     out: Tensor
@@ -99,7 +99,7 @@ class ModelRunner:
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
         is_hidden: bool = False,
-    ) -> Outcome:
+    ) -> PassOutcome:
         """Runs a [batch, width] pass over the entries, with pads after each entry and dummies at unused batch indices.
 
         Returns an Outcome. num_layers, logit_slots: as for CachedLM.forward.
@@ -177,7 +177,7 @@ class ModelRunner:
                 self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers, rewritten))
         self._report_thoughts(phase, entries, is_hidden)
         self.seconds = time.perf_counter() - began
-        return Outcome(out, batch_index)
+        return PassOutcome(out, batch_index)
 
     def _failed(self, phase: str, entries: Sequence[Entry], error: Exception) -> EngineError:
         """Returns an EngineError that names the pass, its requests and the error that the pass ended with."""
@@ -206,7 +206,7 @@ class ModelRunner:
         In a prefill chunk longer than SPAN_STEP it is the same for all tokens of the chunk.
         """
         of = reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions
-        pieces: list[tuple[Piece, ...]] = [()] * size
+        pieces: list[tuple[SlotSpan, ...]] = [()] * size
         for b, entry in zip(batch_index, entries, strict=True):
             pieces[b] = of(entry.start, len(entry.token_ids), self.cache.capacity)
         if copy is not None:

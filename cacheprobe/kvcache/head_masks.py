@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-Place = tuple[int, int, int]
+LayerHeadPosition = tuple[int, int, int]
 """(layer, head of keys and values, position) at which a cache slot is hidden."""
 
 
@@ -23,7 +23,7 @@ class HeadMasks:
         self._masks: list[tuple[Tensor, Tensor]] = []  # (mask that the model uses, mask without hidden heads)
         self._rows: Sequence[int] = ()
 
-    def put(self, row: int, places: Iterable[Place], heads: Sequence[int]) -> None:
+    def put(self, row: int, places: Iterable[LayerHeadPosition], heads: Sequence[int]) -> None:
         """Hides exactly these (layer, head, position) places of a cache row, and no others.  heads: number of key heads
         of each layer."""
         self._slots.pop(row, None)
@@ -33,7 +33,7 @@ class HeadMasks:
                 by_layer[layer] = torch.zeros(heads[layer], self._capacity, dtype=torch.bool)
             by_layer[layer][head, position] = True
 
-    def of(self, row: int, length: int) -> frozenset[Place]:
+    def of(self, row: int, length: int) -> frozenset[LayerHeadPosition]:
         """Returns the hidden (layer, head, position) places among the first `length` positions of a cache row, as a
         frozenset."""
         by_layer = self._slots.get(row, {}).items()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cacheprobe.core.values import HintsAtNewNames
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.head_masks import Place
+from cacheprobe.kvcache.head_masks import LayerHeadPosition
 
 if TYPE_CHECKING:  # loaded where a table is made
     import pandas as pd
@@ -38,7 +38,7 @@ class KVSnapshot(HintsAtNewNames):
     """Provenance of each position, as in the ledger; "edited" if keys, values or visibility were changed."""
     hidden: frozenset[int] = frozenset()
     """Positions that no later token attends to, in all layers and heads."""
-    head_masks: frozenset[Place] = field(default=frozenset(), repr=False)
+    head_masks: frozenset[LayerHeadPosition] = field(default=frozenset(), repr=False)
     """(layer, head, position) at which no later token attends."""
 
     def __len__(self) -> int:

@@ -3,8 +3,8 @@ changes.
 """
 
 from cacheprobe.patching.activation import activation
-from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.grid import PatchingGrid
 from cacheprobe.patching.prefix import prefix
 from cacheprobe.patching.tracing import causal_tracing
 
-__all__ = ["Grid", "activation", "causal_tracing", "prefix"]
+__all__ = ["PatchingGrid", "activation", "causal_tracing", "prefix"]

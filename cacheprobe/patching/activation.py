@@ -19,8 +19,8 @@ from cacheprobe.patching.arguments import (
     grid_config,
     usable,
 )
-from cacheprobe.patching.cells import Cell, Edit, cell
-from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.cells import Edit, PatchingCell, cell
+from cacheprobe.patching.grid import PatchingGrid
 from cacheprobe.patching.pair import answers, grid_of_pair, run_pair
 from cacheprobe.patching.runs import Run
 from cacheprobe.patching.sweep import Group, Index
@@ -36,7 +36,7 @@ def activation(
     heads: bool = False,
     answer: "Sequence[str | int] | None" = None,
     **options: Unpack[GridOptions],
-) -> Grid:
+) -> PatchingGrid:
     """Runs the corrupted prompt once for each layer and position, with the clean run's state there, and returns a Grid.
 
     Each result is the logit difference between two answer tokens.
@@ -81,12 +81,12 @@ def activation(
     return grid_of_pair(model, "activation", place, axes, runs, pair, in_layers, groups, config)
 
 
-def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, Cell]:
+def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, PatchingCell]:
     """Returns a dict of patched runs (cells) by index; each copies one state of the clean run (`donor`)."""
     return {index: _cell(donor, site, *index) for index in indices}
 
 
-def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> Cell:
+def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> PatchingCell:
     """Returns the patched run (Cell) that copies one state of the clean run: of a layer, a position and, if given, one
     head.
 

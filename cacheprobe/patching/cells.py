@@ -17,7 +17,7 @@ from cacheprobe.core.hook_names import HEADS
 from cacheprobe.kvcache.prefix import SharedPrefix
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.arguments import RESIDUAL_SITES
-from cacheprobe.patching.runs import Place, Run
+from cacheprobe.patching.runs import Run, SiteLayer
 
 MOST_ROWS = 16384
 """Token positions computed in one forward: limits the memory for long prompts."""
@@ -26,7 +26,7 @@ MOST_ROWS = 16384
 class Edit(NamedTuple):
     """Holds states that replace those of a patched run (cell) at one site and layer, at given positions."""
 
-    place: Place
+    place: SiteLayer
     positions: tuple[int, ...]
     vectors: Tensor
     """[len(positions), w]"""
@@ -35,29 +35,29 @@ class Edit(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class PatchingCell:
     """Describes one patched run of a grid: its edits, and where its computation starts."""
 
     edits: tuple[Edit, ...]
     """Lowest layer first. A cell without edits is the unpatched run, computed from `enters` and `start` on."""
     start: int
     """First computed position; no earlier position is edited."""
-    enters: Place
+    enters: SiteLayer
     """The (site, layer) at which the cell joins the batch with the unpatched run's states: pre or S, not above its
     first edit."""
 
 
-def cell(edits: Sequence[Edit], start: int | None = None) -> Cell:
+def cell(edits: Sequence[Edit], start: int | None = None) -> PatchingCell:
     """Returns a Cell (patched run) with these edits, computed from its first edited position on.
 
     start: an earlier position to compute from.
     """
     site, layer = edits[0].place
     enters = (site, layer) if site in RESIDUAL_SITES else ("pre", layer)
-    return Cell(tuple(edits), min(min(e.positions) for e in edits) if start is None else start, enters)
+    return PatchingCell(tuple(edits), min(min(e.positions) for e in edits) if start is None else start, enters)
 
 
-def is_idle(one: Cell, base: Run) -> bool:
+def is_idle(one: PatchingCell, base: Run) -> bool:
     """Returns True if a patched run needs no computing: every edit writes the bits that the unpatched run has anyway.
 
     A cell without edits returns False.
@@ -71,7 +71,7 @@ def _unpatched_states(edit: Edit, base: Run) -> Tensor:
     return states if edit.head is None else states[:, edit.head]
 
 
-def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
+def run_cells(model: CachedLM, base: Run, cells: Sequence[PatchingCell]) -> Tensor:
     """Runs patched runs (cells) in batches; returns the logits [len(cells), v] of the last position of each.
 
     base: the unpatched run that the cells change. All cells must have the same `start`.
@@ -88,7 +88,7 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
     return torch.stack(out)
 
 
-def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell]) -> Tensor:
+def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[PatchingCell]) -> Tensor:
     """Runs patched runs (cells) in one forward, and returns their logits [len(cells), v] at the last position.
 
     cells: in the order in which they join the batch.
@@ -130,7 +130,7 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell])
         return model.forward(ids, cache, [0], [start], logit_slots=[slots - 1])[:, 0]
 
 
-def _forward_order(place: Place) -> tuple[int, int]:
+def _forward_order(place: SiteLayer) -> tuple[int, int]:
     """Returns a sort key of a (site, layer): the order in which a forward reaches the sites."""
     return place[1], ("pre", HEADS, "T", "C", "S").index(place[0])
 

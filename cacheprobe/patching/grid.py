@@ -53,7 +53,7 @@ class GridMeta(TypedDict, total=False):
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class PatchingGrid:
     """Holds the result of a patching experiment: a table with one line for each cell. `cp.plots.patching_grid` draws
     it.
     """
@@ -87,7 +87,7 @@ class Grid:
         write_json(Path(path), {"format": _FORMAT, "meta": self.meta, "table": columns}, indent=None)
 
     @classmethod
-    def load(cls, path: "str | Path") -> "Grid":
+    def load(cls, path: "str | Path") -> "PatchingGrid":
         """Reads a Grid from the JSON file that `Grid.save` wrote. Raises: ValueError for another file."""
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.arguments import GridConfig, as_answer
-from cacheprobe.patching.grid import Grid, difference, pair_meta, pair_table
+from cacheprobe.patching.grid import PatchingGrid, difference, pair_meta, pair_table
 from cacheprobe.patching.parts import CellStore
 from cacheprobe.patching.runs import Run, read, run_once
 from cacheprobe.patching.sweep import Group, sweep
@@ -62,7 +62,7 @@ def grid_of_pair(
     layers: Sequence[int],
     groups: Sequence[Group],
     config: GridConfig,
-) -> Grid:
+) -> PatchingGrid:
     """Computes a patching grid of a clean and a corrupted run: runs its cells, or reads finished ones; returns the
     Grid.
 
@@ -74,7 +74,7 @@ def grid_of_pair(
     results = dict(sorted(sweep(model, groups, answer, store, config.progress).items()))
     ends = (read(run.logits[None], answer)[0] for run in runs)
     table = pair_table(results, axes, [visible(text) for text in model.token_texts(corrupt)], *ends)
-    return Grid(table, pair_meta(model, kind, site, runs, answer))
+    return PatchingGrid(table, pair_meta(model, kind, site, runs, answer))
 
 
 def open_cell_store(store: "str | Path | None", model: CachedLM, settings: Mapping[str, object]) -> CellStore:

@@ -18,8 +18,8 @@ from cacheprobe.patching.arguments import (
     grid_config,
     usable,
 )
-from cacheprobe.patching.cells import Cell, Edit
-from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.cells import Edit, PatchingCell
+from cacheprobe.patching.grid import PatchingGrid
 from cacheprobe.patching.pair import answers, grid_of_pair, run_pair
 from cacheprobe.patching.runs import Run
 from cacheprobe.patching.sweep import Group, Index
@@ -34,7 +34,7 @@ def prefix(
     site: str = "S",
     answer: "Sequence[str | int] | None" = None,
     **options: Unpack[GridOptions],
-) -> Grid:
+) -> PatchingGrid:
     """Runs the corrupted prompt once for each layer and position p, with the clean run's states at positions 0 to p.
 
     Returns a Grid, with the columns of `activation`.
@@ -64,12 +64,12 @@ def prefix(
     return grid_of_pair(model, "prefix", site, axes, runs, pair, in_layers, groups, config)
 
 
-def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, Cell]:
+def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, PatchingCell]:
     """Returns a dict of patched runs (cells) by index (layer, position), each made by `prefix_cell`."""
     return {(layer, position): prefix_cell(*runs, site, layer, position) for layer, position in indices}
 
 
-def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> Cell:
+def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> PatchingCell:
     """Returns the patched run with the clean run's states up to `position` and the corrupted run's states after it, at
     one layer.
 
@@ -78,5 +78,7 @@ def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) 
     """
     rest = tuple(range(position + 1, len(clean.token_ids)))
     if not rest:
-        return Cell((), clean.begins_like(corrupt.token_ids), (site, layer))
-    return Cell((Edit((site, layer), rest, corrupt.at(site, layer)[position + 1 :]),), position + 1, (site, layer))
+        return PatchingCell((), clean.begins_like(corrupt.token_ids), (site, layer))
+    return PatchingCell(
+        (Edit((site, layer), rest, corrupt.at(site, layer)[position + 1 :]),), position + 1, (site, layer)
+    )

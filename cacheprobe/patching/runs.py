@@ -12,7 +12,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
 
-Place = tuple[str, int]
+SiteLayer = tuple[str, int]
 """(site, layer)"""
 
 
@@ -38,7 +38,7 @@ class Run:
     token_ids: tuple[int, ...]
     cache: KVCache = field(repr=False)
     """The cache whose cache row 0 contains the prompt."""
-    states: dict[Place, Tensor] = field(repr=False)
+    states: dict[SiteLayer, Tensor] = field(repr=False)
     """States [n, w] keyed by (site, layer), [n, h, d] for single heads; S and the input of block 0 are always
     included."""
     logits: Tensor = field(repr=False)

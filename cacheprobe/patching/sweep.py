@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.base import CachedLM
-from cacheprobe.patching.cells import Cell, is_idle, run_cells
+from cacheprobe.patching.cells import PatchingCell, is_idle, run_cells
 from cacheprobe.patching.parts import CellStore
 from cacheprobe.patching.runs import AnswerLogits, Run, read
 
@@ -22,7 +22,7 @@ class Group:
     """Number of cells."""
     base: Callable[[], Run]
     """Returns the unpatched run that the cells change; called only if the group must run."""
-    cells: Callable[[], Mapping[Index, Cell]]
+    cells: Callable[[], Mapping[Index, PatchingCell]]
     """Returns the cells by index; called only if the group must run."""
     indices: Sequence[Index]
 

@@ -22,8 +22,8 @@ from cacheprobe.patching.arguments import (
     grid_config,
     usable,
 )
-from cacheprobe.patching.cells import Cell, Edit, cell
-from cacheprobe.patching.grid import Grid, GridMeta
+from cacheprobe.patching.cells import Edit, PatchingCell, cell
+from cacheprobe.patching.grid import GridMeta, PatchingGrid
 from cacheprobe.patching.pair import open_cell_store
 from cacheprobe.patching.runs import AnswerLogits, Run, read, run_once
 from cacheprobe.patching.sweep import Group, Index, sweep
@@ -42,7 +42,7 @@ def causal_tracing(
     samples: int = 10,
     seed: int = 0,
     **options: Unpack[GridOptions],
-) -> Grid:
+) -> PatchingGrid:
     """Runs the prompt with noise on the subject's embeddings, and restores the clean state at one layer and position at
     a time.
 
@@ -108,7 +108,7 @@ def causal_tracing(
         "noisy_probabilities": probabilities,
         "fingerprint": model.fingerprint(),
     }  # fmt: skip
-    return Grid(_table(dict(sorted(results.items())), texts, probabilities, first), meta)
+    return PatchingGrid(_table(dict(sorted(results.items())), texts, probabilities, first), meta)
 
 
 def window_of(layer: int, window: int, n_layers: int) -> range:
@@ -133,7 +133,9 @@ def _noise_adder(positions: Sequence[int], scale: float, seed: int) -> Callable[
     return add
 
 
-def _cells(clean: Run, site: str, layers: Mapping[int, range], indices: Sequence[Index]) -> Mapping[Index, Cell]:
+def _cells(
+    clean: Run, site: str, layers: Mapping[int, range], indices: Sequence[Index]
+) -> Mapping[Index, PatchingCell]:
     """Returns a dict of patched runs (cells) by index; each restores the clean state of one position in a window of
     layers.
     """

@@ -10,7 +10,7 @@ from cacheprobe.probes.checks import ProbeError, chosen_pairs
 from cacheprobe.probes.places import embeddings, labelled
 from cacheprobe.trace.trace import Trace
 
-States = Mapping[tuple[str, int], Tensor]
+LabelledStates = Mapping[tuple[str, int], Tensor]
 """Vectors [n, m], keyed by (site, layer)."""
 
 Given = tuple[
@@ -27,10 +27,10 @@ class Examples:
 
     about: pd.DataFrame
     """One line for each example: label, group, place and, if known, word."""
-    states: States
+    states: LabelledStates
     kind: str
     """"event", "position" or "given": how the examples were chosen."""
-    untrained: States | None
+    untrained: LabelledStates | None
     """States of the same examples in an untrained model."""
     embedding: Tensor | None
     """Features [n, 2m] of the words alone."""
@@ -46,7 +46,7 @@ def of_trace(
     at: "str | Iterable[int]",
     sites: "Iterable[str] | None",
     layers: "Iterable[int] | None",
-    untrained: "Trace | States | None",
+    untrained: "Trace | LabelledStates | None",
     embedding: Tensor | None,
 ) -> Examples:
     """Returns the probe examples of a trace of task prompts: labels from the task, and the captured states of their
@@ -65,12 +65,12 @@ def of_trace(
 
 
 def of_vectors(
-    vectors: States,
+    vectors: LabelledStates,
     given: Given,
     at: "str | Iterable[int]",
     sites: "Iterable[str] | None",
     layers: "Iterable[int] | None",
-    untrained: "Trace | States | None",
+    untrained: "Trace | LabelledStates | None",
     embedding: Tensor | None,
 ) -> Examples:
     """Returns the probe examples for given vectors [n, m] by (site, layer), with labels, groups, places and words in
@@ -104,8 +104,11 @@ def pooled_examples(examples: Examples) -> Examples:
 
 
 def _aligned(
-    untrained: "Trace | States", lines: pd.DataFrame, at: "str | Iterable[int]", pairs: Sequence[tuple[str, int]]
-) -> States:
+    untrained: "Trace | LabelledStates",
+    lines: pd.DataFrame,
+    at: "str | Iterable[int]",
+    pairs: Sequence[tuple[str, int]],
+) -> LabelledStates:
     """Returns the untrained model's states, by (site, layer), of the same examples.
 
     Raises: ProbeError if the untrained run is of other prompts, or lacks a state.

@@ -13,7 +13,7 @@ from torch import Tensor
 from cacheprobe.core.values import require_known_options
 from cacheprobe.ops.statistics import wilson
 from cacheprobe.probes.checks import LEAST, ProbeError, require_enough
-from cacheprobe.probes.examples import Examples, States, of_trace, of_vectors, pooled_examples
+from cacheprobe.probes.examples import Examples, LabelledStates, of_trace, of_vectors, pooled_examples
 from cacheprobe.probes.groups import control_labels, effective_number, group_folds
 from cacheprobe.probes.ridge import held_out_scores
 from cacheprobe.trace.trace import Trace
@@ -78,7 +78,7 @@ class ProbeResult:
 
 
 def fit(
-    states: "Trace | States",
+    states: "Trace | LabelledStates",
     labels: "Iterable[object] | None" = None,
     groups: "Iterable[Hashable] | None" = None,
     *,
@@ -88,7 +88,7 @@ def fit(
     sites: "Iterable[str] | None" = None,
     layers: "Iterable[int] | None" = None,
     pooled: bool = False,
-    untrained: "Trace | States | None" = None,
+    untrained: "Trace | LabelledStates | None" = None,
     embedding: Tensor | None = None,
     **options: Unpack[ProbeOptions],
 ) -> ProbeResult:
@@ -148,7 +148,7 @@ def _tables(examples: Examples, place: Hashable, config: ProbeConfig) -> Iterato
         yield lines.assign(place=place, at=examples.kind)
 
 
-def _stacked(states: States, site: str, layers: list[int], indices: np.ndarray) -> Tensor:
+def _stacked(states: LabelledStates, site: str, layers: list[int], indices: np.ndarray) -> Tensor:
     """Returns the states [l, n, m] of some layers at one site, for the examples with these indices."""
     return torch.stack([states[site, layer][indices] for layer in layers])
 

@@ -15,7 +15,7 @@ _READINGS = ["position", "layer", "token_id", "logprob_nats", "entropy_nats", "r
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReferenceResult:
     """Holds the expected output of a request: its tokens, and digests (text) of log-probabilities, states and lens
     readings.
 
@@ -28,7 +28,7 @@ class Answer:
     readings: str
 
 
-def answer_of(trace: Trace, request_id: int) -> Answer:
+def answer_of(trace: Trace, request_id: int) -> ReferenceResult:
     """Returns the output of one request in a trace, as an Answer."""
     nats = hashlib.sha256(repr(trace.logprobs(request_id)).encode()).hexdigest()[:16]
     states = readings = ""
@@ -40,10 +40,10 @@ def answer_of(trace: Trace, request_id: int) -> Answer:
         ordered = rows.sort_values(["position", "layer"])[_READINGS].reset_index(drop=True)
         hashed = pd.util.hash_pandas_object(ordered.astype({"rank": "Int64"}), index=False)
         readings = hashlib.sha256(hashed.to_numpy().tobytes()).hexdigest()[:16]
-    return Answer(tuple(trace.committed(request_id)), nats, states, readings)
+    return ReferenceResult(tuple(trace.committed(request_id)), nats, states, readings)
 
 
-def reference_answer(subject: Subject, request: Request, capture: str | None, layers: Sequence[int]) -> Answer:
+def reference_answer(subject: Subject, request: Request, capture: str | None, layers: Sequence[int]) -> ReferenceResult:
     """Computes one request alone with the slow reference (`cp.reference`), and returns its output as an Answer."""
     trace = reference(subject.model, [request], **subject.settings, capture=capture, layers=layers, progress=False)
     return answer_of(trace, 0)

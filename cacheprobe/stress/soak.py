@@ -11,7 +11,7 @@ import torch
 from cacheprobe.api import run
 from cacheprobe.core.records import Request
 from cacheprobe.stress.mixed import mixed_episode
-from cacheprobe.stress.oracle import Answer, answer_of, reference_answer
+from cacheprobe.stress.oracle import ReferenceResult, answer_of, reference_answer
 from cacheprobe.stress.refusals import run_in_serving_shape
 from cacheprobe.stress.subjects import Subject
 from cacheprobe.stress.tally import Tally
@@ -154,7 +154,7 @@ def _compare(
         tally.counts["requests_with_states_compared"] += 1
 
 
-def third_party(subject: Subject, tally: Tally, request: Request, answer: Answer) -> None:
+def third_party(subject: Subject, tally: Tally, request: Request, answer: ReferenceResult) -> None:
     """Compares an expected answer with Hugging Face's own `generate` on an untouched copy of the model, and adds a
     difference to `tally`. Only greedy answers in float32 are compared.
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from cacheprobe.core.files import write_json
-from cacheprobe.stress.oracle import Answer
+from cacheprobe.stress.oracle import ReferenceResult
 from cacheprobe.stress.subjects import REAL, Subject
 
 
@@ -26,7 +26,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, ReferenceResult] = field(default_factory=dict)
     """Expected answer by subject and request, so that the slow reference computes each once."""
     pools: Counter[str] = field(default_factory=Counter)
     """Number of requests in each subject's pool, from which episodes draw."""
@@ -62,7 +62,8 @@ class Tally:
         """Returns the tally from a file that `save` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         content["answers"] = {
-            key: Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for key, answer in content["answers"].items()
+            key: ReferenceResult(**{**answer, "tokens": tuple(answer["tokens"])})
+            for key, answer in content["answers"].items()
         }
         counters = ("compared", "distinct", "natural", "counts", "pools", "episodes_of")
         return cls(**{**content, **{name: Counter(content[name]) for name in counters}})

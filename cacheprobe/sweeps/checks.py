@@ -12,7 +12,7 @@ from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.tuned_files import require_tuned_lens
 from cacheprobe.sweeps.factory import lens_folder, parse_change
 from cacheprobe.sweeps.facts import ModelFacts, model_facts
-from cacheprobe.sweeps.settings import RunSettings
+from cacheprobe.sweeps.settings import SweepRunSettings
 
 SHOWN = 8
 NEEDS_OBJECTS = {"draft_model": "a loaded model", "scripted": "a function"}
@@ -26,7 +26,7 @@ PromptKey: TypeAlias = tuple[str, str, int]
 """(model, task, seed) of a cell. Cells with equal keys have equal prompts."""
 
 
-def prompt_lengths(axes: JsonDict, run: RunSettings, known: dict[PromptKey, tuple[int, ...]]) -> tuple[int, ...]:
+def prompt_lengths(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tuple[int, ...]]) -> tuple[int, ...]:
     """Returns the number of tokens of each prompt of a cell. known: lengths by PromptKey; new ones are added."""
     key = (axes["model"], axes["task"], axes["seed"])
     if key not in known:
@@ -37,7 +37,7 @@ def prompt_lengths(axes: JsonDict, run: RunSettings, known: dict[PromptKey, tupl
     return known[key]
 
 
-def complaint(axes: JsonDict, run: RunSettings, known: dict[PromptKey, tuple[int, ...]]) -> str | None:
+def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tuple[int, ...]]) -> str | None:
     """Returns text that says why a cell cannot run; None if no reason is known before the model's weights are loaded.
 
     known: lengths of prompts by PromptKey; new ones are added.
@@ -86,7 +86,7 @@ def _check_model(facts: ModelFacts, axes: JsonDict) -> None:
     facts.thinking.check_window(facts.name, axes["window"])
 
 
-def _check_products(axes: JsonDict, run: RunSettings, is_thinking: bool) -> None:
+def _check_products(axes: JsonDict, run: SweepRunSettings, is_thinking: bool) -> None:
     """Raises: ValueError if compiled products are requested, and the model or this machine does not support them."""
     if axes["products"] == "torch":
         return
@@ -154,7 +154,7 @@ def _changes_verify(axes: JsonDict) -> bool:
     return axes["intervention"] is not None and parse_change(axes["intervention"]).where.get("phases") == "verify"
 
 
-def require_possible(combinations: Sequence[JsonDict], run: RunSettings) -> dict[PromptKey, tuple[int, ...]]:
+def require_possible(combinations: Sequence[JsonDict], run: SweepRunSettings) -> dict[PromptKey, tuple[int, ...]]:
     """Checks all cells of a sweep. Returns a dictionary: the tokens of each prompt, counted, by (model, task, seed).
 
     Raises: ValueError with the number of impossible cells, and one example for each reason.
@@ -178,7 +178,7 @@ def _examples(cells: Sequence[JsonDict]) -> str:
     return first if len(cells) == 1 else f"{len(cells)} cells, such as {first}"
 
 
-def estimated_bytes(axes: JsonDict, run: RunSettings, prompt_tokens: Iterable[int]) -> int:
+def estimated_bytes(axes: JsonDict, run: SweepRunSettings, prompt_tokens: Iterable[int]) -> int:
     """Returns a rough estimate of the bytes that the shard (saved run) of a cell takes on disk.
 
     The estimate counts every generated token as computed twice. If most draft tokens of a long window are rejected, the

@@ -16,7 +16,7 @@ from cacheprobe.sweeps.progress_table import ProgressTable
 from cacheprobe.sweeps.settings import ConfigSource, read_config
 from cacheprobe.sweeps.storage.lock import only_sweep
 from cacheprobe.sweeps.storage.store import PLAN, SweepStore
-from cacheprobe.sweeps.workers.holder import FULL, Job, Outcome
+from cacheprobe.sweeps.workers.holder import FULL, Job, JobOutcome
 from cacheprobe.sweeps.workers.queue import Waiting
 
 COMPLETE, FAILED, PARTIAL = 0, 1, 3
@@ -34,7 +34,7 @@ class SweepReport:
     """Number of cells that were committed before."""
     committed: int
     """Number of cells that this start committed."""
-    failures: tuple[Outcome, ...] = ()
+    failures: tuple[JobOutcome, ...] = ()
     stopped_by: str = ""
     """Why cells were not run: Ctrl-C, a full disk, a lost cluster; '' if the sweep was not stopped."""
     names: dict[str, str] = field(default_factory=dict, repr=False)
@@ -137,7 +137,7 @@ def _run(
     """
     labels = distinguishing_labels(plan.cells)
     names = {digest: labels[digest] for digest in missing}
-    failures: list[Outcome] = []
+    failures: list[JobOutcome] = []
     committed, stopped_by = 0, ""
     skipped = len(plan.cells) - len(missing)
     waiting = Waiting(missing.values())

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from cacheprobe.sweeps.cells import ModelKey
 from cacheprobe.sweeps.storage.store import SweepStore
-from cacheprobe.sweeps.workers.holder import Outcome
+from cacheprobe.sweeps.workers.holder import JobOutcome
 
 SECONDS_BETWEEN_PUTS = 10.0
 """Seconds between uploads to an object store. An object store cannot append, so each upload is the whole log."""
@@ -29,7 +29,7 @@ class Event:
     digest: str = ""
     worker: str = ""
     message: str = ""
-    outcome: Outcome | None = None
+    outcome: JobOutcome | None = None
 
 
 class EventLog:

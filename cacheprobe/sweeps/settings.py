@@ -102,7 +102,7 @@ class Grid(_Strict):
     seed: _many(Seed, _seeds) = (0,)  # pyright: ignore[reportInvalidTypeForm]
 
 
-class RunSettings(_Strict):
+class SweepRunSettings(_Strict):
     """Holds the settings that all cells of a sweep share.
 
     Names are those of `cacheprobe run`, and so are defaults, except the defaults that are written here.
@@ -150,7 +150,7 @@ class SweepConfig(_Strict):
     grid: Grid | None = None
     cells: tuple[Axes, ...] | None = None
     """List of cells, in place of a grid."""
-    run: RunSettings = RunSettings()
+    run: SweepRunSettings = SweepRunSettings()
     resources: Resources = Resources()
     disk_budget_gb: Annotated[float, Field(gt=0)] | None = None
     """Refuses a sweep whose estimated results are larger."""
@@ -205,7 +205,7 @@ def _error_text(item: "ErrorDetails", where: str) -> str:
         at = f"{'.'.join(map(str, path))} in {where}: " if path else f"{where}: "
         given = "" if item["type"] == "value_error" else f", got {item['input']!r:.60}"
         return at + item["msg"].removeprefix("Value error, ") + given
-    sections = {"grid": Grid, "cells": Axes, "run": RunSettings, "resources": Resources}
+    sections = {"grid": Grid, "cells": Axes, "run": SweepRunSettings, "resources": Resources}
     section = SweepConfig if len(path) == 1 else sections[str(path[0])]
     remedy = nearest_or_all(str(path[-1]), list(section.model_fields))
     return f"unknown setting {'.'.join(map(str, path))!r} in {where}; {remedy}"

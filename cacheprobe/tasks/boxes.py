@@ -27,12 +27,12 @@ NOTHING = "nothing"
 MOST_ANSWERS = 10_000
 ASKED = re.compile(r"What does Box (\d+) contain\?")
 
-Event = tuple[str, str, int | None, int | None]
+BoxEvent = tuple[str, str, int | None, int | None]
 """(action, object, number of the source box, number of the target box), from 1; None means outside of the boxes."""
 
 
 def boxes_question(
-    initial: Sequence[Iterable[str]], events: Sequence[Event], asked: int, objects: Sequence[str], at_most: int
+    initial: Sequence[Iterable[str]], events: Sequence[BoxEvent], asked: int, objects: Sequence[str], at_most: int
 ) -> Question:
     """Returns the Question for the content of box number `asked`, after `events` on boxes with `initial` contents.
 
@@ -143,7 +143,7 @@ class Boxes(CountedTask):
         occupied = list(places.values())
         return [number for number in range(1, self.boxes + 1) if occupied.count(number) < self.at_most]
 
-    def _event(self, rng: Random, places: Mapping[str, int | None]) -> Event:
+    def _event(self, rng: Random, places: Mapping[str, int | None]) -> BoxEvent:
         """Draws a possible operation. places: number of the box of each object; None outside of the boxes."""
         room = self._with_room(places)
         outside = [thing for thing, place in places.items() if place is None]

@@ -76,7 +76,7 @@ class LoopSettings:
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepReport:
     """Holds the losses of one step by name, the number of steps done, and the CPU seconds so far."""
 
     step: int
@@ -114,7 +114,7 @@ class Loop:
 
     def run(
         self, gradients_of: Callable[[int], dict[str, float]], until: int | None = None, save_every: int = 200
-    ) -> Iterator[Progress]:
+    ) -> Iterator[StepReport]:
         """Runs the steps that are left, up to step `until` (default: all), and yields a Progress after each step.
 
         gradients_of(step): computes the gradients of a step, and returns the losses by name.
@@ -141,7 +141,7 @@ class Loop:
             self.optimizer.step()
             self.step += 1
             self.cpu_seconds += time.process_time() - began
-            yield Progress(self.step, losses, self.cpu_seconds)
+            yield StepReport(self.step, losses, self.cpu_seconds)
             if self.folder is not None and (self.step % save_every == 0 or self.step == last):
                 self.save()
 
@@ -189,7 +189,7 @@ class ModelLoop(Loop):
 
     def minimise(
         self, losses_of: Callable[[int], dict[str, Tensor]], until: int | None = None, save_every: int = 200
-    ) -> Iterator[Progress]:
+    ) -> Iterator[StepReport]:
         """Runs the steps that are left, up to `until`, to minimise a sum of losses; yields a Progress after each step.
 
         losses_of(step): returns the losses of a step by name. Checkpoints and errors are as in `run`. The model is in

@@ -12,7 +12,7 @@ from cacheprobe.plots.diagrams.diagram import (
     window_finding,
     window_phases,
 )
-from cacheprobe.plots.diagrams.frame import Piece
+from cacheprobe.plots.diagrams.frame import TitledPicture
 from cacheprobe.plots.diagrams.windows import Window
 
 
@@ -55,13 +55,15 @@ def window_view(shelf: Shelf, question: PageQuestion) -> str:
         ledgers = [book.ledger(request, step) for step in window.ledger_steps]
         is_deterministic = bool(book.run.request(request)["is_deterministic"])
         panels = side_by_side(window_phases(window, events, ledgers, texts, is_deterministic=is_deterministic))
-        return Piece(window_finding(window), "", panels).html
+        return TitledPicture(window_finding(window), "", panels).html
     of_request = book.events_of(request)
     prefills = of_request[of_request.phase == "prefill"]
     if book.verified[request] or not prefills.committed_token_ids.map(len).any():
         return f"<h2>No verify window of request {request} at or after this step</h2>"
     ledgers = [book.ledger(request, int(prefills.step.max())), book.ledger(request, int(of_request.step.max()))]
-    return Piece(decoded_finding(of_request), "", side_by_side(decoded_phases(request, events, ledgers, texts))).html
+    return TitledPicture(
+        decoded_finding(of_request), "", side_by_side(decoded_phases(request, events, ledgers, texts))
+    ).html
 
 
 def _window(book: Book, request: int, step: int) -> Window | None:

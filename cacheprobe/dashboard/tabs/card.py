@@ -4,7 +4,7 @@ position), and as a sentence."""
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, one_of
-from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.lens import chosen_row, readings_of
 from cacheprobe.dashboard.tokenizers import texts_of
@@ -15,7 +15,7 @@ from cacheprobe.plots.text import markup
 from cacheprobe.trace.tables.token_history import fates_at, fates_of_row
 
 
-def view(shelf: Shelf, reader: Reader, question: PageQuestion) -> str:
+def view(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
     """Returns HTML of the card of one row of the trace: each layer's most likely tokens, the prediction depth, and
     the tokens drafted and committed at the next position. Raises: CannotShow if no reading of the row was kept."""
     book, request = shelf.book_and_request(question)

@@ -7,7 +7,7 @@ import pandas as pd
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.figures import graphs
 from cacheprobe.dashboard.questions import CannotShow, PageAnswer, PageQuestion, number, one_of
-from cacheprobe.dashboard.reader import RECORDED, Reader
+from cacheprobe.dashboard.reader import RECORDED, RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.attribution import attribution
 from cacheprobe.plots.diagrams.lens_grid import LABEL_WIDTH, PITCH, SITE_WORDS, grid_of
@@ -17,7 +17,7 @@ from cacheprobe.plots.text import markup
 MOST_COLUMNS = 40
 
 
-def grid(shelf: Shelf, reader: Reader, question: PageQuestion) -> str:
+def grid(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
     """Returns HTML of the lens grid: the page of positions that has the chosen position. The attributes data-first
     and data-last of the element are the first and last position of the page."""
     book, request = shelf.book_and_request(question)
@@ -49,7 +49,7 @@ def grid(shelf: Shelf, reader: Reader, question: PageQuestion) -> str:
 
 
 def readings_of(
-    book: Book, reader: Reader, lens: object, site: str, request: int, page: range, row: int | None = None
+    book: Book, reader: RunReader, lens: object, site: str, request: int, page: range, row: int | None = None
 ) -> pd.DataFrame:
     """Returns lens readings of one request as a DataFrame: the recorded ones, or readings computed now from kept
     states. page: positions. row: number of one row, instead of all rows.
@@ -85,7 +85,7 @@ def chosen_row(book: Book, request: int, position: int, row: object) -> pd.Serie
     return matching.iloc[0]
 
 
-def contributions(shelf: Shelf, reader: Reader, question: PageQuestion) -> PageAnswer:
+def contributions(shelf: Shelf, reader: RunReader, question: PageQuestion) -> PageAnswer:
     """Returns the logit attribution of one row as a dict for the page: a heading, a note, and a figure of bars by
     layer for T (attention) and C (MLP). Raises: CannotShow if the run did not keep S, T and C; the message says how
     to record them."""

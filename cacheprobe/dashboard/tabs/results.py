@@ -85,9 +85,9 @@ def _figures(path: Path, content: object) -> tuple[Sequence[Figure], str]:
     """Returns (plotly figures, note on their source as escaped text) of a result file; ([], "") if the file has no
     figure."""
     if _is_grid(content):
-        from cacheprobe.patching.grid import Grid
+        from cacheprobe.patching.grid import PatchingGrid
 
-        grid = Grid.load(path)
+        grid = PatchingGrid.load(path)
         return [patching_grid(grid)], markup(repr(grid))
     if lists := _lists_with(content, _SURGERY):
         name, lines = lists[0]

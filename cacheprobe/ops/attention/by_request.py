@@ -47,7 +47,7 @@ def first_slots(keys: Tensor, values: Tensor, row: int, span: int) -> tuple[Tens
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlotSpan:
     """Holds a range of new tokens of one request that attend over the same number of cache slots (the span)."""
 
     span: int
@@ -60,10 +60,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reach:
-    """Holds the attention calls of one pass: for each batch index its pieces (`Piece`), one call each. A batch index
+    """Holds the attention calls of one pass: for each batch index its pieces (`SlotSpan`), one call each. A batch index
     whose result is never read has none."""
 
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[SlotSpan, ...], ...]
     _masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _tables: dict[tuple[int, ...], NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
@@ -103,8 +103,8 @@ class Reach:
         return self._tables[key]
 
 
-def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
-    """Returns a tuple of pieces (`Piece`, attention calls) for `count` new tokens from position `start` on: each token
+def reach_of_positions(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]:
+    """Returns a tuple of `SlotSpan`s (attention calls) for `count` new tokens from position `start` on: each token
     attends over the span of its own position.
 
     So a position attends over the same span at every index of a window.
@@ -113,15 +113,15 @@ def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ..
     while first < count:
         span = -(-(start + first + 1) // SPAN_STEP) * SPAN_STEP
         end = min(count, span - start)
-        pieces.append(Piece(min(span, capacity), first, end, start + end))
+        pieces.append(SlotSpan(min(span, capacity), first, end, start + end))
         first = end
     return tuple(pieces)
 
 
-def reach_of_pass(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
-    """Returns a tuple of one piece (`Piece`, attention call) for all `count` new tokens from position `start` on. For
+def reach_of_pass(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]:
+    """Returns a tuple of one `SlotSpan` (attention call) for all `count` new tokens from position `start` on. For
     passes whose start depends only on the request, such as a prompt's chunks."""
-    return (Piece(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count, start + count),)
+    return (SlotSpan(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count, start + count),)
 
 
 def attend_by_request(

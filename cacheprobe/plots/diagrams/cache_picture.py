@@ -6,7 +6,7 @@ import pandas as pd
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cache_strip import cache_strip
 from cacheprobe.plots.diagrams.cylinder import CACHE_HEIGHT, cache_counts, cylinder_strokes
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 
 
 def cache_picture(
@@ -39,8 +39,8 @@ def cache_piece(
     step: int | None,
     pending: int | None = None,
     truncated: int = 0,
-) -> Piece:
-    """Returns the picture of `cache_picture` as a `Piece` (title, note, HTML body), for a page that has the styles.
+) -> TitledPicture:
+    """Returns the `TitledPicture` (title, note, HTML body) of `cache_picture`, for a page that has the styles.
     memory: HTML on the cache of all requests, added to the note; "" for none."""
     owner = "the request" if request_id is None else f"request {request_id}"
     if ledger.empty:
@@ -56,7 +56,7 @@ def cache_piece(
     note = " ".join(
         sentence for sentence in ("Underlined: written in this step." if after_step else "", memory) if sentence
     )
-    return Piece(
+    return TitledPicture(
         f"{title_start} holds {count} cache row{'s' * (count != 1)}{after_step}: {parts}",
         "",
         f"<div class='cylinder'>{picture}</div><h4>Row by row</h4>{strip}"

@@ -8,7 +8,7 @@ import pandas as pd
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.diagrams.timeline import LABEL_WIDTH, drawn_requests, key
 from cacheprobe.plots.text import text_of, token_label, visible
 from cacheprobe.trace.tables.token_history import standing_at, token_history
@@ -87,8 +87,8 @@ def decode_piece(
     *,
     verified: Mapping[int, bool],
     chosen: tuple[int, int] | None = None,
-) -> Piece:
-    """Returns the grid of `decode_grid` as a `Piece` (title, note, HTML body). history: from `token_history`.
+) -> TitledPicture:
+    """Returns the grid of `decode_grid` as a `TitledPicture` (title, note, HTML body). history: from `token_history`.
     standing: from `standing_at`, after the step.  verified: by request, whether the request is ever verified."""
     counted = list(requests) if chosen is None else [chosen[0]]
     state_counts = standing[standing.request_id.isin(counted)].state.value_counts()
@@ -103,7 +103,7 @@ def decode_piece(
     subject = f"{len(requests)} requests have" if chosen is None and len(requests) != 1 else f"request {counted[0]} has"
     picture = decode_picture(standing, requests, places, token_texts, verified=verified, chosen=chosen, step=step)
     body = f"<div class='scroll'>{picture}</div>{key(STATES_LEGEND)}{key(GRID_LEGEND)}"
-    return Piece(f"After step {step}, {subject} {', '.join(parts)}", _NOTE, body)
+    return TitledPicture(f"After step {step}, {subject} {', '.join(parts)}", _NOTE, body)
 
 
 def decode_picture(

@@ -7,7 +7,7 @@ import pandas as pd
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import swatch
 from cacheprobe.plots.diagrams.decode_panel import PanelToken, decode_panel
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.diagrams.panels import Panel, outcome_panel, prefill_panel, token_name, verify_panel
 from cacheprobe.plots.diagrams.windows import Window
 from cacheprobe.plots.text import text_of
@@ -40,7 +40,7 @@ def window_diagram(
     Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.
     """
     panels = window_phases(window, events, ledgers, token_texts, is_deterministic=is_deterministic)
-    return Piece(window_finding(window), "", side_by_side(panels) + legend()).alone
+    return TitledPicture(window_finding(window), "", side_by_side(panels) + legend()).alone
 
 
 def decoded_diagram(
@@ -60,7 +60,7 @@ def decoded_diagram(
     if (of_request.phase == "verify").any():
         raise ValueError(f"request {request_id} is verified; draw one of its windows with window_diagram")
     panels = decoded_phases(request_id, events, ledgers, token_texts)
-    return Piece(decoded_finding(of_request), "", side_by_side(panels) + legend()).alone
+    return TitledPicture(decoded_finding(of_request), "", side_by_side(panels) + legend()).alone
 
 
 def window_finding(window: Window) -> str:

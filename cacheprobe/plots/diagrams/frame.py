@@ -27,7 +27,7 @@ class Markup(str):
         return f"Markup({self.finding!r}, {len(self)} characters of HTML)"
 
 
-class Piece(NamedTuple):
+class TitledPicture(NamedTuple):
     """Holds a picture in three parts: title, note and HTML body."""
 
     title: str

@@ -13,7 +13,7 @@ from cacheprobe.plots.diagrams.alone import Drawing, picture_alone
 from cacheprobe.plots.diagrams.card_style import GRID_CSS
 from cacheprobe.plots.diagrams.cylinder import swatch
 from cacheprobe.plots.diagrams.diagram import key_list
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.lens_table import (
     BELOW,
     MARKS,
@@ -68,10 +68,10 @@ def lens_grid(
     Raises: ValueError if no reading is selected.  Source: logit lens (nostalgebraist 2020).
     """
     grid = grid_of(hypotheses, request_id, colour=colour, include=include, positions=positions)
-    return Piece(grid.title, grid.note, grid.html).alone
+    return TitledPicture(grid.title, grid.note, grid.html).alone
 
 
-class Grid(NamedTuple):
+class LensGrid(NamedTuple):
     """Holds a drawn lens grid: `html` makes HTML of it for a page, `drawing` an SVG file."""
 
     title: str
@@ -120,8 +120,8 @@ def grid_of(
     positions: range | None = None,
     width: float = 0,
     has_tips: bool = True,
-) -> Grid:
-    """Draws one request's lens readings and returns a `Grid`: layers upwards, a column for each row of the trace.
+) -> LensGrid:
+    """Draws one request's lens readings and returns a `LensGrid`: layers upwards, a column for each row of the trace.
     `lens_grid` explains the arguments that both functions have, and the cells.
 
     A column carries data-row, data-position and data-born (the step that computed the row), and starts at data-x; a
@@ -151,7 +151,7 @@ def grid_of(
         f"{markup(str(rows.lens.iloc[0]))} lens, rows that read positions {rows.position.min()} to "
         f"{rows.position.max()}. A cell names the layer's first choice for the next position. Below a column: {BELOW}."
     )
-    return Grid(
+    return LensGrid(
         title=finding(readings[readings.request_id == request_id], request_id),
         note=note,
         width=LABEL_WIDTH + pitch * len(columns) + 4,

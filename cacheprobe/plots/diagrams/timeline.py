@@ -7,7 +7,7 @@ import pandas as pd
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import swatch
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 
 LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
 """Pixels: width of the requests' names, and least and largest width of a step."""
@@ -84,9 +84,9 @@ def timeline_piece(
     at: int | None = None,
     width: float = 0,
     note: str = "",
-) -> Piece:
-    """Returns the picture of `timeline` as a `Piece` (title, note, HTML body). events: all events of the requests that
-    are drawn.
+) -> TitledPicture:
+    """Returns the `TitledPicture` (title, note, HTML body) of `timeline`. events: all events of the requests that are
+    drawn.
 
     all_requests, all_steps: of the run.  finding: the title, from `timeline_finding` of the whole run.  note: HTML that
     follows the description.
@@ -100,7 +100,7 @@ def timeline_piece(
     picture = timeline_picture(events, requests, steps, chosen=chosen, at=at, width=width)
     legend_items = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
     body = f"<div class='scroll'>{picture}</div>{key(legend_items)}"
-    return Piece(finding, f"{description}{note}", body)
+    return TitledPicture(finding, f"{description}{note}", body)
 
 
 def timeline_finding(events: pd.DataFrame) -> str:

@@ -9,7 +9,7 @@ import pandas as pd
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import JsonDict, TableLine
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.lens_table import reads_and_predicts
 from cacheprobe.plots.report.insight import insight
 from cacheprobe.plots.text import markup, text_of, token_label, visible
@@ -66,7 +66,7 @@ def token_card(
     title, body = card_parts(readings, prediction_depth_of(readings).iloc[0].to_dict(), fates, texts, input_token)
     rows_here = of_request[of_request.position == position]
     note = "" if (readings.status != "committed").any() else markup(insight(readings, rows_here, fates, texts)) + "."
-    return Piece(title, note, body).alone
+    return TitledPicture(title, note, body).alone
 
 
 def card_parts(

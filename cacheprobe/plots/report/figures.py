@@ -13,7 +13,7 @@ from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.plots.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.plots.diagrams.alone import Drawing, panels_alone
 from cacheprobe.plots.diagrams.diagram import decoded_phases, keys, window_phases
-from cacheprobe.plots.diagrams.lens_grid import Grid, grid_of
+from cacheprobe.plots.diagrams.lens_grid import LensGrid, grid_of
 from cacheprobe.plots.diagrams.panels import Panel
 from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.plots.images import FORMATS, image, require_browser, svg_image
@@ -63,8 +63,8 @@ def report_figures(trace: "Trace") -> dict[str, go.Figure]:
     return {"drafts": drafts, "prediction_depth": prediction_depth_figure(prediction_depth(trace))}
 
 
-def report_grids(trace: "Trace", request_id: int) -> dict[str, Grid]:
-    """Returns a dict from name to `Grid`, the lens grids of one request: "lens-grid" with its committed rows and,
+def report_grids(trace: "Trace", request_id: int) -> dict[str, LensGrid]:
+    """Returns a dict from name to `LensGrid`, the lens grids of one request: "lens-grid" with its committed rows and,
     if a draft was discarded, "lens-grid-all" with all rows; {} without a reading of a committed row."""
     if trace.hypothesis_table is None:
         return {}

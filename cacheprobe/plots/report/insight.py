@@ -15,7 +15,7 @@ _COLUMNS = 24
 """Largest width of a token in a sentence, in columns of a monospaced font."""
 
 
-class Place(NamedTuple):
+class ChosenToken(NamedTuple):
     """Names a token of a run that a sentence can describe, by request, step and position."""
 
     request_id: int
@@ -24,8 +24,8 @@ class Place(NamedTuple):
     """Position of the row that predicts the token; the token itself is at the next position."""
 
 
-def opening(events: pd.DataFrame) -> Place | None:
-    """Returns the `Place` of the token that a user should see first: the verifier's own token in the first partly
+def opening(events: pd.DataFrame) -> ChosenToken | None:
+    """Returns the `ChosenToken` of the token that a user should see first: the verifier's own token in the first partly
     accepted draft, else in the first rollback, else in the first verify pass. Returns None if no request was verified.
 
     events: as in `Trace.events`.
@@ -35,7 +35,7 @@ def opening(events: pd.DataFrame) -> Place | None:
     for pick in (rolled_back[rolled_back.num_accepted > 0], rolled_back, verdicts):
         if len(pick):
             event = pick.iloc[0]
-            return Place(int(event.request_id), int(event.step), int(event.draft_start) - 1 + _own_index(event))
+            return ChosenToken(int(event.request_id), int(event.step), int(event.draft_start) - 1 + _own_index(event))
     return None
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 from cacheprobe.analysis.comparison import RequestDifference, compare_requests
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.core.values import JsonDict
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.report.page import table
 from cacheprobe.plots.text import markup, text_of, visible
 from cacheprobe.plots.text import token_texts as known_texts
@@ -58,7 +58,7 @@ def comparison(
         parts.append(
             f"<h4>Schedule fingerprints</h4>{fingerprint_block(fingerprint_differences(*fingerprints), names)}"
         )
-    return Piece(comparison_title(differences), "", "".join(parts)).alone
+    return TitledPicture(comparison_title(differences), "", "".join(parts)).alone
 
 
 def _requests(rows: pd.DataFrame, events: pd.DataFrame) -> list[JsonDict]:

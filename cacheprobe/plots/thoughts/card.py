@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.text import markup, visible
 from cacheprobe.plots.thoughts.columns import Column, Story, story_of
 
@@ -35,7 +35,7 @@ def thought_card(
     """
     story = story_of(thoughts, rows, events, request_id, token_texts)
     title, body = chunk_parts(story, position, thinking or {}, step, tag="span")
-    return Piece(title, "", body).alone
+    return TitledPicture(title, "", body).alone
 
 
 def chunk_parts(

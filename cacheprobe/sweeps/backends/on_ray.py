@@ -17,7 +17,7 @@ from cacheprobe.core.registry import register
 from cacheprobe.sweeps.backends.processes import DIED
 from cacheprobe.sweeps.cells import Cell, ModelKey
 from cacheprobe.sweeps.events import Event
-from cacheprobe.sweeps.workers.holder import Holder, Job, Outcome
+from cacheprobe.sweeps.workers.holder import Holder, Job, JobOutcome
 from cacheprobe.sweeps.workers.queue import Waiting
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -171,7 +171,7 @@ def _report_lost_actor(slot: _Slot, waiting: Waiting, error: Exception, given_ba
         given_back.add(cell.digest)
         waiting.put_back(cell)
     else:
-        outcome = Outcome(cell.digest, DIED, f"{type(error).__name__}: {words}")
+        outcome = JobOutcome(cell.digest, DIED, f"{type(error).__name__}: {words}")
         yield Event("ended", cell.digest, worker=slot.name, outcome=outcome)
     slot.end()
 

@@ -13,7 +13,7 @@ from typing import IO
 from cacheprobe.core.registry import register
 from cacheprobe.sweeps.cells import Cell, ModelKey
 from cacheprobe.sweeps.events import Event
-from cacheprobe.sweeps.workers.holder import Job, Outcome
+from cacheprobe.sweeps.workers.holder import Job, JobOutcome
 from cacheprobe.sweeps.workers.queue import Waiting
 
 DIED = "worker died"
@@ -57,10 +57,10 @@ class _Worker:
             return False
         return True
 
-    def answer(self) -> Outcome | None:
+    def answer(self) -> JobOutcome | None:
         """Waits for the end of the cell, and returns its Outcome; None if the process has ended."""
         line = self.answers.readline()
-        return Outcome(**json.loads(line)) if line.endswith(b"\n") else None
+        return JobOutcome(**json.loads(line)) if line.endswith(b"\n") else None
 
     def reason_of_end(self) -> str:
         """Waits for the end of the process. Returns text: its signal or exit code, and the end of its error output."""
@@ -137,7 +137,7 @@ def _report_dead_worker(worker: _Worker, waiting: Waiting, job: Job, deaths: Cou
     if deaths[cell.digest] <= job.retries:
         waiting.put_back(cell)
     else:
-        outcome = Outcome(cell.digest, DIED, f"{deaths[cell.digest]} times, the last by {words}")
+        outcome = JobOutcome(cell.digest, DIED, f"{deaths[cell.digest]} times, the last by {words}")
         yield Event("ended", cell.digest, worker=worker.name, outcome=outcome)
 
 

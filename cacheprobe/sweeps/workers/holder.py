@@ -30,7 +30,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """Holds the result of one cell (run) of a sweep: committed, or the cause of the failure."""
 
     digest: str
@@ -64,7 +64,7 @@ class Holder:
         self._key: ModelKey | None = None
         self._model: CachedLM | None = None
 
-    def run(self, stored: JsonDict) -> Outcome:
+    def run(self, stored: JsonDict) -> JobOutcome:
         """Runs a cell, given as `Cell.to_json`, and commits its shard (saved run); returns the Outcome.
 
         An exception of the cell is reported in the Outcome, not raised.
@@ -72,7 +72,7 @@ class Holder:
         cell = Cell.from_json(stored)
         digest, began, load_seconds = cell.digest, time.perf_counter(), 0.0
         if why := _version_difference(cell):  # on another node, or since the sweep began
-            return Outcome(digest, "another version", why)
+            return JobOutcome(digest, "another version", why)
         try:
             load_seconds = self._load(cell)
             from cacheprobe.sweeps.workers.work import run_cell, save_cell
@@ -81,11 +81,11 @@ class Holder:
             trace = run_cell(cell, self._model)
             size = self.store.commit(digest, lambda directory: save_cell(cell, trace, directory))
         except Exception as error:  # a cell's failure is a result: the others go on
-            return Outcome(
+            return JobOutcome(
                 digest, cause_of(error), _first_line(error), traceback.format_exc(limit=-8), load_seconds=load_seconds
             )
         seconds = time.perf_counter() - began - load_seconds
-        return Outcome(digest, seconds=seconds, load_seconds=load_seconds, size=size)
+        return JobOutcome(digest, seconds=seconds, load_seconds=load_seconds, size=size)
 
     def _load(self, cell: Cell) -> float:
         """Loads the cell's model, if another model or none is loaded; returns the seconds of loading."""

@@ -14,7 +14,7 @@ from cacheprobe.training.lora.settings import LoraSettings
 
 
 @dataclass(frozen=True)
-class Batch:
+class LoraBatch:
     """Holds encoded questions of similar length. Pads are on the right, so no real token attends to a pad."""
 
     token_ids: Tensor
@@ -50,7 +50,7 @@ def examples_of(settings: LoraSettings, step: int) -> list[Example]:
     return drawn
 
 
-def batches_of(settings: LoraSettings, step: int, tokenizer: LiveTokenizer) -> list[Batch]:
+def batches_of(settings: LoraSettings, step: int, tokenizer: LiveTokenizer) -> list[LoraBatch]:
     """Returns the training questions of a step as a list of Batch (micro-batches), the shortest questions first."""
     examples = examples_of(settings, step)
     encoded = [encode(example, tokenizer) for example in examples]
@@ -70,12 +70,12 @@ def encode(example: Example, tokenizer: LiveTokenizer) -> tuple[list[int], int, 
     return ids, STATES.index(example.answer.strip()), running
 
 
-def to_batch(encoded: list[tuple[list[int], int, list[tuple[int, int]]]]) -> Batch:
+def to_batch(encoded: list[tuple[list[int], int, list[tuple[int, int]]]]) -> LoraBatch:
     """Returns one Batch from the results of `encode` for several questions, padded to the longest."""
     longest = max(len(ids) for ids, _, _ in encoded)
     running = [(index, slot, state) for index, (_, _, states) in enumerate(encoded) for slot, state in states]
     batch_indices, slots, states = (torch.tensor(column) for column in zip(*running, strict=True))
-    return Batch(
+    return LoraBatch(
         token_ids=torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in encoded]),
         answer_slots=torch.tensor([len(ids) - 1 for ids, _, _ in encoded]),
         answers=torch.tensor([answer for _, answer, _ in encoded]),

@@ -19,7 +19,7 @@ PEOPLE = (1, 2, 3, 4, 5, 6, 8, 10)
 
 
 @dataclass(frozen=True)
-class Cell:
+class LoraScore:
     """Holds results on one set of balanced coin-flip questions: counts for generated texts and for a forced choice."""
 
     people: int
@@ -54,7 +54,7 @@ class Cell:
         return figures
 
     @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> "Cell":
+    def from_dict(cls, stored: Mapping[str, Any]) -> "LoraScore":
         """Builds the cell from the output of `as_dict`."""
         return cls(**{field.name: stored[field.name] for field in fields(cls)})
 
@@ -76,7 +76,7 @@ def evaluate(
     seed: int = 1,
     max_new_tokens: int = 8,
     names: Sequence[str] = HELD_OUT_NAMES,
-) -> list[Cell]:
+) -> list[LoraScore]:
     """Runs a model on balanced coin-flip questions; returns a Cell for each flip probability and number of people.
 
     The model answers greedily, without worked examples.  seed: of the questions.
@@ -92,7 +92,9 @@ def evaluate(
                 ANSWERS[reply.choice] == example.answer for reply, example in zip(given, examples, strict=True)
             )
             distinct = len({example.prompt for example in examples})
-            cells.append(Cell(count, probability, questions, distinct, score.num_correct, score.num_unparsed, forced))
+            cells.append(
+                LoraScore(count, probability, questions, distinct, score.num_correct, score.num_unparsed, forced)
+            )
     return cells
 
 

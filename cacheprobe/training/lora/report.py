@@ -11,7 +11,7 @@ from cacheprobe.core.progress import Progress
 from cacheprobe.models.loaders import load_model
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.tasks.people import HELD_OUT_NAMES
-from cacheprobe.training.lora.evaluate import PEOPLE, Cell, evaluate
+from cacheprobe.training.lora.evaluate import PEOPLE, LoraScore, evaluate
 
 
 def evaluate_adapter(
@@ -28,7 +28,7 @@ def evaluate_adapter(
     json_path: file to which the results are also written.
     """
     began = time.monotonic(), time.process_time()
-    cells: dict[str, list[Cell]] = {"base": [], "adapter": []}
+    cells: dict[str, list[LoraScore]] = {"base": [], "adapter": []}
     notes, weights = {}, {}
     bar = Progress(len(cells) * len(flip_probabilities) * len(people), "asking", "cells", enabled=progress)
     for kind, results in cells.items():
@@ -60,7 +60,7 @@ def evaluate_adapter(
     return figures
 
 
-def table(cells: dict[str, list[Cell]]) -> str:
+def table(cells: dict[str, list[LoraScore]]) -> str:
     """Returns a Markdown table as text, with one line for each set of questions.
 
     Two columns for each model: the accuracy of the generated texts, and of the likelier of the words heads and tails.
@@ -78,7 +78,7 @@ def table(cells: dict[str, list[Cell]]) -> str:
     return "\n".join(lines)
 
 
-def _text_accuracy(cell: Cell) -> str:
+def _text_accuracy(cell: LoraScore) -> str:
     """Formats the accuracy of the generated texts as text, with the number of texts without an answer, if any."""
     return _format_accuracy(cell.accuracy) + (f", {cell.unparsed} unparsed" if cell.unparsed else "")
 

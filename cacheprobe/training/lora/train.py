@@ -12,8 +12,8 @@ from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.tasks.coin_flip import CoinFlip, answer_token_ids
 from cacheprobe.tasks.people import HELD_OUT_NAMES
-from cacheprobe.training.loop import Loop, Progress
-from cacheprobe.training.lora.batches import Batch, batches_of, encode, to_batch
+from cacheprobe.training.loop import Loop, StepReport
+from cacheprobe.training.lora.batches import LoraBatch, batches_of, encode, to_batch
 from cacheprobe.training.lora.settings import LoraSettings
 
 
@@ -63,7 +63,7 @@ class LoraTrainer:
         """Number of trained parameters, all in the adapter."""
         return sum(weight.numel() for weight in self.trained.values())
 
-    def run(self, save_every: int = 20) -> Iterator[Progress]:
+    def run(self, save_every: int = 20) -> Iterator[StepReport]:
         """Runs the steps that are left; returns an iterator with a Progress after each step.
 
         The values in a Progress are those of `gradients_of`, measured before the step's update.
@@ -108,7 +108,7 @@ class LoraTrainer:
             shares[str(people)] = float((first == self.answer_ids[batch.answers]).float().mean())
         return shares
 
-    def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def logits(self, batch: LoraBatch) -> tuple[Tensor, Tensor]:
         """Returns two logit tensors: [b, v] after each question, and [n, 2] (heads, tails) after each person."""
         hidden = self.model.get_decoder()(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()

@@ -10,7 +10,7 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.store import save_thinking
 from cacheprobe.tasks import INSTEAD
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.loop import Progress
+from cacheprobe.training.loop import StepReport
 from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe.training.thinking.run import CHECK_TEXTS, Trained, train
@@ -65,7 +65,7 @@ def train_thinking(
     total = chosen.loop_settings(arm, seed).steps
     with TrainingProgress(total, 0, progress) as show:
 
-        def report(at: Progress, accuracy: float | None) -> None:
+        def report(at: StepReport, accuracy: float | None) -> None:
             """Shows the losses of each step. Prints the accuracy on new texts every 100 steps."""
             losses = ", ".join(f"{name} {value:.3f}" for name, value in at.losses.items())
             show(at.step, losses)

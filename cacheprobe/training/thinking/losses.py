@@ -24,7 +24,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Batch:
+class ThinkingBatch:
     """Holds texts side by side as tensors, padded at the end."""
 
     token_ids: Int[Tensor, "b t"]
@@ -34,7 +34,7 @@ class Batch:
     """[b, k, r] the r tokens of the gold thought after each of k chunks; None for an arm without thoughts."""
 
 
-def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> Batch:
+def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> ThinkingBatch:
     """Returns a Batch of texts: each prompt, followed by the tokens that `arm` should write after the prompt."""
     if arm not in ARMS:
         raise ValueError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
@@ -49,7 +49,9 @@ def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> Batch:
         token_ids[b, : len(whole) - 1] = whole[:-1]
         labels[b, n - 1 : len(whole) - 1] = whole[n:]
     has_thoughts = arm in ("thinking", "no_feedback")
-    return Batch(token_ids, labels, thought_table([a.thoughts for a in annotated], pad_id) if has_thoughts else None)
+    return ThinkingBatch(
+        token_ids, labels, thought_table([a.thoughts for a in annotated], pad_id) if has_thoughts else None
+    )
 
 
 def tokens_to_write(item: Annotated, arm: str) -> tuple[int, ...]:
@@ -61,7 +63,7 @@ def tokens_to_write(item: Annotated, arm: str) -> tuple[int, ...]:
     return (*item.chain_ids, *item.answer_ids)
 
 
-def skipping_positions(batch: Batch, chunk: int, jump: int, seed: int) -> Int[Tensor, "b t"]:
+def skipping_positions(batch: ThinkingBatch, chunk: int, jump: int, seed: int) -> Int[Tensor, "b t"]:
     """Returns position ids [b, t] with two random jumps of up to `jump` in each text, at chunk boundaries.
 
     Small jumps are likelier. Short texts then contain the distances between positions of long texts.
@@ -93,7 +95,7 @@ def attention_crowding(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tenso
 
 
 def losses(
-    model: ThinkingModel, batch: Batch, positions: Tensor | None = None, bias: Tensor | None = None
+    model: ThinkingModel, batch: ThinkingBatch, positions: Tensor | None = None, bias: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Returns two losses by name: cross-entropies in nats, summed over the tokens of a text, averaged over the texts.
 

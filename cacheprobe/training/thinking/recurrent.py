@@ -16,11 +16,11 @@ from cacheprobe.models.thinking.model import ThinkingModel
 Thoughts = tuple[tuple[int, ...], ...]
 """Thoughts of one text: the token ids of the thought after each chunk."""
 
-Edit = Callable[[int, Tensor, Sequence[int]], Tensor]
+ChunkEdit = Callable[[int, Tensor, Sequence[int]], Tensor]
 """Intervention. Arguments: chunk index, chunk states [n, c, m], indices of the n texts. Returns the states to add."""
 
 
-class Reader:
+class ChunkReader:
     """Runs texts through a Thinking States model side by side, each in a cache row of the Reader's own KV cache."""
 
     def __init__(self, model: ThinkingModel, count: int, capacity: int) -> None:
@@ -74,14 +74,16 @@ class Reader:
 
 
 @torch.inference_mode()
-def own_thoughts(model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: Edit | None = None) -> list[Thoughts]:
+def own_thoughts(
+    model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: ChunkEdit | None = None
+) -> list[Thoughts]:
     """Runs prompts with the model's own thoughts; returns for each prompt the thoughts after its chunks.
 
     Every prompt must be whole chunks.  edit: changes the states before they are added, from the second chunk on.
     """
     config = model.config
     width = config.chunk if config.feeds_back else max(map(len, prompts))  # tokens of a prompt in one pass
-    reader = Reader(model, len(prompts), max(map(len, prompts)))
+    reader = ChunkReader(model, len(prompts), max(map(len, prompts)))
     thoughts: list[list[tuple[int, ...]]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), width):
         rows = [i for i, prompt in enumerate(prompts) if len(prompt) > start]
@@ -101,7 +103,7 @@ def own_thoughts(model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: E
 
 
 def _states_to_add(
-    reader: Reader, rows: Sequence[int], thoughts: Sequence[list], start: int, length: int
+    reader: ChunkReader, rows: Sequence[int], thoughts: Sequence[list], start: int, length: int
 ) -> Tensor | None:
     """Returns the chunk states [n, c, m] to add to the chunk at position `start`, from the newest thought of each text.
 
@@ -122,7 +124,7 @@ def write(
     prompts: Sequence[Sequence[int]],
     thoughts: Sequence[Thoughts],
     max_new_tokens: int,
-    edit: Edit | None = None,
+    edit: ChunkEdit | None = None,
 ) -> list[tuple[int, ...]]:
     """Generates text greedily after each prompt, to which the states of `thoughts` are added; returns token ids.
 
@@ -130,7 +132,7 @@ def write(
     """
     config = model.config
     longest = max(map(len, prompts))
-    reader = Reader(model, len(prompts), longest + max_new_tokens)
+    reader = ChunkReader(model, len(prompts), longest + max_new_tokens)
     token_ids = torch.full((len(prompts), longest), config.pad_id)
     states = torch.zeros(len(prompts), longest + max_new_tokens + config.chunk, config.d_model)
     is_fed = config.thinks and config.feeds_back

@@ -14,7 +14,7 @@ from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import load_thinking, read_config
 from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
-from cacheprobe.training.loop import ModelLoop, Progress
+from cacheprobe.training.loop import ModelLoop, StepReport
 from cacheprobe.training.thinking.evaluate import Verdicts, evaluate, follows_gold
 from cacheprobe.training.thinking.losses import attention_crowding, collate, losses, skipping_positions
 from cacheprobe.training.thinking.presets import Preset, changed
@@ -77,7 +77,7 @@ def train(
     arm: str = "thinking",
     seed: int = 0,
     folder: Path | None = None,
-    report: Callable[[Progress, float | None], None] = lambda progress, accuracy: None,
+    report: Callable[[StepReport, float | None], None] = lambda progress, accuracy: None,
     seconds: float = math.inf,
 ) -> Trained:
     """Trains one arm of a preset; returns the model with the cost of the training.

@@ -13,14 +13,14 @@ from cacheprobe.lenses.base import Lens, LensError
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
-from cacheprobe.training.loop import Loop, Progress
+from cacheprobe.training.loop import Loop, StepReport
 from cacheprobe.training.tuned_lens.settings import TunedLensSettings
 
 VECTORS_AT_ONCE = 256
 """Number of vectors in one product with the unembedding. The logits are the largest tensors of a training."""
 
 
-class States(NamedTuple):
+class TextStates(NamedTuple):
     """Holds activations and outputs of a model on several texts, with the n tokens of all texts in one sequence."""
 
     layers: Float[Tensor, "l n m"]
@@ -29,12 +29,12 @@ class States(NamedTuple):
     """Log-probabilities of the model itself."""
 
 
-def states_of(model: CachedLM, texts: Tensor) -> States:
+def states_of(model: CachedLM, texts: Tensor) -> TextStates:
     """Runs the model on texts [b, t] in one forward pass; returns the States of their n = b x t tokens."""
     sites = [("S", layer) for layer in range(model.n_layers - 1)]
     fed = feed(model, texts, sites)
     layers = torch.stack([fed.states[site].flatten(0, 1) for site in sites])
-    return States(layers, fed.out.flatten(0, 1).float().log_softmax(-1))
+    return TextStates(layers, fed.out.flatten(0, 1).float().log_softmax(-1))
 
 
 class TunedLensTrainer:
@@ -61,7 +61,7 @@ class TunedLensTrainer:
         )
         self.loop = Loop({"weights": self.weights, "biases": self.biases}, optimizer, settings)
 
-    def run(self, texts: Tensor) -> Iterator[Progress]:
+    def run(self, texts: Tensor) -> Iterator[StepReport]:
         """Runs all steps on texts [n, t]; returns an iterator with a Progress after each step.
 
         Each step reads the next `settings.texts` texts. The loss in a Progress, kl_nats, is the mean over layers.
@@ -78,7 +78,7 @@ class TunedLensTrainer:
 
         return self.loop.run(gradients_of)
 
-    def backward(self, states: States) -> Tensor:
+    def backward(self, states: TextStates) -> Tensor:
         """Computes the gradients of the loss. Returns [l]: for each layer, the mean KL divergence over tokens, in nats.
 
         The loss is the sum of these means. One batched product translates all layers; logits are computed in slices of
