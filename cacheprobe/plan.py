@@ -358,7 +358,7 @@ def _require_room(config: EngineConfig, request: Request, new: int) -> None:
     if needed > config.capacity:
         raise ValueError(
             f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} need {needed} "
-            f"cache rows, capacity is {config.capacity}; set capacity={needed} or more"
+            f"cache slots, capacity is {config.capacity}; set capacity={needed} or more"
         )
     if config.max_kv_tokens is not None and prompt + new + window > config.max_kv_tokens:
         raise ValueError(

@@ -21,9 +21,9 @@ def kv_snapshot(trace: Trace, request_id: SupportsIndex, length: int | None = No
     if rows is None:
         how = "run it again" if trace.model is None else "run it"
         if request.keep_kv and (error := trace.meta["errors"].get(str(int(request_id)))):
-            raise ValueError(f"request {request_id} ended with an error and left no cache rows: {error}")
+            raise ValueError(f"request {request_id} ended with an error and left no keys and values: {error}")
         raise ValueError(
-            f"the cache rows of request {request_id} were not kept, and no stored run has any; {how} with "
+            f"the cached keys and values of request {request_id} were not kept, and no stored run has any; {how} with "
             "cp.Request(prompt, keep_kv=True)"
         )
     return rows if length is None else rows.cut(length)

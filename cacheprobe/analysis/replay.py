@@ -142,7 +142,9 @@ def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Interventio
             "cp.verify(trace, model, interventions=[...])"
         )
     if "cached" in trace.fingerprint and all(request.cached is None for request in trace.requests):
-        raise ValueError("this run went on from cache rows, which are not saved with it; replay it before it is saved")
+        raise ValueError(
+            "this run went on from cached keys and values, which are not saved with it; replay it before it is saved"
+        )
     schedule = schedule_fingerprint(chosen_model, config, LENS_TILE, interventions, trace.requests)
     require_same(trace.fingerprint, schedule, "the run and this machine")
     return config, path

@@ -169,7 +169,7 @@ class Prefill:
         again = self.committer.choose(state, logits, (), position)
         if again != state.token_ids[position]:
             raise EngineError(
-                f"request {state.request_id} step {self.runner.step}: rebuilding its cache rows, the verifier chose "
+                f"request {state.request_id} step {self.runner.step}: rebuilding its cache slots, the verifier chose "
                 f"token {again} at position {position} where it had committed {state.token_ids[position]}; this model "
                 "or machine is not deterministic at a fixed shape"
             )

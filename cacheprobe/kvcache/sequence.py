@@ -216,7 +216,7 @@ class SequenceState:
         )
         if self.cache is None or not 1 <= self.last_committed_position <= num_cached:
             raise ValueError(
-                f"request {self.request_id} holds {num_cached} cache rows now, of {self.last_committed_position}: "
+                f"request {self.request_id} holds {num_cached} cache slots now, of {self.last_committed_position}: "
                 f"{self!r}"
             )
         return take_snapshot(self.cache, self.cache_row, self.token_ids[: self.last_committed_position])

@@ -48,12 +48,12 @@ def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, shelf: Shelf)
     rebuilt = events[(events.phase == "verify") & events.num_accepted.isna()]
     request, step = int(rebuilt.request_id.iloc[0]), int(rebuilt.step.iloc[0])
     story = facts.request_story(shelf, {"run": 0, "request": request})
-    assert [words for s, words, _ in story["steps"] if s == step] == ["verify: its cache rows are rebuilt"]
+    assert [words for s, words, _ in story["steps"] if s == step] == ["verify: its cache slots are rebuilt"]
     steps = [step, step + 20]
-    assert "its cache rows are rebuilt" in timeline.view(shelf, dict(run=0, requests=[0, 5], steps=steps, width=900))
+    assert "its cache slots are rebuilt" in timeline.view(shelf, dict(run=0, requests=[0, 5], steps=steps, width=900))
     for s in range(step - 3, step + 8):
         ask = dict(run=0, request=request, step=s)
-        assert "cache rows" in cache.view(shelf, ask) and "window" in cache.window_view(shelf, ask)
+        assert "cache slots" in cache.view(shelf, ask) and "window" in cache.window_view(shelf, ask)
         assert "pending" not in cache.view(shelf, ask) or s >= int(rebuilt.step[rebuilt.request_id == request].iloc[2])
         assert decode.view(shelf, {**ask, "requests": [0, 5], "places": [0, 20], "place": 0})
 
@@ -84,7 +84,7 @@ def test_rows_that_were_given_back_are_told_from_rows_not_written(drafted: cp.Tr
     second = int(events[(events.request_id == request) & (events.phase == "prefill")].step.iloc[1])
     assert "gave its rows back" in cache.view(shelf, dict(run=0, request=request, step=second - 1))
     late = max(range(len(PROMPTS)), key=lambda r: events[events.request_id == r].step.min())
-    assert "holds no cache rows yet" in cache.view(shelf, dict(run=0, request=late, step=0))
+    assert "holds no cache slots yet" in cache.view(shelf, dict(run=0, request=late, step=0))
 
 
 def test_a_report_of_a_request_that_was_decoded_twice() -> None:

@@ -83,7 +83,7 @@ def test_a_running_request_can_be_forked() -> None:
         fork = cp.run(loaded(), cp.analysis.fork(whole, 0, len(rows), rows), capture=None, progress=False, **settings)
         assert fork.committed(0) == whole.committed(0)[len(rows) + 1 - len(PROMPTS[0]) :]
     assert same(stream.kv_snapshot(1), cp.analysis.kv_snapshot(whole, 1))
-    with pytest.raises(ValueError, match="request 0 holds 0 cache rows now, of 24: .*length"):
+    with pytest.raises(ValueError, match="request 0 holds 0 cache slots now, of 24: .*length"):
         stream.kv_snapshot(0)
     with pytest.raises(KeyError, match="no request 2"):
         stream.kv_snapshot(2)

@@ -110,7 +110,7 @@ SAMPLES: dict[str, Callable[[cp.Trace, cp.Trace], tuple[Given, Given]]] = {
 
 EVERY = {  # what each tip says
     "cache_picture": [
-        r"rows? \d|cache rows?:", "prefill|verified|provisional|pending|decoded", r"steps? \d|not written yet",
+        r"rows? \d|cache slots?:", "prefill|verified|provisional|pending|decoded", r"steps? \d|not written yet",
     ],
     "comparison": [r"request \d", r"generated token \d", r"position \d"],
     "decode_grid": [r"request \d", r"token \d", r"step \d", "committed|candidate|rolled back|pending"],
@@ -290,4 +290,4 @@ def test_a_kernel_shows_a_picture() -> None:
     NotebookClient(book, timeout=600).execute()
     (output,) = book.cells[0].outputs
     assert output.output_type == "execute_result" and output.data["text/html"].startswith('<div class="cp alone">')
-    assert output.data["text/plain"].startswith("Markup('Request 3 holds 5 cache rows after step 0: 5 prefill'")
+    assert output.data["text/plain"].startswith("Markup('Request 3 holds 5 cache slots after step 0: 5 prefill'")

@@ -54,7 +54,7 @@ def test_the_prompt_of_an_import_is_its_text(imported: Any, tokenizer: PreTraine
 def test_show_says_why_an_import_of_vllm_has_no_ledger(tmp_path: Path) -> None:
     """Before, `cacheprobe show RUN --request 0` failed."""
     listings = {listing.title: listing for listing in request_listings(of_vllm(tmp_path), 0)}
-    assert listings["cache at its end"].note.startswith("vLLM's files do not say which cache rows")
+    assert listings["cache at its end"].note.startswith("vLLM's files do not say which cache slots")
 
 
 def test_the_models_own_tokenizer_gives_the_text(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     if ledger.empty:
         if (of_request.step <= step).any():
             return (
-                f"<h2>Request {request} holds no cache rows after step {step}</h2><p class='note'>It was read before, "
-                "and gave its rows back.</p>"
+                f"<h2>Request {request} holds no cache slots after step {step}</h2><p class='note'>It was read before, "
+                "and freed its slots.</p>"
             )
         return (
-            f"<h2>Request {request} holds no cache rows yet</h2><p class='note'>After step {step} it has not been "
+            f"<h2>Request {request} holds no cache slots yet</h2><p class='note'>After step {step} it has not been "
             "read; move on to a step of its own.</p>"
         )
     window = _window(book, request, step)

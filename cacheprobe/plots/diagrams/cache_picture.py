@@ -44,7 +44,7 @@ def cache_piece(
     memory: HTML on the cache of all requests, added to the note; "" for none."""
     owner = "the request" if request_id is None else f"request {request_id}"
     if ledger.empty:
-        raise ValueError(f"the ledger is empty: {owner} holds no cache rows then; give a step at which it does")
+        raise ValueError(f"the ledger is empty: {owner} holds no cache slots then; give a step at which it does")
     after_step = "" if step is None else f" after step {step}"
     cylinder = cylinder_strokes(["KV cache", *([f"after step {step}"] if after_step else [])], ledger, step=step,
                              truncated=truncated)  # fmt: skip
@@ -57,7 +57,7 @@ def cache_piece(
         sentence for sentence in ("Underlined: written in this step." if after_step else "", memory) if sentence
     )
     return TitledPicture(
-        f"{title_start} holds {count} cache row{'s' * (count != 1)}{after_step}: {parts}",
+        f"{title_start} holds {count} cache slot{'s' * (count != 1)}{after_step}: {parts}",
         "",
         f"<div class='cylinder'>{picture}</div><h4>Row by row</h4>{strip}"
         + (f"<p class='note'>{note}</p>" if note else ""),

@@ -53,7 +53,7 @@ def cache_strip(
             parts.append(f'<path d="M{x + 2} {y + 24.5}H{x + width - 2}" class="written"/>')
         lines = max(lines, line + 1)
     width, height = _PITCH * per_line + 1, _LINE * lines
-    label = f"{len(ledger)} cache rows by provenance"
+    label = f"{len(ledger)} cache slots by provenance"
     return svg.picture(width, height, label, parts, style=f"max-width:{width * 1.25:.0f}px")
 
 

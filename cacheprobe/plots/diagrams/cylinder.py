@@ -85,7 +85,7 @@ def swatch(x: float, y: float, colour: str, texture: str | None) -> str:
 def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:
     """Returns the hover text of the cylinder's band with this provenance (`name`): the number of its slots, their
     positions, and the steps that wrote them."""
-    number = f"{count} cache row{'s' * (count != 1)}"
+    number = f"{count} cache slot{'s' * (count != 1)}"
     if name == "truncated":
         return f"{number} cut off again in this step"
     slots = ledger[ledger.provenance == name]

@@ -149,7 +149,7 @@ def _token_cell(line: TableLine, x: float, y: float, token: str, is_verified: bo
     is_known = pd.notna(line.margin_nats)
     margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if is_known else "margin not known"
     state_words = (
-        "pending: newest committed, its final cache row not written yet" if line.state == "pending" else line.state
+        "pending: newest committed, its final cache slot not written yet" if line.state == "pending" else line.state
     )
     step_words = f"came in step {line.born}"
     if line.state != "candidate" and pd.notna(line.decided_step) and line.decided_step != line.born:

@@ -147,7 +147,7 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     before = token_tip(request, start, "committed before this window")
     chips = [_Chip("T₀", text_of(texts, window.newest_token_id), "green", tip=before)]
     for i, (token_id, verdict) in enumerate(zip(window.committed_token_ids, window.verdicts, strict=False), 1):
-        kind = "committed; its cache row is not written yet" if i == last else "committed"
+        kind = "committed; its cache slot is not written yet" if i == last else "committed"
         texture, tip = "pending" if i == last else None, token_tip(request, start + i, kind, window.step)
         chips.append(_Chip(token_name(i), text_of(texts, token_id), "green", texture, _VERDICTS[verdict][2], tip))
     y = CACHE_HEIGHT + 26

@@ -195,7 +195,7 @@ def step_words(event: TableLine) -> str:
     if event.phase == "decode":
         return "decode: a candidate drafted" if len(event.proposed_token_ids) else "decode: a token committed"
     if pd.isna(event.num_accepted):
-        return "verify: its cache rows are rebuilt"
+        return "verify: its cache slots are rebuilt"
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
     if not drafted:
         return "verify: no draft, its own token committed"

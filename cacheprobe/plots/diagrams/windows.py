@@ -92,7 +92,7 @@ def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
             draft_steps = []  # a preempted request is computed again, and drafts anew
         elif event.phase == "decode":
             draft_steps += [int(event.step)] * len(event.proposed_token_ids)
-        elif pd.notna(event.num_accepted):  # null for a pass that only rebuilds cache rows
+        elif pd.notna(event.num_accepted):  # null for a pass that only rebuilds cache slots
             # a draft of a failed pass was given up; its tokens come before those of the judged draft
             given_up = len(draft_steps) - len(event.draft_token_ids)
             windows.append(_window(event, newest_token_id, tuple(prefill_steps), tuple(draft_steps[given_up:])))

@@ -184,7 +184,7 @@ def _keys(story: Story) -> list[tuple[str, str]]:
         (svg.box(1, 2, 18, 13, "green", radius=3), "T writes the thought, C makes the next state of it"),
         (svg.box(1, 2, 18, 13, "blue", radius=3), "Z, what is thought; and the answer"),
         (svg.box(1, 2, 18, 13, "group changed", radius=3), "a change of mind"),
-        (svg.box(1, 2, 18, 13, "blue", "waiting", radius=3), "committed, cache row not written yet"),
+        (svg.box(1, 2, 18, 13, "blue", "waiting", radius=3), "committed, cache slot not written yet"),
     ]
     thoughts = [column.thought for column in story.columns if column.thought is not None]
     if any(pd.notna(thought.agrees) for thought in thoughts):

@@ -193,7 +193,7 @@ def _chunk(y: float, x: float, column: Column) -> list[str]:
         is_prompt = token.kind == "prompt"
         colour = "plain" if is_prompt else "red" if token.kind == "rolled_back" else "blue"
         texture = {"pending": "waiting", "rolled_back": "undone"}.get(token.kind)
-        kinds = {"pending": "answer, its cache row not written yet", "rolled_back": "rolled back"}
+        kinds = {"pending": "answer, its cache slot not written yet", "rolled_back": "rolled back"}
         tip = f"position {token.position}: {token.text!r}, {kinds.get(token.kind, token.kind)}"
         top = y + 4 + line * _LINE
         parts.append(_token(x + 4, top, token.text, colour, texture, tip))

@@ -63,7 +63,7 @@ def trace_of_vllm(
         "T": f"{_PROGRAM} keeps the stream between blocks, not what attention added to it",
         "C": f"{_PROGRAM} keeps the stream between blocks, not what the MLP added to it",
         "log-probabilities": f"{_PROGRAM}'s files hold none",
-        "ledger": f"{_PROGRAM}'s files do not say which cache rows were written when",
+        "ledger": f"{_PROGRAM}'s files do not say which cache slots were written when",
         "seconds": f"{_PROGRAM}'s files hold no times; passes are numbered by token, batches are not known",
     }
     known = model.name if model is not None else "unknown model"
