@@ -5,8 +5,8 @@
    request reaches its full length, so a run that would end early may be refused.
 2. During the run, with `max_kv_tokens`: if the running requests need more cache slots, `Scheduler.to_preempt`
    (scheduler.py) takes out the newest ones. `Committer.preempt` (committer.py) gives up their drafts and frees their
-   cache rows. They wait; when they are admitted again, `Prefill.rebuild` (prefill.py) computes their keys and values again.
-   Committed tokens do not change.
+   cache rows. They wait; when they are admitted again, `Prefill.rebuild` (prefill.py) computes their keys and values
+   again. Committed tokens do not change.
 3. An out-of-memory error in a pass, of the model or of the recorder: `Engine.attempts` (step.py) runs the pass for each
    request alone, then without its draft. A request that fails again ends with status failed; the others go on.
 4. An out-of-memory error outside a pass, such as when the cache is allocated or the trace is built, ends the run.
