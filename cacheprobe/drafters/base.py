@@ -31,11 +31,13 @@ To add a drafter, write one file in this folder, such as repeat_last.py, which d
   without this line. With it, `test_the_contract` runs the drafter in the engine.
 """
 
+import threading
 from collections.abc import Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from cacheprobe.core.values import number
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 
@@ -105,9 +107,36 @@ DEADLINE_SECONDS = 60.0
 """Default time limit in seconds of one call of a user's drafter. Passes of the verified model do not count."""
 
 
+MAX_DEADLINE = threading.TIMEOUT_MAX / 20
+"""Maximum of a drafter's deadline_seconds: Python can still wait for ten such deadlines."""
+
+
 def deadline_seconds(drafter: Drafter) -> float | None:
     """Returns the time limit in seconds of one call of a user's drafter: its attribute `deadline_seconds`, else 60.
 
     None means no limit; the drafter then runs in the thread that called `cp.run`. Otherwise it runs in a second thread.
     """
     return getattr(drafter, "deadline_seconds", DEADLINE_SECONDS)
+
+
+def require_drafter(drafter: Any, model: CachedLM) -> None:
+    """Raises: ValueError if `drafter` is not a drafter object, has a wrong deadline, or refuses this model."""
+    missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
+    if isinstance(drafter, type) or missing:
+        lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""
+        raise ValueError(
+            f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}{lacks}; names stand "
+            "only in command lines"
+        )
+    seconds = deadline_seconds(drafter)
+    if seconds is not None and not 0 < number("deadline_seconds", seconds) <= MAX_DEADLINE:
+        raise ValueError(
+            f"deadline_seconds of drafter {drafter.name} must be above 0 and at most {MAX_DEADLINE:.0f}, or None for "
+            f"no deadline, got {seconds}"
+        )
+    try:
+        drafter.check(model)
+    except ValueError:
+        raise
+    except Exception as error:  # a user's own code
+        raise ValueError(f"check of drafter {drafter.name} failed, {type(error).__name__}: {error!s:.200}") from error
