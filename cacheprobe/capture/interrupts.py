@@ -1,4 +1,4 @@
-"""Handles Ctrl-C during a run: cancels its requests and returns the trace of what was computed."""
+"""Handles Ctrl-C during a run: asks its requests to end. `cp.run` then raises Interrupted, which holds the Trace."""
 
 import signal
 import sys

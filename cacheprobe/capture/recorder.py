@@ -30,7 +30,7 @@ _LENS_CHECK_ROWS = 16
 
 @dataclass
 class Unconfirmed:
-    """Holds what the passes since the last confirmed step have added; a failed step discards it."""
+    """Counts the rows, thoughts and blocks, and holds the lens readings, of passes whose step may still fail."""
 
     first_row: int = 0
     """Number of confirmed rows; all later rows are unconfirmed."""

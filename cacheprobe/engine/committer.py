@@ -158,7 +158,7 @@ class Committer:
         self.scrub(state)
 
     def scrub(self, state: SequenceState) -> None:
-        """Zeroes all slots of a request's cache row after the last slot in use, where a failed pass may leave NaN."""
+        """Zeroes all slots of a request's cache row after the last slot in use: a failed pass may leave NaN there."""
         self.cache.scrub(state.cache_row, int(self.cache.lengths[state.cache_row]))
 
     def preempt(self, state: SequenceState) -> None:

@@ -102,7 +102,7 @@ class ModelRunner:
     ) -> PassOutcome:
         """Runs a [batch, width] pass over the entries, with pads after each entry and dummies at unused batch indices.
 
-        Returns an Outcome. num_layers, logit_slots: as for CachedLM.forward.
+        Returns an PassOutcome. num_layers, logit_slots: as for CachedLM.forward.
 
         batch: fixed number of batch indices; attention then runs over the whole capacity. None: one batch index for
         each entry, with attention over the slots in use.

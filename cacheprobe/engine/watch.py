@@ -30,7 +30,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """Says where a request's tokens, computed twice in one pass, first got different bits: operation and layer."""
+    """Names the operation and layer at which two computations of a request's tokens first gave different bits."""
 
     operation: str
     layer: int | None

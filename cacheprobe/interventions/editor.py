@@ -30,7 +30,7 @@ class Slot(NamedTuple):
 
 
 class _Hit(NamedTuple):
-    """Says where one intervention acts in a pass: at batch indices b, slots t, which hold `positions`."""
+    """Holds the batch indices b and slots t of a pass at which one intervention acts, and their positions."""
 
     number: int
     """Index of the intervention among those of the run."""
